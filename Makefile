@@ -34,7 +34,8 @@ TORCH_VENV := $(if $(TORCH),.venv-torch-$(TORCH),$(VENV))
 # What may depend on the version of torch.
 WITH_TORCH := tests/beside_torchrun tests/clients tests/fork_server tests/torchrun_handler tests/train tests/supervisor/test_service_host.py \
     tests/worker/test_progress.py \
-    tests/processes/test_restarts.py tests/processes/test_hang_jobs.py tests/processes/test_hang_ranks.py
+    tests/processes/test_restarts.py tests/processes/test_hang_jobs.py tests/processes/test_hang_ranks.py \
+    tests/processes/test_survive_jobs.py
 
 # Run by `make check` and `make dist`.
 ELSEWHERE := --ignore=tests/tidy --ignore=tests/packaging

@@ -151,13 +151,19 @@ class FakeAgent:
     def release(self, local_ranks: Collection[int], *, cut: bool = True) -> None:
         """Order these workers to the gate of the next generation."""
         for each in local_ranks:
-            seqpacket.send(self._channels[each], {"do": "release", "generation": self.generation + 1, "cut": cut})
+            self._send(each, {"do": "release", "generation": self.generation + 1, "cut": cut})
 
     def go(self, local_ranks: Collection[int]) -> None:
         """Send these workers into the next generation."""
         for local_rank, place in self.places(local_ranks).items():
             message = {"do": "go", "generation": self.generation, "environment": place}
+            self._send(local_rank, message)
+
+    def _send(self, local_rank: int, message: dict[str, Any]) -> None:
+        try:
             seqpacket.send(self._channels[local_rank], message)
+        except OSError as error:
+            raise AssertionError(f"worker {local_rank}: {error}; heard {self.heard}\n{self.logs()}") from error
 
     def said(self, what: str, **fields: object) -> set[int]:
         """The local ranks that have sent such a message."""

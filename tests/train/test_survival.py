@@ -61,6 +61,7 @@ def replaced(agent: FakeAgent, *lost: int) -> None:
     agent.ended(lost)
     coming = agent.generation + 1
     left = [each for each in WORLD if each not in lost]
+    agent.await_said(left, "able", generation=agent.generation if agent.generation > 1 else 0)
     agent.release(left)
     agent.await_said(left, "gate", generation=coming)
     ready(agent, *lost)
@@ -133,8 +134,8 @@ LOOP = [
     (2, "backward", 18),
     (1, "forward", 22),
 ]
-SAVES = [(1, "save", 4), (2, "save", 11), (1, "loader's process", 30)]
-"""When only the memory is due, and in snaps.save()."""
+SAVES = [(1, "loader's process", 20), (1, "save", 4), (2, "save", 11)]
+"""The first while one of its processes fetches ahead; then when only the memory is due, and in snaps.save()."""
 JOBS = {"the loop": ({"group": 12}, LOOP), "saves and loaders": ({"processes": 2, "disk": 12}, SAVES)}
 
 
@@ -174,14 +175,14 @@ def test_fewer_ranks_do_the_same_steps_until_replacements_join(jobs: WarmJobs, t
         [0, "backward", 7, "kill"],
         [1, "begin", 9, "wait"],
         [1, "optimizer", 11, "kill"],
-        [2, "forward", 12, "kill"],
+        [2, "forward", 13, "kill"],
         [0, "begin", 14, "wait"],
-        [1, "backward", 16, "kill"],
+        [1, "begin", 16, "kill"],
         [2, "begin", 16, "compute"],
         [0, "begin", 18, "wait"],
         [2, "backward", 20, "stop"],
         [0, "begin", 22, "wait"],
-        [1, "backward", 24, "kill"],
+        [1, "begin", 24, "kill"],
         [2, "forward", 24, "hold the lock"],
     ]
     (reference,) = {str(each["weights"]) for each in undisturbed(jobs, tmp_path / "reference", drawn=False)}
@@ -222,7 +223,7 @@ def test_fewer_ranks_do_the_same_steps_until_replacements_join(jobs: WarmJobs, t
         ends = finished(agent, folder, [0])
         assert set(lost_steps(agent).values()) == {0}
     assert ends[0]["counts"] == [-2.0], "each sample was trained once in each epoch"
-    assert ends[0]["worlds"] == [2, 3, 2, 1, 3, 2, 3, 2, 3, 1]
+    assert ends[0]["worlds"] == [3, 2, 1, 3, 2, 3, 2, 3, 1], "of the process that replaced the first"
     assert ends[0]["weights"] == pytest.approx(json.loads(reference), rel=1e-3)
 
 
@@ -280,7 +281,7 @@ def test_without_holdfast_it_is_a_plain_call(jobs: WarmJobs, tmp_path: Path) -> 
         assert [(each["worlds"], each["counts"]) for each in ends] == [([world], [-2.0])] * world
 
 
-REGROUPS, WARM_UP = 100, 10
+REGROUPS, WARM_UP = 100, 30
 GROWTH_MAX = 1.05
 
 
@@ -294,7 +295,9 @@ def test_a_hundred_regroups_leave_nothing_behind(jobs: WarmJobs, tmp_path: Path)
             shrunk(agent, 0, 1)
             agent.await_said([0, 1], "went_on", generation=agent.generation)
             used.append([Used.by(agent.workers[each].pid) for each in (0, 1)])
-    for early, late in zip(used[WARM_UP], used[-1], strict=True):
+    for number in range(2):
+        early, late = used[WARM_UP][number], used[-1][number]
+        least = [min(each[number].threads for each in part) for part in (used[:WARM_UP], used[WARM_UP:])]
         assert late.descriptors <= early.descriptors, used
-        assert late.threads <= early.threads, used
+        assert least[1] <= least[0], used
         assert late.pages < early.pages * GROWTH_MAX, used

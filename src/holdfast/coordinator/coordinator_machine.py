@@ -494,6 +494,9 @@ class CoordinatorMachine(CoordinatorActs):
         if world.done_count == world.size:
             self._finish(Outcome(kind=OutcomeKind.SUCCEEDED, exit_code=0))
             return
+        if late := self._regrouping.overdue(now, world):
+            self._follow(now, late)
+            return
         self._follow(now, self._regrouping.replace(now, world))
         if self._regrouping.grows(now, world):
             self._drain(now, StopReason.MEMBER_JOINED, "regrouping with the new workers", grows=True)

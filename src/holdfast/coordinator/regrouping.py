@@ -86,6 +86,10 @@ class Regrouping:
     _wanted: int = 0
     """With --survive wait: the number of ranks without which the next generation is not started."""
     _attempts: int = 0
+    _rejoin_by_s: float = inf
+    """When all workers must have gone on in the newest generation."""
+    _went_on: set[tuple[str, int]] = field(default_factory=set)
+    """Those that have, by member and local rank."""
     _newcomers: set[str] = field(default_factory=set)
     """Members that have joined a running generation."""
 
@@ -93,6 +97,7 @@ class Regrouping:
         """All workers are stopped: the next generation is gathered."""
         self.plan, self.settling, self.judged, self._wanted, self._attempts = None, False, True, 0, 0
         self.replacements.reset()
+        self._rejoin_by_s = inf
         for each in (self.past, self.arriving, self._newcomers):
             each.clear()
 
@@ -212,6 +217,8 @@ class Regrouping:
         self._attempts, self._wanted = 0, 0
         self.replacements.look_for_missing(world)
         plan = self.plan
+        self._went_on.clear()
+        self._rejoin_by_s = inf if plan is None else now + self.limits.rejoin_s
         if plan is None:
             return []
         took_s = round(now - self.began_s, 3)
@@ -219,6 +226,16 @@ class Regrouping:
         if plan.fresh:
             notes.append(Note("replaced", {"generation": world.generation, "ranks": list(plan.fresh)}))
         return notes
+
+    def overdue(self, now: float, world: World) -> list[Order]:
+        """The generation ends if a worker that was told to go on has not done so in time."""
+        if now < self._rejoin_by_s:
+            return []
+        self._rejoin_by_s = inf
+        late = [(name, each) for name in world.order for each in world.places[name]]
+        if world.done_count or self._went_on.issuperset(late):
+            return []
+        return self._refusal(world, f"not every worker went on within {self.limits.rejoin_s:g} s")
 
     def advance(self, now: float, world: World, since_s: float) -> list[Order]:
         """What follows while the workers leave their generation, which they were told at `since_s`."""
@@ -261,6 +278,7 @@ class Regrouping:
             case Able(generation, local_ranks):
                 if generation == world.generation:
                     world.set_able(member.name, local_ranks)
+                    self._went_on.update((member.name, each) for each in local_ranks)
                     self._settle(world)
             case ReplacementReady(_, local_ranks):
                 self.replacements.heard_ready(now, member.name, local_ranks)
@@ -334,7 +352,8 @@ class Regrouping:
 
     def next_change_s(self, now: float, world: World) -> float:
         """When replacements have to be ordered, or join, while a generation runs."""
-        return min(self.replacements.order_at_s(now), self.replacements.join_at_s if world.all_able else inf)
+        joins_at_s = self.replacements.join_at_s if world.all_able else inf
+        return min(self.replacements.order_at_s(now), joins_at_s, self._rejoin_by_s)
 
     def due_at_s(self, now: float, world: World, since_s: float) -> float:
         """When `advance` has something to do unless an agent reports something before."""

@@ -170,6 +170,9 @@ class Limits(Struct, frozen=True, kw_only=True):
     """From the order to regroup until every worker has left its collective; then it is killed."""
     regroup_s: float = 5.0
     """From the order to regroup until every node is prepared; then all workers are stopped and started again."""
+    rejoin_s: float = 30.0
+    """From the order to go on until every worker trains again in the new generation; then all are stopped and started
+    again."""
     progress_interval_s: float = 1.0
     """How often an agent reports the progress of its workers."""
     hang_report_s: float = 12.0

@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 
 import holdfast.train as ht
 from holdfast.train import save as saving
-from holdfast.worker.regroup import Channel
+from holdfast.worker.regroup import AgentChannel
 
 GLOBAL = 24
 FOLDER = Path(sys.argv[1])
@@ -49,17 +49,18 @@ class Case:
     """In this step all ranks make another process group."""
     disk: int = -1
     """After this step all ranks save to the disk."""
+    step: int = 0
+    """The one that is done now."""
     faults: list[list[Any]] = field(default_factory=list)
     """[local rank, where, step, what], see `reach`."""
 
 
 case = Case(**json.loads(sys.argv[2]))
-step = 0
 
 
 def reach(where: str, number: int | None = None) -> None:
     """A place where something may happen to this rank: each fault happens once, whatever process is this rank then."""
-    at = step if number is None else number
+    at = case.step if number is None else number
     for index, (rank, its_where, its_step, what) in enumerate(case.faults):
         if (rank, its_where, its_step) == (LOCAL_RANK, where, at):
             try:
@@ -77,7 +78,7 @@ def suffer(what: str) -> None:
         case "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         case "wait":
-            while not (FOLDER / f"go on after {step}").exists():
+            while not (FOLDER / f"go on after {case.step}").exists():
                 time.sleep(0.002)
         case "compute":
             while True:
@@ -96,7 +97,7 @@ def suffer(what: str) -> None:
 
 def await_release() -> None:
     """A rank was lost, and the others were ordered to the gate."""
-    channels = [each for each in gc.get_objects() if isinstance(each, Channel)]
+    channels = [each for each in gc.get_objects() if isinstance(each, AgentChannel)]
     while not any(each.released for each in channels):
         time.sleep(0.001)
 
@@ -161,11 +162,7 @@ def digest(*tensors: torch.Tensor) -> str:
 
 
 def main() -> None:
-    global step
     torch.set_num_threads(1)
-    import faulthandler
-
-    faulthandler.register(signal.SIGUSR1)
     in_saves()
     with ht.process_group() as pg, ht.Snapshots(FOLDER / "runs", every=None, memory_every=5) as snaps:
         torch.manual_seed(1)
@@ -177,22 +174,19 @@ def main() -> None:
         adam = torch.optim.Adam(others, lr=1e-2)
         sgd = torch.optim.SGD([counts], lr=GLOBAL)
         schedule = torch.optim.lr_scheduler.StepLR(adam, 5, 0.8)
-        loader = ht.DataLoader(
-            Rows(), batch_size=8, global_batch_size=GLOBAL, shuffle=True, seed=7, num_workers=case.processes
-        )
+        loader = ht.DataLoader(Rows(), global_batch_size=GLOBAL, shuffle=True, seed=7, num_workers=case.processes)
         state = snaps.track(model=model, adam=adam, sgd=sgd, schedule=schedule, loader=loader)
         snaps.resume()
 
         @ht.survive(snaps)
         def train() -> None:
-            global step
             worlds.append(pg.world)
-            step = state.step
+            case.step = state.step
             for _ in state.epochs(case.epochs):
                 for rows, index in loader:
-                    step = state.step
+                    case.step = state.step
                     reach("begin")
-                    if step == case.group:
+                    if case.step == case.group:
                         reach("group")
                         dist.new_group()
                     with ht.accumulate(model, loader) as micro:
@@ -200,7 +194,7 @@ def main() -> None:
                     adam.step()
                     sgd.step()
                     reach("optimizer")
-                    if step == case.meet:
+                    if case.step == case.meet:
                         dist.barrier()
                     for each in (adam, sgd):
                         each.zero_grad()

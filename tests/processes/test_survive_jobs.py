@@ -1,0 +1,102 @@
+"""Jobs with torch whose ranks go on in `ht.survive` when one is lost: agents, fork servers and workers as users have them.
+
+tests/train/test_survival.py loses ranks at every place of a training; test_survivors.py has the launcher's side without torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes.conftest import Agent, Site
+from tests.warm import Warm
+from tests.warm_jobs import Started, WarmJobs
+
+SURVIVOR = Path(__file__).parents[1] / "train" / "scripts" / "survivor.py"
+WORLD = 3
+LIMIT_S = 90.0
+"""torch's connections to its store look up names, which may take seconds each."""
+
+pytestmark = [pytest.mark.xdist_group("torch survivors"), pytest.mark.timeout(240)]
+
+
+class WarmAgents:
+    """Agents and fork servers that share an import of torch: what `Site` uses of an AgentServer."""
+
+    def __init__(self, jobs: WarmJobs) -> None:
+        self._jobs = jobs
+
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str], _: Path, screen: Path) -> Started:
+        return self._jobs.start("holdfast", "run", *arguments, env=environment, output=screen)
+
+
+@pytest.fixture(scope="module")
+def jobs(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmJobs]:
+    with WarmJobs(warm, tmp_path_factory.mktemp("jobs")) as made:
+        yield made
+
+
+@pytest.fixture
+def site(tmp_path: Path, jobs: WarmJobs) -> Iterator[Site]:
+    made = Site(tmp_path, WarmAgents(jobs))  # type: ignore[arg-type]
+    yield made
+    made.close()
+
+
+def trained(site: Site, *options: str, faults: Sequence[Sequence[Any]] = (), epochs: int = 2) -> tuple[int, Agent]:
+    """A job of three ranks, in the site's folder."""
+    case = json.dumps({"epochs": epochs, "faults": faults})
+    line = ("--standalone", "--nproc-per-node", str(WORLD), "--preload", "torch", *options, SURVIVOR, site.folder, case)
+    return site.run(*line, limit_s=LIMIT_S)
+
+
+def ends(site: Site) -> list[dict[str, Any]]:
+    return [json.loads((site.folder / f"end.{local_rank}").read_text()) for local_rank in range(WORLD)]
+
+
+def test_the_others_go_on_and_a_replacement_joins(site: Site) -> None:
+    epochs = 60
+    code, agent = trained(site, "--max-restarts", "1", faults=[[1, "backward", 20, "kill"]], epochs=epochs)
+    assert code == 0, agent.text
+    found = ends(site)
+    assert [each["worlds"] for each in found] == [[3, 2, 3], [3], [3, 2, 3]], agent.text
+    assert [each["counts"] for each in found] == [[-epochs]] * WORLD
+    assert len({each["parameters"] for each in found}) == 1
+    assert len(list(agent.folder.glob("attempt_*"))) == 1
+
+
+def test_waiting_for_the_replacement_changes_nothing(site: Site, tmp_path: Path) -> None:
+    code, agent = trained(site, "--survive", "off")
+    assert code == 0, agent.text
+    reference = ends(site)
+    faults = [[1, "backward", 20, "kill"], [2, "optimizer", 25, "kill"]]
+    (tmp_path / "lost").mkdir()
+    lost = Site(tmp_path / "lost", site.server)
+    code, agent = trained(lost, "--max-restarts", "2", "--survive", "wait", faults=faults)
+    lost.close()
+    assert code == 0, agent.text
+    assert [each["worlds"] for each in ends(lost)] == [[3, 3, 3], [3, 3], [3]], agent.text
+    assert [{**each, "worlds": 0} for each in ends(lost)] == [{**each, "worlds": 0} for each in reference]
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [(("--survive", "off"), "kill"), (("--min-ranks", "3"), "kill"), ((), "bug")],
+    ids=["off", "too few ranks", "an exception"],
+)
+def test_all_are_started_again(site: Site, options: tuple[str, ...], what: str) -> None:
+    code, agent = trained(site, "--max-restarts", "1", *options, faults=[[1, "backward", 20, what]])
+    assert code == 0, agent.text
+    assert [(each["worlds"], each["counts"]) for each in ends(site)] == [([3], [-2])] * WORLD
+    assert len(list(agent.folder.glob("attempt_*"))) == 2
+
+
+def test_without_a_restart_left_the_job_ends(site: Site) -> None:
+    code, agent = trained(site, "--max-restarts", "0", faults=[[1, "backward", 20, "kill"]])
+    assert code == 137, agent.text
+    assert agent.verdict["verdict"]["culprit"]["rank"] == 1
+    assert list(site.folder.glob("end.*")) == []
