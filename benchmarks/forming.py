@@ -46,7 +46,7 @@ def prepare_holdfast() -> Form:
     import holdfast.runtime.listener  # noqa: F401  - what an agent loads on its way; import is not measured on either side
     from holdfast.protocol.options import Endpoint
     from holdfast.protocol.policy import JobSpec, NodeSpec
-    from tests.support.simulator.formation import join_once
+    from benchmarks.agents import join_once
 
     def form(port: int, count: int) -> tuple[int, int]:
         job = JobSpec(run_id="formation", min_nodes=count, max_nodes=count, backend="c10d")

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from holdfast.coordinator import coordinator_state as cstate
-from holdfast.protocol.machines import Note, Tick
+from holdfast.protocol.policy import Note, Tick
 from holdfast.agent import commands as do
 from holdfast.agent import events as ev
 from holdfast.agent.agent_machine import AgentMachine

@@ -89,8 +89,9 @@ class Warm:
         return subprocess.CompletedProcess(arguments, ended["code"], out, err)
 
     def found(self, *line: str | Path, timeout: float = 110.0) -> Any:
-        """The JSON that a script prints."""
+        """The JSON that a script prints. pytest shows its other output if the test fails."""
         done = self.run(line, timeout=timeout)
+        print(done.stderr[-3000:], file=sys.stderr)
         assert done.returncode == 0, done.stderr[-3000:]
         return json.loads(done.stdout)
 

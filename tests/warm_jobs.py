@@ -86,6 +86,20 @@ class WarmJobs:
             timeout=limit_s(timeout),
         )
 
+    def start(self, program: str | Path, *arguments: str | Path, env: Mapping[str, str], output: Path) -> Started:
+        """Do not wait for its end. Both streams are appended to `output`."""
+        from tests.warm import ON_CPU
+
+        order = {
+            "arguments": [str(program), *map(str, arguments)],
+            "environment": {**env, **ON_CPU},
+            "folder": str(output.parent),
+        }
+        sock = connected(str(self._socket))
+        with open(os.devnull, "rb") as nothing, output.open("ab") as log:
+            socket.send_fds(sock, [json.dumps(order).encode()], [nothing.fileno(), log.fileno(), log.fileno()])
+        return Started(sock)
+
     def close(self) -> None:
         """What still runs is killed, as it is when this process ends."""
         self._held.close()
@@ -96,6 +110,39 @@ class WarmJobs:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+class Started:
+    """A command's process, with what the tests use of `subprocess.Popen`. It is no child of the test's process."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self._sock = sock
+        self.pid = int(sock.recv(32))
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        return self._look(0)
+
+    def wait(self, timeout: float | None = None) -> int:
+        import subprocess
+
+        code = self._look(timeout)
+        if code is None:
+            raise subprocess.TimeoutExpired("a command", timeout or 0)
+        return code
+
+    def _look(self, seconds: float | None) -> int | None:
+        if self.returncode is None and select.select([self._sock], [], [], seconds)[0]:
+            self.returncode = int(self._sock.recv(32) or -signal.SIGKILL)
+            self._sock.close()
+        return self.returncode
+
+    def send_signal(self, signum: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, signum)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 def connected(path: str) -> socket.socket:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.diagnosis.causes.rules import texts
-from holdfast.doctor.findings import code_texts
+from holdfast.diagnosis.reference import all_errors, finding_texts, verdict_texts
 from holdfast.protocol import errors
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "errors.md"
 
 HEAD = """# Errors and exit codes
 
-This page is made by `make fmt` from `src/holdfast/protocol/errors.py`, `diagnosis/causes/texts.toml` and `doctor/codes.toml`. Codes are never reused.
+This page is made by `make fmt` from `src/holdfast/protocol/errors.py` and `diagnosis/codes.toml`. Codes are never reused.
 
 An error of the command line, the configuration or the machine is one or two lines on stderr that start with its code, and nothing was
 started. `holdfast run` never answers bad input with a traceback of its own.
@@ -62,14 +60,6 @@ WHOSE = {
 }
 
 
-def tree(root: type[errors.HoldfastError] = errors.HoldfastError) -> Iterator[type[errors.HoldfastError]]:
-    """All error classes of protocol/errors.py, the root first. Subclasses made elsewhere keep their parent's code."""
-    yield root
-    for child in root.__subclasses__():
-        if child.__module__ == errors.__name__:
-            yield from tree(child)
-
-
 def exit_text(error: type[errors.HoldfastError]) -> str:
     return "the worker's own" if issubclass(error, errors.WorkerError) else str(error.exit_code)
 
@@ -85,8 +75,8 @@ def render() -> str:
     rows = [
         f"| {error.code} | {WHOSE[error.fault]} | {exit_text(error)} | `{error.__name__}` | "
         f"{' '.join((error.__doc__ or '').split())} |"
-        for error in sorted(tree(), key=lambda error: error.code)
+        for error in sorted(all_errors(), key=lambda error: error.code)
     ]
-    verdicts = [f"| {code} | {text.name} |" for code, text in sorted(texts().items())]
-    doctors = [f"| {code} | {' '.join(each.cause.split())} |" for code, each in sorted(code_texts().items())]
+    verdicts = [f"| {code} | {text.name} |" for code, text in sorted(verdict_texts().items())]
+    doctors = [f"| {code} | {each.cause} |" for code, each in sorted(finding_texts().items())]
     return "\n".join([head + "\n".join(rows), VERDICTS + "\n".join(verdicts), DOCTORS + "\n".join(doctors), ""])

@@ -1,11 +1,11 @@
-"""Make docs/events.md from the table of holdfast.diagnosis.event_table, so that the two cannot differ."""
+"""Make docs/events.md from the table of holdfast.diagnosis.reference, so that the two cannot differ."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
 
-from holdfast.diagnosis.event_table import EventGroup, EventKind, Field, table
+from holdfast.diagnosis.reference import EventGroup, EventKind, Field, event_table
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "events.md"
 
@@ -40,7 +40,7 @@ workers failed (torchrun tells `SUCCEEDED`). In `metadata.metadata` numbers are 
 
 def render() -> str:
     """The whole page."""
-    return HEAD + fields_table(table().always) + "\n" + "\n".join(map(group_text, table().group)) + TAIL
+    return HEAD + fields_table(event_table().always) + "\n" + "\n".join(map(group_text, event_table().group)) + TAIL
 
 
 def group_text(group: EventGroup) -> str:

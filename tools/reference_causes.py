@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 
-from holdfast.diagnosis.causes.rules import texts
-from holdfast.diagnosis.explanations import Explanation, everything
-from holdfast.doctor.findings import code_texts
+from holdfast.diagnosis.reference import Explanation, finding_texts, verdict_texts
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "causes.md"
 
@@ -21,14 +18,12 @@ codes, in [errors.md](errors.md).
 
 def render() -> str:
     """The whole page."""
-    known = everything()
-    verdicts = section(known[code] for code in sorted(texts()))
-    findings = section(known[code] for code in sorted(code_texts()))
+    verdicts, findings = section(verdict_texts()), section(finding_texts())
     return f"{HEAD}\n## Verdicts\n{verdicts}\n## `holdfast doctor`\n{findings}"
 
 
-def section(codes: Iterable[Explanation]) -> str:
-    return "".join(text(each) for each in codes)
+def section(codes: dict[str, Explanation]) -> str:
+    return "".join(text(codes[code]) for code in sorted(codes))
 
 
 def text(each: Explanation) -> str:

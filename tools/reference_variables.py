@@ -7,10 +7,12 @@ is an error: so neither can be forgotten.
 from __future__ import annotations
 
 import ast
+import inspect
 import re
 from pathlib import Path
 
 from holdfast.cli.option_table import LAUNCH_OPTIONS
+from holdfast.protocol.options import worker_environment
 
 ROOT = Path(__file__).resolve().parent.parent
 SOURCE = ROOT / "src" / "holdfast"
@@ -106,7 +108,7 @@ def render() -> str:
 def check() -> None:
     differ = worker_names() ^ (WORKERS.keys() - OUTSIDE_OF_WORKER_ENV)
     if differ:
-        raise LookupError(f"protocol/worker_env.py and the table of this page differ in {sorted(differ)}")
+        raise LookupError(f"worker_environment and the table of this page differ in {sorted(differ)}")
     options = {name for option in LAUNCH_OPTIONS for name in option.variables}
     own = own_names() - options - INTERNAL
     unknown = own - WORKERS.keys() - READ.keys()
@@ -118,9 +120,9 @@ def check() -> None:
 
 
 def worker_names() -> set[str]:
-    """Names in capitals that protocol/worker_env.py puts into a worker's environment."""
+    """Names that worker_environment of protocol/options.py puts into a worker's environment."""
     found: set[str] = set()
-    for node in ast.walk(ast.parse((SOURCE / "protocol" / "worker_env.py").read_text(encoding="utf-8"))):
+    for node in ast.walk(ast.parse(inspect.getsource(worker_environment))):
         if isinstance(node, ast.Dict):
             found |= {key.value for key in node.keys if isinstance(key, ast.Constant)}
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Subscript):

@@ -51,7 +51,7 @@ def measure_processes(count: int, launcher: Launcher, folder: Path) -> Sample:
 def measure_shared(_launcher: Launcher, folder: Path) -> Sample:
     sample: Sample = {}
     for count in COUNTS:
-        code = f"from tests.support.simulator.formation import form_many; print(form_many({count}, {min(PROCESSES, count)}))"
+        code = f"from benchmarks.agents import form_many; print(form_many({count}, {min(PROCESSES, count)}))"
         seconds = float(python(["-c", code], folder))
         sample[f"{count} agents"] = seconds
         sample[f"per agent of {count}"] = 1000 * seconds / count

@@ -1,6 +1,6 @@
 """holdfast launches distributed training and keeps it going.
 
-Importing the package costs nothing: the public names load what they need on first use (PEP 562).
+Importing the package is cheap: a public name loads its module on first use (PEP 562).
 
     holdfast.launch(fn, *args, nproc=2)   run a function in worker processes; its results by rank
     holdfast.record                       decorator for programs that no launcher's bootstrap runs

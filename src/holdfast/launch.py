@@ -1,6 +1,6 @@
 """`python -m holdfast.launch` is `holdfast launch`, as `python -m torch.distributed.launch` is torch's.
 
-The name belongs to a function too, `holdfast.launch(fn, ...)`: an importer of this module can call it.
+The package has a function of the same name, `holdfast.launch(fn, ...)`, so this module can be called too.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 class _Launch(ModuleType):
-    """This module, callable: an import of it replaces the function of the same name in the package."""
+    """This module, callable: importing it replaces the function of the same name in the package."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         from holdfast.launching.api import launch

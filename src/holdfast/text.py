@@ -1,11 +1,16 @@
-"""Words of messages, and back: numbers, times, lists, addresses, a name for a job that has none. PURE: standard
-library only; everybody may import this."""
+"""Converts values to words for messages and back: numbers, times, lists, addresses, a name for a job that has none.
+
+Also reads the tables of texts, TOML files beside the modules that use them. Standard library only; all packages may
+import this.
+"""
 
 from __future__ import annotations
 
 import re
 import zlib
 from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
 
 MINUTE_S, HOUR_S, DAY_S = 60, 3600, 86_400
 UNITS_S = {"": 1.0, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
@@ -233,3 +238,22 @@ def spoken(run_id: str) -> str:
         return run_id
     second, first = divmod(zlib.crc32(run_id.encode()), len(_FIRST))
     return f"{_FIRST[first]}-{_SECOND[second % len(_SECOND)]}"
+
+
+def read_table(module: str, name: str) -> dict[str, Any]:
+    """The table in the TOML file `name`, which is in the same folder as the module's file. A text over several lines
+    becomes one line: a line break with the blanks around it counts as one blank.
+
+    Callers read a table on first use, so that no start-up pays for it.
+    """
+    import tomllib
+
+    return _joined(tomllib.loads(Path(module).with_name(name).read_text(encoding="utf-8")))  # type: ignore[no-any-return]
+
+
+def _joined(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _joined(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_joined(item) for item in value]
+    return " ".join(value.split()) if isinstance(value, str) and "\n" in value else value

@@ -3,55 +3,24 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Callable
 
 from msgspec import structs
 
+from holdfast.agent import commands as do
+from holdfast.agent import events as ev
 from holdfast.agent.agent_machine import AgentMachine
-from holdfast.agent.commands import (
-    Command,
-    Send,
-)
-from holdfast.agent.events import (
-    Dialed,
-    Event,
-    LinkLost,
-    NodePrepared,
-    Received,
-    ReplacementsReady,
-    Signalled,
-    TreeGone,
-    WorkerEnded,
-    WorkersAble,
-    WorkersHeld,
-)
-from holdfast.protocol.machines import Tick
-from holdfast.protocol.messages import (
-    REVISION,
-    Assign,
-    Drain,
-    DrainTo,
-    Finish,
-    FromAgent,
-    FromCoordinator,
-    Joined,
-    Ping,
-    Pong,
-    Regroup,
-    Replace,
-    Start,
-    Stop,
-    StopReason,
-)
+from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind
-from holdfast.protocol.policy import Limits, NodeSpec
+from holdfast.protocol.policy import Limits, NodeSpec, Tick
 
 LIMITS = Limits(join_s=60.0, stop_grace_s=5.0)
 NPROC = 2
 SUCCESS = Outcome(kind=OutcomeKind.SUCCEEDED, exit_code=0)
 
 
-def assign(generation: int) -> Assign:
-    return Assign(
+def assign(generation: int) -> msg.Assign:
+    return msg.Assign(
         generation=generation,
         restart_count=0,
         group_rank=0,
@@ -78,32 +47,37 @@ class Desk:
     def __init__(self) -> None:
         self.now = 0.0
         self.machine = AgentMachine(NodeSpec(member="a#1", host="a", nproc=NPROC), LIMITS, self.now)
-        self.done: list[Command] = []
+        self.done: list[do.Command] = []
         """What the latest event brought about."""
 
-    def give(self, event: Event) -> list[Command]:
+    def give(self, event: ev.Event) -> list[do.Command]:
         self.done = self.machine.handle(self.now, event)
         self.machine.check_invariants()
         return self.done
 
-    def hear(self, message: FromCoordinator) -> list[Command]:
-        return self.give(Received(message))
+    def hear(self, message: msg.FromCoordinator) -> list[do.Command]:
+        return self.give(ev.Received(message))
 
-    def sent(self) -> list[FromAgent]:
-        return [command.message for command in self.done if isinstance(command, Send)]
+    def all_end(self, failure: Failure | None = None, *, drained: bool = False) -> None:
+        """All workers, one after the other."""
+        for local_rank in range(NPROC):
+            self.give(ev.WorkerEnded(1, local_rank, failure, drained))
 
-    def has(self, kind: type[Command]) -> bool:
+    def sent(self) -> list[msg.FromAgent]:
+        return [command.message for command in self.done if isinstance(command, do.Send)]
+
+    def has(self, kind: type[do.Command]) -> bool:
         return any(isinstance(command, kind) for command in self.done)
 
-    def wait(self, seconds: float, *, answered: bool = True) -> list[Command]:
+    def wait(self, seconds: float, *, answered: bool = True) -> list[do.Command]:
         """Time passes, Ticks come when they are due, pings are answered or not; all that was done meanwhile."""
-        until, everything = self.now + seconds, list[Command]()
+        until, everything = self.now + seconds, list[do.Command]()
         while (due := self.machine.next_deadline()) is not None and due <= until:
             self.now = max(self.now, due)
             everything += self.give(Tick())
             for message in self.sent():
-                if answered and isinstance(message, Ping):
-                    everything += self.hear(Pong(message.number))
+                if answered and isinstance(message, msg.Ping):
+                    everything += self.hear(msg.Pong(message.number))
         self.now = until
         self.done = everything
         return everything
@@ -121,13 +95,13 @@ def dialing() -> Desk:
 
 def joining() -> Desk:
     desk = dialing()
-    desk.give(Dialed())
+    desk.give(ev.Dialed())
     return desk
 
 
 def idle() -> Desk:
     desk = joining()
-    desk.hear(Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s, REVISION))
+    desk.hear(msg.Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s, msg.REVISION))
     return desk
 
 
@@ -139,17 +113,17 @@ def preparing() -> Desk:
 
 def prepared() -> Desk:
     desk = preparing()
-    desk.give(NodePrepared(1, 40_000))
+    desk.give(ev.NodePrepared(1, 40_000))
     return desk
 
 
 def running() -> Desk:
     desk = prepared()
-    desk.hear(Start(1, "10.0.0.1", 40_000))
+    desk.hear(msg.Start(1, "10.0.0.1", 40_000))
     return desk
 
 
-def survivor(generation: int, *local_ranks: int) -> Assign:
+def survivor(generation: int, *local_ranks: int) -> msg.Assign:
     """The place of this node when only these local ranks of it take part."""
     ranks = local_ranks or tuple(range(NPROC))
     place = structs.replace(assign(generation), world_size=len(ranks), role_world_size=len(ranks))
@@ -159,32 +133,32 @@ def survivor(generation: int, *local_ranks: int) -> Assign:
 def able() -> Desk:
     """Both workers are able to go on after a loss."""
     desk = running()
-    desk.give(WorkersAble(1, (0, 1)))
+    desk.give(ev.WorkersAble(1, (0, 1)))
     return desk
 
 
 def regrouping() -> Desk:
     """Local rank 1 was killed, and local rank 0 leaves the generation to go on alone."""
     desk = able()
-    desk.give(WorkerEnded(1, 1, killed(), evidence_follows=True))
-    desk.hear(Regroup(survivor(2, 0), text="rank 1 was lost; 1 rank goes on"))
+    desk.give(ev.WorkerEnded(1, 1, killed(), evidence_follows=True))
+    desk.hear(msg.Regroup(survivor(2, 0), text="rank 1 was lost; 1 rank goes on"))
     return desk
 
 
 def shrunk() -> Desk:
     """Local rank 0 has gone on alone, and a replacement for local rank 1 is being started."""
     desk = regrouping()
-    desk.give(NodePrepared(2, 40_002))
-    desk.hear(Start(2, "10.0.0.1", 40_002))
-    desk.give(WorkersAble(2, (0,)))
-    desk.hear(Replace(2, (1,)))
+    desk.give(ev.NodePrepared(2, 40_002))
+    desk.hear(msg.Start(2, "10.0.0.1", 40_002))
+    desk.give(ev.WorkersAble(2, (0,)))
+    desk.hear(msg.Replace(2, (1,)))
     return desk
 
 
 def replaced() -> Desk:
     """The replacement is ready."""
     desk = shrunk()
-    desk.give(ReplacementsReady(2, (1,)))
+    desk.give(ev.ReplacementsReady(2, (1,)))
     return desk
 
 
@@ -192,77 +166,102 @@ def bare() -> Desk:
     """A node that has joined a running generation: it has no worker in it, and starts some."""
     desk = idle()
     desk.hear(structs.replace(assign(1), local_ranks=(), world_size=4))
-    desk.give(NodePrepared(1, None))
-    desk.hear(Start(1, "10.0.0.1", 40_000))
-    desk.hear(Replace(1, (0, 1)))
+    desk.give(ev.NodePrepared(1, None))
+    desk.hear(msg.Start(1, "10.0.0.1", 40_000))
+    desk.hear(msg.Replace(1, (0, 1)))
     return desk
 
 
 def holding() -> Desk:
     desk = running()
-    desk.hear(Drain(1, "z is leaving"))
+    desk.hear(msg.Drain(1, "z is leaving"))
     return desk
 
 
 def held() -> Desk:
     desk = holding()
-    desk.give(WorkersHeld(1, 6))
+    desk.give(ev.WorkersHeld(1, 6))
     return desk
 
 
 def draining() -> Desk:
     desk = held()
-    desk.hear(DrainTo(1, 9))
+    desk.hear(msg.DrainTo(1, 9))
     return desk
 
 
 def stopping() -> Desk:
     desk = running()
-    desk.hear(Stop(1, StopReason.WORKER_FAILED, "rank 7 failed on z"))
+    desk.hear(msg.Stop(1, msg.StopReason.WORKER_FAILED, "rank 7 failed on z"))
     return desk
 
 
 def killing() -> Desk:
     desk = stopping()
-    for local_rank in range(NPROC):
-        desk.give(WorkerEnded(1, local_rank, failure(after_stop=True)))
+    desk.all_end(failure(after_stop=True))
     return desk
 
 
 def sweeping() -> Desk:
     desk = running()
-    for local_rank in range(NPROC):
-        desk.give(WorkerEnded(1, local_rank, None))
+    desk.all_end()
     return desk
 
 
 def cleaned() -> Desk:
     desk = sweeping()
-    desk.give(TreeGone(1))
+    desk.give(ev.TreeGone(1))
     return desk
 
 
 def cut_off_running() -> Desk:
     desk = running()
-    desk.give(LinkLost("reset"))
+    desk.give(ev.LinkLost("reset"))
     return desk
 
 
 def leaving() -> Desk:
     desk = running()
-    desk.give(Signalled(signal.SIGTERM, "SIGTERM"))
-    desk.give(WorkersHeld(1, 0))
+    desk.give(ev.Signalled(signal.SIGTERM, "SIGTERM"))
+    desk.give(ev.WorkersHeld(1, 0))
     return desk
 
 
 def leaving_drained() -> Desk:
     desk = running()
-    desk.give(Signalled(signal.SIGTERM, "SIGTERM"))
-    desk.give(WorkersHeld(1, 6))
+    desk.give(ev.Signalled(signal.SIGTERM, "SIGTERM"))
+    desk.give(ev.WorkersHeld(1, 6))
     return desk
 
 
 def ended() -> Desk:
     desk = idle()
-    desk.hear(Finish(SUCCESS))
+    desk.hear(msg.Finish(SUCCESS))
     return desk
+
+
+STATES: list[Callable[[], Desk]] = [
+    down,
+    dialing,
+    joining,
+    idle,
+    preparing,
+    prepared,
+    running,
+    stopping,
+    killing,
+    sweeping,
+    cleaned,
+    cut_off_running,
+    holding,
+    held,
+    draining,
+    leaving,
+    leaving_drained,
+    ended,
+    able,
+    regrouping,
+    shrunk,
+    replaced,
+    bare,
+]

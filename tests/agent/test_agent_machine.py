@@ -7,129 +7,31 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.agent.agent_machine import WORK_TRANSITIONS
-from holdfast.agent.agent_state import Link, Work
-from holdfast.agent.commands import (
-    ContinueWorkers,
-    Dial,
-    Exit,
-    HoldWorkers,
-    KillTree,
-    Prepare,
-    RegroupWorkers,
-    ReleaseWorkers,
-    Say,
-    SignalWorkers,
-    StartWorkers,
-)
-from holdfast.agent.events import (
-    Dialed,
-    DialFailed,
-    Event,
-    FailureRead,
-    LinkLost,
-    NodePrepared,
-    PassSignal,
-    PrepareFailed,
-    Received,
-    RegroupRefused,
-    ReplacementsReady,
-    Signalled,
-    StoreDied,
-    TreeGone,
-    WorkerEnded,
-    WorkerRaised,
-    WorkersAble,
-    WorkersFenced,
-    WorkersHeld,
-    WorkersProgress,
-    WorkersSeen,
-)
-from holdfast.protocol.machines import Tick
-from holdfast.protocol.messages import (
-    Abandon,
-    Answer,
-    CoordinatorMessage,
-    Drain,
-    DrainTo,
-    Finish,
-    FromCoordinator,
-    Held,
-    Joined,
-    Look,
-    Notice,
-    Pong,
-    Prepared,
-    Quit,
-    Refuse,
-    Regroup,
-    Replace,
-    Resume,
-    Start,
-    Stop,
-    Stopped,
-    StopReason,
-    Waiting,
-)
+from holdfast.agent import commands as do
+from holdfast.agent import events as ev
+from holdfast.agent.agent_state import WORK_TRANSITIONS, Link, Work
+from holdfast.protocol import messages as msg
+from holdfast.protocol.policy import Tick
 from holdfast.protocol.rank_progress import RankProgress, Stage
 from tests.agent.agent_desk import (
     LIMITS,
-    NPROC,
+    STATES,
     SUCCESS,
     Desk,
-    able,
     assign,
-    bare,
-    cleaned,
-    cut_off_running,
-    dialing,
-    down,
-    draining,
-    ended,
     failure,
     held,
-    holding,
     idle,
-    joining,
     killing,
-    leaving,
-    leaving_drained,
     prepared,
     preparing,
     regrouping,
-    replaced,
     running,
-    shrunk,
     stopping,
     survivor,
     sweeping,
 )
 
-STATES: list[Callable[[], Desk]] = [
-    down,
-    dialing,
-    joining,
-    idle,
-    preparing,
-    prepared,
-    running,
-    stopping,
-    killing,
-    sweeping,
-    cleaned,
-    cut_off_running,
-    holding,
-    held,
-    draining,
-    leaving,
-    leaving_drained,
-    ended,
-    able,
-    regrouping,
-    shrunk,
-    replaced,
-    bare,
-]
 IN_WORK: dict[Work, Callable[[], Desk]] = {
     Work.IDLE: idle,
     Work.PREPARING: preparing,
@@ -152,67 +54,65 @@ def test_every_work_is_reached(work: Work) -> None:
 
 def gets_newer_assign(desk: Desk) -> None:
     desk.hear(assign(2))
-    assert desk.done == [Prepare(assign(2))]
-    desk.give(NodePrepared(1, 40_001))
+    assert desk.done == [do.Prepare(assign(2))]
+    desk.give(ev.NodePrepared(1, 40_001))
     assert not desk.done, "the answer to the older one counts no more"
 
 
 def is_prepared(desk: Desk) -> None:
-    desk.give(NodePrepared(1, 40_000))
-    assert desk.sent() == [Prepared(1, 40_000)]
+    desk.give(ev.NodePrepared(1, 40_000))
+    assert desk.sent() == [msg.Prepared(1, 40_000)]
 
 
 def is_started(desk: Desk) -> None:
-    start = Start(1, "10.0.0.1", 40_000)
-    assert desk.hear(start) == [StartWorkers(assign(1), start)]
+    start = msg.Start(1, "10.0.0.1", 40_000)
+    assert desk.hear(start) == [do.StartWorkers(assign(1), start)]
 
 
 def loses_the_link(desk: Desk) -> None:
-    desk.give(LinkLost("reset"))
-    assert desk.has(Dial), "it dials again at once"
+    desk.give(ev.LinkLost("reset"))
+    assert desk.has(do.Dial), "it dials again at once"
 
 
 def is_stopped(desk: Desk) -> None:
-    desk.hear(Stop(1, StopReason.MEMBER_LOST, "z was lost"))
-    assert Say("z was lost") in desk.done
-    assert SignalWorkers(signal.SIGTERM) in desk.done
+    desk.hear(msg.Stop(1, msg.StopReason.MEMBER_LOST, "z was lost"))
+    assert do.Say("z was lost") in desk.done
+    assert do.SignalWorkers(signal.SIGTERM) in desk.done
 
 
 def is_fenced(desk: Desk) -> None:
     desk.wait(LIMITS.fence_s - 0.01, answered=False)
     assert desk.machine.work is Work.RUNNING
     desk.wait(0.02, answered=False)
-    assert KillTree(1) in desk.done
+    assert do.KillTree(1) in desk.done
 
 
 def is_asked_to_drain(desk: Desk) -> None:
-    assert desk.hear(Drain(1, "z is leaving")) == [HoldWorkers(1)]
-    desk.give(WorkersHeld(1, 6))
-    assert desk.sent() == [Held(1, 6)]
+    assert desk.hear(msg.Drain(1, "z is leaving")) == [do.HoldWorkers(1)]
+    desk.give(ev.WorkersHeld(1, 6))
+    assert desk.sent() == [msg.Held(1, 6)]
 
 
 def loses_the_link_while_held(desk: Desk) -> None:
-    desk.give(LinkLost("reset"))
-    assert ReleaseWorkers(1, 0) in desk.done
+    desk.give(ev.LinkLost("reset"))
+    assert do.ReleaseWorkers(1, 0) in desk.done
 
 
 def drain_is_given_up(desk: Desk) -> None:
-    desk.hear(Stop(1, StopReason.MEMBER_LOST, "z was lost"))
-    assert [c for c in desk.done if isinstance(c, ReleaseWorkers | SignalWorkers)] == [
-        ReleaseWorkers(1, 0),
-        SignalWorkers(signal.SIGTERM),
+    desk.hear(msg.Stop(1, msg.StopReason.MEMBER_LOST, "z was lost"))
+    assert [c for c in desk.done if isinstance(c, do.ReleaseWorkers | do.SignalWorkers)] == [
+        do.ReleaseWorkers(1, 0),
+        do.SignalWorkers(signal.SIGTERM),
     ]
 
 
 def all_leave_at_the_safe_point(desk: Desk) -> None:
-    assert desk.hear(DrainTo(1, 9)) == [
-        Say("z is leaving: the workers stop at their next safe point"),
-        ReleaseWorkers(1, 9),
+    assert desk.hear(msg.DrainTo(1, 9)) == [
+        do.Say("z is leaving: the workers stop at their next safe point"),
+        do.ReleaseWorkers(1, 9),
     ]
-    for local_rank in range(NPROC):
-        desk.give(WorkerEnded(1, local_rank, None, drained=True))
-    assert desk.done == [KillTree(1)]
-    assert desk.machine.term is not None
+    desk.all_end(drained=True)
+    assert desk.done == [do.KillTree(1)]
     assert not desk.machine.term.done
 
 
@@ -220,54 +120,54 @@ def grace_is_over(desk: Desk) -> None:
     desk.wait(LIMITS.stop_grace_s - 0.01)
     assert desk.machine.work is Work.STOPPING
     desk.wait(0.02)
-    assert KillTree(1) in desk.done
+    assert do.KillTree(1) in desk.done
 
 
 def tree_is_gone(desk: Desk) -> None:
-    desk.give(TreeGone(1))
-    assert desk.sent() == [Stopped(1)]
+    desk.give(ev.TreeGone(1))
+    assert desk.sent() == [msg.Stopped(1)]
 
 
 def is_cleaned(desk: Desk) -> None:
-    desk.give(TreeGone(1))
+    desk.give(ev.TreeGone(1))
     assert not desk.done, "the others may still be at work: not a word"
 
 
 def is_regrouped(desk: Desk) -> None:
-    desk.hear(Regroup(survivor(2, 0), text="rank 1 was lost; 1 rank goes on"))
-    assert desk.done == [Say("rank 1 was lost; 1 rank goes on"), RegroupWorkers(survivor(2, 0), 0)]
+    desk.hear(msg.Regroup(survivor(2, 0), text="rank 1 was lost; 1 rank goes on"))
+    assert desk.done == [do.Say("rank 1 was lost; 1 rank goes on"), do.RegroupWorkers(survivor(2, 0), 0)]
 
 
 def is_regrouped_at_a_safe_point(desk: Desk) -> None:
-    desk.hear(Regroup(survivor(2), 9, "rank 7 was replaced; 8 ranks go on"))
-    assert RegroupWorkers(survivor(2), 9) in desk.done
+    desk.hear(msg.Regroup(survivor(2), 9, "rank 7 was replaced; 8 ranks go on"))
+    assert do.RegroupWorkers(survivor(2), 9) in desk.done
 
 
 def is_regrouped_again(desk: Desk) -> None:
-    desk.hear(Regroup(survivor(3, 0)))
-    desk.give(NodePrepared(2, 40_002))
+    desk.hear(msg.Regroup(survivor(3, 0)))
+    desk.give(ev.NodePrepared(2, 40_002))
     assert not desk.done, "the answer to the older one counts no more"
 
 
 def goes_on(desk: Desk) -> None:
-    desk.give(NodePrepared(2, 40_002))
-    assert desk.sent() == [Prepared(2, 40_002)]
-    start = Start(2, "10.0.0.1", 40_002)
-    assert desk.hear(start) == [ContinueWorkers(survivor(2, 0), start)]
+    desk.give(ev.NodePrepared(2, 40_002))
+    assert desk.sent() == [msg.Prepared(2, 40_002)]
+    start = msg.Start(2, "10.0.0.1", 40_002)
+    assert desk.hear(start) == [do.ContinueWorkers(survivor(2, 0), start)]
 
 
 def is_stopped_while_regrouping(desk: Desk) -> None:
-    desk.hear(Stop(2, StopReason.WORKER_FAILED, "the workers cannot go on"))
-    assert SignalWorkers(signal.SIGTERM) in desk.done
+    desk.hear(msg.Stop(2, msg.StopReason.WORKER_FAILED, "the workers cannot go on"))
+    assert do.SignalWorkers(signal.SIGTERM) in desk.done
 
 
 def loses_the_link_while_regrouping(desk: Desk) -> None:
-    desk.give(LinkLost("reset"))
-    assert KillTree(2) in desk.done
+    desk.give(ev.LinkLost("reset"))
+    assert do.KillTree(2) in desk.done
 
 
 WAYS: dict[tuple[Work, Work], tuple[Callable[[], Desk], Callable[[Desk], None]]] = {
-    (Work.IDLE, Work.PREPARING): (idle, lambda desk: _check(desk.hear(assign(1)) == [Prepare(assign(1))])),
+    (Work.IDLE, Work.PREPARING): (idle, lambda desk: _check(desk.hear(assign(1)) == [do.Prepare(assign(1))])),
     (Work.PREPARING, Work.PREPARING): (preparing, gets_newer_assign),
     (Work.PREPARED, Work.PREPARING): (prepared, gets_newer_assign),
     (Work.PREPARING, Work.PREPARED): (preparing, is_prepared),
@@ -311,87 +211,87 @@ def test_transition(before: Work, after: Work) -> None:
 
 # --- every event in every state ---------------------------------------------------------------------------------------
 
-MESSAGES: list[FromCoordinator] = [
-    Answer(1, b"{}"),
-    Quit(drain=True, by="holdfast stop"),
-    Quit(drain=False, by="holdfast kill"),
-    Joined(6.0, 4.0, 1.0),
-    Waiting("waiting for Godot"),
-    Pong(1),
-    Pong(99),
-    Finish(SUCCESS),
-    Notice("rank 1 hangs"),
-    Refuse("HF103", "no room"),
+MESSAGES: list[msg.FromCoordinator] = [
+    msg.Answer(1, b"{}"),
+    msg.Quit(drain=True, by="holdfast stop"),
+    msg.Quit(drain=False, by="holdfast kill"),
+    msg.Joined(6.0, 4.0, 1.0),
+    msg.Waiting("waiting for Godot"),
+    msg.Pong(1),
+    msg.Pong(99),
+    msg.Finish(SUCCESS),
+    msg.Notice("rank 1 hangs"),
+    msg.Refuse("HF103", "no room"),
     *(
         message
         for generation in (1, 2)
         for message in (
             assign(generation),
-            Start(generation, "10.0.0.1", 40_000),
-            Stop(generation, StopReason.MEMBER_LEFT, "z is leaving"),
-            Drain(generation, "z is leaving"),
-            DrainTo(generation, 9),
-            Resume(generation),
-            Abandon(generation),
-            Look(generation, 1),
-            Stop(generation, StopReason.HUNG, "rank 1 hangs"),
-            Regroup(assign(generation), 0, "z was lost"),
-            Regroup(assign(generation), 9),
-            Replace(generation, (1,)),
+            msg.Start(generation, "10.0.0.1", 40_000),
+            msg.Stop(generation, msg.StopReason.MEMBER_LEFT, "z is leaving"),
+            msg.Drain(generation, "z is leaving"),
+            msg.DrainTo(generation, 9),
+            msg.Resume(generation),
+            msg.Abandon(generation),
+            msg.Look(generation, 1),
+            msg.Stop(generation, msg.StopReason.HUNG, "rank 1 hangs"),
+            msg.Regroup(assign(generation), 0, "z was lost"),
+            msg.Regroup(assign(generation), 9),
+            msg.Replace(generation, (1,)),
         )
     ),
 ]
-EVENTS: list[Event] = [
-    Dialed(),
-    DialFailed("HF302", 1, "connection refused", final=False),
-    DialFailed("HF111", 2, "another job", final=True),
-    LinkLost("reset"),
-    *(Received(message) for message in MESSAGES),
+EVENTS: list[ev.Event] = [
+    ev.Dialed(),
+    ev.DialFailed("HF302", 1, "connection refused", final=False),
+    ev.DialFailed("HF111", 2, "another job", final=True),
+    ev.LinkLost("reset"),
+    *(ev.Received(message) for message in MESSAGES),
     *(
         event
         for generation in (1, 2)
         for event in (
-            NodePrepared(generation, None),
-            PrepareFailed(generation, "HF108", 2, "disk full"),
-            WorkerEnded(generation, 0, None),
-            WorkerEnded(generation, 1, failure()),
-            WorkerEnded(generation, 0, None, drained=True),
-            WorkerRaised(generation, 1, failure()),
-            FailureRead(generation, 1, failure()),
-            WorkersHeld(generation, 0),
-            WorkersHeld(generation, 6),
-            WorkersFenced(),
-            WorkersAble(generation, (0, 1)),
-            ReplacementsReady(generation, (1,)),
-            RegroupRefused(generation, "memory grew"),
-            WorkersProgress(generation, (RankProgress(0, Stage.STEPPING, 9), RankProgress(1, Stage.STEPPING, 9))),
-            WorkersSeen(generation, 1, ()),
-            TreeGone(generation),
-            StoreDied(generation),
+            ev.NodePrepared(generation, None),
+            ev.PrepareFailed(generation, "HF108", 2, "disk full"),
+            ev.WorkerEnded(generation, 0, None),
+            ev.WorkerEnded(generation, 1, failure()),
+            ev.WorkerEnded(generation, 0, None, drained=True),
+            ev.WorkerRaised(generation, 1, failure()),
+            ev.FailureRead(generation, 1, failure()),
+            ev.WorkersHeld(generation, 0),
+            ev.WorkersHeld(generation, 6),
+            ev.WorkersFenced(),
+            ev.WorkersAble(generation, (0, 1)),
+            ev.ReplacementsReady(generation, (1,)),
+            ev.RegroupRefused(generation, "memory grew"),
+            ev.WorkersProgress(generation, (RankProgress(0, Stage.STEPPING, 9), RankProgress(1, Stage.STEPPING, 9))),
+            ev.WorkersSeen(generation, 1, ()),
+            ev.TreeGone(generation),
+            ev.StoreDied(generation),
         )
     ),
-    Signalled(signal.SIGINT, "SIGINT"),
-    Signalled(signal.SIGTERM, "SIGTERM"),
-    Signalled(signal.SIGUSR1, "SIGUSR1", preempt=True),
-    PassSignal(signal.SIGUSR1),
+    ev.Signalled(signal.SIGINT, "SIGINT"),
+    ev.Signalled(signal.SIGTERM, "SIGTERM"),
+    ev.Signalled(signal.SIGUSR1, "SIGUSR1", preempt=True),
+    ev.PassSignal(signal.SIGUSR1),
     Tick(),
 ]
 
 
-def lawful(desk: Desk, event: Event) -> bool:
+def lawful(desk: Desk, event: ev.Event) -> bool:
     """A shell speaks of a link only as it is: nothing is heard on one that is not up."""
     match event:
-        case Dialed() | DialFailed():
+        case ev.Dialed() | ev.DialFailed():
             return desk.machine.link is Link.DIALING
-        case LinkLost() | Received():
+        case ev.LinkLost() | ev.Received():
             return desk.machine.link is Link.UP
         case _:
             return True
 
 
 def test_nothing_is_forgotten() -> None:
-    assert {type(event) for event in EVENTS} == set(Event.__args__)
-    assert {type(message) for message in MESSAGES} == set(CoordinatorMessage.__subclasses__())
+    assert {type(event) for event in EVENTS} == set(ev.Event.__args__)
+    assert {type(message) for message in MESSAGES} == set(msg.CoordinatorMessage.__subclasses__())
     assert {link for state in STATES for link in [state().machine.link]} == set(Link)
 
 
@@ -407,7 +307,7 @@ def test_every_event_is_borne_in_every_state(state: Callable[[], Desk], late_s: 
             for event in (first, second, Tick()):
                 if lawful(desk, event):
                     desk.give(event)
-                    exits += desk.has(Exit)
+                    exits += desk.has(do.Exit)
             due = desk.machine.next_deadline()
             assert exits <= 1
             assert due is None or due > desk.now, (first, second)
@@ -417,11 +317,95 @@ def test_every_event_is_borne_in_every_state(state: Callable[[], Desk], late_s: 
 def test_a_signal_ends_it_from_every_state(state: Callable[[], Desk]) -> None:
     desk = state()
     generation = desk.machine.term.generation if desk.machine.term is not None else 1
-    desk.give(Signalled(signal.SIGTERM, "SIGTERM"))
+    desk.give(ev.Signalled(signal.SIGTERM, "SIGTERM"))
     for _ in range(2):
-        desk.give(WorkersHeld(generation, 6))
+        desk.give(ev.WorkersHeld(generation, 6))
         desk.wait(LIMITS.drain_s)
-        desk.give(TreeGone(generation))
+        desk.give(ev.TreeGone(generation))
     assert desk.machine.outcome is not None
     assert desk.give(Tick()) == []
     assert desk.machine.next_deadline() is None
+
+
+# --- the next generation, announced with the stop of the present one --------------------------------------------------
+
+STOP = msg.Stop(1, msg.StopReason.WORKER_FAILED, "rank 7 failed on z", assign(2))
+
+
+def workers_end(desk: Desk) -> None:
+    desk.all_end(failure(after_stop=True))
+    desk.give(ev.TreeGone(1))
+
+
+def stopped() -> Desk:
+    """The order to stop announced the next generation, and the workers are gone."""
+    desk = running()
+    desk.hear(STOP)
+    assert not desk.has(do.Prepare), "a worker may be alive"
+    workers_end(desk)
+    return desk
+
+
+def test_what_was_announced_is_prepared_when_the_workers_are_gone() -> None:
+    desk = stopped()
+    assert desk.sent() == [msg.Stopped(1)]
+    assert desk.has(do.Prepare)
+    desk.give(ev.NodePrepared(2, 40_001))
+    assert desk.sent() == [msg.Prepared(2, 40_001)]
+    desk.hear(msg.Start(2, "10.0.0.1", 40_001))
+    assert desk.has(do.StartWorkers)
+
+
+@pytest.mark.parametrize("work", [Work.KILLING, Work.IDLE])
+def test_it_is_also_prepared_when_the_workers_were_killed_before_the_order_came(work: Work) -> None:
+    desk = running()
+    desk.give(ev.WorkersFenced())
+    if work is Work.IDLE:
+        desk.give(ev.TreeGone(1))
+        assert desk.sent() == [msg.Stopped(1)]
+    assert desk.machine.work is work
+    desk.hear(STOP)
+    if work is Work.KILLING:
+        desk.give(ev.TreeGone(1))
+    assert do.Prepare(assign(2)) in desk.done
+
+
+@pytest.mark.parametrize("is_prepared", [False, True])
+def test_a_newer_assignment_replaces_what_was_announced(is_prepared: bool) -> None:
+    desk = stopped()
+    if is_prepared:
+        desk.give(ev.NodePrepared(2, 40_001))
+    assert desk.hear(assign(3)) == [do.Prepare(assign(3))]
+    desk.give(ev.NodePrepared(2, 40_001))
+    assert desk.sent() == []
+    desk.hear(msg.Start(2, "10.0.0.1", 40_001))
+    assert not desk.has(do.StartWorkers)
+
+
+def test_nothing_is_prepared_for_a_coordinator_that_is_gone() -> None:
+    desk = running()
+    desk.hear(STOP)
+    desk.give(ev.LinkLost("reset"))
+    workers_end(desk)
+    assert not desk.has(do.Prepare)
+    assert desk.machine.work is Work.IDLE
+
+
+def test_a_prepared_node_that_loses_its_coordinator_joins_the_next_one_with_that_number() -> None:
+    desk = stopped()
+    desk.give(ev.NodePrepared(2, 40_001))
+    desk.give(ev.LinkLost("reset"))
+    assert desk.machine.work is Work.IDLE
+    desk.give(ev.Dialed())
+    (join,) = desk.sent()
+    assert isinstance(join, msg.Join)
+    assert (join.last_generation, join.running) == (2, None)
+
+
+def test_a_leaving_node_prepares_nothing() -> None:
+    desk = running()
+    desk.give(ev.Signalled(signal.SIGTERM, "SIGTERM"))
+    desk.hear(STOP)
+    workers_end(desk)
+    assert not desk.has(do.Prepare)
+    assert desk.has(do.Exit)

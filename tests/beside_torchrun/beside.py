@@ -7,7 +7,6 @@ import difflib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -97,7 +96,9 @@ class Launchers:
     live mode torchrun runs, and has to do what is recorded, where anything is.
     """
 
-    def __init__(self, mode: Mode, book: Book, test: str, root: Path, server: str, agents: AgentServer) -> None:
+    def __init__(
+        self, mode: Mode, book: Book, test: str, root: Path, server: AgentServer | None, agents: AgentServer
+    ) -> None:
         self._mode = mode
         self._book = book
         self._test = test
@@ -150,26 +151,12 @@ class Launchers:
             self._torchruns -= 1
 
     def _live(self, line: Line, side: Side, terminal: str | None) -> Job:
-        connection = socket.socket(socket.AF_UNIX)
-        connection.settimeout(limit_s(LIMIT_S))
-        connection.connect(self._server)
-        file = connection.makefile("rw")
-        request = {
-            "argv": arguments(line, side),
-            "module": f"torch.distributed.{line.module}",
-            "env": environment(line, side),
-            "cwd": str(SCRIPTS),
-            **dict(zip(("stdin", "stdout", "stderr"), streams(line, side, terminal), strict=True)),
-        }
-        print(json.dumps(request), file=file, flush=True)
-        pid = int(file.readline())
-
-        def end() -> None:
-            file.close()
-            connection.close()
-            end_group(pid)
-
-        return Job(side, lambda: int(file.readline()), end)
+        assert self._server is not None
+        stdin, stdout, stderr = streams(line, side, terminal)
+        program = f"torch.distributed.{line.module}"
+        words, given = arguments(line, side), environment(line, side)
+        process = self._server.start(words, given, SCRIPTS, Path(stdout), Path(stderr), stdin, program)
+        return running(side, process)
 
     def holdfast(self, line: Line, command: Sequence[str] = (), terminal: str | None = None) -> Job:
         """`command`: another module and its first arguments in place of `holdfast run`."""
@@ -191,17 +178,23 @@ class Launchers:
                     start_new_session=True,
                 )
 
-        def end() -> None:
-            end_group(process.pid)
-            process.wait()
-
-        return Job(side, lambda: process.wait(limit_s(LIMIT_S)), end)
+        return running(side, process)
 
     def _side(self, name: str) -> Side:
         self._count += 1
         folder = self._root / f"{self._count}-{name}"
         (folder / "probes").mkdir(parents=True)
         return Side(name, folder, code=-1, out="", err="")
+
+
+def running(side: Side, process: Any) -> Job:
+    """`process`: a Popen, or as much of one as a forked agent has."""
+
+    def end() -> None:
+        end_group(process.pid)
+        process.wait()
+
+    return Job(side, lambda: process.wait(limit_s(LIMIT_S)), end)
 
 
 def streams(line: Line, side: Side, terminal: str | None) -> tuple[str, str, str]:

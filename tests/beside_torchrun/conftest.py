@@ -1,9 +1,7 @@
-"""The two launchers, side by side. torchrun is replayed, or imported once per test process (see fork_server.py)."""
+"""The two launchers, side by side. torchrun is replayed, or imported once per test process (see agent_server.py)."""
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -13,7 +11,7 @@ from tests.beside_torchrun.beside import Launchers
 from tests.beside_torchrun.recording import TORCH, Book, Mode
 from tests.processes.agent_server import AgentServer
 
-SERVER = Path(__file__).parent / "fork_server.py"
+MODULES = ("torch.distributed.run", "torch.distributed.launch")
 
 
 @pytest.fixture(scope="session")
@@ -31,21 +29,18 @@ def torch_version(torchrun_mode: Mode) -> str:
 
 
 @pytest.fixture(scope="session")
-def live_torchrun(own_home: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The address of the process that runs torchrun."""
+def live_torchrun(own_home: Path) -> Iterator[AgentServer]:
+    """The process that runs torchrun."""
     pytest.importorskip("torch")
-    address = tmp_path_factory.mktemp("server") / "socket"
-    with subprocess.Popen([sys.executable, SERVER, address], stdout=subprocess.PIPE, text=True) as server:
-        assert server.stdout is not None
-        assert server.stdout.readline() == "ready\n"
-        yield str(address)
-        server.kill()
+    made = AgentServer(modules=MODULES)
+    yield made
+    made.close()
 
 
 @pytest.fixture(scope="session")
-def torchrun_server(request: pytest.FixtureRequest, torchrun_mode: Mode) -> str:
+def torchrun_server(request: pytest.FixtureRequest, torchrun_mode: Mode) -> AgentServer | None:
     """The same where the mode asks for it; a recording needs none."""
-    return "" if torchrun_mode is Mode.REPLAY else str(request.getfixturevalue("live_torchrun"))
+    return None if torchrun_mode is Mode.REPLAY else request.getfixturevalue("live_torchrun")
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +56,7 @@ def launchers(
     request: pytest.FixtureRequest,
     torchrun_mode: Mode,
     torchrun_book: Book,
-    torchrun_server: str,
+    torchrun_server: AgentServer | None,
     agent_server: AgentServer,
     tmp_path: Path,
 ) -> Launchers:
@@ -70,7 +65,7 @@ def launchers(
 
 @pytest.fixture
 def live_launchers(
-    request: pytest.FixtureRequest, live_torchrun: str, agent_server: AgentServer, tmp_path: Path
+    request: pytest.FixtureRequest, live_torchrun: AgentServer, agent_server: AgentServer, tmp_path: Path
 ) -> Launchers:
     """torchrun runs, whatever the mode, and has to do what is recorded of the installed version."""
     torch = pytest.importorskip("torch")

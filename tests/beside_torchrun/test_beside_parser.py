@@ -212,7 +212,7 @@ def test_the_table_is_torchruns_and_a_frozen_list_of_our_own(torchrun: Parser) -
     """Who adds an option of ours names it here, after looking at the prefixes above."""
     own = "--preload --standby --grow --survive --min-ranks --drain-timeout --preempt-signal --hang-timeout --exclude-after --metrics --health --no-dedup --slurm"
     own += " --hosts --hostfile --include --exclude --host-discovery --env --ssh --python --cwd --on-disconnect --config --no-config --help --plan"
-    assert [option.name for option in OPTIONS if option.ours] == [*own.split(), "--version"]
+    assert {option.name for option in OPTIONS if option.ours} == {*own.split(), "--version"}
     theirs = torchrun.options()
     table: dict[str, Option] = {option.dest: option for option in OPTIONS if not option.ours}
     assert set(table) - torchrun.missing() == set(theirs) - {"help"}

@@ -49,7 +49,7 @@ def test_bad_input_is_one_message_and_exit_2(
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
 def test_permissions(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["run", "--log-dir", "/sub", "train.py"]) == 2
-    assert "holdfast: HF108: --log-dir /sub: / cannot be written" in capfd.readouterr().err
+    assert "holdfast: HF108: --log-dir /sub: / is not writable" in capfd.readouterr().err
     (tmp_path / "train.py").chmod(0)
     assert main(["run", "train.py"]) == 2
     assert "cannot be read" in capfd.readouterr().err

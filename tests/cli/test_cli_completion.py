@@ -188,7 +188,7 @@ def test_which_shell(line: list[str], capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["completion", *line]) == 2
     assert (
         capsys.readouterr().err
-        == "holdfast: HF101: holdfast completion: for which shell? write one of bash, zsh, fish, tcsh\n"
+        == "holdfast: HF101: holdfast completion: no shell given; write one of bash, zsh, fish, tcsh\n"
     )
     assert main(["completion", "--help"]) == 0
     assert "source <(holdfast completion bash)" in capsys.readouterr().out

@@ -250,10 +250,10 @@ def test_the_plan_tells_every_value_and_where_it_comes_from(
 # --- what is refused --------------------------------------------------------------------------------------------------
 
 BAD = [
-    ("nnods = 4", "holdfast.toml:1: nnods is no option; did you mean nnodes?"),
-    ("\nzzz = 4", "holdfast.toml:2: zzz is no option; keys are the long names in holdfast run --help"),
-    ("[run]\nnnodes = 4", "holdfast.toml:1: run is no option"),
-    ("nproc-per-node = 1\nnproc_per_node = 2", "holdfast.toml:2: nproc_per_node is there twice"),
+    ("nnods = 4", "holdfast.toml:1: nnods is not an option; did you mean nnodes?"),
+    ("\nzzz = 4", "holdfast.toml:2: zzz is not an option; keys are the long names in holdfast run --help"),
+    ("[run]\nnnodes = 4", "holdfast.toml:1: run is not an option"),
+    ("nproc-per-node = 1\nnproc_per_node = 2", "holdfast.toml:2: nproc_per_node is given twice"),
     ("plan = true", "holdfast.toml:1: plan belongs on the command line"),
     ("no_config = true", "holdfast.toml:1: no_config belongs on the command line"),
     ("max-restarts = 'three'", "holdfast.toml:1: max-restarts: must be a whole number, and is a text, 'three'"),
@@ -266,10 +266,10 @@ BAD = [
     ("role = ['a']", "role: must be a text, and is a list, ['a']"),
     ("preload = [1.5]", "preload: must be a text or a list of texts, and is a list, [1.5]"),
     ("log-dir = 2001-01-01", "log-dir: must be a text, and is a date or time"),
-    ('role = "a\\u0000"', "role: must have no NUL in it"),
+    ('role = "a\\u0000"', "role: must not contain NUL"),
     pytest.param(f"role = '{'x' * FILE_BYTES_MAX}'", "holdfast.toml: larger than 1048576 bytes", id="large"),
     ("grow = 'later'", "grow: 'later' must be one of now, drain, never"),
-    ("[rdzv-conf]\na = 'b,c'", "rdzv-conf: a must have no comma in it"),
+    ("[rdzv-conf]\na = 'b,c'", "rdzv-conf: a must not contain a comma"),
     ("[rdzv-conf]\na = []", "rdzv-conf: a must be a text, a number, true or false, and is a list, []"),
     ("nnodes = ]", "holdfast.toml is not TOML: Invalid value (at line 1, column 10)"),
     ("max-restarts = -1", "holdfast.toml:1: max-restarts = -1: must be 0 or more"),
@@ -304,7 +304,7 @@ def test_a_password_is_for_its_owner_alone(text: str) -> None:
     path = own(text)
     for mode in (0o644, 0o640, 0o604):
         path.chmod(mode)
-        with pytest.raises(ConfigFileError, match="others may read the file; chmod 600") as caught:
+        with pytest.raises(ConfigFileError, match="others can read it; chmod 600") as caught:
             parsed()
         assert "hush" not in str(caught.value)
     path.chmod(0o600)
@@ -315,7 +315,7 @@ def test_a_token_file_may_be_named_anywhere_and_an_open_one_is_noticed(capsys: p
     token = Path("token")
     token.write_text("hush")
     own('[rdzv-conf]\ntoken_file = "token"').chmod(0o644)
-    said = "token_file=token: every user of this machine may read it"
+    said = "token_file=token: every user of this machine can read it"
     token.chmod(0o640)
     assert main(["run", "--plan", "train.py"]) == 0
     assert said not in capsys.readouterr().out

@@ -44,8 +44,8 @@ def told(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dict
         (["--timeout", "soon"], "HF101", "not a number"),
         (["--all-reduce", "maybe"], "HF101", "auto, off"),
         (["--nproc-per-node", "0"], "HF104", "at least 1"),
-        (["--no-such-option"], "HF101", "--no-such-option is no option"),
-        (["--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "a"], "HF106", "at a port of one of them"),
+        (["--no-such-option"], "HF101", "--no-such-option is not an option"),
+        (["--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "a"], "HF106", "to a port of one of them"),
         (["--nnodes", "2", "--rdzv-backend", "c10", "--rdzv-endpoint", "a"], "HF106", "did you mean"),
     ],
 )

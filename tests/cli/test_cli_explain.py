@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import main, run_command
-from holdfast.diagnosis.causes.rules import advice, rules, texts
-from holdfast.diagnosis.explanations import everything, headings, nearest, normal, search
+from holdfast.diagnosis.causes.find import advice, rules
+from holdfast.diagnosis.reference import everything, headings, nearest, normal, search, verdict_texts
 
 SOURCE = Path(__file__).resolve().parent.parent.parent / "src" / "holdfast"
 
@@ -46,7 +46,7 @@ def test_all_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = explain(capsys, "--json", "HF216")
     (told,) = json.loads(out)
-    assert (told["code"], told["name"]) == ("HF216", texts()["HF216"].name)
+    assert (told["code"], told["name"]) == ("HF216", verdict_texts()["HF216"].name)
     assert "shm-size" in told["fix"]
     assert len(json.loads(explain(capsys, "--json")[1])) == len(everything())
 
@@ -76,7 +76,7 @@ def test_every_code_in_the_source_is_explained() -> None:
 
 
 def test_every_rule_and_advice_has_a_text() -> None:
-    assert {rule.code for rule in rules()} | set(advice()) <= set(texts())
+    assert {rule.code for rule in rules()} | set(advice()) <= set(verdict_texts())
 
 
 def test_texts_are_complete_and_differ() -> None:
@@ -84,7 +84,7 @@ def test_texts_are_complete_and_differ() -> None:
         assert normal(code) == code
         assert all((each.name, each.cause, each.evidence, each.fix)), code
         assert "\n" not in each.name + each.cause + each.evidence + each.fix
-    names = [text.name for text in texts().values()]
+    names = [text.name for text in verdict_texts().values()]
     assert len(set(names)) == len(names)
 
 

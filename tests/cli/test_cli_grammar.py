@@ -35,7 +35,7 @@ def test_a_prefix_is_said(line: str, notices: tuple[str, ...] | None) -> None:
 
 @pytest.mark.parametrize(("typed", "meant"), TABLES["unknown_options"])
 def test_an_unknown_option_is_answered_with_the_nearest(typed: str, meant: str) -> None:
-    with pytest.raises(UsageError, match=f"{typed} is no option; did you mean {meant}\\?"):
+    with pytest.raises(UsageError, match=f"{typed} is not an option; did you mean {meant}\\?"):
         parse([typed, "x.py"], {}, OPTIONS)
 
 
@@ -111,7 +111,7 @@ def test_a_variable_that_is_read_by_another_command_is_no_mistake() -> None:
 def test_an_option_after_the_script_is_hinted_at_once(option: str) -> None:
     parsed = parse(["x.py", "--lr", "3", option, "4", "--max-restarts", "1"], {}, OPTIONS)
     (notice,) = parsed.notices
-    assert notice.startswith(f"{option.partition('=')[0]} comes after x.py, so it is the script's own")
+    assert notice.startswith(f"{option.partition('=')[0]} comes after x.py, so the script gets it")
     assert parsed.values.training_script_args[2] == option
 
 
@@ -132,5 +132,5 @@ def test_a_backslash_that_does_not_end_its_line_is_told(line: str) -> None:
 
 @pytest.mark.parametrize("option", ["--use-env", "--use_env"])
 def test_use_env_is_what_run_always_does(option: str) -> None:
-    with pytest.raises(UsageError, match="which always does what it says: leave it out"):
+    with pytest.raises(UsageError, match="which always behaves like this: leave it out"):
         parse([option, "x.py"], {}, OPTIONS)

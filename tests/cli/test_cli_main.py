@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -10,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
+import holdfast.cli.run
 import holdfast.run
-from holdfast.cli import COMMANDS, main, print_version
+from holdfast.cli import COMMANDS, main, print_version, run_command
 from holdfast.cli.option_table import LAUNCH_OPTIONS, OPTIONS, Option
 from holdfast.version import __version__
 from tests.support.limits import limit_s
@@ -113,9 +115,9 @@ def test_top_level(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["rnu"], "'rnu' is no command; did you mean run?"),
+        (["rnu"], "'rnu' is not a command; did you mean run?"),
         (["lanch", "x.py"], "did you mean launch?"),
-        (["zzzz"], "commands are run, launch"),
+        (["zzzz"], "the commands are run, launch"),
         (["train.py"], "write: holdfast run train.py"),
         (["--nnodes", "2", "x.py"], "write: holdfast run --nnodes"),
     ],
@@ -240,3 +242,26 @@ def test_the_function_can_be_called_also_when_the_module_of_its_name_is_imported
     program = "import holdfast, holdfast.launch as module; print(callable(holdfast.launch), module.main(['--version']))"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["holdfast", __version__, "True", "0"]
+
+
+def test_a_broken_pipe_elsewhere_is_told(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    def broken(_: object) -> int:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(holdfast.cli.run, "main", broken)
+    monkeypatch.setattr(sys, "stdout", sys.__stdout__)
+    assert run_command("run", []) == 70
+    assert "HF901" in capfd.readouterr().err
+
+
+def test_whatever_nobody_caught_is_a_fault_of_ours(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def broken(_: object) -> int:
+        raise BlockingIOError(11, os.strerror(11))
+
+    monkeypatch.setattr(holdfast.cli.run, "main", broken)
+    assert run_command("run", []) == 70
+    said = capfd.readouterr().err
+    assert "Traceback" in said
+    assert "HF901: holdfast failed: BlockingIOError" in said

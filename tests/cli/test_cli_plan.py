@@ -31,10 +31,10 @@ def plan(line: str, **environ: str) -> str:
 @pytest.mark.parametrize(
     ("line", "environ", "said"),
     [
-        ("--hang-timeout 20 train.py", {}, "restarted when none moves for 20 s"),
-        ("--hang-timeout 0 train.py", {}, "never restarted"),
-        ("train.py", {"HOLDFAST_HANG_TIMEOUT": "7"}, "none moves for 7 s"),
-        ("train.py", {"PET_HANG_TIMEOUT": "8"}, "none moves for 8 s"),
+        ("--hang-timeout 20 train.py", {}, "restart if none changes for 20 s"),
+        ("--hang-timeout 0 train.py", {}, "no restart"),
+        ("train.py", {"HOLDFAST_HANG_TIMEOUT": "7"}, "none changes for 7 s"),
+        ("train.py", {"PET_HANG_TIMEOUT": "8"}, "none changes for 8 s"),
         ("--rdzv-backend c10d --rdzv-endpoint h --rdzv-conf hang_report=5 train.py", {}, "no step for 5 s and"),
     ],
 )
@@ -62,12 +62,12 @@ threads       OMP_NUM_THREADS=3: 6 CPUs for 2 workers
 preload       none (train.py imports nothing that is built on torch)
 standby       none
 stop          on SIGTERM, SIGINT, SIGHUP, SIGQUIT: SIGTERM to the workers, SIGKILL after 30 s
-drain         scripts that ask should_stop(): to their next safe point within 60 s, on any of these but SIGINT and SIGQUIT
-hang          no step for 12 s and 20 steps (at most 300 s): all stacks are looked at; restarted when none moves for 300 s
+drain         scripts that call should_stop() go to their next safe point within 60 s, on any of these except SIGINT and SIGQUIT
+hang          no step for 12 s and 20 steps (at most 300 s): all stacks are sampled; restart if none changes for 300 s
 logs          /l/none_<random>/attempt_0/<local rank>/
 notice        --nnode taken as --nnodes
 
-every worker here gets
+variables of every worker here
   GROUP_RANK=1
   GROUP_WORLD_SIZE=2
   LOCAL_WORLD_SIZE=2
@@ -126,7 +126,7 @@ PARTS = [
     ),
     ("--nproc-per-node auto train.py", {}, ["workers here  2, one per gpu (NVML)"]),
     ("--nproc-per-node gpu train.py", {"CUDA_VISIBLE_DEVICES": "1"}, ["1, one per gpu (1 of 2 by NVML and CUDA"]),
-    ("--nproc-per-node 2 train.py", {"OMP_NUM_THREADS": "9"}, ["OMP_NUM_THREADS=9 as it is set"]),
+    ("--nproc-per-node 2 train.py", {"OMP_NUM_THREADS": "9"}, ["OMP_NUM_THREADS=9, already set"]),
     ("--virtual-local-rank --nproc-per-node 2 train.py", {}, ["  CUDA_VISIBLE_DEVICES=0", "  CUDA_VISIBLE_DEVICES=1"]),
     ("--log-dir /dev/null train.py", {}, ["logs          no files", "TORCHELASTIC_ERROR_FILE=\n"]),
     ("train.py", {"HOLDFAST_TOKEN": "hush"}, ["token         yes"]),

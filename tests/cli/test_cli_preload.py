@@ -140,7 +140,7 @@ def test_modules_packages_folders_and_unknown_targets(folder: Path) -> None:
     assert of(CommandKind.MODULE, "package.inner").modules == REDUCES
     assert of(CommandKind.MODULE, "package.inner.train").modules == TRAINS
     for target in ("local$local_rank.py", "-"):
-        assert "cannot be told" in of(CommandKind.SCRIPT, target).why
+        assert "is not known in advance" in of(CommandKind.SCRIPT, target).why
     assert of(CommandKind.MODULE, "no.such.module").modules == ()
 
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from holdfast.cli import main
-from holdfast.diagnosis.event_table import events
 from holdfast.diagnosis.incidents import incidents
+from holdfast.diagnosis.reference import events
 from tests.support.limits import limit_s
 
 PHASES = {
@@ -180,10 +180,11 @@ def test_the_newest_run_when_none_is_named(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert main(["report"]) == 2
     assert "no run in" in capsys.readouterr().err
-    (tmp_path / "holdfast").mkdir()
-    (tmp_path / "holdfast" / "runs").mkdir()
-    journal(tmp_path / "holdfast" / "runs" / "x_1", begins("a", "old"))
-    journal(tmp_path / "holdfast" / "runs" / "x_2", begins("a", "new"))
+    runs = tmp_path / "holdfast" / "runs"
+    runs.mkdir(parents=True)
+    for age_s, (name, run_id) in enumerate([("x_2", "new"), ("x_1", "old"), ("renamed", "oldest")]):
+        journal(runs / name, begins("a", run_id))
+        os.utime(runs / name / "events.jsonl", (1e9 - age_s, 1e9 - age_s))
     assert main(["report"]) == 0
     assert capsys.readouterr().out == "run new on a: 0 generations, not ended\n"
 
@@ -194,7 +195,7 @@ def test_bad_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for line, told in [
         ([str(tmp_path)], "is no run folder"),
         ([mine, other], "different runs: mine and other"),
-        ([odd], "holds no events of holdfast's"),
+        ([odd], "contains no events of holdfast"),
         (["--nonsense"], "HF101"),
     ]:
         assert main(["report", *line]) == 2

@@ -143,14 +143,14 @@ FIELDS: list[tuple[str, dict[str, str], dict[str, object]]] = [
 def test_several_nodes_without_a_meeting_point_are_told_where_they_meet(line: str, missing: str) -> None:
     notices = options(line).notices
     assert [notice.partition(":")[0] for notice in notices] == [f"no {missing}"]
-    assert "only on this machine" in notices[0]
+    assert "only this machine can reach" in notices[0]
     assert not options("--nnodes 2 --master-addr node0 train.py").notices
 
 
 @pytest.mark.parametrize(("line", "environ", "fields"), FIELDS)
 def test_a_line_resolves(line: str, environ: dict[str, str], fields: dict[str, object]) -> None:
     got = options(line, **environ)
-    expected = ("only on this machine", "the job token has")
+    expected = ("which only this machine can reach", "the job token has")
     told = [notice for notice in got.notices if not any(text in notice for text in expected)]
     assert not told or line.startswith(("--standalone --nnodes 1:4", "--rdzv-backend c10d --nnodes")), told
     for path, expected in fields.items():

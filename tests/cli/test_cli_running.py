@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from holdfast.cli import main, printing, status
-from holdfast.cli.env import markdown, masked, variables
+from holdfast.cli.doctor import markdown, masked, variables
 from holdfast.protocol.errors import UsageError
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, Verdict
 from holdfast.runtime import running
@@ -121,7 +121,7 @@ def test_a_run_by_id_by_its_beginning_and_by_folder(pretend: Pretend, tmp_path: 
     for name in ("bert", "be", "bert_one", str(tmp_path / "runs" / "bert_one")):
         assert said(capsys, "status", name, code=0).startswith("run bert: running for 3.0 s, generation 2")
     text = said(capsys, "status", code=2)
-    assert "HF127: 2 jobs run on this host; name one of them (its beginning will do)" in text
+    assert "HF127: 2 jobs run on this host; name one of them (the beginning is enough)" in text
     assert "bert_one" in text
     assert "gpt_two" in text
 
@@ -129,7 +129,7 @@ def test_a_run_by_id_by_its_beginning_and_by_folder(pretend: Pretend, tmp_path: 
 def test_one_run_id_twice(pretend: Pretend, capsys) -> None:
     pretend("none_one", run_id="none", endpoint="a:1", status=reply({**VIEW, "run_id": "first"}))
     pretend("none_two", run_id="none", endpoint="b:1", status=reply({**VIEW, "run_id": "second"}))
-    assert "'none' is 2 jobs on this host" in said(capsys, "status", "none", code=2)
+    assert "'none' means 2 jobs on this host" in said(capsys, "status", "none", code=2)
     assert "run second" in said(capsys, "status", "none_two", code=0)
 
 
@@ -217,7 +217,7 @@ def test_an_agent_that_is_in_no_list_is_found_by_its_folder(pretend: Pretend, tm
     [
         (reply({"run_id": "bert"}), "HF128: the answer is of another version of holdfast"),
         (reply([]), "HF128: the answer is of another version of holdfast"),
-        (b"SSH-2.0-nonsense\n", "HF128: what listens at "),
+        (b"SSH-2.0-nonsense\n", "HF128: the process at "),
         (b'{"body": ', "HF127: bert_one has just ended"),
         (None, "HF127: bert_one has just ended"),
         (reply(None, code="HF128", text="this job belongs to another user"), "HF128: the agent of bert_one (pid "),
@@ -260,7 +260,7 @@ def test_stop_need_not_wait(pretend: Pretend, capsys) -> None:
 
 def test_an_agent_that_dies_of_it_is_told_of(pretend: Pretend, capsys) -> None:
     pretend("bert_one", kill=reply({"nodes": 1}))
-    assert "ended without a word" in said(capsys, "kill", code=1)
+    assert "ended without a report" in said(capsys, "kill", code=1)
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
@@ -277,9 +277,9 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("line", "told"),
     [
-        (["--watch", "0"], "at least 0.1 seconds"),
-        (["--watch", "nan"], "at least 0.1 seconds"),
-        (["bert", "--watch", "soon"], "not a number of seconds"),
+        (["--watch", "0"], "must be 0.1 seconds or more"),
+        (["--watch", "nan"], "must be 0.1 seconds or more"),
+        (["bert", "--watch", "soon"], "must be a number of seconds"),
     ],
 )
 def test_watch_of_what_is_no_time(line: list[str], told: str) -> None:
@@ -349,12 +349,14 @@ def test_logs_in_which_nothing_stands_are_said(ended: Path, capsys) -> None:
     (ended / "attempt_1_generation_3" / "0" / "stderr.log").write_bytes(b"")
     assert main(list(line)) == 0
     out, err = capsys.readouterr()
-    assert (out, err) == ("", f"holdfast: {ended}: these workers have written nothing\n")
+    assert (out, err) == ("", f"holdfast: {ended}: these workers wrote nothing\n")
 
 
 def test_logs_that_are_not_there(ended: Path, tmp_path: Path, capsys) -> None:
-    assert "no generation 9; there are 1, 2, 3" in said(capsys, "logs", str(ended), "--generation", "9", code=2)
-    assert "here are 0, 1, 4, 5" in said(capsys, "logs", str(ended), "--rank", "7", code=2)
+    assert "no generation 9; the generations are 1, 2, 3" in said(
+        capsys, "logs", str(ended), "--generation", "9", code=2
+    )
+    assert "the ranks here are 0, 1, 4, 5" in said(capsys, "logs", str(ended), "--rank", "7", code=2)
     assert "is no run folder" in said(capsys, "logs", str(tmp_path), code=2)
     assert "HF101" in said(capsys, "logs", str(ended), "-n", "-3", code=2)
 
@@ -397,7 +399,7 @@ def test_commands_load_no_torch() -> None:
     import sys
 
     code = (
-        "import sys, holdfast.cli.status, holdfast.cli.logs, holdfast.cli.stop, holdfast.cli.env\n"
+        "import sys, holdfast.cli.status, holdfast.cli.logs, holdfast.cli.doctor\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'numpy', 'rich', 'asyncio'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -50,7 +50,7 @@ def test_it_runs_a_job_and_says_who_does(tmp_path: Path) -> None:
         ["torchrun", "--nproc-per-node", "2", script], env={**os.environ, "PATH": path}, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert "torchrun: holdfast run takes this line" in done.stderr
+    assert "torchrun: holdfast runs this line" in done.stderr
     assert sorted(line.split()[-1] for line in done.stdout.splitlines()) == ["0", "1"]
 
 
@@ -68,7 +68,7 @@ def test_what_it_hands_over_is_said(tmp_path: Path) -> None:
         text=True,
     )
     assert done.stdout == "['--logs-specs', 'mine', 'train.py']\n"
-    assert done.stderr.startswith("torchrun: torch's own launcher takes this line: --logs-specs mine")
+    assert done.stderr.startswith("torchrun: torch's own launcher runs this line: --logs-specs mine")
 
 
 def test_it_takes_no_other_programs_place(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -19,13 +19,13 @@ from typing import Any
 
 import msgspec
 
-from holdfast.protocol import codec, handshake
+from holdfast.protocol import codec, session
 from holdfast.protocol import messages as protocol
 from holdfast.version import __version__
 from tests.snapshots import saves
 
 RECORDED = Path(__file__).parent / "recorded"
-HANDSHAKE = (handshake.Hello, handshake.Challenge, handshake.Proof, handshake.Accepted)
+HANDSHAKE = (session.Hello, session.Challenge, session.Proof, session.Accepted)
 SNAPSHOT_ITEMS = 100
 SCRIPT = """
 import os, sys

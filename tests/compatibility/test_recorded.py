@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from holdfast.cli import main
-from holdfast.protocol import codec, handshake
+from holdfast.protocol import codec, session
 from holdfast.protocol import messages as protocol
 from holdfast.version import __version__
 from tests.compatibility.record import RECORDED, SNAPSHOT_ITEMS, messages, plain
@@ -40,7 +40,7 @@ def is_kept(then: Any, now: Any) -> bool:
 def test_a_message_means_what_it_meant(version: str, row: dict[str, Any]) -> None:
     data = bytes.fromhex(row["bytes"])
     if "handshake" in row:
-        message = msgspec.msgpack.decode(data, type=getattr(handshake, row["handshake"]))
+        message = msgspec.msgpack.decode(data, type=getattr(session, row["handshake"]))
     else:
         from_agent = row["message"] in {kind.__name__ for kind in protocol.AgentMessage.__subclasses__()}
         message = codec.decode_from_agent(data) if from_agent else codec.decode_from_coordinator(data)

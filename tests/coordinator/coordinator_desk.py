@@ -7,28 +7,11 @@ from typing import Any
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.coordinator.coordinator_state import Conclude, DropLink, Event, Heard, LinkOpened, Tell
 from holdfast.coordinator.ending import Judge
-from holdfast.protocol.machines import Note, Tick
-from holdfast.protocol.messages import (
-    REVISION,
-    Able,
-    FromAgent,
-    FromCoordinator,
-    Held,
-    Join,
-    Leave,
-    Ping,
-    Pong,
-    Prepared,
-    Progress,
-    ReplacementReady,
-    Running,
-    WorkerDone,
-    WorkersFailed,
-)
+from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import Failure
-from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec, Survive
+from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec, Note, Survive, Tick
 from holdfast.protocol.rank_progress import Examine, RankProgress, Stage
-from tests.support.simulator.cluster import simple_judge
+from tests.support.simulator.nodes import simple_judge
 from tests.support.simulator.stalls import simple_examine
 
 LIMITS = Limits(
@@ -50,6 +33,7 @@ class Desk:
         least: int = 2,
         most: int = 2,
         *,
+        run_id: str = "t",
         max_restarts: int = 0,
         fixed_ranks: bool = False,
         grow: Grow = Grow.DRAIN,
@@ -61,7 +45,7 @@ class Desk:
         examine: Examine = simple_examine,
     ) -> None:
         job = JobSpec(
-            run_id="t",
+            run_id=run_id,
             min_nodes=least,
             max_nodes=most,
             backend="c10d",
@@ -75,7 +59,7 @@ class Desk:
         self.nproc = nproc
         self.now = 0.0
         self.machine = CoordinatorMachine(job, LIMITS, judge, self.now, examine=examine)
-        self.told: list[tuple[int, FromCoordinator]] = []
+        self.told: list[tuple[int, msg.FromCoordinator]] = []
         self.dropped: list[int] = []
         self.concluded = 0
         self.notes: list[Note] = []
@@ -93,25 +77,36 @@ class Desk:
                     self.concluded += 1
         self.machine.check_invariants()
 
-    def say(self, link: int, message: FromAgent) -> None:
+    def say(self, link: int, message: msg.FromAgent) -> None:
         self.give(Heard(link, message))
 
-    def join(self, *links: int, last_generation: int = 0, address: str = "10.0.0.") -> None:
+    def both_say(self, message: msg.FromAgent) -> None:
+        """The agents on links 1 and 2."""
+        for link in (1, 2):
+            self.say(link, message)
+
+    def join(
+        self,
+        *links: int,
+        last_generation: int = 0,
+        address: str = "10.0.0.",
+        versions: dict[str, str] | None = None,
+    ) -> None:
         for link in links:
             self.give(LinkOpened(link, f"{address}{link}", "10.0.0.9"))
-            node = NodeSpec(member=f"n{link}#1", host=f"n{link}", nproc=self.nproc)
-            self.say(link, Join(node, last_generation, revision=REVISION))
+            node = NodeSpec(member=f"n{link}#1", host=f"n{link}", nproc=self.nproc, versions=versions or {})
+            self.say(link, msg.Join(node, last_generation, revision=msg.REVISION))
 
     def join_running(self, *links: int, generation: int = 7, of: int = 2, restart_count: int = 0) -> None:
         """They come from another coordinator, link n with group rank n-1."""
         for link in links:
             self.give(LinkOpened(link, f"10.0.0.{link}", "10.0.0.9"))
             node = NodeSpec(member=f"n{link}#1", host=f"n{link}", nproc=1)
-            self.say(link, Join(node, generation, 0.5, Running(generation, link - 1, of, restart_count)))
+            self.say(link, msg.Join(node, generation, 0.5, msg.Running(generation, link - 1, of, restart_count)))
 
     def prepare(self, *links: int) -> None:
         for link in links:
-            self.say(link, Prepared(self.machine.generation, 40_000 if link == 1 else None))
+            self.say(link, msg.Prepared(self.machine.generation, 40_000 if link == 1 else None))
 
     def wait(self, seconds: float) -> None:
         """Time passes; everybody who is a member pings, and Ticks come when they are due."""
@@ -119,7 +114,7 @@ class Desk:
         while (due := self.machine.next_deadline()) is not None and due <= until:
             self.now = max(self.now, due)
             for link in [member.link for member in self.machine.members.values()]:
-                self.say(link, Ping(1))
+                self.say(link, msg.Ping(1))
             self.give(Tick())
         self.now = until
 
@@ -127,15 +122,23 @@ class Desk:
         """What the journal was told of such events."""
         return [note.fields for note in self.notes if note.event == event]
 
-    def last(self, link: int) -> FromCoordinator:
-        return [message for to, message in self.told if to == link and not isinstance(message, Pong)][-1]
+    def told_to(self, link: int) -> list[msg.FromCoordinator]:
+        return [message for to, message in self.told if to == link and not isinstance(message, msg.Pong)]
+
+    def last(self, link: int) -> msg.FromCoordinator:
+        return self.told_to(link)[-1]
+
+    @property
+    def links(self) -> set[int]:
+        """Those of the members."""
+        return {member.link for member in self.machine.members.values()}
 
     def able(self, *links: int) -> None:
         """All workers of these nodes that take part are able to go on after a loss."""
         world = self.machine.world
         assert world is not None
         for link in links:
-            self.say(link, Able(world.generation, world.places[f"n{link}#1"]))
+            self.say(link, msg.Able(world.generation, world.places[f"n{link}#1"]))
 
     def kill_worker(self, link: int, local_rank: int = 0, *, exit_code: int = -9, read: bool = False) -> None:
         """A worker ends by a signal. `read`: this is its evidence."""
@@ -144,11 +147,11 @@ class Desk:
         place = world.places[f"n{link}#1"].index(local_rank)
         rank = world.rank_base(f"n{link}#1") + place
         failure = Failure(rank=rank, local_rank=local_rank, host=f"n{link}", pid=100 + rank, exit_code=exit_code)
-        self.say(link, WorkersFailed(world.generation, (failure,), evidence_follows=not read))
+        self.say(link, msg.WorkersFailed(world.generation, (failure,), evidence_follows=not read))
 
     def fail(self, link: int, exit_code: int = 1) -> None:
         failure = Failure(rank=link - 1, local_rank=0, host=f"n{link}", pid=1, exit_code=exit_code)
-        self.say(link, WorkersFailed(self.machine.generation, (failure,)))
+        self.say(link, msg.WorkersFailed(self.machine.generation, (failure,)))
 
 
 def regrouping(**options: Any) -> Desk:
@@ -164,14 +167,14 @@ def growing(**options: Any) -> Desk:
     desk = regrouping(**options)
     desk.prepare(1, 2)
     desk.able(1, 2)
-    desk.say(2, ReplacementReady(2, (0,)))
+    desk.say(2, msg.ReplacementReady(2, (0,)))
     return desk
 
 
 def at_safe_point(**options: Any) -> Desk:
     """The workers go to the safe point at which it joins."""
     desk = growing(**options)
-    desk.say(1, Held(2, 7))
+    desk.say(1, msg.Held(2, 7))
     return desk
 
 
@@ -202,7 +205,7 @@ def two_of_three(**options: Any) -> Desk:
 def steps(desk: Desk, number: int, *, own_s: float = 0.0, links: tuple[int, ...] = (1, 2), generation: int = 0) -> None:
     for link in links:
         ranks = (RankProgress(0, Stage.STEPPING, number, 0.0, own_s * number),)
-        desk.say(link, Progress(generation or desk.machine.generation, ranks))
+        desk.say(link, msg.Progress(generation or desk.machine.generation, ranks))
 
 
 def training(**options: Any) -> Desk:
@@ -216,7 +219,7 @@ def training(**options: Any) -> Desk:
 
 def draining(**options: Any) -> Desk:
     desk = running(**options)
-    desk.say(2, Leave("SIGTERM", drain=True))
+    desk.say(2, msg.Leave("SIGTERM", drain=True))
     return desk
 
 
@@ -228,6 +231,5 @@ def stopping(**options: Any) -> Desk:
 
 def over() -> Desk:
     desk = running()
-    for link in (1, 2):
-        desk.say(link, WorkerDone(1, 0))
+    desk.both_say(msg.WorkerDone(1, 0))
     return desk

@@ -1,24 +1,26 @@
-"""Who may become a member: identities used once, fixed ranks held by one."""
+"""Who may become a member and who is none any more: identities, ranks, leases, links on which nobody joins."""
 
 from __future__ import annotations
 
 import pytest
 
 from holdfast.coordinator.admission import Admission, Admit, Deny
-from holdfast.coordinator.coordinator_state import Member
-from holdfast.protocol.messages import Join, Running
-from holdfast.protocol.policy import JobSpec, NodeSpec
+from holdfast.coordinator.coordinator_state import LinkOpened, Member, Phase
+from holdfast.coordinator.membership import LINKS_PER_ADDRESS_MAX, Liveness
+from holdfast.protocol import messages as msg
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
+from tests.coordinator.coordinator_desk import LIMITS, Desk, running
 
 
 def job(*, fixed_ranks: bool) -> JobSpec:
     return JobSpec(run_id="t", min_nodes=3, max_nodes=3, backend="static", fixed_ranks=fixed_ranks)
 
 
-def join(name: str, rank: int | None = None, nproc: int = 1) -> Join:
-    return Join(NodeSpec(member=name, host=name.partition("#")[0], nproc=nproc, node_rank=rank))
+def join(name: str, rank: int | None = None, nproc: int = 1) -> msg.Join:
+    return msg.Join(NodeSpec(member=name, host=name.partition("#")[0], nproc=nproc, node_rank=rank))
 
 
-def member(joined: Join, *, link: int = 1, last_heard_s: float = 0.0, leaving: str = "") -> Member:
+def member(joined: msg.Join, *, link: int = 1, last_heard_s: float = 0.0, leaving: str = "") -> Member:
     return Member(joined.node, link, "10.0.0.7", "10.0.0.0", 1, 0.0, last_heard_s, leaving)
 
 
@@ -40,7 +42,7 @@ def test_an_identity_is_used_once() -> None:
         (join("a#1", 0, nproc=0), "a#1 offers 0 workers"),
     ],
 )
-def test_what_cannot_be(asked: Join, problem: str) -> None:
+def test_what_cannot_be(asked: msg.Join, problem: str) -> None:
     decision = Admission(job(fixed_ranks=True)).consider(1, asked, [], 0.0)
     assert isinstance(decision, Deny)
     assert decision.problem == problem
@@ -53,17 +55,17 @@ NODE = NodeSpec(member="a#1", host="a", nproc=2)
     "asked",
     [
         join("a#1", nproc=10**9),
-        Join(NODE, last_generation=2**64 - 1),
-        Join(NODE, last_generation=-1),
-        Join(NODE, 7, 0.0, Running(8, 0, 1, 0)),
-        Join(NODE, 7, 0.0, Running(0, 0, 1, 0)),
-        Join(NODE, 7, 0.0, Running(7, 3, 3, 0)),
-        Join(NODE, 7, 0.0, Running(7, -1, 3, 0)),
-        Join(NODE, 7, 0.0, Running(7, 0, 3, -1)),
-        Join(NODE, 7, 0.0, Running(7, 0, 3, 0, done=(0, 2))),
+        msg.Join(NODE, last_generation=2**64 - 1),
+        msg.Join(NODE, last_generation=-1),
+        msg.Join(NODE, 7, 0.0, msg.Running(8, 0, 1, 0)),
+        msg.Join(NODE, 7, 0.0, msg.Running(0, 0, 1, 0)),
+        msg.Join(NODE, 7, 0.0, msg.Running(7, 3, 3, 0)),
+        msg.Join(NODE, 7, 0.0, msg.Running(7, -1, 3, 0)),
+        msg.Join(NODE, 7, 0.0, msg.Running(7, 0, 3, -1)),
+        msg.Join(NODE, 7, 0.0, msg.Running(7, 0, 3, 0, done=(0, 2))),
     ],
 )
-def test_numbers_that_cannot_be_are_refused(asked: Join) -> None:
+def test_numbers_that_cannot_be_are_refused(asked: msg.Join) -> None:
     """One of them would stop everybody: a rank is kept for each worker, and a generation has to fit into messages."""
     decision = Admission(job(fixed_ranks=False)).consider(1, asked, [], 0.0)
     assert isinstance(decision, Deny)
@@ -75,7 +77,7 @@ def test_wishes_are_no_claims() -> None:
     assert isinstance(admission.consider(2, join("b#1", 1), [holder], 0.0), Admit)
 
 
-def held_claim() -> tuple[Admission, Member, Join]:
+def held_claim() -> tuple[Admission, Member, msg.Join]:
     """b claims rank 1 at 10 s, which a holds that spoke at 9 s."""
     admission = Admission(job(fixed_ranks=True))
     holder, second = member(join("a#1", 1), last_heard_s=9.0), join("b#1", 1)
@@ -155,3 +157,108 @@ def test_of_two_claims_only_one_is_granted() -> None:
 def test_no_rank_means_rank_0() -> None:
     admission = Admission(job(fixed_ranks=True))
     assert admission.consider(2, join("b#1", 0), [member(join("a#1"))], 1.0) is None
+
+
+# --- who has been silent too long, by our own clock and only while we were listening ----------------------------------
+
+
+SHORT = Limits(lease_s=6.0, ping_interval_s=1.0)
+
+
+def heard(name: str, last_heard_s: float) -> Member:
+    return Member(NodeSpec(member=name, host=name, nproc=1), 1, "10.0.0.1", "10.0.0.0", 1, 0.0, last_heard_s)
+
+
+def names(members: list[Member]) -> list[str]:
+    return [one.name for one in members]
+
+
+def test_a_lease_runs_out_only_after_its_whole_length() -> None:
+    liveness = Liveness(SHORT, looked_s=100.0)
+    members = [heard("talks", 100.0), heard("silent", 95.0)]
+    assert names(liveness.silent(members, 100.9)) == []
+    assert liveness.next_look_s() == 101.0, "the next look is when its lease runs out, not later"
+    assert names(liveness.silent(members, 101.0)) == ["silent"]
+
+
+def test_it_looks_four_times_in_a_lease() -> None:
+    liveness = Liveness(SHORT, looked_s=10.0)
+    assert liveness.next_look_s() == 11.5
+    liveness.silent([], 11.5)
+    assert liveness.next_look_s() == 13.0
+
+
+def test_our_own_pause_is_not_held_against_anybody() -> None:
+    liveness = Liveness(SHORT, looked_s=100.0)
+    members = [heard("a", 99.5), heard("b", 98.0)]
+    assert names(liveness.silent(members, 160.0)) == [], "we slept for a minute: their words may lie in our sockets"
+    members[0].last_heard_s = 160.1
+    for look in range(1, 4):
+        assert names(liveness.silent(members, 160.0 + 1.5 * look)) == []
+    assert names(liveness.silent(members, 166.0)) == ["b"], "one who stays silent afterwards is lost"
+
+
+def test_a_pardon_is_no_sign_of_life() -> None:
+    """Who claims the rank of a ghost must not be told that the ghost has spoken."""
+    liveness = Liveness(SHORT, looked_s=100.0)
+    ghost = heard("ghost", 98.0)
+    liveness.silent([ghost], 160.0)
+    assert ghost.last_heard_s == 98.0
+
+
+def test_ordinary_unpunctuality_is_no_pause() -> None:
+    liveness = Liveness(SHORT, looked_s=100.0)
+    assert names(liveness.silent([heard("silent", 94.0)], 102.9)) == ["silent"]
+
+
+# --- links on which nobody joins, and members that never end: neither may stay for ever -------------------------------
+
+
+def test_a_link_that_does_not_join_is_dropped() -> None:
+    desk = running()
+    desk.give(LinkOpened(9, "10.0.0.9", "10.0.0.1"))
+    desk.wait(LIMITS.unjoined_s - 1)
+    assert desk.dropped == []
+    desk.wait(2)
+    assert desk.dropped == [9]
+    assert len(desk.machine.members) == 2
+
+
+def test_so_is_one_beside_a_claim_that_waits() -> None:
+    """Somebody who waits for a rank that another holds has asked to join: it is not dropped."""
+    desk = Desk(fixed_ranks=True)
+    for link, name in ((1, "a#1"), (2, "b#1")):
+        desk.give(LinkOpened(link, "10.0.0.1", "10.0.0.9"))
+        desk.say(link, msg.Join(NodeSpec(member=name, host=name[0], nproc=1, node_rank=0)))
+    desk.give(LinkOpened(3, "10.0.0.9", "10.0.0.1"))
+    desk.now += LIMITS.lease_s / 2  # nobody speaks
+    desk.give(Tick())
+    assert not desk.dropped
+    assert desk.machine.next_deadline() is not None
+
+
+def test_the_local_link_stays() -> None:
+    desk = Desk()
+    desk.give(LinkOpened(1, "127.0.0.1", "127.0.0.1", local=True))
+    desk.wait(LIMITS.unjoined_s * 2)
+    assert desk.dropped == []
+
+
+def test_one_address_has_a_bounded_number_of_them() -> None:
+    desk = Desk()
+    for link in range(LINKS_PER_ADDRESS_MAX + 3):
+        desk.give(LinkOpened(link, "10.0.0.66", "10.0.0.1"))
+    assert desk.dropped == [0, 1, 2], "the oldest go"
+    desk.give(LinkOpened(99_999, "10.0.0.7", "10.0.0.1"))
+    assert len(desk.dropped) == 3, "others may come"
+
+
+def test_workers_of_an_earlier_generation_are_not_waited_for_for_ever() -> None:
+    desk = Desk(least=1, most=2)
+    desk.give(LinkOpened(1, "10.0.0.1", "10.0.0.9"))
+    desk.say(1, msg.Join(NodeSpec(member="n1#1", host="n1", nproc=1), 7, 0.0, msg.Running(7, 0, 2, 0)))
+    desk.join(2)
+    desk.wait(LIMITS.stop_grace_s + LIMITS.stop_slack_s + LIMITS.settle_s + 2)
+    assert 1 in desk.dropped
+    assert isinstance(desk.last(2), msg.Assign), "the others go on"
+    assert desk.machine.phase is Phase.PREPARING

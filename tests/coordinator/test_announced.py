@@ -7,23 +7,15 @@ from collections.abc import Callable
 import pytest
 
 from holdfast.coordinator.coordinator_state import LinkClosed, LinkOpened, Phase, QuitAsked
-from holdfast.protocol.messages import (
-    REVISION,
-    Assign,
-    Join,
-    Leave,
-    Prepared,
-    Start,
-    Stop,
-    Stopped,
-    StopReason,
-)
+from holdfast.protocol import messages as msg
 from holdfast.protocol.policy import NodeSpec
 from tests.coordinator.coordinator_desk import LIMITS, Desk, running, two_of_three
 
 
-def announced(desk: Desk) -> dict[int, Assign]:
-    return {link: message.following for link, message in desk.told if isinstance(message, Stop) and message.following}
+def announced(desk: Desk) -> dict[int, msg.Assign]:
+    return {
+        link: message.following for link, message in desk.told if isinstance(message, msg.Stop) and message.following
+    }
 
 
 def test_members_that_prepared_what_was_announced_are_started_without_an_assignment() -> None:
@@ -31,29 +23,29 @@ def test_members_that_prepared_what_was_announced_are_started_without_an_assignm
     desk.fail(2)
     places = announced(desk)
     assert {link: (place.generation, place.restart_count) for link, place in places.items()} == {1: (2, 1), 2: (2, 1)}
-    desk.say(2, Stopped(1))
-    desk.say(2, Prepared(2))
-    desk.say(1, Stopped(1))
+    desk.say(2, msg.Stopped(1))
+    desk.say(2, msg.Prepared(2))
+    desk.say(1, msg.Stopped(1))
     assert desk.machine.phase is Phase.PREPARING, "the first one is not prepared yet"
-    desk.say(1, Prepared(2, 40_001))
-    assert desk.last(2) == Start(2, "10.0.0.1", 40_001)
-    assert not [message for _, message in desk.told if isinstance(message, Assign) and message.generation == 2]
+    desk.say(1, msg.Prepared(2, 40_001))
+    assert desk.last(2) == msg.Start(2, "10.0.0.1", 40_001)
+    assert not [message for _, message in desk.told if isinstance(message, msg.Assign) and message.generation == 2]
 
 
 def test_an_agent_of_the_first_version_is_assigned_its_place_when_all_have_stopped() -> None:
     desk = Desk(max_restarts=1)
     desk.join(1)
     desk.give(LinkOpened(2, "10.0.0.2", "10.0.0.9"))
-    desk.say(2, Join(NodeSpec(member="n2#1", host="n2", nproc=1)))  # as it says it: without a revision
+    desk.say(2, msg.Join(NodeSpec(member="n2#1", host="n2", nproc=1)))  # as it says it: without a revision
     desk.prepare(1, 2)
     desk.fail(2)
     assert list(announced(desk)) == [1]
-    desk.say(1, Stopped(1))
-    desk.say(1, Prepared(2, 40_001))
-    desk.say(2, Stopped(1))
-    assert [link for link, message in desk.told if isinstance(message, Assign) and message.generation == 2] == [2]
-    desk.say(2, Prepared(2))
-    assert desk.last(1) == desk.last(2) == Start(2, "10.0.0.1", 40_001)
+    desk.say(1, msg.Stopped(1))
+    desk.say(1, msg.Prepared(2, 40_001))
+    desk.say(2, msg.Stopped(1))
+    assert [link for link, message in desk.told if isinstance(message, msg.Assign) and message.generation == 2] == [2]
+    desk.say(2, msg.Prepared(2))
+    assert desk.last(1) == desk.last(2) == msg.Start(2, "10.0.0.1", 40_001)
 
 
 def one_joins(desk: Desk) -> None:
@@ -65,16 +57,16 @@ def one_is_lost(desk: Desk) -> None:
 
 
 def one_leaves(desk: Desk) -> None:
-    desk.say(2, Leave("SIGTERM"))
+    desk.say(2, msg.Leave("SIGTERM"))
 
 
 def one_comes_back(desk: Desk) -> None:
     """Its link broke after it had prepared the announced generation, which the next join reports."""
-    desk.say(2, Stopped(1))
-    desk.say(2, Prepared(2))
+    desk.say(2, msg.Stopped(1))
+    desk.say(2, msg.Prepared(2))
     desk.give(LinkClosed(2, "reset"))
     desk.give(LinkOpened(4, "10.0.0.2", "10.0.0.9"))
-    desk.say(4, Join(NodeSpec(member="n2#1.1", host="n2", nproc=1), 2, led_by="n1 (rank 0)", revision=REVISION))
+    desk.say(4, msg.Join(NodeSpec(member="n2#1.1", host="n2", nproc=1), 2, led_by="n1 (rank 0)", revision=msg.REVISION))
 
 
 @pytest.mark.parametrize("change", [one_joins, one_is_lost, one_leaves, one_comes_back])
@@ -85,14 +77,14 @@ def test_when_members_change_the_generation_gets_another_number(change: Callable
     assert list(announced(desk)) == [1, 2]
     change(desk)
     for link in (1, 2):
-        desk.say(link, Stopped(1))
-        desk.say(link, Prepared(2, 40_001 if link == 1 else None))
+        desk.say(link, msg.Stopped(1))
+        desk.say(link, msg.Prepared(2, 40_001 if link == 1 else None))
     assert desk.machine.phase is Phase.PREPARING
     assert desk.machine.generation > 2
     world = desk.machine.world
     assert world is not None
     assert (world.prepared, world.store_port) == (set(), None)
-    assigned = {link for link, message in desk.told if isinstance(message, Assign) and message.generation > 2}
+    assigned = {link for link, message in desk.told if isinstance(message, msg.Assign) and message.generation > 2}
     assert assigned == {desk.machine.members[name].link for name in world.order}
 
 
@@ -101,7 +93,7 @@ def test_a_member_that_comes_back_with_the_announced_number_met_no_other_coordin
     desk.fail(1)
     one_comes_back(desk)
     assert desk.machine.view(desk.now).why == "rank 0 failed on n1"
-    desk.say(1, Stopped(1))
+    desk.say(1, msg.Stopped(1))
     assert desk.machine.phase is Phase.PREPARING, "no fence of a previous leader is waited for"
 
 
@@ -109,37 +101,36 @@ def test_a_member_that_is_lost_after_the_start_of_what_was_announced_ends_that()
     desk = running(least=1, max_restarts=1)
     desk.fail(2)
     for link in (1, 2):
-        desk.say(link, Stopped(1))
-        desk.say(link, Prepared(2, 40_001))
+        desk.say(link, msg.Stopped(1))
+        desk.say(link, msg.Prepared(2, 40_001))
     desk.give(LinkClosed(2, "reset"))
-    assert desk.last(1) == Stop(2, StopReason.MEMBER_LOST, "n2 was lost: reset")
+    assert desk.last(1) == msg.Stop(2, msg.StopReason.MEMBER_LOST, "n2 was lost: reset")
 
 
 def test_what_was_announced_waits_for_the_back_off() -> None:
     desk = running(max_restarts=2)
     for _ in range(2):
         desk.fail(2)
+        desk.both_say(msg.Stopped(desk.machine.generation))
         for link in (1, 2):
-            desk.say(link, Stopped(desk.machine.generation))
-        for link in (1, 2):
-            desk.say(link, Prepared(desk.machine.generation + (desk.machine.phase is Phase.GATHERING), 40_001))
+            desk.say(link, msg.Prepared(desk.machine.generation + (desk.machine.phase is Phase.GATHERING), 40_001))
     assert desk.machine.phase is Phase.GATHERING
     desk.wait(LIMITS.backoff_first_s)
-    assert desk.last(2) == Start(3, "10.0.0.1", 40_001)
+    assert desk.last(2) == msg.Start(3, "10.0.0.1", 40_001)
 
 
 @pytest.mark.parametrize("options", [{"max_restarts": 0}, {"max_restarts": 1, "exclude_after": 1}])
 def test_nothing_is_announced_where_a_restart_is_not_certain(options: dict[str, int]) -> None:
     desk = running(**options)
     desk.fail(2)
-    assert isinstance(desk.last(2), Stop)
+    assert isinstance(desk.last(2), msg.Stop)
     assert announced(desk) == {}
 
 
 def test_nothing_is_announced_when_a_worker_asked_to_be_requeued() -> None:
     desk = running(max_restarts=1)
     desk.fail(2, 75)
-    assert isinstance(desk.last(2), Stop)
+    assert isinstance(desk.last(2), msg.Stop)
     assert announced(desk) == {}
 
 
@@ -147,5 +138,5 @@ def test_nothing_is_announced_when_the_job_is_being_ended() -> None:
     desk = running(max_restarts=1)
     desk.give(QuitAsked(drain=True, by="a user"))
     desk.fail(2)
-    assert isinstance(desk.last(2), Stop)
+    assert isinstance(desk.last(2), msg.Stop)
     assert announced(desk) == {}

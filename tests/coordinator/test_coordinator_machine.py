@@ -7,41 +7,9 @@ from collections.abc import Callable
 import pytest
 
 from holdfast.coordinator.coordinator_state import TRANSITIONS, Event, Heard, LinkClosed, LinkOpened, Phase, QuitAsked
-from holdfast.protocol.machines import Tick
-from holdfast.protocol.messages import (
-    Able,
-    AgentMessage,
-    Ask,
-    Assign,
-    CannotRegroup,
-    Drain,
-    DrainTo,
-    Finish,
-    FromAgent,
-    Held,
-    Join,
-    Leave,
-    Looked,
-    Ping,
-    Prepared,
-    Progress,
-    Question,
-    Regroup,
-    Replace,
-    ReplacementFailed,
-    ReplacementReady,
-    Resume,
-    Running,
-    Start,
-    Stop,
-    Stopped,
-    StopReason,
-    StoreLost,
-    WorkerDone,
-    WorkersFailed,
-)
+from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import Failure, OutcomeKind
-from holdfast.protocol.policy import NodeSpec, Survive
+from holdfast.protocol.policy import NodeSpec, Survive, Tick
 from holdfast.protocol.rank_progress import RankProgress, Stage
 from tests.coordinator.coordinator_desk import (
     LIMITS,
@@ -79,17 +47,17 @@ def test_every_phase_is_reached(phase: Phase) -> None:
 def too_few(desk: Desk) -> None:
     desk.join(1)
     desk.wait(60.0)
-    assert isinstance(desk.last(1), Finish)
+    assert isinstance(desk.last(1), msg.Finish)
 
 
 def all_here(desk: Desk) -> None:
     desk.join(1, 2)
-    assert [type(desk.last(link)) for link in (1, 2)] == [Assign, Assign]
+    assert [type(desk.last(link)) for link in (1, 2)] == [msg.Assign, msg.Assign]
 
 
 def all_prepared(desk: Desk) -> None:
     desk.prepare(2, 1)
-    assert desk.last(2) == Start(1, "10.0.0.1", 40_000)
+    assert desk.last(2) == msg.Start(1, "10.0.0.1", 40_000)
 
 
 def dies_in_phase_one(desk: Desk) -> None:
@@ -98,56 +66,52 @@ def dies_in_phase_one(desk: Desk) -> None:
 
 def a_worker_fails(desk: Desk) -> None:
     desk.fail(2)
-    assert desk.last(1) == Stop(1, StopReason.WORKER_FAILED, "rank 1 failed on n2")
+    assert desk.last(1) == msg.Stop(1, msg.StopReason.WORKER_FAILED, "rank 1 failed on n2")
 
 
 def every_rank_is_done(desk: Desk) -> None:
-    for link in (1, 2):
-        desk.say(link, WorkerDone(1, 0))
-    assert desk.machine.outcome is not None
+    desk.both_say(msg.WorkerDone(1, 0))
     assert desk.machine.outcome.kind is OutcomeKind.SUCCEEDED
 
 
 def a_whole_generation_comes(desk: Desk) -> None:
     desk.join_running(1, 2)
-    assert [desk.last(link) for link in (1, 2)] == [Resume(7), Resume(7)]
+    assert [desk.last(link) for link in (1, 2)] == [msg.Resume(7), msg.Resume(7)]
 
 
 def one_wants_to_leave(desk: Desk) -> None:
-    desk.say(2, Leave("SIGTERM", drain=True))
-    assert [desk.last(link) for link in (1, 2)] == [Drain(1, "n2 is leaving (SIGTERM)")] * 2
+    desk.say(2, msg.Leave("SIGTERM", drain=True))
+    assert [desk.last(link) for link in (1, 2)] == [msg.Drain(1, "n2 is leaving (SIGTERM)")] * 2
 
 
 def nobody_asks_for_safe_points(desk: Desk) -> None:
-    for link in (1, 2):
-        desk.say(link, Held(1, 0))
-    assert desk.last(1) == Stop(1, StopReason.MEMBER_LEFT, "n2 is leaving (SIGTERM)")
+    desk.both_say(msg.Held(1, 0))
+    assert desk.last(1) == msg.Stop(1, msg.StopReason.MEMBER_LEFT, "n2 is leaving (SIGTERM)")
 
 
 def all_stopped_budget_left(desk: Desk) -> None:
     desk.machine.budget.max_restarts = 1
     desk.give(LinkClosed(1, "reset"))
-    desk.say(2, Stopped(1))
+    desk.say(2, msg.Stopped(1))
 
 
 def all_stopped_budget_spent(desk: Desk) -> None:
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
-    assert isinstance(desk.last(2), Finish)
+    desk.both_say(msg.Stopped(1))
+    assert isinstance(desk.last(2), msg.Finish)
 
 
 def a_rank_is_lost(desk: Desk) -> None:
     desk.able(1, 2)
     desk.kill_worker(2)
     regroup = desk.last(1)
-    assert isinstance(regroup, Regroup)
+    assert isinstance(regroup, msg.Regroup)
     assert (regroup.assign.world_size, regroup.safe_point) == (1, 0)
     assert regroup.text == "rank 1 on n2 was lost (killed by SIGKILL); 1 rank goes on"
 
 
 def all_are_prepared_again(desk: Desk) -> None:
     desk.prepare(1, 2)
-    assert desk.last(1) == Start(desk.machine.generation, "10.0.0.1", 40_000)
+    assert desk.last(1) == msg.Start(desk.machine.generation, "10.0.0.1", 40_000)
 
 
 def nobody_is_prepared_in_time(desk: Desk) -> None:
@@ -156,30 +120,29 @@ def nobody_is_prepared_in_time(desk: Desk) -> None:
 
 
 def a_rank_ends_before_others_join(desk: Desk) -> None:
-    desk.say(1, WorkerDone(2, 0))
-    for link in (1, 2):
-        desk.say(link, Held(2, 7))
-    assert desk.last(1) == DrainTo(2, 0)
+    desk.say(1, msg.WorkerDone(2, 0))
+    desk.both_say(msg.Held(2, 7))
+    assert desk.last(1) == msg.DrainTo(2, 0)
 
 
 def replacements_join(desk: Desk) -> None:
-    desk.say(1, Held(2, 7))
+    desk.say(1, msg.Held(2, 7))
     regroup = desk.last(2)
-    assert isinstance(regroup, Regroup)
+    assert isinstance(regroup, msg.Regroup)
     assert (regroup.assign.world_size, regroup.safe_point) == (2, 8)
     assert regroup.text == "rank 1 was replaced; 2 ranks go on"
 
 
 def all_finish_before_the_safe_point(desk: Desk) -> None:
-    desk.say(1, WorkerDone(3, 0))
+    desk.say(1, msg.WorkerDone(3, 0))
     assert desk.machine.outcome is not None
     assert desk.machine.outcome.kind is OutcomeKind.SUCCEEDED
 
 
 def the_replacement_is_ready(desk: Desk) -> None:
     desk.prepare(1, 2)
-    assert desk.last(2) == Replace(2, (0,)), "no Start: the survivors wait"
-    desk.say(2, ReplacementReady(2, (0,)))
+    assert desk.last(2) == msg.Replace(2, (0,)), "no Start: the survivors wait"
+    desk.say(2, msg.ReplacementReady(2, (0,)))
     assert [desk.last(link).assign.world_size for link in (1, 2)] == [2, 2]  # type: ignore[union-attr]
 
 
@@ -231,33 +194,33 @@ def test_transition(before: Phase, after: Phase) -> None:
 # --- every event in every phase ---------------------------------------------------------------------------------------
 
 FAILURE = Failure(rank=0, local_rank=0, host="n1", pid=1, exit_code=1)
-MESSAGES: list[FromAgent] = [
-    Join(NodeSpec(member="n9#1", host="n9", nproc=1)),
-    Join(NodeSpec(member="n1#1", host="n1", nproc=1), 7),
-    Ping(3),
-    Ask(1, Question.STATUS),
-    Join(NodeSpec(member="n9#2", host="n9", nproc=1), 1, 0.0, Running(1, 0, 1, 0)),
-    Leave("SIGTERM"),
-    Leave("SIGTERM", drain=True),
+MESSAGES: list[msg.FromAgent] = [
+    msg.Join(NodeSpec(member="n9#1", host="n9", nproc=1)),
+    msg.Join(NodeSpec(member="n1#1", host="n1", nproc=1), 7),
+    msg.Ping(3),
+    msg.Ask(1, msg.Question.STATUS),
+    msg.Join(NodeSpec(member="n9#2", host="n9", nproc=1), 1, 0.0, msg.Running(1, 0, 1, 0)),
+    msg.Leave("SIGTERM"),
+    msg.Leave("SIGTERM", drain=True),
     *(
         message
         for generation in (0, 1, 2)
         for message in (
-            Prepared(generation),
-            Prepared(generation, 40_000),
-            WorkerDone(generation, 0),
-            WorkersFailed(generation, (FAILURE,)),
-            Stopped(generation),
-            StoreLost(generation),
-            Held(generation, 0),
-            Held(generation, 5),
-            Progress(generation, (RankProgress(0, Stage.STEPPING, 9, 0.1), RankProgress(7, Stage.STEPPING, 9))),
-            Progress(generation, (RankProgress(0, Stage.MEETING),)),
-            Looked(generation, 1),
-            Able(generation, (0,)),
-            ReplacementReady(generation, (0,)),
-            ReplacementFailed(generation, (FAILURE,)),
-            CannotRegroup(generation, "memory grew"),
+            msg.Prepared(generation),
+            msg.Prepared(generation, 40_000),
+            msg.WorkerDone(generation, 0),
+            msg.WorkersFailed(generation, (FAILURE,)),
+            msg.Stopped(generation),
+            msg.StoreLost(generation),
+            msg.Held(generation, 0),
+            msg.Held(generation, 5),
+            msg.Progress(generation, (RankProgress(0, Stage.STEPPING, 9, 0.1), RankProgress(7, Stage.STEPPING, 9))),
+            msg.Progress(generation, (RankProgress(0, Stage.MEETING),)),
+            msg.Looked(generation, 1),
+            msg.Able(generation, (0,)),
+            msg.ReplacementReady(generation, (0,)),
+            msg.ReplacementFailed(generation, (FAILURE,)),
+            msg.CannotRegroup(generation, "memory grew"),
         )
     ),
 ]
@@ -272,7 +235,7 @@ EVENTS: list[Event] = [
 
 
 def test_no_message_is_forgotten() -> None:
-    assert {type(message) for message in MESSAGES} == set(AgentMessage.__subclasses__())
+    assert {type(message) for message in MESSAGES} == set(msg.AgentMessage.__subclasses__())
 
 
 @pytest.mark.parametrize("late_s", [0.0, 1000.0])

@@ -4,40 +4,23 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.coordinator.coordinator_state import LinkClosed, LinkOpened, Phase
+from holdfast.coordinator.coordinator_state import LinkClosed, LinkOpened, Phase, QuitAsked
 from holdfast.diagnosis.causes import judge
-from holdfast.protocol.messages import (
-    REVISION,
-    Abandon,
-    Assign,
-    DrainTo,
-    Finish,
-    Held,
-    Join,
-    Joined,
-    Leave,
-    Notice,
-    Ping,
-    Prepared,
-    Refuse,
-    Start,
-    Stop,
-    Stopped,
-    StopReason,
-    StoreLost,
-    Waiting,
-    WorkerDone,
-    WorkersFailed,
-)
+from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import Failure, OutcomeKind
 from holdfast.protocol.policy import Grow, NodeSpec
+from holdfast.protocol.rank_progress import Stage
 from tests.coordinator.coordinator_desk import (
     LIMITS,
     Desk,
     draining,
+    gathering,
     over,
+    preparing,
     running,
+    steps,
     stopping,
+    training,
     two_of_three,
 )
 
@@ -54,7 +37,14 @@ def test_numbers_go_above_all_that_any_agent_has_seen() -> None:
 def test_a_stranger_speaks_in_vain() -> None:
     desk = running()
     desk.give(LinkOpened(9, "10.0.0.9", "10.0.0.1"))
-    for message in (Ping(3), Leave("SIGTERM"), Prepared(1, 40_000), WorkerDone(1, 0), Stopped(1), StoreLost(1)):
+    for message in (
+        msg.Ping(3),
+        msg.Leave("SIGTERM"),
+        msg.Prepared(1, 40_000),
+        msg.WorkerDone(1, 0),
+        msg.Stopped(1),
+        msg.StoreLost(1),
+    ):
         desk.say(9, message)
     assert desk.machine.phase is Phase.RUNNING
     assert not [message for link, message in desk.told if link == 9]
@@ -66,14 +56,14 @@ def test_whoever_comes_after_the_end_is_told_of_it() -> None:
     assert desk.last(8) == desk.last(1)
     desk.join(9)
     told = desk.last(9)
-    assert isinstance(told, Finish)
+    assert isinstance(told, msg.Finish)
     assert told.outcome.kind is OutcomeKind.SUCCEEDED
     assert "without this node" in told.outcome.message
 
 
 def test_two_joins_on_one_link_lose_it() -> None:
     desk = running()
-    desk.say(1, Join(NodeSpec(member="n1#2", host="n1", nproc=1)))
+    desk.say(1, msg.Join(NodeSpec(member="n1#2", host="n1", nproc=1)))
     assert desk.dropped == [1]
     assert desk.machine.phase is Phase.STOPPING
 
@@ -83,46 +73,42 @@ def test_a_used_identity_is_refused() -> None:
     desk.join(1)
     desk.give(LinkClosed(1, "reset"))
     desk.join(1)
-    assert isinstance(desk.last(1), Refuse)
+    assert isinstance(desk.last(1), msg.Refuse)
 
 
 def test_who_waits_is_told_for_what() -> None:
     desk = Desk()
     desk.join(1)
     desk.wait(6.0)
-    assert desk.last(1) == Waiting("waiting: 1 of 2 nodes are here (n1); giving up in 55 s")
+    assert desk.last(1) == msg.Waiting("waiting: 1 of 2 nodes are here (n1); giving up in 55 s")
 
 
 def test_a_restart_is_told_with_its_reason_and_what_is_left() -> None:
     desk = running(max_restarts=2)
     desk.fail(2)
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
-    notices = [(link, message.text) for link, message in desk.told if isinstance(message, Notice)]
+    desk.both_say(msg.Stopped(1))
+    notices = [(link, message.text) for link, message in desk.told if isinstance(message, msg.Notice)]
     assert notices == [(link, "HF200: exit code 1; restart 1 of 2") for link in (1, 2)]
 
 
 def test_a_node_that_goes_costs_no_restart_and_none_is_told() -> None:
     desk = running(least=1, most=2, max_restarts=2)
-    desk.say(2, Leave("asked to", drain=False))
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
-    assert not [message for _, message in desk.told if isinstance(message, Notice)]
+    desk.say(2, msg.Leave("asked to", drain=False))
+    desk.both_say(msg.Stopped(1))
+    assert not [message for _, message in desk.told if isinstance(message, msg.Notice)]
 
 
 def test_stale_words_change_nothing() -> None:
     desk = running(max_restarts=1)
     desk.fail(2)
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
+    desk.both_say(msg.Stopped(1))
     desk.prepare(1, 2)
     assert desk.machine.generation == 2
-    desk.say(1, WorkerDone(1, 0))
-    desk.say(1, Stopped(1))
-    desk.say(2, StoreLost(1))
-    desk.say(2, WorkersFailed(1, (Failure(rank=0, local_rank=0, host="n1", pid=1, exit_code=1),)))
+    desk.say(1, msg.WorkerDone(1, 0))
+    desk.say(1, msg.Stopped(1))
+    desk.say(2, msg.StoreLost(1))
+    desk.say(2, msg.WorkersFailed(1, (Failure(rank=0, local_rank=0, host="n1", pid=1, exit_code=1),)))
     assert desk.machine.phase is Phase.RUNNING
-    assert desk.machine.world is not None
     assert not desk.machine.world.done
 
 
@@ -130,14 +116,13 @@ def test_a_stale_stopped_does_not_stand_for_a_newer_one() -> None:
     """It may have been on its way since before the node took part in the present generation."""
     desk = running(max_restarts=2)
     desk.fail(2)
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
+    desk.both_say(msg.Stopped(1))
     desk.prepare(1, 2)
     desk.fail(2)
-    desk.say(1, Stopped(1))
-    desk.say(2, Stopped(2))
+    desk.say(1, msg.Stopped(1))
+    desk.say(2, msg.Stopped(2))
     assert desk.machine.phase is Phase.STOPPING
-    desk.say(1, Stopped(2))
+    desk.say(1, msg.Stopped(2))
     assert desk.machine.phase is Phase.GATHERING, "the second restart in a row is not immediate"
 
 
@@ -157,7 +142,7 @@ def test_a_quorum_that_comes_after_the_back_off_waits_for_the_future() -> None:
 
 def test_one_that_does_not_stop_in_time_is_dropped() -> None:
     desk = stopping(max_restarts=1)
-    desk.say(1, Stopped(1))
+    desk.say(1, msg.Stopped(1))
     desk.wait(LIMITS.stop_grace_s + LIMITS.stop_slack_s)
     assert desk.dropped == [2]
     assert desk.machine.phase is Phase.GATHERING
@@ -165,9 +150,9 @@ def test_one_that_does_not_stop_in_time_is_dropped() -> None:
 
 def test_it_never_forms_while_workers_may_live() -> None:
     desk = stopping(max_restarts=1)
-    desk.say(1, Stopped(1))
+    desk.say(1, msg.Stopped(1))
     assert desk.machine.phase is Phase.STOPPING
-    desk.say(2, Stopped(1))
+    desk.say(2, msg.Stopped(1))
     assert desk.machine.phase is Phase.PREPARING
 
 
@@ -179,16 +164,16 @@ def test_a_world_on_one_machine_is_local(addresses: str, local: bool, master: st
     desk = Desk()
     desk.join(1, 2, address=addresses)
     assign = desk.last(1)
-    assert isinstance(assign, Assign)
+    assert isinstance(assign, msg.Assign)
     assert assign.local_world is local
     desk.prepare(1, 2)
-    assert desk.last(1) == Start(1, master, 40_000)
+    assert desk.last(1) == msg.Start(1, master, 40_000)
 
 
 def test_members_are_told_the_lease() -> None:
     desk = Desk()
     desk.join(1)
-    assert desk.told == [(1, Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s, REVISION))]
+    assert desk.told == [(1, msg.Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s, msg.REVISION))]
 
 
 # --- draining -----------------------------------------------------------------------------------------------------
@@ -196,23 +181,20 @@ def test_members_are_told_the_lease() -> None:
 
 def test_all_stop_at_a_safe_point_that_nobody_has_passed() -> None:
     desk = draining()
-    desk.say(1, Held(1, 4))
-    assert not isinstance(desk.last(1), DrainTo), "the other has not answered"
-    desk.say(2, Held(1, 6))
-    assert [desk.last(link) for link in (1, 2)] == [DrainTo(1, 7)] * 2
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
+    desk.say(1, msg.Held(1, 4))
+    assert not isinstance(desk.last(1), msg.DrainTo), "the other has not answered"
+    desk.say(2, msg.Held(1, 6))
+    assert [desk.last(link) for link in (1, 2)] == [msg.DrainTo(1, 7)] * 2
+    desk.both_say(msg.Stopped(1))
     assert desk.machine.budget.used == 0
 
 
 def test_what_a_drained_generation_ends_with_is_free() -> None:
     """One rank may be gone while another still talks to it."""
     desk = draining(least=1, max_restarts=0)
-    for link in (1, 2):
-        desk.say(link, Held(1, 4))
+    desk.both_say(msg.Held(1, 4))
     desk.fail(1)
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
+    desk.both_say(msg.Stopped(1))
     assert desk.machine.outcome is None
     assert desk.machine.phase is Phase.PREPARING
 
@@ -220,49 +202,46 @@ def test_what_a_drained_generation_ends_with_is_free() -> None:
 def test_a_failure_before_the_safe_point_is_agreed_is_one() -> None:
     desk = draining(least=1, max_restarts=0)
     desk.fail(1)
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
-    assert desk.machine.outcome is not None
+    desk.both_say(msg.Stopped(1))
     assert desk.machine.outcome.kind is OutcomeKind.FAILED
 
 
 def test_a_drain_that_takes_too_long_is_ended() -> None:
     desk = draining()
-    for link in (1, 2):
-        desk.say(link, Held(1, 4))
+    desk.both_say(msg.Held(1, 4))
     desk.wait(LIMITS.drain_s - 0.01)
     assert desk.machine.phase is Phase.DRAINING
     desk.wait(0.02)
-    assert desk.last(1) == Stop(
-        1, StopReason.MEMBER_LEFT, "n2 is leaving (SIGTERM); the workers did not stop within 60 s"
+    assert desk.last(1) == msg.Stop(
+        1, msg.StopReason.MEMBER_LEFT, "n2 is leaving (SIGTERM); the workers did not stop within 60 s"
     )
 
 
 def test_a_node_lost_in_a_drain_ends_it() -> None:
     desk = draining()
     desk.give(LinkClosed(2, "reset"))
-    assert desk.last(1) == Stop(1, StopReason.MEMBER_LOST, "n2 was lost: reset")
+    assert desk.last(1) == msg.Stop(1, msg.StopReason.MEMBER_LOST, "n2 was lost: reset")
 
 
 def test_one_that_has_done_its_part_need_not_answer() -> None:
     desk = draining()
-    desk.say(1, WorkerDone(1, 0))
-    desk.say(2, Held(1, 4))
+    desk.say(1, msg.WorkerDone(1, 0))
+    desk.say(2, msg.Held(1, 4))
     desk.give(LinkClosed(1, "gone"))
-    assert desk.last(2) == DrainTo(1, 5)
+    assert desk.last(2) == msg.DrainTo(1, 5)
 
 
 def test_nobody_waits_for_the_answer_of_a_node_that_is_done() -> None:
     """Done before the drain, or while it is asked: it has nobody to hold."""
     early = running()
-    early.say(1, WorkerDone(1, 0))
-    early.say(2, Leave("SIGTERM", drain=True))
-    early.say(2, Held(1, 4))
-    assert early.last(2) == DrainTo(1, 5)
+    early.say(1, msg.WorkerDone(1, 0))
+    early.say(2, msg.Leave("SIGTERM", drain=True))
+    early.say(2, msg.Held(1, 4))
+    assert early.last(2) == msg.DrainTo(1, 5)
     late = draining()
-    late.say(2, Held(1, 4))
-    late.say(1, WorkerDone(1, 0))
-    assert late.last(2) == DrainTo(1, 5)
+    late.say(2, msg.Held(1, 4))
+    late.say(1, msg.WorkerDone(1, 0))
+    assert late.last(2) == msg.DrainTo(1, 5)
 
 
 @pytest.mark.parametrize(
@@ -274,8 +253,8 @@ def test_growth(grow: Grow, phase: Phase) -> None:
     desk.join(3)
     desk.wait(1.0)
     assert desk.machine.phase is phase
-    said = [message.text for link, message in desk.told if link == 3 and isinstance(message, Waiting)]
-    assert ("stands by" in said[0]) is (grow is Grow.NEVER)
+    said = [message.text for link, message in desk.told if link == 3 and isinstance(message, msg.Waiting)]
+    assert ("waits as a spare" in said[0]) is (grow is Grow.NEVER)
 
 
 # --- a previous leader's generation ---------------------------------------------------------------------------------------
@@ -291,10 +270,10 @@ def test_a_generation_of_which_a_part_has_ended_is_abandoned() -> None:
     desk = Desk()
     desk.join_running(1)
     desk.join(2, last_generation=7)
-    assert desk.last(1) == Abandon(7)
+    assert desk.last(1) == msg.Abandon(7)
     desk.wait(10.0)
     assert desk.machine.phase is Phase.GATHERING, "its workers may be alive"
-    desk.say(1, Stopped(7))
+    desk.say(1, msg.Stopped(7))
     assert desk.machine.generation == 8
 
 
@@ -302,27 +281,27 @@ def test_of_two_generations_the_newer_one_counts() -> None:
     desk = Desk()
     desk.join_running(1, generation=6)
     desk.join_running(2, generation=7)
-    assert desk.last(1) == Abandon(6)
+    assert desk.last(1) == msg.Abandon(6)
 
 
 def test_who_comes_with_a_generation_that_was_replaced_is_told_to_kill_it() -> None:
     desk = two_of_three()
     desk.join_running(3, generation=1, of=3)
-    assert Abandon(1) in [message for link, message in desk.told if link == 3]
+    assert msg.Abandon(1) in [message for link, message in desk.told if link == 3]
 
 
 def test_workers_that_died_before_the_rest_came_end_the_generation() -> None:
     desk = Desk()
     desk.join_running(1)
-    desk.say(1, Stopped(7))
+    desk.say(1, msg.Stopped(7))
     desk.join_running(2)
-    assert desk.last(2) == Abandon(7)
+    assert desk.last(2) == msg.Abandon(7)
 
 
 def test_a_member_that_had_to_stop_its_workers_ends_the_generation() -> None:
     desk = running()
-    desk.say(2, Stopped(1))
-    assert desk.last(1) == Stop(1, StopReason.FENCED, "n2 had to stop its workers")
+    desk.say(2, msg.Stopped(1))
+    assert desk.last(1) == msg.Stop(1, msg.StopReason.FENCED, "n2 had to stop its workers")
 
 
 # --- host back-off --------------------------------------------------------------------------------------------------------
@@ -332,7 +311,7 @@ def flap(desk: Desk, link: int, times: int) -> None:
     """An agent of host n3 comes and is lost at once, again and again."""
     for number in range(times):
         desk.give(LinkOpened(link + number, "10.0.0.3", "10.0.0.9"))
-        desk.say(link + number, Join(NodeSpec(member=f"n3#{link + number}", host="n3", nproc=1)))
+        desk.say(link + number, msg.Join(NodeSpec(member=f"n3#{link + number}", host="n3", nproc=1)))
         desk.wait(0.1)
         desk.give(LinkClosed(link + number, "reset"))
 
@@ -351,13 +330,13 @@ def test_a_host_blamed_too_often_is_shut_out_for_a_while() -> None:
     desk = running(least=1, most=2, max_restarts=9, exclude_after=2)
     for _ in range(2):
         desk.fail(2)
-        for link in (1, 2):
-            desk.say(link, Stopped(desk.machine.generation))
+        desk.both_say(msg.Stopped(desk.machine.generation))
         desk.wait(1.0)
         desk.prepare(1, 2)
-    assert desk.machine.world is not None
     assert desk.machine.world.order == ("n1#1",)
-    assert Waiting("n2 was blamed 2 times: excluded for 60 s") in [message for link, message in desk.told if link == 2]
+    assert msg.Waiting("n2 was blamed 2 times: excluded for 60 s") in [
+        message for link, message in desk.told if link == 2
+    ]
     desk.wait(LIMITS.exclude_first_s + LIMITS.gather_s)
     assert desk.machine.phase is Phase.DRAINING, "it may come back"
 
@@ -366,11 +345,10 @@ def test_a_coordinator_that_comes_after_a_lost_one_names_that_node() -> None:
     """Those that come from its generation know it; nobody else does."""
     desk = Desk()
     desk.give(LinkOpened(2, "10.0.0.2", "10.0.0.9"))
-    desk.say(2, Join(NodeSpec(member="n2#1", host="n2", nproc=1), 7, led_by="n1 (ranks 0-3)"))
+    desk.say(2, msg.Join(NodeSpec(member="n2#1", host="n2", nproc=1), 7, led_by="n1 (ranks 0-3)"))
     assert desk.machine.view(desk.now).why == "lost n1 (ranks 0-3), which had the coordinator"
     desk.wait(LIMITS.join_s + 60.0)
     outcome = desk.machine.outcome
-    assert outcome is not None
     assert outcome.kind is OutcomeKind.NO_QUORUM
     assert outcome.message.endswith("; the generation before ended: lost n1 (ranks 0-3), which had the coordinator")
 
@@ -378,13 +356,101 @@ def test_a_coordinator_that_comes_after_a_lost_one_names_that_node() -> None:
 def test_where_a_lost_node_does_not_come_back_the_verdict_is_its_loss() -> None:
     desk = running(judge=judge)
     desk.give(LinkClosed(2, "reset"))
-    desk.say(1, Stopped(1))
+    desk.say(1, msg.Stopped(1))
     desk.wait(LIMITS.join_s + 1.0)
     outcome = desk.machine.outcome
-    assert outcome is not None
     assert (outcome.kind, outcome.code) == (OutcomeKind.NO_QUORUM, "HF301")
     verdict = outcome.verdict
-    assert verdict is not None
     assert verdict.code == "HF306"
     assert verdict.cause.startswith("lost n2 (reset): rank 1; then 1 of at least 2 nodes came within 60 s")
     assert verdict.culprit is None
+
+
+# --- the end of a job that somebody asked for on one of its nodes -----------------------------------------------------
+
+
+@pytest.mark.parametrize("state", [preparing, running, draining, stopping])
+@pytest.mark.parametrize("drain", [True, False])
+def test_every_member_is_told(state, drain: bool) -> None:
+    desk: Desk = state()
+    links = {member.link for member in desk.machine.members.values()}
+    before = len(desk.told)
+    desk.give(QuitAsked(drain, "holdfast stop"))
+    told = [(link, message) for link, message in desk.told[before:] if isinstance(message, msg.Quit)]
+    assert {link for link, _ in told} == links
+    assert {message for _, message in told} == {msg.Quit(drain, "holdfast stop")}
+
+
+def test_whoever_comes_later_is_sent_home() -> None:
+    desk = running()
+    desk.give(QuitAsked(drain=True, by="holdfast stop"))
+    desk.join(9)
+    assert [message for link, message in desk.told if link == 9] == [msg.Quit(drain=True, by="holdfast stop")]
+    assert len(desk.machine.members) == 2
+
+
+def test_a_job_that_is_over_ends_as_it_did() -> None:
+    desk = over()
+    outcome = desk.machine.outcome
+    desk.give(QuitAsked(drain=False, by="holdfast kill"))
+    assert (desk.machine.phase, desk.machine.outcome) == (Phase.OVER, outcome)
+
+
+# --- the coordinator's view of the job, for people --------------------------------------------------------------------
+
+
+def test_the_view_of_a_job_that_trains() -> None:
+    desk = two_of_three()
+    for number in (10, 20, 30):
+        desk.wait(1.0)
+        steps(desk, number, own_s=0.02)
+    desk.join(3)
+    view = desk.machine.view(desk.now)
+    assert (view.run_id, view.phase, view.generation, view.world_size) == ("t", "running", 1, 2)
+    assert (view.restarts, view.restarts_max) == (0, 0)
+    assert view.training_s == pytest.approx(2.0)
+    assert view.job_s == desk.now
+    assert [(node.host, node.group_rank, node.state) for node in view.nodes] == [
+        ("n1", 0, "running"),
+        ("n2", 1, "running"),
+        ("n3", None, "spare"),
+    ]
+    (rank,) = view.nodes[1].ranks
+    assert (rank.rank, rank.local_rank, rank.stage, rank.steps) == (1, 0, Stage.STEPPING, 30)
+    assert (rank.step_s, rank.own_s, rank.age_s) == pytest.approx((0.1, 0.02, 0.0))
+    assert view.nodes[2].ranks == ()
+
+
+def test_the_view_counts_the_training_of_earlier_generations() -> None:
+    desk = training(max_restarts=1)
+    desk.fail(2)
+    assert desk.machine.view(desk.now).nodes[0].state == "stopping"
+    desk.both_say(msg.Stopped(1))
+    desk.prepare(1, 2)
+    view = desk.machine.view(desk.now)
+    assert (view.training_s, view.restarts, view.why) == (1.0, 1, "rank 1 failed on n2")
+    for number in (10, 20):
+        desk.wait(1.0)
+        steps(desk, number)
+    assert desk.machine.view(desk.now).training_s == 2.0
+
+
+def test_the_view_while_nodes_meet() -> None:
+    desk = gathering()
+    desk.join(1)
+    view = desk.machine.view(desk.now)
+    assert (view.phase, view.world_size, [node.state for node in view.nodes]) == ("gathering", 0, ["arriving"])
+    desk.join(2)
+    assert {node.state for node in desk.machine.view(desk.now).nodes} == {"starting"}
+    desk.prepare(1)
+    assert [node.state for node in desk.machine.view(desk.now).nodes] == ["prepared", "starting"]
+
+
+def test_the_view_outlives_lost_and_finished_nodes() -> None:
+    desk = training()
+    desk.say(2, msg.WorkerDone(1, 0))
+    assert [node.state for node in desk.machine.view(desk.now).nodes] == ["running", "done"]
+    desk.give(LinkClosed(2, "reset"))
+    assert [node.host for node in desk.machine.view(desk.now).nodes] == ["n1"]
+    desk.say(1, msg.WorkerDone(1, 0))
+    assert desk.machine.view(desk.now).phase == "over"

@@ -10,26 +10,26 @@ from msgspec import structs
 
 from holdfast.coordinator.coordinator_state import Phase
 from holdfast.coordinator.monitor import EVIDENCE_S, REASON_AFTER_CLOSED_S, STACKS_AFTER_TIMEOUT_S
-from holdfast.protocol.messages import Look, Looked, Notice, Stop, Stopped, StopReason, WorkerDone, WorkersFailed
+from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import Evidence, Failure, OutcomeKind
 from holdfast.protocol.rank_progress import Finding, Frame, RankSample, RanksAtPlace, RankStory, Standing
 from tests.coordinator.coordinator_desk import Desk, gathering, preparing, running, steps, training
-from tests.support.simulator.cluster import simple_judge
+from tests.support.simulator.nodes import simple_judge
 from tests.support.simulator.stalls import simple_examine
 
 
-def looks(desk: Desk, link: int) -> list[Look]:
-    return [message for to, message in desk.told if to == link and isinstance(message, Look)]
+def looks(desk: Desk, link: int) -> list[msg.Look]:
+    return [message for to, message in desk.told if to == link and isinstance(message, msg.Look)]
 
 
 def notices(desk: Desk, link: int) -> list[str]:
-    return [message.text for to, message in desk.told if to == link and isinstance(message, Notice)]
+    return [message.text for to, message in desk.told if to == link and isinstance(message, msg.Notice)]
 
 
 def answer(desk: Desk, link: int, function: str = "all_reduce") -> None:
     """To the newest look."""
     sample = RankSample(0, 100 + link, "S", 0.0, (Frame("t.py", 1, function),), file=f"/run/{link}.txt")
-    desk.say(link, Looked(desk.machine.generation, looks(desk, link)[-1].number, (sample,)))
+    desk.say(link, msg.Looked(desk.machine.generation, looks(desk, link)[-1].number, (sample,)))
 
 
 def look_on(desk: Desk, seconds: float, *links: int, second: str = "sleep") -> None:
@@ -88,11 +88,10 @@ def test_the_end_of_a_hang_costs_a_restart_and_names_the_culprit() -> None:
     desk = training(max_restarts=1)
     look_on(desk, 400.0, 1, 2)
     stop = desk.last(1)
-    assert isinstance(stop, Stop)
-    assert stop.reason is StopReason.HUNG
+    assert isinstance(stop, msg.Stop)
+    assert stop.reason is msg.StopReason.HUNG
     assert stop.text.startswith("nothing has moved for 300 s (--hang-timeout 300): rank 1 is in sleep")
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
+    desk.both_say(msg.Stopped(1))
     assert (desk.machine.phase, desk.machine.generation, desk.machine.budget.used) == (Phase.PREPARING, 2, 1)
     assert desk.noted("verdict")[0]["code"] == "HF240"
     assert desk.machine.view(desk.now).why == stop.text
@@ -101,29 +100,23 @@ def test_the_end_of_a_hang_costs_a_restart_and_names_the_culprit() -> None:
         desk.wait(1.0)
         steps(desk, number)
     look_on(desk, 400.0, 1, 2)
-    for link in (1, 2):
-        desk.say(link, Stopped(2))
+    desk.both_say(msg.Stopped(2))
     outcome = desk.machine.outcome
-    assert outcome is not None
     assert (outcome.kind, outcome.code, outcome.exit_code) == (OutcomeKind.FAILED, "HF240", 137)
-    assert outcome.verdict is not None
-    assert outcome.verdict.culprit is not None
     assert (outcome.verdict.culprit.rank, outcome.verdict.culprit.host, outcome.verdict.culprit.pid) == (1, "n2", 102)
 
 
 def test_the_host_of_a_culprit_is_blamed() -> None:
     desk = training(max_restarts=1, exclude_after=1)
     look_on(desk, 400.0, 1, 2)
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
+    desk.both_say(msg.Stopped(1))
     assert [note["host"] for note in desk.noted("excluded")] == ["n2"]
 
 
 def test_where_nobody_can_be_named_it_costs_a_restart_all_the_same() -> None:
     desk = training(max_restarts=1)
     look_on(desk, 400.0, 1, 2, second="all_reduce")
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
+    desk.both_say(msg.Stopped(1))
     assert desk.machine.budget.used == 1
     assert desk.noted("verdict")[0]["code"] == "HF241"
 
@@ -133,9 +126,7 @@ def test_a_worker_that_fails_while_the_job_hangs_takes_the_hang_into_the_verdict
     desk = training()
     look_on(desk, 100.0, 1, 2)
     desk.fail(1)
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
-    assert desk.machine.outcome is not None
+    desk.both_say(msg.Stopped(1))
     assert desk.machine.outcome.code == "HF240"
 
 
@@ -144,9 +135,7 @@ def test_one_that_went_on_and_failed_later_did_not_hang() -> None:
     look_on(desk, 100.0, 1, 2)
     steps(desk, 30)
     desk.fail(1)
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
-    assert desk.machine.outcome is not None
+    desk.both_say(msg.Stopped(1))
     assert desk.machine.outcome.code == "HF200"
 
 
@@ -170,8 +159,7 @@ def test_an_answer_to_an_older_look_is_too_late() -> None:
     desk.wait(60.0)
     answer(desk, 1)
     desk.wait(5.1)
-    desk.say(2, Looked(1, 1, (RankSample(0, 1, "S", 0.0),)))
-    assert desk.machine._monitor._round is not None
+    desk.say(2, msg.Looked(1, 1, (RankSample(0, 1, "S", 0.0),)))
     assert desk.machine._monitor._round.samples == {}
 
 
@@ -193,8 +181,8 @@ def test_nobody_is_watched_on_the_way_to_a_safe_point_and_between_generations() 
     desk = training(max_restarts=1)
     desk.fail(2)
     desk.wait(4.0)
-    desk.say(1, Stopped(1))
-    desk.say(2, Stopped(1))
+    desk.say(1, msg.Stopped(1))
+    desk.say(2, msg.Stopped(1))
     desk.prepare(1, 2)
     desk.wait(500.0)
     assert looks(desk, 1) == []
@@ -202,7 +190,7 @@ def test_nobody_is_watched_on_the_way_to_a_safe_point_and_between_generations() 
 
 def test_a_rank_that_has_ended_is_not_looked_at() -> None:
     desk = training()
-    desk.say(2, WorkerDone(1, 0))
+    desk.say(2, msg.WorkerDone(1, 0))
     look_on(desk, 100.0, 1)
     assert looks(desk, 2) == []
     assert desk.noted("look_unanswered") == []
@@ -224,43 +212,51 @@ def test_a_straggler_is_told_and_stands_in_the_view() -> None:
 # --- a wait in vain ---------------------------------------------------------------------------------------------------
 
 
+def fails(desk: Desk, link: int, says: str) -> None:
+    desk.say(link, msg.WorkersFailed(desk.machine.generation, (bare(link, 1, says),)))
+
+
+def bare(link: int, exit_code: int, says: str = "") -> Failure:
+    return Failure(rank=link - 1, local_rank=0, host=f"n{link}", pid=1, exit_code=exit_code, message=says)
+
+
 def times_out(desk: Desk, link: int) -> None:
-    says = "RuntimeError: [unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation to complete"
-    failure = Failure(rank=link - 1, local_rank=0, host=f"n{link}", pid=1, exit_code=1, message=says)
-    desk.say(link, WorkersFailed(desk.machine.generation, (failure,)))
+    fails(desk, link, "RuntimeError: [unbound_buffer.cc:81] Timed out waiting 5000ms for recv operation to complete")
 
 
-def stops(desk: Desk) -> list[Stop]:
-    return [message for to, message in desk.told if to == 2 and isinstance(message, Stop)]
+def judged_training() -> tuple[Desk, list[Evidence]]:
+    """A job that trains and may not restart, and what its judge is given."""
+    judged: list[Evidence] = []
+    return training(judge=lambda evidence: judged.append(evidence) or simple_judge(evidence)), judged
+
+
+def stops(desk: Desk) -> list[msg.Stop]:
+    return [message for to, message in desk.told if to == 2 and isinstance(message, msg.Stop)]
 
 
 def test_the_survivors_of_a_wait_in_vain_are_looked_at_before_they_are_stopped() -> None:
-    judged: list[Evidence] = []
-    desk = training(max_restarts=0, judge=lambda evidence: judged.append(evidence) or simple_judge(evidence))
+    desk, judged = judged_training()
     times_out(desk, 1)
     assert len(looks(desk, 2)) == 1
     assert stops(desk) == []
-    desk.say(1, Looked(1, looks(desk, 1)[-1].number, ()))
+    desk.say(1, msg.Looked(1, looks(desk, 1)[-1].number, ()))
     answer(desk, 2, "sleep")
     assert stops(desk) == []
     desk.wait(STACKS_AFTER_TIMEOUT_S + 0.1)
-    assert [stop.reason for stop in stops(desk)] == [StopReason.WORKER_FAILED]
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
+    assert [stop.reason for stop in stops(desk)] == [msg.StopReason.WORKER_FAILED]
+    desk.both_say(msg.Stopped(1))
     (story,) = judged[0].survivors
     assert (story.rank, story.samples[0].frames[0].function) == (1, "sleep")
 
 
 def test_a_survivor_that_waits_in_vain_too_may_say_so() -> None:
-    judged: list[Evidence] = []
-    desk = training(max_restarts=0, judge=lambda evidence: judged.append(evidence) or simple_judge(evidence))
+    desk, judged = judged_training()
     times_out(desk, 1)
-    desk.say(1, Looked(1, looks(desk, 1)[-1].number, ()))
+    desk.say(1, msg.Looked(1, looks(desk, 1)[-1].number, ()))
     answer(desk, 2)
     times_out(desk, 2)
     assert len(stops(desk)) == 1
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
+    desk.both_say(msg.Stopped(1))
     assert [failure.rank for failure in judged[0].failures] == [0, 1]
     assert judged[0].survivors == ()
 
@@ -284,26 +280,20 @@ def test_a_failure_with_a_reason_of_its_own_stops_them_at_once(first: bool) -> N
 # --- a bare failure ---------------------------------------------------------------------------------------------------
 
 
-def bare(link: int, exit_code: int) -> Failure:
-    return Failure(rank=link - 1, local_rank=0, host=f"n{link}", pid=1, exit_code=exit_code)
-
-
 def reports(desk: Desk, failure: Failure, *, evidence_follows: bool = False) -> None:
-    desk.say(failure.rank + 1, WorkersFailed(desk.machine.generation, (failure,), evidence_follows))
+    desk.say(failure.rank + 1, msg.WorkersFailed(desk.machine.generation, (failure,), evidence_follows))
 
 
 @pytest.mark.parametrize("exit_code", [-9, -11, 7, 75])
 def test_an_exit_status_that_needs_no_words_stops_the_others_at_once(exit_code: int) -> None:
-    judged: list[Evidence] = []
-    desk = training(max_restarts=0, judge=lambda evidence: judged.append(evidence) or simple_judge(evidence))
+    desk, judged = judged_training()
     failure = bare(1, exit_code)
     reports(desk, failure, evidence_follows=True)
     assert [stop.text for stop in stops(desk)] == ["rank 0 failed on n1"]
     read = structs.replace(failure, stderr_tail="the last words")
     reports(desk, read)
     assert len(desk.noted("workers_failed")) == 1
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
+    desk.both_say(msg.Stopped(1))
     if exit_code != 75:
         assert judged[0].failures == (read,), "the verdict is made of all that is known"
 
@@ -336,16 +326,14 @@ def test_evidence_of_a_wait_in_vain_keeps_the_others_for_their_stacks() -> None:
 
 
 def test_the_first_that_failed_stays_the_first_when_its_evidence_is_the_last() -> None:
-    judged: list[Evidence] = []
-    desk = training(max_restarts=0, judge=lambda evidence: judged.append(evidence) or simple_judge(evidence))
+    desk, judged = judged_training()
     first, second = bare(1, -9), bare(2, 1)
     reports(desk, first, evidence_follows=True)
     reports(desk, second, evidence_follows=True)
     first, second = (structs.replace(each, message=f"rank {each.rank}") for each in (first, second))
     reports(desk, second)
     reports(desk, first)
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
+    desk.both_say(msg.Stopped(1))
     assert judged[0].failures == (first, second)
 
 
@@ -359,48 +347,42 @@ CLOSED = (
 )
 
 
-def loses_a_peer(desk: Desk, link: int, says: str = CLOSED[0]) -> None:
-    failure = Failure(rank=link - 1, local_rank=0, host=f"n{link}", pid=1, exit_code=1, message=says)
-    desk.say(link, WorkersFailed(desk.machine.generation, (failure,)))
-
-
 @pytest.mark.parametrize("says", CLOSED)
 def test_whoever_closed_a_connection_may_say_why_before_it_is_stopped(says: str) -> None:
     desk = training()
-    loses_a_peer(desk, 1, says)
+    fails(desk, 1, says)
     assert stops(desk) == []
     desk.fail(2)
     assert len(stops(desk)) == 1
 
 
 def test_whoever_closed_a_connection_may_end_with_0() -> None:
-    judged: list[Evidence] = []
-    desk = training(max_restarts=0, judge=lambda evidence: judged.append(evidence) or simple_judge(evidence))
-    loses_a_peer(desk, 1)
-    desk.say(2, WorkerDone(1, 0))
+    desk, judged = judged_training()
+    fails(desk, 1, CLOSED[0])
+    desk.say(2, msg.WorkerDone(1, 0))
     assert desk.machine.phase is Phase.STOPPING
-    desk.say(1, Stopped(1))
-    desk.say(2, Stopped(1))
+    desk.say(1, msg.Stopped(1))
+    desk.say(2, msg.Stopped(1))
     assert judged[0].done == (1,)
 
 
 def test_after_a_lost_connection_nobody_is_waited_for_for_long() -> None:
     desk = training()
-    loses_a_peer(desk, 1)
+    fails(desk, 1, CLOSED[0])
     desk.wait(REASON_AFTER_CLOSED_S + 0.1)
     assert len(stops(desk)) == 1
 
 
 def test_where_all_have_lost_their_peers_nobody_is_waited_for() -> None:
     desk = training()
-    loses_a_peer(desk, 1)
-    loses_a_peer(desk, 2)
+    fails(desk, 1, CLOSED[0])
+    fails(desk, 2, CLOSED[0])
     assert len(stops(desk)) == 1
 
 
 def test_a_wait_in_vain_after_a_lost_connection_is_looked_at() -> None:
     desk = training()
-    loses_a_peer(desk, 1)
+    fails(desk, 1, CLOSED[0])
     times_out(desk, 1)
     assert len(looks(desk, 2)) == 1
 
@@ -425,8 +407,7 @@ def test_a_judge_that_fails_is_noted_and_the_first_failure_is_to_blame() -> None
     desk = training(max_restarts=1)
     desk.machine._endings._judge = broken
     desk.fail(2, 3)
-    for link in (1, 2):
-        desk.say(link, Stopped(1))
+    desk.both_say(msg.Stopped(1))
     assert (desk.machine.phase, desk.machine.budget.used) == (Phase.PREPARING, 1)
     assert desk.noted("insight_fault")[0]["what"] == "judge"
     assert desk.noted("verdict")[0]["cause"] == "rank 1 on n2 ended with exit code 3"

@@ -8,7 +8,7 @@ from math import inf
 
 from msgspec import structs
 
-from holdfast.coordinator.hang_detector import EndHung, HangDetector, LookNow, Order
+from holdfast.coordinator.hang_detector import EndHung, HangDetector, LookNow, Order, ReportHang
 from holdfast.coordinator.throughput import Throughput
 from holdfast.protocol.policy import Limits
 from holdfast.protocol.rank_progress import (
@@ -84,6 +84,12 @@ class Hall:
                 break
         self.now = max(self.now, until)
         return self.orders[before:]
+
+    def report(self, seconds: float) -> ReportHang:
+        """The only order that is given meanwhile."""
+        (report,) = self.wait(seconds)
+        assert isinstance(report, ReportHang)
+        return report
 
     def _look(self, order: LookNow) -> None:
         asked_s = self.now

@@ -75,7 +75,7 @@ def _filled(value: Any) -> Any:
 
 def cases() -> list[Case]:
     """All of cases.toml."""
-    return [_case(**entry) for entry in data("cases.toml")["case"]]
+    return [_case(name=name, **entry) for name, entry in data("cases.toml")["case"].items()]
 
 
 def _case(

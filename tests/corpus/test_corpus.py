@@ -10,7 +10,7 @@ import pytest
 
 from holdfast.diagnosis.causes import judge
 from holdfast.diagnosis.causes.find import cause_of
-from holdfast.diagnosis.causes.rules import texts
+from holdfast.diagnosis.reference import verdict_texts
 from holdfast.diagnosis.screen import render
 from holdfast.protocol.outcome import Evidence, Outcome, OutcomeKind, Verdict, job_exit_code
 from tests.corpus.messages import messages, right_share, wrong
@@ -81,7 +81,7 @@ def test_each(case: Case) -> None:
     verdict = judge(case.evidence)
     assert is_right(case, verdict), f"{named(verdict)}: {verdict.cause}"
     assert verdict.code == case.code, verdict.cause
-    assert verdict.code in texts()
+    assert verdict.code in verdict_texts()
     assert "\n" not in verdict.cause + verdict.advice
 
 
@@ -110,12 +110,15 @@ def test_the_exception_inside_of_a_spawned_process_is_told() -> None:
         1,
         f"torch.multiprocessing.spawn.ProcessRaisedException: \n\n-- Process 1 terminated with the following error:\n{inner}",
     )
-    assert cause_of(told).line == "raised in a process of its own ZeroDivisionError: division by zero"
+    assert cause_of(told).line == "raised in a child process ZeroDivisionError: division by zero"
 
 
 def test_a_breakpoint_without_a_terminal() -> None:
     found = cause_of(fails(2, "bdb.BdbQuit: "))
-    assert (found.line, found.advice.partition(":")[0]) == ("raised bdb.BdbQuit", "a breakpoint without a terminal")
+    assert (found.line, found.advice.partition(":")[0]) == (
+        "raised bdb.BdbQuit",
+        "workers have no terminal and no stdin",
+    )
 
 
 # --- library messages: rules are written against one half of the collection and judged by the other -------------------
@@ -137,4 +140,4 @@ def test_no_message_is_in_both_halves_and_each_has_a_cause_that_exists() -> None
     halves = [messages(half) for half in HALVES]
     first, second = ({(each.failure.message, each.failure.stderr_tail) for each in half} for half in halves)
     assert not first & second
-    assert {each.code for half in halves for each in half} <= set(texts())
+    assert {each.code for half in halves for each in half} <= set(verdict_texts())

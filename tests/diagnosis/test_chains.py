@@ -99,7 +99,7 @@ def test_a_thread_that_died_is_the_cause_of_the_wait_for_it() -> None:
     thread = "Exception in thread Thread-1 (load):\n" + traced("PermissionError: [Errno 13] Permission denied: '/d/x'")
     code, line = ended(thread + traced("_queue.Empty", "batches.get(timeout=10)"))
     assert code == "HF218"
-    assert line.startswith("lost its thread 'Thread-1 (load)', which may not do what it tried: PermissionError")
+    assert line.startswith("lost its thread 'Thread-1 (load)', which has no permission: PermissionError")
     assert ended(thread + traced("ZeroDivisionError: division by zero"))[1].startswith("raised ZeroDivisionError")
     assert ended(thread, code=3)[0] == "HF218"
 
@@ -131,7 +131,7 @@ def test_the_other_spelling_of_local_rank_is_told() -> None:
     said = "usage: t.py [-h] [--local_rank N]\nt.py: error: unrecognized arguments: --local-rank=1\n"
     assert ended(said, 2) == (
         "HF233",
-        "knows --local_rank, and was given --local-rank as torch's launcher spells it since 2.0",
+        "knows --local_rank, but was given --local-rank, the spelling of torch's launcher since 2.0",
     )
 
 

@@ -21,7 +21,8 @@ C10D = f"{SITE}/torch/distributed/distributed_c10d.py"
 
 
 def frames_of(stack: list[list[Any]]) -> tuple[Frame, ...]:
-    return tuple(Frame(file.replace("{SITE}", SITE).replace("{STD}", STD), *place) for file, *place in stack)
+    inner = (Frame(file.replace("{SITE}", SITE).replace("{STD}", STD), *place) for file, *place in stack)
+    return (*inner, Frame("/srv/train.py", 90, "<module>"))
 
 
 STACKS = {name: frames_of(stack) for name, stack in DATA["stacks"].items()} | {"": ()}
@@ -98,7 +99,7 @@ def found(odd: dict[int, Rank], others: Rank = WAITS, world: int = 8) -> Finding
     return examine([story(number, odd.get(number, others)) for number in range(world)])
 
 
-@pytest.mark.parametrize("case", DATA["case"], ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", DATA["case"].values(), ids=list(DATA["case"]))
 def test_what_is_found(case: dict[str, Any]) -> None:
     odd = {int(number): rank_of(**rank) for number, rank in case.get("rank", {}).items()}
     finding = found(odd, rank_of(**case.get("others", {"stack": "all_reduce"})), case.get("world", 8))

@@ -6,7 +6,7 @@ import pytest
 from msgspec import structs
 
 from holdfast.diagnosis.causes import judge
-from holdfast.diagnosis.causes import rules as causes_rules
+from holdfast.diagnosis.causes.find import rules
 from holdfast.diagnosis.screen import render
 from holdfast.protocol.outcome import Evidence, Failure, Outcome, OutcomeKind, job_exit_code
 from holdfast.protocol.rank_progress import Finding, Frame, HangKind, RankSample, RankStory
@@ -298,7 +298,7 @@ def test_the_rank_that_left_is_the_culprit_and_its_victims_are_the_evidence() ->
     verdict = judge(evidence(cut(0), cut(2), done=(5,), left=(left,)))
     assert (verdict.code, verdict.culprit) == ("HF229", left)
     assert verdict.cause.startswith("rank 5 on b ended with exit code 0 in step 20, while rank 0 still needed it")
-    assert verdict.cause.endswith("; it said last: no batches left")
+    assert verdict.cause.endswith("; its last line was: no batches left")
     assert [each.rank for each in verdict.collateral] == [0, 2]
     assert job_exit_code(verdict) == 1
     screen = render(Outcome(kind=OutcomeKind.FAILED, exit_code=1, verdict=verdict), "/runs/x")
@@ -375,7 +375,7 @@ def test_the_one_that_sleeps_is_named_and_not_the_one_that_waited() -> None:
     sleeps = seen(5, script(17, "/data/job/data.py"), script(60), source="time.sleep(600)")
     verdict = judge(evidence(in_barrier(0), survivors=(seen(2, *WAITS), sleeps)))
     assert (verdict.code, verdict.culprit.rank if verdict.culprit else None) == ("HF209", 5)
-    assert verdict.cause.startswith("rank 5 on b did not come: it was in time.sleep at data.py:17, while rank 0 waited")
+    assert verdict.cause.startswith("rank 5 on b did not join: it was in time.sleep at data.py:17, while rank 0 waited")
     assert "at train.py:31 `dist.barrier()`" in verdict.cause
     assert job_exit_code(verdict) == 1
 
@@ -422,7 +422,7 @@ def test_the_rank_that_a_barrier_names_is_the_culprit() -> None:
     stopped = structs.replace(fails(2, code=-15), after_stop=True)
     verdict = judge(evidence(complaint, stopped))
     assert (verdict.code, verdict.culprit) == ("HF209", stopped)
-    assert verdict.cause.startswith("rank 2 on a did not come: rank 0 waited in vain")
+    assert verdict.cause.startswith("rank 2 on a did not join: rank 0 timed out in a collective")
 
 
 def test_the_rules_are_made_without_the_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,5 +432,5 @@ def test_the_rules_are_made_without_the_decoder(monkeypatch: pytest.MonkeyPatch)
     def decode(*_: object) -> None:
         raise AssertionError("the decoder was used")
 
-    monkeypatch.setattr(causes_rules.msgspec, "convert", decode)
-    assert causes_rules.rules.__wrapped__() == causes_rules.rules()
+    monkeypatch.setattr("msgspec.convert", decode)
+    assert rules.__wrapped__() == rules()

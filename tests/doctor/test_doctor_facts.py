@@ -9,18 +9,23 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.doctor import system
 from holdfast.doctor.facts import (
     FactsRequest,
     ask_torch,
     bounded,
+    default_interface,
+    driver_version,
+    ephemeral_ports,
+    folder_facts,
     gather_facts,
+    infiniband,
+    may_trace,
     read_gpus,
     run_bounded,
     try_to_bind,
 )
+from holdfast.doctor.findings import TorchFacts, TorchState
 from holdfast.linux import GroupLimits
-from holdfast.protocol.doctor_facts import TorchFacts, TorchState
 from holdfast.protocol.options import Endpoint
 
 GIB = 2**30
@@ -69,24 +74,24 @@ def test_driver_route_and_ports_are_read(tmp_path: Path) -> None:
     put(tmp_path, "proc/net/route", route + "eth0\t0000A8C0\t0\t1\t0\t0\t0\t00FFFFFF\n")
     put(tmp_path, "proc/sys/net/ipv4/ip_local_port_range", "32768\t60999\n")
     put(tmp_path, "proc/self/status", "Name:\tx\nCapEff:\t0000000000080000\n")
-    assert system.driver_version(tmp_path) == "570.86.15"
-    assert system.default_interface(tmp_path) == "eth0"
-    assert system.ephemeral_ports(tmp_path) == (32768, 60999)
-    assert system.may_trace(tmp_path)
+    assert driver_version(tmp_path) == "570.86.15"
+    assert default_interface(tmp_path) == "eth0"
+    assert ephemeral_ports(tmp_path) == (32768, 60999)
+    assert may_trace(tmp_path)
     nothing = tmp_path / "nothing"
-    assert system.driver_version(nothing) == system.default_interface(nothing) == ""
-    assert system.ephemeral_ports(nothing) is None
-    assert system.infiniband(nothing) == ()
+    assert driver_version(nothing) == default_interface(nothing) == ""
+    assert ephemeral_ports(nothing) is None
+    assert infiniband(nothing) == ()
 
 
 def test_a_folder_is_written_to_and_one_that_is_yet_to_be_made_is_its_parent(tmp_path: Path) -> None:
-    assert system.folder_facts(str(tmp_path)).error == ""
-    later = system.folder_facts(str(tmp_path / "runs" / "a"))
+    assert folder_facts(str(tmp_path)).error == ""
+    later = folder_facts(str(tmp_path / "runs" / "a"))
     assert later.error == ""
     assert later.free_bytes > 0
     assert list(tmp_path.iterdir()) == []
     (tmp_path / "file").touch()
-    assert system.folder_facts(str(tmp_path / "file" / "x")).error == "Not a directory"
+    assert folder_facts(str(tmp_path / "file" / "x")).error == "Not a directory"
 
 
 SMI = "0, NVIDIA H200, 570.86.15, 143771, 30412, 0, GPU-aa\n1, NVIDIA H200, 570.86.15, 143771, 4, [N/A], GPU-bb\n\nrubbish\n"

@@ -12,11 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from holdfast.doctor import joint_server, probe
-from holdfast.doctor.joint import JointOptions, JointResult, check_together
-from holdfast.doctor.joint_server import BACKEND, Channel, Ready, Roster, SharedMessages, decode_from_server
-from holdfast.doctor.probe import Peer
-from holdfast.protocol.codec import encode
-from holdfast.protocol.doctor_facts import (
+from holdfast.doctor.findings import (
     DoctorFinding,
     Level,
     LocalFacts,
@@ -27,11 +23,14 @@ from holdfast.protocol.doctor_facts import (
     TorchFacts,
     TorchState,
 )
+from holdfast.doctor.joint import JointOptions, JointResult, check_together
+from holdfast.doctor.joint_server import BACKEND, Channel, Ready, Roster, SharedMessages, decode_from_server
+from holdfast.doctor.probe import Peer
+from holdfast.protocol.codec import encode
 from holdfast.protocol.errors import CoordinatorUnreachableError
-from holdfast.protocol.handshake import ClientHandshake
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.policy import JobSpec, NodeSpec
-from holdfast.protocol.session import Session
+from holdfast.protocol.session import ClientHandshake, Session
 from holdfast.runtime.connection import dial_endpoint, fresh_nonce
 from tests.support.limits import limit_s
 
@@ -144,7 +143,7 @@ async def check(what: JointOptions, came: asyncio.Semaphore | None = None) -> Jo
         return FACTS
 
     def say(text: str) -> None:
-        if came is not None and " came: " in text:
+        if came is not None and " joined: " in text:
             came.release()
 
     return await check_together(what, asyncio.create_task(known()), lambda _: (SMALL,), say)
@@ -172,7 +171,7 @@ def test_all_nodes_of_a_check_learn_the_same(token: bytes | None, free_port) -> 
         assert {link.reached for link in report.links} == {Reached.YES}
         assert all(link.bytes_s for link in report.links)
         assert report.findings == (SMALL,)
-    assert told.no_reduce == "not asked for"
+    assert told.no_reduce == "not requested"
 
 
 def test_who_is_missing_is_known_after_the_time_out(free_port) -> None:
@@ -273,7 +272,7 @@ def test_a_node_that_falls_silent_costs_nothing_but_its_own_report(free_port) ->
     assert got.check is not None
     assert got.check.came[1] == "x"
     assert got.check.reports[1] is None
-    assert got.check.no_reduce == "a node fell silent"
+    assert got.check.no_reduce == "a node sent no report"
     honest = got.check.reports[0]
     assert honest is not None
     assert honest.links[0].reached is Reached.REFUSED

@@ -8,10 +8,8 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from holdfast.doctor.findings import as_json, code_texts, exit_code, lines_of, render, worst
-from holdfast.doctor.local import chosen, examine, proposed, slow_import
-from holdfast.doctor.together import examine_together, release
-from holdfast.protocol.doctor_facts import (
+from holdfast.diagnosis.reference import finding_texts
+from holdfast.doctor.findings import (
     DoctorFinding,
     Gpu,
     Interface,
@@ -25,7 +23,14 @@ from holdfast.protocol.doctor_facts import (
     Summary,
     TorchFacts,
     TorchState,
+    as_json,
+    exit_code,
+    lines_of,
+    render,
+    worst,
 )
+from holdfast.doctor.local import chosen, examine, proposed, slow_import
+from holdfast.doctor.together import examine_together, release
 from tests.support.tables import tables
 
 TABLES = tables(__file__)
@@ -115,11 +120,10 @@ def test_every_code_that_is_given_is_explained() -> None:
     import holdfast
 
     folder = Path(holdfast.__file__).parent
-    sources = [*folder.glob("doctor/*.py"), *folder.glob("doctor/*.py")]
-    given = {code for path in sources for code in re.findall(r"HF5\d\d", path.read_text())}
-    assert given == set(code_texts())
-    for explained in code_texts().values():
-        assert all(text.endswith(".") or "`" in text for text in explained)
+    given = {code for path in folder.glob("doctor/*.py") for code in re.findall(r"HF5\d\d", path.read_text())}
+    assert given == set(finding_texts())
+    for explained in finding_texts().values():
+        assert all(text.endswith(".") for text in (explained.cause, explained.evidence, explained.fix))
 
 
 def test_the_table_shows_problems_with_their_fix_and_passes_in_one_line() -> None:
@@ -127,7 +131,7 @@ def test_the_table_shows_problems_with_their_fix_and_passes_in_one_line() -> Non
     text = render(findings)
     assert "WARN  overcommit" in text
     assert "→ sysctl vm.overcommit_memory=0" in text
-    assert text.splitlines()[-1].startswith("retry: 1 to try again, 1 to know; holdfast explain HF538")
+    assert text.splitlines()[-1].startswith("retry: 1 to retry, 1 to note; holdfast explain HF538")
     assert text.splitlines()[-1].endswith("(exit code 20)")
     assert "HF500" not in text
     assert render(examine(WELL)).splitlines()[-1].startswith("all well: ")
@@ -155,7 +159,7 @@ def test_a_warning_is_no_failure_unless_it_is_to_be() -> None:
 
 @pytest.mark.parametrize(
     ("cpu_s", "load", "says"),
-    [(1.0, 0.2, "local disk"), (38.0, 0.9, "processor is slow"), (4.0, 8.0, "what else runs here")],
+    [(1.0, 0.2, "local disk"), (38.0, 0.9, "processor is slow"), (4.0, 8.0, "which other programs run here")],
 )
 def test_a_slow_import_is_the_disks_fault_only_where_nothing_computes(cpu_s: float, load: float, says: str) -> None:
     found = TorchFacts(
@@ -216,7 +220,7 @@ def test_three_nodes_on_which_all_is_well() -> None:
 
 def test_a_node_that_did_not_come_is_missing_and_one_above_the_minimum_is_not() -> None:
     told = check(report(0, number=2), report(1, number=2), came=("a", "b"))
-    assert found_together(told) == [("HF550", Level.RETRY, "2 of 3 came: a, b")]
+    assert found_together(told) == [("HF550", Level.RETRY, "2 of 3 joined: a, b")]
     assert found_together(replace(told, wanted=(1, 3))) == []
 
 
@@ -240,7 +244,7 @@ def test_a_pair_that_fails_both_ways_and_one_that_nobody_could_try() -> None:
     told = check(report(0), report(1, link(2, reached=Reached.UNREACHABLE, error="no route to host")), None)
     texts = {code: why for code, _, why in found_together(told)}
     assert texts["HF560"] == "b → c (10.0.0.2:42000): no route (no route to host); c → b: not tried"
-    assert texts["HF554"] == "c came, and fell silent before the end"
+    assert texts["HF554"] == "c joined, but sent no report"
 
 
 def test_a_stranger_at_the_address_is_no_firewall() -> None:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from holdfast.launchers.kubernetes.manifests import RUNS_PATH
+from holdfast.launchers.kubernetes import RUNS_PATH
 from tests.kubernetes.manifests import agent_of, job_of
 from tests.network.fleet import Agent, Fleet
 from tests.network.hosts import Host, PretendHosts

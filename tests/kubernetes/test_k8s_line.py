@@ -83,10 +83,7 @@ def test_what_looks_like_a_secret_is_noticed() -> None:
     code, out, err = submit(*IMAGE, "--nodes", "2", "--env", "HF_TOKEN=x", "--env", "TOKENIZERS_PARALLELISM=0", "t.py")
     assert code == 0
     assert "name: HF_TOKEN" in out
-    assert (
-        err
-        == "holdfast: --env HF_TOKEN=... is in the manifest for everybody to read; --env-from secret/NAME does not\n"
-    )
+    assert err == "holdfast: --env HF_TOKEN=... is readable in the manifest; use --env-from secret/NAME\n"
 
 
 def test_apply_pipes_everything_to_kubectl_and_nothing_on_its_line(kubectl: Path) -> None:
@@ -126,7 +123,7 @@ def test_what_kubectl_refuses_is_said_with_its_own_words(
     assert main(["submit", "--k8s", *IMAGE, "--nodes", "2", "--apply", "train.py"]) == 2
     first, second = capfd.readouterr().err.splitlines()
     assert "already exists" in first
-    assert second == "holdfast: HF143: kubectl create ended with exit code 1; what it says is above"
+    assert second == "holdfast: HF143: kubectl create ended with exit code 1; its message is above"
     assert kubectl.exists()
 
 

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.cli import main
-from holdfast.launchers.kubernetes.manifests import Noted, documents
+from holdfast.launchers.kubernetes import Noted, documents
 from tests.kubernetes.manifests import IMAGE, NEWEST, OLDEST, agent_of, job_of, pod_of, printed, submit, validate
 from tests.kubernetes.pods import expanded
 from tests.support.tables import tables

@@ -17,11 +17,10 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from holdfast.metrics import server as module
+import holdfast.metrics as module
+from holdfast.metrics import HttpResponse, Server, bind
 from holdfast.metrics.exposition import Metrics
-from holdfast.metrics.server import HttpResponse, Server, bind
-from holdfast.metrics.torch_events import TorchEvents
-from holdfast.metrics.vitals import STALL_S, STEP_WINDOW_S, Vitals, VitalsSample, health
+from holdfast.metrics.listeners import STALL_S, STEP_WINDOW_S, TorchEvents, Vitals, VitalsSample, health
 from holdfast.protocol.errors import PortInUseError
 from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.policy import JobSpec, Limits

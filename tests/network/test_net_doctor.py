@@ -72,6 +72,10 @@ class Consultation:
         chosen = self.torch("2.13.0") if env is None else dict(env)
         self._programs[number] = self.hosts[number].start(shell, cwd=self.folder, env=chosen)
 
+    def call_all(self, numbers: tuple[int, ...], *more: str, env: Mapping[str, str] | None = None) -> None:
+        for number in numbers:
+            self.call(number, *more, env=env)
+
     def answer(self, number: int) -> dict[str, Any]:
         """What this host's doctor said in the end; its exit code is the one that it names."""
         program = self._programs[number]
@@ -108,8 +112,7 @@ def said(told: dict[str, Any], code: str) -> list[str]:
 
 def test_three_nodes_on_which_all_is_well(consult) -> None:
     doctors: Consultation = consult(3)
-    for number in (1, 2, 3):
-        doctors.call(number, "--all-reduce", "off")
+    doctors.call_all((1, 2, 3), "--all-reduce", "off")
     for number in (1, 2, 3):
         told = doctors.answer(number)
         assert problems(told) == {}, told
@@ -128,8 +131,7 @@ def test_three_nodes_on_which_all_is_well(consult) -> None:
 def test_a_pair_that_is_cut_is_named_on_all_nodes(consult) -> None:
     doctors: Consultation = consult(3)
     doctors.hosts.partition([2], [3])
-    for number in (1, 2, 3):
-        doctors.call(number)
+    doctors.call_all((1, 2, 3))
     for number in (1, 2, 3):
         told = doctors.answer(number)
         assert told["level"] == "fatal"
@@ -147,8 +149,7 @@ def test_a_firewall_that_opens_the_endpoint_alone_is_found_one_way(consult) -> N
     wall = "add table inet wall; add chain inet wall in { type filter hook input priority 0; }; "
     wall += "add rule inet wall in tcp flags syn / syn,ack tcp dport != 29400 ip saddr 10.77.0.2 reject with tcp reset"
     doctors.hosts[1].run(["nft", wall])
-    for number in (1, 2, 3):
-        doctors.call(number)
+    doctors.call_all((1, 2, 3))
     for number in (1, 2, 3):
         (text,) = said(doctors.answer(number), "HF560")
         assert "node1 → node2 works" in text
@@ -159,25 +160,23 @@ def test_a_firewall_that_opens_the_endpoint_alone_is_found_one_way(consult) -> N
 
 def test_a_node_that_does_not_come_is_missed(consult) -> None:
     doctors: Consultation = consult(3)
-    for number in (1, 2):
-        doctors.call(number, "--timeout", str(TIMEOUT_S), "--all-reduce", "off")
+    doctors.call_all((1, 2), "--timeout", str(TIMEOUT_S), "--all-reduce", "off")
     for number in (1, 2):
         told = doctors.answer(number)
         assert told["level"] == "retry"
-        assert problems(told) == {"HF550": "2 of 3 came: node1, node2"}
+        assert problems(told) == {"HF550": "2 of 3 joined: node1, node2"}
         assert said(told, "HF560") == ["all 2 connections between 2 nodes work, each pair both ways"]
 
 
 def test_a_node_that_cannot_reach_the_endpoint_says_so(consult) -> None:
     doctors: Consultation = consult(3)
     doctors.hosts.partition([1], [3])
-    for number in (1, 2, 3):
-        doctors.call(number, "--timeout", str(TIMEOUT_S), "--all-reduce", "off")
-    assert problems(doctors.answer(2)) == {"HF550": "2 of 3 came: node1, node2"}
+    doctors.call_all((1, 2, 3), "--timeout", str(TIMEOUT_S), "--all-reduce", "off")
+    assert problems(doctors.answer(2)) == {"HF550": "2 of 3 joined: node1, node2"}
     told = doctors.answer(3)
     assert told["level"] == "fatal"
     assert set(problems(told)) == {"HF551"}
-    assert f"nobody answered at node1:29400 within {TIMEOUT_S} s: 10.77.0.1: no answer" in problems(told)["HF551"]
+    assert f"no answer at node1:29400 within {TIMEOUT_S} s: 10.77.0.1: no answer" in problems(told)["HF551"]
 
 
 def test_different_versions_of_torch_and_a_name_that_means_something_else_are_named(consult) -> None:
@@ -202,7 +201,7 @@ def test_another_token_and_a_job_at_the_endpoint_are_told_apart(consult) -> None
     told = doctors.answer(2)
     assert "HF552" in problems(told), told
     assert "token" in problems(told)["HF552"]
-    assert problems(doctors.answer(1)) == {"HF550": "1 of 3 came: node1"}
+    assert problems(doctors.answer(1)) == {"HF550": "1 of 3 joined: node1"}
 
 
 @pytest.mark.slow
@@ -218,8 +217,7 @@ def test_a_host_name_that_means_loopback_breaks_the_all_reduce_and_its_fix_mends
         ({}, "fatal", str(round(limit_s(3)))),
         ({"GLOO_SOCKET_IFNAME": "eth0"}, "pass", str(round(limit_s(30)))),
     ):
-        for number in (1, 2):
-            doctors.call(number, *line, "--timeout", timeout, env={**doctors.torch_to_reduce_with(), **fix})
+        doctors.call_all((1, 2), *line, "--timeout", timeout, env={**doctors.torch_to_reduce_with(), **fix})
         for number in (1, 2):
             told = doctors.answer(number)
             (reduced,) = [each for each in told["findings"] if each["code"] == "HF570"]

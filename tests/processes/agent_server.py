@@ -1,7 +1,8 @@
-"""Agents that share an import of holdfast: one process has imported what an agent imports, and agents are forked from it.
+"""Agents that share an import: one process has imported what holdfast's agents or torchrun import, and forks them.
 
-The imports take more than half of the processor time of an agent that runs a short job. A forked agent has command
-line, environment, folder, streams and session of its own, and ends as an interpreter ends. What has to be a process that
+The imports take more than half of the processor time of an agent that runs a short job, and two seconds of a torchrun.
+`test_the_server_is_torchrun` compares a forked torchrun with the installed command. A forked agent has command line,
+environment, folder, streams and session of its own, and ends as an interpreter ends. What has to be a process that
 somebody executed (another program, an environment that an interpreter reads) is one: see `Site.start`.
 """
 
@@ -76,11 +77,11 @@ class ForkedAgent:
 class AgentServer:
     """The parent of the agents, as a test sees it."""
 
-    def __init__(self, *more_modules: str) -> None:
-        """`more_modules`: what these agents import besides."""
+    def __init__(self, *more_modules: str, modules: Sequence[str] = MODULES) -> None:
+        """`modules` and `more_modules`: what these agents import."""
         self._sock, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
-            line = [sys.executable, __file__, str(theirs.fileno()), *more_modules]
+            line = [sys.executable, __file__, str(theirs.fileno()), *modules, *more_modules]
             self._process = subprocess.Popen(line, pass_fds=[theirs.fileno()], start_new_session=True)
         self._sock.settimeout(limit_s(ANSWER_S_MAX))
         self._used_s = 0.0
@@ -93,9 +94,11 @@ class AgentServer:
         screen: Path,
         errors: Path | None = None,
         stdin: str = os.devnull,
+        program: str = "holdfast.run",
     ) -> ForkedAgent:
         """Both its streams go to `screen`, unless there is a file for `errors`."""
         order = {
+            "program": program,
             "arguments": list(arguments),
             "environment": dict(environment),
             "folder": str(folder),
@@ -125,9 +128,9 @@ def can_be_forked(environment: Mapping[str, str]) -> bool:
     return all(environment.get(name) == os.environ.get(name) for name in names - {"PYTHONDONTWRITEBYTECODE"})
 
 
-def serve(sock: socket.socket, more_modules: Sequence[str]) -> list[str]:
-    """Fork an agent for each order, and say how it ended when asked; returns in an agent, with its arguments."""
-    for name in (*MODULES, *more_modules):
+def serve(sock: socket.socket, modules: Sequence[str]) -> tuple[str, list[str]]:
+    """Fork an agent for each order, and say how it ended when asked; returns in an agent: its program and arguments."""
+    for name in modules:
         importlib.import_module(name)
     sys.dont_write_bytecode = False
     gc.collect()
@@ -147,7 +150,9 @@ def serve(sock: socket.socket, more_modules: Sequence[str]) -> list[str]:
     sys.exit(0)
 
 
-def become(arguments: list[str], environment: dict[str, str], folder: str, streams: list[str]) -> list[str]:
+def become(
+    program: str, arguments: list[str], environment: dict[str, str], folder: str, streams: list[str]
+) -> tuple[str, list[str]]:
     from holdfast.worker import forking
 
     os.setsid()
@@ -160,14 +165,13 @@ def become(arguments: list[str], environment: dict[str, str], folder: str, strea
     os.environ.update(environment)
     os.chdir(folder)
     sys.path[0] = folder
-    sys.argv = [str(sys.modules["holdfast.run"].__file__), *arguments]
-    sys.orig_argv = [sys.executable, "-m", "holdfast.run", *arguments]
+    sys.modules["__main__"] = sys.modules[program]  # which a child that multiprocessing spawns imports
+    sys.argv = [str(sys.modules[program].__file__), *arguments]
+    sys.orig_argv = [sys.executable, "-m", program, *arguments]
     forking.show_as(sys.orig_argv, environment)
-    return arguments
+    return program, arguments
 
 
 if __name__ == "__main__":
-    _arguments = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
-    from holdfast.run import main
-
-    sys.exit(main(_arguments))
+    _program, _arguments = serve(socket.socket(fileno=int(sys.argv[1])), sys.argv[2:])
+    sys.exit(sys.modules[_program].main(_arguments))

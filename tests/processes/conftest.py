@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import io
 import json
 import os
 import signal
@@ -17,6 +18,8 @@ from typing import IO, Any
 
 import pytest
 
+from holdfast import cli
+from tests.conftest import alive as is_alive
 from tests.processes.agent_server import AgentServer, can_be_forked
 from tests.support.limits import limit_s as scaled
 from tests.support.limits import until
@@ -114,12 +117,19 @@ IMPORTS = ("json", "signal", "subprocess")
 Note = dict[str, Any]
 
 
-def is_alive(pid: int) -> bool:
-    """A zombie is not."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] not in (b"Z", b"X")
-    except OSError:
-        return False
+def holdfast(*args: str | Path) -> subprocess.CompletedProcess[str]:
+    """A command, in this process: what these tests start are the jobs."""
+    line, out, err = list(map(str, args)), io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        code = cli.main(line)
+    return subprocess.CompletedProcess(line, code, out.getvalue(), err.getvalue())
+
+
+def told(*args: str | Path) -> Any:
+    """What such a command prints with --json."""
+    done = holdfast(*args, "--json")
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
 
 
 @dataclass
@@ -241,6 +251,18 @@ class Site:
     ) -> tuple[int, Agent]:
         agent = self.start(*args, env=env)
         return agent.end(limit_s), agent
+
+    def ends(self, code: int, *args: str | Path, **more: Any) -> Agent:
+        """Run an agent, which has to end with this code."""
+        ended, agent = self.run(*args, **more)
+        assert ended == code, agent.text
+        return agent
+
+    def program(self, text: str) -> tuple[str, ...]:
+        """A program to start in place of the agent's: it changes holdfast and then runs it."""
+        path = self.folder / "program.py"
+        path.write_text(text)
+        return sys.executable, str(path)
 
     def trail(self, event: str = "", **wanted: Any) -> list[Note]:
         with self._trail.open("rb") as file:

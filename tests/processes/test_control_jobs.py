@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import json
 import os
 import signal
@@ -17,9 +16,8 @@ from typing import Any
 
 import pytest
 
-from holdfast import cli
 from holdfast.runtime.running import reachable
-from tests.processes.conftest import Agent, Site, is_alive
+from tests.processes.conftest import Agent, Site, holdfast, is_alive, told
 from tests.support.limits import limit_s, until
 
 HOLD = "meet()\nwhile True: time.sleep(1)"
@@ -35,25 +33,25 @@ while True:
 COMMAND_S = limit_s(30.0)
 
 
-def holdfast(*args: str | Path) -> subprocess.CompletedProcess[str]:
-    """A command, in this process: what these tests start are the jobs."""
-    line, out, err = list(map(str, args)), io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = cli.main(line)
-    return subprocess.CompletedProcess(line, code, out.getvalue(), err.getvalue())
-
-
-def told(*args: str | Path) -> Any:
-    done = holdfast(*args, "--json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
-
-
 def refused(*args: str | Path) -> str:
     done = holdfast(*args)
     assert (done.returncode, done.stdout) == (2, ""), (done.returncode, done.stdout)
     assert "Traceback" not in done.stderr
     return done.stderr
+
+
+def kill(agent: Agent) -> None:
+    """The only job that runs."""
+    holdfast("kill")
+    agent.end()
+
+
+@contextlib.contextmanager
+def beside(*args: str) -> Iterator[Any]:
+    """A command in a process of its own, for as long as the job runs or it is told to end."""
+    line = [sys.executable, "-m", "holdfast", *args]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        yield process
 
 
 @pytest.fixture(autouse=True)
@@ -155,7 +153,7 @@ def test_two_jobs_at_once(site: Site) -> None:
         assert "HF127: 2 jobs run on this host" in text
         assert one.folder.name in text
         assert "other.py" in text
-    assert "HF127: no job 'gamma' runs on this host; what runs:" in refused("status", "gamma")
+    assert "HF127: no job 'gamma' runs on this host; running jobs:" in refused("status", "gamma")
     ids = {entry["pid"]: entry["run_id"] for entry in (json.loads(path.read_text()) for path in entries(site))}
     assert told("status", one.folder)["run_id"] == ids[one.pid]
     assert told("kill", other.folder.name)["ended"] is True
@@ -185,8 +183,7 @@ def test_socket_and_list_are_the_users_alone(site: Site, registry: Path) -> None
     assert stat.S_IMODE(told_mode.st_mode) == 0o600
     assert stat.S_IMODE(os.stat(registry).st_mode) == 0o700
     assert [stat.S_IMODE(os.stat(path).st_mode) for path in entries(site)] == [0o600]
-    holdfast("kill")
-    agent.end()
+    kill(agent)
     assert not (agent.folder / "control.sock").exists()
 
 
@@ -214,8 +211,7 @@ def test_another_user_is_refused(site: Site) -> None:
     assert json.loads(inside.stdout)["code"] == "HF128", inside.stderr
     assert agent.process.poll() is None
     assert told("status")["phase"] == "running"
-    holdfast("kill")
-    agent.end()
+    kill(agent)
 
 
 @contextlib.contextmanager
@@ -244,8 +240,7 @@ def test_the_command_of_another_user_says_whose_it_is(site: Site) -> None:
     assert done.returncode == 2, done.stderr
     assert "HF128" in done.stderr
     assert "belongs to another user (uid 0)" in done.stderr
-    holdfast("kill")
-    agent.end()
+    kill(agent)
 
 
 AS_NOBODY_COMMAND = """
@@ -283,8 +278,7 @@ def test_a_long_log_dir(site: Site) -> None:
     assert len(str(folder / "control.sock")) > 108
     assert (folder / "control.sock").exists()
     assert told("status", folder)["world_size"] == 2
-    holdfast("kill")
-    agent.end()
+    kill(agent)
 
 
 def test_without_log_files(site: Site) -> None:
@@ -318,8 +312,7 @@ def test_an_agent_that_stands_still_is_not_waited_for_for_ever(site: Site) -> No
     assert f"kill -CONT {agent.pid}" in text
     agent.signal(signal.SIGCONT)
     assert told("status")["phase"] in ("running", "gathering", "stopping", "preparing")
-    holdfast("kill")
-    agent.end()
+    kill(agent)
 
 
 def test_clients_that_stall_stall_nobody(site: Site) -> None:
@@ -341,8 +334,7 @@ def test_nonsense_is_answered_by_a_refusal(site: Site) -> None:
             client.sendall(line)
             assert json.loads(client.recv(65536))["code"] == "HF128", line
     assert is_alive(agent.pid)
-    holdfast("kill")
-    agent.end()
+    kill(agent)
 
 
 # --- watching ---------------------------------------------------------------------------------------------------------
@@ -350,13 +342,10 @@ def test_nonsense_is_answered_by_a_refusal(site: Site) -> None:
 
 def test_watch_goes_on_until_the_job_ends(site: Site) -> None:
     agent = job(site, HOLD)
-    line = [sys.executable, "-m", "holdfast", "status", "--watch", "0.1", "--json"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
-        assert watching.stdout is not None
+    with beside("status", "--watch", "0.1", "--json") as watching:
         first, second = watching.stdout.readline(), watching.stdout.readline()
         assert json.loads(first)["time"] < json.loads(second)["time"]
-        holdfast("kill")
-        agent.end()
+        kill(agent)
         rest, err = watching.communicate(timeout=COMMAND_S)
     assert watching.returncode == 0, err
     assert all(json.loads(each)["run_id"] for each in rest.splitlines())
@@ -364,15 +353,12 @@ def test_watch_goes_on_until_the_job_ends(site: Site) -> None:
 
 def test_ctrl_c_leaves_a_watch_cleanly(site: Site) -> None:
     agent = job(site, HOLD)
-    line = [sys.executable, "-m", "holdfast", "status", "--watch"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
-        assert watching.stdout is not None
+    with beside("status", "--watch") as watching:
         assert watching.stdout.readline().startswith("run ")
         watching.send_signal(signal.SIGINT)
         _, err = watching.communicate(timeout=COMMAND_S)
     assert (watching.returncode, err) == (0, "")
-    holdfast("kill")
-    agent.end()
+    kill(agent)
 
 
 # --- stacks and logs --------------------------------------------------------------------------------------------------
@@ -394,8 +380,7 @@ def test_stacks_name_the_odd_rank(site: Site) -> None:
     assert "odd  " in text
     assert [each["rank"] for each in told("stacks", "--rank", "1")["ranks"]] == [1]
     assert "no rank 7 answered" in refused("stacks", "--rank", "7")
-    holdfast("kill")
-    agent.end()
+    kill(agent)
 
 
 def test_logs_of_a_job_that_runs_and_has_ended(site: Site) -> None:
@@ -409,9 +394,7 @@ print("last", RANK)
 """
     agent = job(site, script)
     assert holdfast("logs", "--rank", "1", "--stdout").stdout == "from 1\n"
-    line = [sys.executable, "-m", "holdfast", "logs", "--follow", "--grep", "last|from"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
-        assert following.stdout is not None
+    with beside("logs", "--follow", "--grep", "last|from") as following:
         assert {following.stdout.readline(), following.stdout.readline()} == {"0| from 0\n", "1| from 1\n"}
         (site.folder / "finish").touch()
         rest, err = following.communicate(timeout=COMMAND_S)
@@ -433,9 +416,7 @@ while not os.path.exists(f"go{ROUND}"):
 sys.exit(1 if ROUND == 0 else 0)
 """
     agent = job(site, script, "--max-restarts=1", count=1)
-    line = [sys.executable, "-m", "holdfast", "logs", "-f", "--rank", "0", "--stdout"]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as following:
-        assert following.stdout is not None
+    with beside("logs", "-f", "--rank", "0", "--stdout") as following:
         assert following.stdout.readline() == "round 0\n"
         (site.folder / "go0").touch()
         assert following.stdout.readline() == "round 1\n"

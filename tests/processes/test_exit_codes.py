@@ -1,8 +1,9 @@
-"""What a job ends with: the first failing worker's own code, 128+N for a signal, 75 for a requeue, 0 only for all 0."""
+"""How a job ends: its exit code, its last screen, the code of its verdict."""
 
 from __future__ import annotations
 
-import sys
+import os
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,16 +24,14 @@ import pytest
 )
 def test_the_failing_workers_code_is_the_jobs(site, ending: str, code: int) -> None:
     script = site.script(f"meet()\nif RANK == 1: {ending}\nhold()")
-    done, agent = site.run("--standalone", "--nproc-per-node", "2", script)
-    assert done == code, agent.text
+    agent = site.ends(code, "--standalone", "--nproc-per-node", "2", script)
     assert agent.verdict["verdict"]["culprit"]["rank"] == 1
     site.all_gone()
 
 
 def test_zero_when_all_end_with_zero_and_early_ends_are_fine(site) -> None:
     script = site.script("meet()\nif RANK == 0: sys.exit(0)\ntime.sleep(0.4)\nnote('late')")
-    done, agent = site.run("--standalone", "--nproc-per-node", "3", script)
-    assert done == 0, agent.text
+    agent = site.ends(0, "--standalone", "--nproc-per-node", "3", script)
     assert len(site.trail("late")) == 2
     assert agent.text == ""
 
@@ -53,8 +52,7 @@ def test_requeue_is_75_everywhere_and_is_not_restarted(site, endpoint: str) -> N
 
 def test_no_files_at_all(site) -> None:
     script = site.script("print('seen', flush=True)\nmeet()\nsys.exit(RANK * 5)")
-    done, agent = site.run("--log-dir", "/dev/null", "--standalone", "--nproc-per-node", "2", script)
-    assert done == 5, agent.text
+    agent = site.ends(5, "--log-dir", "/dev/null", "--standalone", "--nproc-per-node", "2", script)
     assert agent.text.count("seen") == 2
     assert "exit code 5" in agent.text
 
@@ -94,8 +92,7 @@ atexit.register(upload)
 raise ValueError("the loss is nan")
 """
     )
-    done, agent = site.run("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", script)
-    assert done == 0, agent.text
+    agent = site.ends(0, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", script)
     order = [note["event"] for note in site.trail() if note["event"] in ("stopped", "uploaded", "again")]
     assert order == ["stopped", "uploaded", "again", "again"], agent.text
     failed = [each for each in agent.events("worker_failed") if not each["after_stop"]]
@@ -111,8 +108,7 @@ if os.fork() == 0:
 os.wait()
 """
     )
-    done, agent = site.run("--standalone", script)
-    assert done == 0, agent.text
+    agent = site.ends(0, "--standalone", script)
     assert not agent.events("worker_raised")
 
 
@@ -129,17 +125,15 @@ entry()
 """
 
 
-def test_what_is_loaded_for_the_end_is_asked_for_while_workers_are_stopped(site, tmp_path: Path) -> None:
+def test_what_is_loaded_for_the_end_is_asked_for_while_workers_are_stopped(site) -> None:
     """And nothing but time hangs on it."""
-    program = tmp_path / "program.py"
-    program.write_text(LOADS_BADLY)
     line = (
         "--standalone",
         "--nproc-per-node",
         "2",
         site.script("meet()\nif RANK:\n    hold()\nraise ValueError('nan')"),
     )
-    agent = site.start(*line, program=[sys.executable, str(program)])
+    agent = site.start(*line, program=site.program(LOADS_BADLY))
     assert agent.end() == 1, agent.text
     assert agent.verdict["verdict"]["culprit"]["message"] == "ValueError: nan"
     assert [each["what"] for each in agent.events("insight_fault")] == ["load"]
@@ -154,11 +148,9 @@ entry()
 """
 
 
-def test_the_command_ends_when_the_job_has(site, tmp_path: Path) -> None:
+def test_the_command_ends_when_the_job_has(site) -> None:
     """It does not take its own modules apart first."""
-    program = tmp_path / "program.py"
-    program.write_text(LEAVES)
-    agent = site.start("--standalone", site.script("sys.exit(7)"), program=[sys.executable, str(program)])
+    agent = site.start("--standalone", site.script("sys.exit(7)"), program=site.program(LEAVES))
     assert agent.end() == 7, agent.text
     assert "exit code    7" in agent.text
     assert "last phase" not in agent.text
@@ -183,8 +175,7 @@ os.mkfifo(file)
 os._exit(7)
 """
     )
-    done, agent = site.run("--standalone", "--nproc-per-node", "2", script)
-    assert done == 7, agent.text
+    agent = site.ends(7, "--standalone", "--nproc-per-node", "2", script)
     assert [note["event"] for note in site.trail() if note["event"] == "stopped"] == ["stopped"]
     assert agent.verdict["verdict"]["culprit"]["message"] == "Sneeze: loud"
 
@@ -205,9 +196,199 @@ entry()
 """
 
 
-def test_what_the_verdict_needs_is_loaded_while_workers_run(site, tmp_path: Path) -> None:
-    program = tmp_path / "program.py"
-    program.write_text(LOADS_EARLY)
+def test_what_the_verdict_needs_is_loaded_while_workers_run(site) -> None:
     wait = "while not os.path.exists(os.environ['TRAIL'] + '.loaded'):\n    time.sleep(0.01)"
-    agent = site.start("--standalone", site.script(wait), program=[sys.executable, str(program)])
+    agent = site.start("--standalone", site.script(wait), program=site.program(LOADS_EARLY))
     assert agent.end() == 0, agent.text
+
+
+# --- the last screen: at most fifteen lines and the user's own traceback, which comes last ----------------------------
+
+
+def screen(agent) -> tuple[list[str], list[str]]:
+    """What holdfast says at the end, and what follows: the traceback or the tail of stderr."""
+    lines = agent.text[agent.text.rindex("holdfast: HF") :].splitlines()
+    words = next(number for number, line in enumerate(lines, start=1) if line.startswith("  exit code "))
+    return lines[:words], lines[words:]
+
+
+def check(agent) -> list[str]:
+    ours, users = screen(agent)
+    assert len(ours) <= 15, agent.text
+    assert "holdfast" not in "".join(users).replace(str(agent.logs), ""), "the user's own lines only"
+    return users
+
+
+@pytest.mark.parametrize(
+    ("body", "last", "code"),
+    [
+        ("raise ValueError('the loss is nan')", "ValueError: the loss is nan", 1),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'", 1),
+        ("sys.exit('text of an exit')", "text of an exit", 1),
+        ("os.write(2, b'before the end\\n')\nos._exit(7)", "before the end", 7),
+        ("raise KeyError('ключ')", "KeyError: 'ключ'", 1),
+        ("class Odd(Exception):\n  def __str__(self): raise TypeError\nraise Odd", "", 1),
+        ("raise ExceptionGroup('several', [ValueError(1), KeyError(2)])", "", 1),
+        ("def f(): f()\nf()", "RecursionError: maximum recursion depth exceeded", 1),
+    ],
+)
+def test_endings(site, body: str, last: str, code: int) -> None:
+    agent = site.ends(code, "--standalone", "--nproc-per-node", "2", site.script(f"if RANK == 1: hold()\n{body}"))
+    users = check(agent)
+    assert not last or users[-1].startswith(last), agent.text
+    assert last.split("'", maxsplit=1)[0] in str(agent.verdict)
+
+
+def test_a_script_that_changes_its_folder(site) -> None:
+    """Every path given to it is absolute."""
+    script = site.script("os.mkdir('elsewhere')\nos.chdir('elsewhere')\nraise ValueError('from afar')")
+    done, agent = site.run("--standalone", "--log-dir", "relative", "train.py")
+    assert script.exists()
+    assert done == 1
+    assert agent.text.rstrip().endswith("ValueError: from afar")
+    assert list((site.folder / "relative").glob("*/attempt_0/0/error.json"))
+    assert not any((site.folder / "elsewhere").iterdir())
+
+
+def test_an_unwritable_folder(site, tmp_path: Path) -> None:
+    """Nothing is written where the user stands."""
+    place = tmp_path / "readonly"
+    place.mkdir()
+    place.chmod(0o500)
+    script = site.script("raise ValueError('all the same')")
+    agent = site.start("--standalone", script, cwd=place)
+    assert agent.end() == 1
+    assert agent.text.rstrip().endswith("ValueError: all the same")
+    assert list(place.iterdir()) == []
+
+
+def test_a_log_dir_that_cannot_be_written(site) -> None:
+    (site.folder / "file").write_text("")
+    agent = site.ends(2, "--log-dir", site.folder / "file" / "below", "--standalone", site.script("note('up')"))
+    assert "HF108" in agent.text
+    assert len(agent.text.splitlines()) <= 2
+    assert site.trail() == []
+
+
+def test_a_long_message_with_newlines_is_one_line_of_ours(site) -> None:
+    script = site.script("raise RuntimeError('first line\\n' + 'more\\n' * 500 + 'x' * 100_000)")
+    agent = site.ends(1, "--standalone", script)
+    ours, _ = screen(agent)
+    assert len(ours) <= 15
+    assert max(map(len, ours)) < 400
+
+
+def test_our_own_error_file_is_filled(site, tmp_path: Path) -> None:
+    """An outer launcher reads the first failure from where it said, as with torchrun."""
+    own = tmp_path / "outer.json"
+    agent = site.start(
+        "--standalone", site.script("raise ValueError('inner')"), env={"TORCHELASTIC_ERROR_FILE": str(own)}
+    )
+    assert agent.end() == 1
+    assert "ValueError: inner" in own.read_text()
+    assert os.path.getsize(own) > 100
+
+
+def test_the_failing_ranks_traceback_is_shown_once_and_its_victims_are_one_line(site) -> None:
+    script = site.script(
+        """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the victims complain, however fast they are asked to stop
+meet()
+print("loading the data", flush=True)
+if RANK == 1:
+    raise ValueError("bad shape")
+(culprit,) = [each["pid"] for each in notes("up") if each["rank"] == 1]
+while os.path.exists(f"/proc/{culprit}/exe"):  # a zombie has none
+    time.sleep(0.01)
+raise RuntimeError(f"[gloo/transport/tcp/pair.cc:553] Connection closed by peer [10.0.0.8]:4036{RANK}")
+"""
+    )
+    agent = site.ends(1, "--standalone", "--nproc-per-node", "4", script)
+    assert agent.text.count("Traceback (most recent call last)") == 1
+    assert agent.text.rstrip().endswith("ValueError: bad shape")
+    assert "loading the data (×4)" in agent.text
+    (victims,) = (line for line in agent.text.splitlines() if line.startswith("  because of it"))
+    assert victims.endswith("; in their logs")
+    assert "log          holdfast logs " in agent.text
+
+
+def test_no_dedup_shows_all(site) -> None:
+    script = site.script("meet()\nprint('loading', flush=True)\nif RANK == 1: raise ValueError('bad shape')\nhold()")
+    agent = site.ends(1, "--standalone", "--no-dedup", "--nproc-per-node", "4", script)
+    assert agent.text.count("| loading\n") == 4
+    assert agent.text.count("Traceback (most recent call last)") == 2
+
+
+# --- causes: the code of the verdict, what the machine adds, nodes that differ, slow culprits -------------------------
+
+
+def nodes(endpoint: str) -> tuple[str, ...]:
+    return ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--nproc-per-node", "1")
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "told"),
+    [
+        ("import flash_attn", "HF211", "No module named 'flash_attn'"),
+        ("open('/no/such/file')", "HF217", "/no/such/file"),
+        ("open('/dev/full', 'w').write('x' * 100_000)", "HF214", "% full"),
+        ("import argparse\nargparse.ArgumentParser().parse_args(['--lr'])", "HF232", "unrecognized arguments: --lr"),
+        ("os.kill(os.getpid(), signal.SIGSEGV)", "HF223", "SIGSEGV"),
+        ("os.kill(os.getpid(), signal.SIGTERM)\nhold()", "HF235", "SIGTERM"),
+    ],
+)
+def test_the_cause_has_a_code_and_its_machine_adds_what_it_knows(site, body: str, code: str, told: str) -> None:
+    _, agent = site.run("--standalone", "--nproc-per-node", "2", site.script(f"if RANK == 1: hold()\n{body}"))
+    assert f"holdfast: {code}: job FAILED" in agent.text
+    assert told in agent.text
+    assert agent.verdict["code"] == code
+
+
+def test_a_culprit_that_ends_more_slowly_than_its_victim(site) -> None:
+    body = """
+if RANK == 1:
+    def slowly(*what):
+        sys.__excepthook__(*what)
+        meet("raised")
+        time.sleep(20)
+    sys.excepthook = slowly
+    raise KeyError("tokens")
+meet("raised")
+import socket
+ours, theirs = socket.socketpair()
+theirs.close()
+ours.send(b"to a peer that is gone")
+"""
+    done, agent = site.run("--standalone", "--nproc-per-node", "2", site.script(body))
+    assert (agent.verdict["verdict"]["culprit"]["rank"], agent.verdict["code"]) == (1, "HF201")
+    assert agent.text.rstrip().endswith("KeyError: 'tokens'")
+    assert done == 1, "not the signal by which we hastened its end"
+
+
+def test_nodes_with_different_scripts_are_told_on_both(site, free_port: Callable[[], int]) -> None:
+    endpoint = f"127.0.0.1:{free_port()}"
+    one = site.script("meet()")
+    other = Path(str(one)).with_name("other.py")
+    other.write_text(Path(str(one)).read_text() + "\n# changed\n")
+    agents = [site.start(*nodes(endpoint), script) for script in (one, other)]
+    assert [agent.end() for agent in agents] == [0, 0], agents[0].text + agents[1].text
+    assert [agent.text.count("HF307: the script is not the same file") for agent in agents] == [1, 1]
+
+
+def test_the_stacks_of_those_that_did_not_come_are_taken_before_they_are_stopped(site) -> None:
+    body = """
+def oversleeps():
+    meet("asleep")
+    time.sleep(600)
+if RANK == 1:
+    oversleeps()
+meet("asleep")
+time.sleep(0.5)
+raise RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 500ms for recv operation to complete")
+"""
+    code, agent = site.run("--standalone", "--nproc-per-node", "2", site.script(body))
+    verdict = agent.verdict["verdict"]
+    assert (code, agent.verdict["code"], verdict["culprit"]["rank"]) == (1, "HF209", 1), agent.text
+    assert "rank 1 on " in verdict["cause"]
+    assert "did not join: it was in time.sleep at train.py:" in verdict["cause"]
+    assert "rank 0 waited for it until the time-out, at train.py:" in verdict["cause"]

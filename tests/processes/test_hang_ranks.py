@@ -133,7 +133,6 @@ class Job:
             rank.orders.close()
             rank.answers.close()
         self._parent.wait()
-        assert self._parent.stdout is not None
         self._parent.stdout.close()
         self.board.close()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from pathlib import Path
 
@@ -210,24 +209,21 @@ sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
 
-def start(site, tmp_path: Path, text: str, *more: str):
-    program = tmp_path / "program.py"
-    program.write_text(text)
-    script = site.script("meet()")
-    return site.start("--standalone", *more, script, program=[sys.executable, str(program)])
+def start(site, text: str, *more: str):
+    return site.start("--standalone", *more, site.script("meet()"), program=site.program(text))
 
 
 @pytest.mark.parametrize("more", [(), ("--preempt-signal", "USR1")])
-def test_killed_at_forking_it_is_replaced(site, tmp_path: Path, more: tuple[str, ...]) -> None:
+def test_killed_at_forking_it_is_replaced(site, more: tuple[str, ...]) -> None:
     """With an order on its way, and with none."""
-    agent = start(site, tmp_path, AT_FORKING, *more)
+    agent = start(site, AT_FORKING, *more)
     assert agent.end() == 0, agent.text
     assert len(site.trail("up")) == 1
 
 
 @pytest.mark.parametrize("text", [EVER_AGAIN, NOT_AGAIN], ids=["ends", "does not start"])
-def test_one_that_never_stays_ends_the_agent(site, tmp_path: Path, text: str) -> None:
-    agent = start(site, tmp_path, text)
+def test_one_that_never_stays_ends_the_agent(site, text: str) -> None:
+    agent = start(site, text)
     assert agent.end() == 70, agent.text
     assert "HF903" in agent.text
     assert agent.verdict["code"] == "HF903"
@@ -236,8 +232,8 @@ def test_one_that_never_stays_ends_the_agent(site, tmp_path: Path, text: str) ->
 
 
 @pytest.mark.parametrize(("text", "word"), [(NO_PROC, "/proc"), (NO_FORK, "ulimit -u")])
-def test_a_machine_that_cannot_have_one(site, tmp_path: Path, text: str, word: str) -> None:
-    agent = start(site, tmp_path, text)
+def test_a_machine_that_cannot_have_one(site, text: str, word: str) -> None:
+    agent = start(site, text)
     assert agent.end() == 2, agent.text
     assert "HF112" in agent.text
     assert word in agent.text

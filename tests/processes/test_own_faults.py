@@ -1,15 +1,24 @@
-"""A fault of holdfast itself ends the agent loudly: exit code 70, the story, and nothing left alive."""
+"""Faults of holdfast itself and of the machine under it: a broken invariant, too few descriptors, a clock that is set back.
+
+A fault of holdfast ends the agent loudly: exit code 70, the story, and nothing left alive. The clock that is set back is
+Python's `time.time` and `time.time_ns` in agents and workers; the machine's clock is everybody's.
+"""
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
+from holdfast.runtime.inherited import needed
 from tests.processes.conftest import until
 from tests.support.limits import limit_s
 
@@ -34,11 +43,15 @@ sys.exit(cli.main(["run", *sys.argv[1:]]))
 
 @pytest.mark.parametrize("calls", [1, 4, 8])
 @pytest.mark.parametrize(("part", "kind"), [("agent", "AgentMachine"), ("coordinator", "CoordinatorMachine")])
-def test_a_broken_invariant_ends_the_agent(site, tmp_path: Path, part: str, kind: str, calls: int) -> None:
-    program = tmp_path / "broken.py"
-    program.write_text(BROKEN.format(part=part, kind=kind, calls=calls))
+def test_a_broken_invariant_ends_the_agent(site, part: str, kind: str, calls: int) -> None:
     script = site.script("child()\nmeet()\nhold()")
-    agent = site.start("--standalone", "--nproc-per-node", "2", script, program=[sys.executable, str(program)])
+    agent = site.start(
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        script,
+        program=site.program(BROKEN.format(part=part, kind=kind, calls=calls)),
+    )
     assert agent.end() == 70, agent.text
     assert "HF901" in agent.text
     assert "the test broke it" in agent.text
@@ -57,13 +70,11 @@ sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
 
-def test_a_dead_name_server_does_not_hold_up_the_end(site, tmp_path: Path) -> None:
+def test_a_dead_name_server_does_not_hold_up_the_end(site) -> None:
     import signal
 
-    program = tmp_path / "slow.py"
-    program.write_text(SLOW_NAMES)
     args = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "some.name:29400", site.script(""))
-    agent = site.start(*args, program=[sys.executable, str(program)])
+    agent = site.start(*args, program=site.program(SLOW_NAMES))
     agent.says("waiting for the coordinator")
     agent.signal(signal.SIGINT)
     assert agent.end() == 130, agent.text
@@ -90,12 +101,10 @@ sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
 
-def test_what_breaks_the_coordinator_ends_the_job_everywhere(site, endpoint: str, tmp_path: Path) -> None:
-    program = tmp_path / "broken.py"
-    program.write_text(POISONED)
+def test_what_breaks_the_coordinator_ends_the_job_everywhere(site, endpoint: str) -> None:
     script = site.script("meet()\nhold()")
     three = ("--nnodes", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "mine", script)
-    host = site.start(*three, program=[sys.executable, str(program)])
+    host = site.start(*three, program=site.program(POISONED))
     site.joined(1)
     sender, other = site.start(*three), site.start(*three)
     site.wait(3, "up")
@@ -126,7 +135,7 @@ from holdfast.supervisor.stack_sampler import StackSampler
 StackSampler.look = broken
 from holdfast.supervisor import evidence
 evidence.SHM = None
-from holdfast.metrics.torch_events import TorchEvents
+from holdfast.metrics.listeners import TorchEvents
 TorchEvents.heard = broken
 from holdfast.diagnosis import causes, hangs, screen
 hangs.examine = screen.render = causes.judge = broken
@@ -145,14 +154,12 @@ meet("stepped")
 
 
 def test_a_job_goes_on_whatever_fails_that_only_looks(site, tmp_path: Path) -> None:
-    program = tmp_path / "broken.py"
-    program.write_text(BROKEN_VIEWS)
     conf = "hang_report=1"
     observed = ("--metrics", "0", "--health", "0", "--event-log-handler", "console", "--rdzv-conf", conf)
     script = site.script(STEPS + "while not os.path.exists('finish'): time.sleep(0.05)")
     env = {"HOLDFAST_RUNTIME_DIR": str(tmp_path / "runtime")}
     agent = site.start(
-        "--standalone", "--nproc-per-node", "2", *observed, script, env=env, program=[sys.executable, str(program)]
+        "--standalone", "--nproc-per-node", "2", *observed, script, env=env, program=site.program(BROKEN_VIEWS)
     )
     site.wait(2, "stepped")
     for command in ("status", "stacks"):
@@ -170,11 +177,9 @@ def test_a_job_goes_on_whatever_fails_that_only_looks(site, tmp_path: Path) -> N
     assert "Traceback" not in agent.text
 
 
-def test_a_failure_is_told_in_few_words_where_nobody_finds_better_ones(site, tmp_path: Path) -> None:
-    program = tmp_path / "broken.py"
-    program.write_text(BROKEN_VIEWS)
+def test_a_failure_is_told_in_few_words_where_nobody_finds_better_ones(site) -> None:
     agent = site.start(
-        "--standalone", "--max-restarts", "1", site.script("sys.exit(7)"), program=[sys.executable, str(program)]
+        "--standalone", "--max-restarts", "1", site.script("sys.exit(7)"), program=site.program(BROKEN_VIEWS)
     )
     assert agent.end() == 7, agent.text
     assert "holdfast: failed, exit code 7: rank 0 on" in agent.text
@@ -183,10 +188,154 @@ def test_a_failure_is_told_in_few_words_where_nobody_finds_better_ones(site, tmp
     assert faults[-1] == "render"
 
 
-def test_a_stop_is_a_stop_though_the_view_fails(site, tmp_path: Path) -> None:
-    program = tmp_path / "broken.py"
-    program.write_text(BROKEN_VIEWS)
-    agent = site.start("--standalone", site.script("meet(); hold()"), program=[sys.executable, str(program)])
+def test_a_stop_is_a_stop_though_the_view_fails(site) -> None:
+    agent = site.start("--standalone", site.script("meet(); hold()"), program=site.program(BROKEN_VIEWS))
     site.wait(1, "up")
     agent.signal(signal.SIGTERM)
     assert agent.end() == 143
+
+
+# --- limits of open files: what is needed is there before anything starts, and a shortage later is no silent one ---------
+
+
+LIMITED = """
+import os, resource, sys
+soft, hard = map(int, sys.argv[1:3])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+os.execv(sys.executable, [sys.executable, "-m", "holdfast.run", *sys.argv[3:]])
+"""
+
+SAY_LIMIT = """
+import resource
+note("limit", soft=resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+meet()
+"""
+
+
+def limited(soft: int, hard: int) -> list[str]:
+    return [sys.executable, "-c", LIMITED, str(soft), str(hard)]
+
+
+def test_more_workers_than_the_soft_limit_has_room_for(site) -> None:
+    agent = site.start("--standalone", "--nproc-per-node", "12", site.script(SAY_LIMIT), program=limited(40, 4096))
+    assert agent.end() == 0, agent.text
+    assert [each["soft"] for each in site.trail("limit")] == [40] * 12, "workers keep the limit that was given to us"
+
+
+def test_the_hard_limit_that_is_asked_for_is_enough(site) -> None:
+    nproc = 24
+    limit = needed(nproc, terminal=False)
+    script = site.script("print('out', flush=True)\nos.write(2, b'err\\n')\nmeet()\nprint('end', flush=True)")
+    agent = site.start("--standalone", "--nproc-per-node", str(nproc), script, program=limited(limit, limit))
+    assert agent.end() == 0, agent.text
+    assert len({each["rank"] for each in site.trail("up")}) == nproc
+
+
+def test_a_hard_limit_that_is_too_low(site) -> None:
+    agent = site.start("--standalone", "--nproc-per-node", "4", site.script("meet()"), program=limited(64, 64))
+    assert agent.end() == 2, agent.text
+    assert "HF112" in agent.text
+    assert "ulimit -Hn" in agent.text
+    assert agent.text.count("\n") == 1, agent.text
+    assert site.trail() == []
+
+
+FULL_TABLE = """
+import errno, sys
+from holdfast import cli
+from holdfast.supervisor import generation
+
+class Board:
+    def __init__(self, nproc):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+generation.Board = Board
+sys.exit(cli.main(["run", *sys.argv[1:]]))
+"""
+
+
+@pytest.mark.parametrize("guest", [False, True])
+def test_an_oserror_in_a_callback_ends_the_agent(site, endpoint: str, guest: bool) -> None:
+    """On a second node it comes with a message of the coordinator's, where asyncio would swallow it."""
+    program = site.program(FULL_TABLE)
+    script = site.script("meet()\nhold()")
+    if guest:
+        two = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "mine", script)
+        site.start(*two)
+        site.joined(1)
+        agent = site.start(*two, program=program)
+    else:
+        agent = site.start("--standalone", script, program=program)
+    assert agent.end() == 70, agent.text
+    assert "HF901" in agent.text
+    assert "Too many open files" in agent.text
+    assert agent.verdict["exit_code"] == 70
+    assert json.dumps(agent.verdict["verdict"]["cause"]).count("Too many open files") == 1
+    assert agent.events("fault")
+    site.all_gone()
+
+
+# --- the wall clock is set back by an hour while a job runs: nothing counts on it ---------------------------------------
+
+
+HOUR_S = 3600.0
+LEASE_S = limit_s(1.5)
+
+SITECUSTOMIZE = f"""
+import os, time
+
+_real_ns = time.time_ns
+
+
+def _shifted_ns():
+    try:
+        os.stat(os.environ["SET_BACK"])
+    except OSError:
+        return _real_ns()
+    return _real_ns() - {int(HOUR_S)} * 10**9
+
+
+time.time_ns = _shifted_ns
+time.time = lambda: _shifted_ns() / 1e9
+"""
+
+TAKES_TIME = """
+from trail import *
+meet()
+began = time.time()
+note("training")
+while not os.path.exists("finish"):
+    time.sleep(0.02)
+note("done", passed=time.time() - began)
+"""
+
+
+def steps_back(agent) -> list[float]:
+    """By how much the wall clock jumped back between two events of this agent, seconds."""
+    stamps = [each["time"] - each["monotonic"] for each in agent.events() if "monotonic" in each]
+    return [before - after for before, after in pairwise(stamps) if before - after > 60]
+
+
+def test_nobody_is_lost(site, tmp_path: Path, free_port: Callable[[], int]) -> None:
+    (tmp_path / "clock").mkdir()
+    (tmp_path / "clock" / "sitecustomize.py").write_text(SITECUSTOMIZE)
+    set_back = tmp_path / "set_back"
+    env = {"PYTHONPATH": str(tmp_path / "clock"), "SET_BACK": str(set_back)}
+    args = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
+    conf = ("--rdzv-conf", f"settle=1,lease={LEASE_S:g}")
+    agents = [site.start(*args, *conf, site.script(TAKES_TIME), env=env) for _ in range(2)]
+    site.wait(2, "training", world=2)
+    set_back.touch()
+    time.sleep(LEASE_S + 1)  # whoever measures a lease or a ping by it has been wrong by now
+    (site.folder / "finish").touch()
+    assert [agent.end() for agent in agents] == [0, 0], agents[0].text + agents[1].text
+    assert len(site.trail("up")) == 2, "a generation was formed anew"
+    for each in site.wait(2, "done"):
+        assert -HOUR_S < each["passed"] < -HOUR_S / 2, "the workers' clock was not set back"
+    for agent in agents:
+        assert len(steps_back(agent)) == 1, agent.events()
+        assert not agent.events("link_lost")
+        assert not agent.events("fenced")
+    started = [each for agent in agents for each in agent.events("coordinator.started")]
+    assert [each["generation"] for each in started] == [1]
+    site.all_gone()

@@ -16,8 +16,7 @@ ONCE = "meet()\nif RANK == 1 and ROUND == 0: raise RuntimeError('once')\n"
 
 def test_all_ranks_begin_again(site) -> None:
     script = site.script(ONCE + "if ROUND == 0: hold()\nnote('end')")
-    done, agent = site.run("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", script)
-    assert done == 0, agent.text
+    agent = site.ends(0, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", script)
     ups = site.trail("up")
     assert sorted((each["round"], each["rank"]) for each in ups) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert len({each["port"] for each in ups}) == 2, "a store of its own for each generation"
@@ -65,8 +64,7 @@ if RANK == 1 and ROUND == 0: sys.exit(1)
 if ROUND == 0: hold()
 """
     )
-    done, agent = site.run("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", script)
-    assert done == 0, agent.text
+    site.ends(0, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", script)
     assert [each["child_alive"] for each in site.trail("told")] == [True]
     assert site.trail("child-told") == []
     site.all_gone()
@@ -91,8 +89,7 @@ else:
     note("old", alive=[pid for pid in old if os.path.exists(f"/proc/{pid}")], count=len(old))
 """
     )
-    done, agent = site.run("--standalone", "--nproc-per-node", "3", "--max-restarts", "1", script)
-    assert done == 0, agent.text
+    site.ends(0, "--standalone", "--nproc-per-node", "3", "--max-restarts", "1", script)
     assert [(each["alive"], each["count"]) for each in site.trail("old")] == [([], 6)] * 3
 
 
@@ -106,8 +103,7 @@ if ROUND == 0: hold()
 """
     )
     args = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--shutdown-timeout", "1", script)
-    done, agent = site.run(*args)
-    assert done == 0, agent.text
+    agent = site.ends(0, *args)
     began, killed = (
         next(each["monotonic"] for each in agent.events(name) if each.get("exit_code") == code)
         for name, code in (("worker_ended", 1), ("worker_ended", -signal.SIGKILL))
@@ -119,8 +115,7 @@ if ROUND == 0: hold()
 def test_the_same_error_again_and_again_is_given_up(site) -> None:
     script = site.script("note('up')\nraise KeyError('always')")
     args = ("--standalone", "--max-restarts", "20", script)
-    done, agent = site.run(*args, limit_s=60)
-    assert done == 1
+    agent = site.ends(1, *args, limit_s=60)
     rounds = len(site.trail("up"))
     assert 2 <= rounds < 20
     assert f"the same error {rounds} times in a row" in agent.text
@@ -172,8 +167,7 @@ def heavy(site: Any) -> Any:
 def test_a_restart_imports_nothing_again(site: Any, heavy: Any) -> None:
     script = site.script("import heavy\nmeet()\nif ROUND < 2 and RANK == 1: os._exit(3)\nif ROUND < 2: hold()")
     line = ("--standalone", "--nproc-per-node", "3", "--max-restarts", "2", "--preload", "heavy", script)
-    code, agent = site.run(*line)
-    assert code == 0, agent.text
+    agent = site.ends(0, *line)
     assert len(site.trail("up")) == 9
     assert len(heavy()) == 1
     said = [each for each in agent.events("preload") if "why" in each]
@@ -254,7 +248,6 @@ def test_the_store_is_forked_when_the_first_client_connects(site: Any) -> None:
 
 
 def test_what_cannot_be_imported_is_said_on_the_console(site: Any) -> None:
-    code, agent = site.run("--standalone", "--preload", "no_such_module", site.script("note('ran')"))
-    assert code == 0, agent.text
+    agent = site.ends(0, "--standalone", "--preload", "no_such_module", site.script("note('ran')"))
     assert len(site.trail("ran")) == 1
     assert "no_such_module cannot be imported: ModuleNotFoundError" in agent.text

@@ -77,8 +77,7 @@ if ROUND < 2:
     time.sleep([0, 0.001, 0.005, 0.02, 0.05, 0.1][RANK])
     die()
 """
-    code, agent = site.run("--standalone", "--nproc-per-node", "6", "--max-restarts", "2", script(site, body))
-    assert code == 0, agent.text
+    agent = site.ends(0, "--standalone", "--nproc-per-node", "6", "--max-restarts", "2", script(site, body))
     found = {
         path.name: sorted(int(each.name[5:14]) for each in path.glob("step_*")) for path in site.folder.glob("snaps*")
     }
@@ -88,8 +87,7 @@ if ROUND < 2:
 
 def test_what_only_memory_had_is_on_disk_when_the_job_has_failed(site) -> None:
     body = "persist(20)\nsaver.wait(20 * SLOWNESS)\nmeet()\nstage(40, 600000000)\nmeet('staged')\ndie()"
-    code, agent = site.run(*ONE, "--max-restarts", "0", script(site, body))
-    assert code == 137, agent.text
+    site.ends(137, *ONE, "--max-restarts", "0", script(site, body))
     assert snapshots(site) == [20, 40]
     assert (site.folder / "snaps" / "step_000000040.600000000").is_dir()
 
@@ -135,8 +133,7 @@ def test_what_a_killed_agent_and_supervisor_left_goes_with_the_next_start(site) 
     agent.signal(signal.SIGKILL)
     site.all_gone()
     until(lambda: not is_alive(saver), "the saver is gone", 1.0)
-    code, second = site.run(*ONE, site.script("note('second')", "second.py"))
-    assert code == 0, second.text
+    site.ends(0, *ONE, site.script("note('second')", "second.py"))
     assert not Path(place).exists()
     assert snapshots(site) == [5]
 
@@ -198,17 +195,17 @@ saver.check()
     assert snapshots(site) == [41]
 
 
-def test_a_failed_save_of_a_dead_worker_is_told_on_the_console(site) -> None:
-    body = "stage(1)\nsaver.persist(SaveRequest('/nowhere', 1, 1, 0, 1))\ndie()"
-    code, agent = site.run(*ONE, "--max-restarts", "0", script(site, body))
-    assert code == 137
+@pytest.mark.parametrize("wait", ["pass", "saver.wait(20 * SLOWNESS)"], ids=["at once", "with the answer"])
+def test_a_failed_save_of_a_dead_worker_is_told_on_the_console(site, wait: str) -> None:
+    """The worker dies before the saver answers, or has got the answer and said nothing."""
+    body = f"stage(1)\nsaver.persist(SaveRequest('/nowhere', 1, 1, 0, 1))\ntry: {wait}\nfinally: die()"
+    agent = site.ends(137, *ONE, "--max-restarts", "0", script(site, body))
     assert "snapshots: rank 0, before its restart: /nowhere" in agent.text, agent.text
 
 
 def test_a_job_that_saves_nothing_has_no_saver_and_leaves_nothing(site) -> None:
     body = "note('env', saver=os.environ['HOLDFAST_SAVER'], children=open(f'/proc/{os.getppid()}/task/{os.getppid()}/children').read())"
-    code, agent = site.run("--standalone", "--nproc-per-node", "2", "--virtual-local-rank", site.script(body))
-    assert code == 0, agent.text
+    site.ends(0, "--standalone", "--nproc-per-node", "2", "--virtual-local-rank", site.script(body))
     told = [each["saver"].rsplit("@", 2) for each in site.trail("env")]
     assert sorted(each[2] for each in told) == ["0", "1"]  # the real local rank
     assert not Path(told[0][0]).exists()

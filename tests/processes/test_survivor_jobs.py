@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.diagnosis.event_table import problems
+from holdfast.diagnosis.reference import problems
 from tests.support.limits import until
 
 SCRIPT = '''

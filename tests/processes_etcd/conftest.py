@@ -25,8 +25,7 @@ READY_S = 30.0
 LOOK_EVERY_S = 0.05
 ETCD_MODULES = (
     "holdfast.runtime.leadership",
-    "holdfast.rendezvous.etcd_v2",
-    "holdfast.rendezvous.etcd_v3",
+    "holdfast.rendezvous.etcd_stores",
     "etcd3gw",
 )
 

@@ -17,7 +17,7 @@ from tests.processes_etcd.conftest import LOOK_EVERY_S, READY_S, Etcd
 from tests.processes_etcd.jobs import UNTIL_TOLD, by, finish
 from tests.support.limits import limit_s, until
 
-NOTICE = "does not serve API v3 (/v3/); going by API v2"
+NOTICE = "does not serve API v3 (/v3/); API v2 is used instead"
 
 
 class OldServer(ThreadingHTTPServer):

@@ -110,7 +110,7 @@ def test_the_server_shows_a_certificate(site, papers: Papers, etcd_tls: Etcd, ba
 @BOTH
 def test_both_show_a_certificate(site, papers: Papers, etcd_mutual: Etcd, backend: str) -> None:
     missing = refused(site, etcd_mutual, backend, *papers.of(backend, own=False))
-    assert "wants a client certificate" in missing
+    assert "requires a client certificate" in missing
     meet(site, etcd_mutual, backend, *papers.of(backend, own=True))
 
 

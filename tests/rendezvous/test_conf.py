@@ -81,7 +81,7 @@ def test_the_time_to_wait_for_others_has_two_names_with_every_backend(backend: s
         assert unknown_key_notices(backend, {key: "5"}) == []
         assert limits_from_conf(backend, {key: "5"}, BASE).join_s == 5.0
     (notice,) = unknown_key_notices(backend, {"timeout": "5", "join_timeout": "7"})
-    assert "says the same, and counts" in notice
+    assert "has the same meaning and is used" in notice
 
 
 @pytest.mark.parametrize(("backend", "key"), [("c10d", "use_libuv"), ("c10d", "close_timeout"), ("static", "zzz")])

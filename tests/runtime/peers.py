@@ -6,10 +6,10 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
-from holdfast.protocol.handshake import Hello
 from holdfast.protocol.messages import FromAgent
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.policy import JobSpec, NodeSpec
+from holdfast.protocol.session import Hello
 from holdfast.rendezvous.bind import claim
 from holdfast.runtime.connection import Connection, dial
 from holdfast.runtime.listener import Listener

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable
 
 import pytest
 
-from holdfast.protocol.codec import encode
+from holdfast.protocol.codec import encode, frame, preamble
 from holdfast.protocol.errors import (
     CoordinatorUnreachableError,
     PortInUseError,
@@ -16,11 +16,10 @@ from holdfast.protocol.errors import (
     RefusedError,
     UnresolvedHostError,
 )
-from holdfast.protocol.framing import frame, preamble
-from holdfast.protocol.handshake import Hello
 from holdfast.protocol.messages import FromAgent, FromCoordinator, Ping, Pong, Waiting
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.policy import JobSpec
+from holdfast.protocol.session import Hello
 from holdfast.runtime import connection as connection_module
 from holdfast.runtime.connection import Connection, dial
 from tests.runtime.peers import JOB, NODE, TOKEN, Door, Talk, service, settled

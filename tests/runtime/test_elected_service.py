@@ -23,7 +23,7 @@ from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.rendezvous.elections import Memory
 from holdfast.runtime.leadership import ElectedService, fence_s
 from holdfast.runtime.run_folder import Journal
-from tests.support.simulator.cluster import simple_judge
+from tests.support.simulator.nodes import simple_judge
 
 
 class FakeLease:

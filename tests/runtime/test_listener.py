@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.protocol.codec import encode
-from holdfast.protocol.framing import HELLO_BYTES_MAX, STORE_MAGIC, frame, preamble
-from holdfast.protocol.handshake import NONCE_BYTES, ClientHandshake
+from holdfast.protocol.codec import HELLO_BYTES_MAX, STORE_MAGIC, encode, frame, preamble
 from holdfast.protocol.messages import Ping
 from holdfast.protocol.policy import NodeSpec
+from holdfast.protocol.session import NONCE_BYTES, ClientHandshake
 from holdfast.runtime.connection import dial
 from holdfast.runtime.listener import LOG_LINES_MAX, TakeOver
 from tests.runtime.peers import JOB, NODE, PATIENCE_S, TOKEN, Door, settled

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
 
-from holdfast.protocol.framing import STORE_MAGIC
+from holdfast.protocol.codec import STORE_MAGIC
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.policy import JobSpec
 from holdfast.rendezvous.bind import claim

@@ -16,12 +16,13 @@ from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.coordinator.coordinator_state import Command, Tell
 from holdfast.coordinator.coordinator_state import Event as CoordinatorEvent
 from holdfast.protocol.messages import Assign, Finish
-from holdfast.protocol.policy import Limits
+from holdfast.protocol.policy import Limits, NodeSpec
 from tests.support.simulator.checkers import BrokenPromiseError, WorldChecker
 from tests.support.simulator.clock import Agenda, ManualClock
-from tests.support.simulator.cluster import SimCluster, SimOptions, simple_judge
+from tests.support.simulator.cluster import SimCluster, SimOptions
 from tests.support.simulator.faults import FaultOptions
 from tests.support.simulator.network import FakeEnd, FakeNetwork
+from tests.support.simulator.nodes import simple_judge
 
 QUIET = SimOptions(min_nodes=3, max_nodes=3, work_s=5.0)
 FAULTY = SimOptions(
@@ -212,9 +213,8 @@ class FearlessAgent(AgentMachine):
 
 def cluster_of(kind: type[AgentMachine], seed: int, nodes: int, options: SimOptions) -> SimCluster:
     class Cluster(SimCluster):
-        def machine_for(self, host: str, incarnation: int, *, hosts_coordinator: bool) -> AgentMachine:
-            sound = super().machine_for(host, incarnation, hosts_coordinator=hosts_coordinator)
-            return kind(sound._node, self.options.limits, self.clock.now)
+        def agent_machine(self, node: NodeSpec) -> AgentMachine:
+            return kind(node, self.limits, self.clock.now)
 
     return Cluster(seed, nodes, options)
 

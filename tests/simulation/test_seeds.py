@@ -16,9 +16,8 @@ import pytest
 
 from holdfast.agent.agent_machine import AgentMachine
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
-from holdfast.diagnosis.event_table import problems
-from holdfast.protocol.machines import Note
-from holdfast.protocol.policy import Limits
+from holdfast.diagnosis.reference import problems
+from holdfast.protocol.policy import Limits, Note
 from tests.support.simulator.cluster import SimCluster, SimOptions
 from tests.support.simulator.faults import FaultOptions
 from tests.support.simulator.scenario import inputs, play

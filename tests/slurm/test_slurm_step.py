@@ -14,8 +14,7 @@ from holdfast.cli.option_table import OPTIONS
 from holdfast.cli.plan import render
 from holdfast.cli.resolve import resolve
 from holdfast.cli.under_slurm import srun_environment, srun_line, take_in
-from holdfast.launchers.slurm.job import over
-from holdfast.launchers.slurm.step import ScontrolOutput, SlurmStep, expand, read_step, tasks_per_node
+from holdfast.launchers.slurm import ScontrolOutput, SlurmStep, expand, over, read_step, tasks_per_node
 from holdfast.protocol.errors import EnvironmentValueError, NodesError, UsageError
 from tests.support.tables import tables
 

@@ -11,9 +11,8 @@ from pathlib import Path
 import pytest
 
 from holdfast.cli import main, submit
-from holdfast.launchers.slurm.batch import Batch, Directive, script
-from holdfast.launchers.slurm.job import JobState, read_job
-from holdfast.launchers.slurm.step import ScontrolOutput
+from holdfast.cli.submit import Batch, Directive, batch_script
+from holdfast.launchers.slurm import JobState, ScontrolOutput, read_job
 from holdfast.protocol.errors import CallerError, ScriptError, UsageError
 from tests.support.limits import limit_s
 from tests.support.tables import tables
@@ -78,7 +77,7 @@ def test_when_the_batch_script_requeues(folder: Path, code: int, preempted: bool
     fake.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\necho "JobId=7 PreemptTime={time} X=1"\n')
     fake.chmod(0o755)
     batch = Batch((Directive("nodes", "2"),), ("sh", "-c", f"test ${{#HOLDFAST_TOKEN}} = 64 && exit {code}"), "x")
-    (folder / "x.sbatch").write_text(script(batch))
+    (folder / "x.sbatch").write_text(batch_script(batch))
     environ = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     assert subprocess.run(["bash", "x.sbatch"], env=environ, timeout=limit_s(20)).returncode == code
     asked = (folder / "asked").read_text() if (folder / "asked").exists() else ""
@@ -87,13 +86,13 @@ def test_when_the_batch_script_requeues(folder: Path, code: int, preempted: bool
 
 def test_a_task_of_an_array_requeues_itself_alone() -> None:
     """The last task's SLURM_JOB_ID is the array's number, which means all tasks."""
-    text = script(Batch((Directive("array", "0-3"),), ("true",), "x"))
+    text = batch_script(Batch((Directive("array", "0-3"),), ("true",), "x"))
     assert 'scontrol requeue "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' in text
     assert "$SLURM_JOB_ID" not in text
 
 
 def test_no_requeue_is_obeyed() -> None:
-    text = script(Batch((Directive("no-requeue"),), ("true",), "x"))
+    text = batch_script(Batch((Directive("no-requeue"),), ("true",), "x"))
     assert "scontrol" not in text
     assert "#SBATCH --requeue" not in text
 

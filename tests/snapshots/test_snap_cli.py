@@ -154,7 +154,7 @@ print([each for each in ("torch", "numpy", "asyncio", "msgspec") if each in sys.
 def test_a_snapshot_is_not_the_folder_it_is_in(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for command in ("ls", "verify"):
         assert main(["snaps", command, str(runs / "step_000000001.0001")]) == 1
-        assert f"is one snapshot; give the folder it is in, {runs.resolve()}" in capsys.readouterr().err
+        assert f"is one snapshot; give its folder, {runs.resolve()}" in capsys.readouterr().err
 
 
 def test_debris_that_is_no_folder_goes_too(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:

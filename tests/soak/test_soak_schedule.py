@@ -90,7 +90,6 @@ def test_a_life(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", BORN, JOINED, BEGIN, END)
     path.with_suffix(".alive").write_text("0000000000009.250000\n")
     life = ledger.read_life(path)
-    assert life is not None
     assert (life.host, life.generation, life.base, life.base_step, life.looked_s) == ("node2", "g", "s", 10, 5.5)
     assert life.steps == {11: ledger.Step(11, 0, 480, [3, 4], 7.0, 7.5, (4, 14))}
     assert (life.born_s, life.alive_s) == (5.0, 9.25)
@@ -98,7 +97,6 @@ def test_a_life(tmp_path: Path) -> None:
 
 def test_a_worker_that_was_killed_over_a_line(tmp_path: Path) -> None:
     life = ledger.read_life(written(tmp_path / "a.jsonl", BORN, JOINED, BEGIN, rest='{"is":"end","t":7.'))
-    assert life is not None
     assert life.steps[11].ended_s is None
     assert life.alive_s == 7.0
 

@@ -76,7 +76,7 @@ def test_a_host_key_that_has_changed(two: Yard) -> None:
 def test_a_host_key_that_nobody_knows(two: Yard) -> None:
     two.configure("Host *\n  StrictHostKeyChecking ask\n")
     (two.keys / "known_hosts").write_text(f"[node1]:2222 {(two.keys / 'hostkey.pub').read_text()}")
-    one_line(two.refused("--hosts", "node1,node2"), "HF141", "host node2", "not known here yet", "ssh node2")
+    one_line(two.refused("--hosts", "node1,node2"), "HF141", "host node2", "not known here", "ssh node2")
 
 
 def test_a_password_prompt_is_never_waited_for(two: Yard) -> None:
@@ -180,7 +180,7 @@ def test_an_elastic_job_goes_on_without_a_bad_host(two: Yard) -> None:
     launcher = two.run("--hosts", "node1,nowhere", "--nnodes", "1:2", "--no-python", script=Path(shutil.which("true")))
     assert launcher.end() == 0, launcher.text
     assert "host nowhere: its name does not resolve" in launcher.text
-    assert "going on without it" in launcher.text
+    assert "continuing without it" in launcher.text
 
 
 def test_the_greetings_of_a_login_shell_do_no_harm(two: Yard) -> None:

@@ -30,7 +30,6 @@ import json, os, signal, sys, time
 
 def run_command(name, argv):
     note = open(os.environ["NOTE"], "a", buffering=1)
-    note.write(json.dumps({"pid": os.getpid(), "argv": argv, "cwd": os.getcwd(), "pwd": os.environ["PWD"], "x": os.environ.get("X")}) + "\\n")
     if "stubborn" in argv:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     for name in ("SIGTERM", "SIGUSR1") if "stubborn" not in argv else ("SIGUSR1",):
@@ -39,6 +38,7 @@ def run_command(name, argv):
         if number == signal.SIGTERM:
             os.write(int(argv[0]), json.dumps({"kind": "signalled", "text": "asked to"}).encode())
             os._exit(3)
+    note.write(json.dumps({"pid": os.getpid(), "argv": argv, "cwd": os.getcwd(), "pwd": os.environ["PWD"], "x": os.environ.get("X")}) + "\\n")
     if "quick" in argv:
         print("its own line", flush=True)
         return 4
@@ -224,7 +224,7 @@ def test_silence_is_a_lost_connection_and_beats_are_not(far: Any) -> None:
     one.go()
     one.notes(1)
     beat_for_longer_than_a_silence(one)
-    assert one.hear() == {"end": None, "text": f"no word from the launcher for {SILENCE_S} s"}
+    assert one.hear() == {"end": None, "text": f"no message from the launcher for {SILENCE_S} s"}
 
 
 def test_a_launcher_that_never_says_go_is_not_waited_for(far: Any) -> None:

@@ -269,7 +269,7 @@ def test_a_program_that_fails_changes_nothing_and_one_bad_host_keeps_nobody_wait
     one.fleet.trains([1])
     assert "host nowhere: its name does not resolve" in launcher.text
     say(one)
-    launcher.says("names no host any more; the hosts stay as they are")
+    launcher.says("no longer names any host; the hosts stay as they are")
     one.fleet.finish_all([launcher])
     assert launcher.text.count("does not resolve") == 1, launcher.text
 
@@ -277,7 +277,7 @@ def test_a_program_that_fails_changes_nothing_and_one_bad_host_keeps_nobody_wait
 def test_the_job_waits_for_enough_hosts(yard: MakeYard) -> None:
     two = yard(2)
     launcher = two.run("--host-discovery", say(two, "node1:1"), "--nnodes", "2:2")
-    launcher.says("1 of at least 2 hosts are here; waiting for more")
+    launcher.says("1 of at least 2 hosts are ready; waiting for more")
     say(two, "node1:1", "node2:1")
     two.fleet.trains([1, 2])
     two.fleet.finish_all([launcher])
@@ -287,4 +287,4 @@ def test_a_program_that_never_worked_is_an_error(yard: MakeYard) -> None:
     one = yard(1)
     text = one.refused("--host-discovery", say(one, "a b c"), "--nnodes", "1:2")
     assert "HF140" in text
-    assert "'b' is not understood" in text
+    assert "'b' is not valid" in text

@@ -10,9 +10,9 @@ import pytest
 
 from holdfast.cli import main
 from holdfast.cli.grammar import parse
-from holdfast.cli.hosts import make_order, read_hosts
+from holdfast.cli.hosts import make_spec, read_hosts
 from holdfast.cli.option_table import LAUNCH_OPTIONS, OPTIONS
-from holdfast.launchers.ssh.facts import LaunchSpec
+from holdfast.launchers.ssh.hosts import LaunchSpec
 from holdfast.launchers.ssh.session import client_line
 from holdfast.protocol.errors import UsageError
 from tests.support.tables import tables
@@ -30,7 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def order(line: str, **environ: str) -> LaunchSpec:
     parsed = parse(shlex.split(line), environ, OPTIONS)
-    return make_order(parsed, "run", read_hosts(parsed), environ)[0]
+    return make_spec(parsed, "run", read_hosts(parsed), environ)[0]
 
 
 def words(line: str, number: int = 0, **environ: str) -> list[str]:
@@ -77,7 +77,7 @@ def test_a_job_of_one_host_meets_nobody() -> None:
 
 def test_the_legacy_command_keeps_its_argument() -> None:
     parsed = parse(shlex.split("--hosts a,b --use-env train.py"), {}, LAUNCH_OPTIONS)
-    made, options = make_order(parsed, "launch", read_hosts(parsed), {})
+    made, options = make_spec(parsed, "launch", read_hosts(parsed), {})
     told = made.line(made.hosts[0], 0, "e:1")
     assert (told[0], "--use-env" in told) == ("launch", True)
     assert not options.command.local_rank_argument

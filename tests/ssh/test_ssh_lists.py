@@ -8,17 +8,21 @@ from pathlib import Path
 import pytest
 
 from holdfast.launchers.ssh import hosts
-from holdfast.launchers.ssh.facts import (
+from holdfast.launchers.ssh.hosts import (
     AgentExit,
+    Discovery,
     Expected,
     HostFacts,
+    HostSpec,
     expected_from,
     meeting_address,
+    parse_file,
+    parse_list,
     problems,
     remarks,
     same_machine,
+    select,
 )
-from holdfast.launchers.ssh.hosts import Discovery, HostSpec, parse_file, parse_list, select
 from holdfast.launchers.ssh.launcher import chosen_end
 from holdfast.launchers.ssh.session import explain, is_turned_away, last_words, parting_words
 from holdfast.protocol.errors import HostsError
@@ -86,7 +90,7 @@ B = HostSpec("b", 2)
         ("kex_exchange_identification: read: Connection reset by peer\r\n", 255, "cannot be reached"),
         ("b: Permission denied (publickey,password).\r\n", 255, "no login without a password"),
         ("@@@ WARNING: REMOTE HOST IDENTIFICATION HAS CHANGED! @\nHost key verification failed.", 255, "has changed"),
-        ("No ED25519 host key is known for b\nHost key verification failed.\n", 255, "not known here yet"),
+        ("No ED25519 host key is known for b\nHost key verification failed.\n", 255, "not known here"),
         ("sh: 1: exec: /x/python: not found\n", 127, "/x/python cannot be started there"),
         ("Killed\n", 137, "/x/python ended with 137 there"),
         ("too old for holdfast: Python 3.6.8\n", 1, "/x/python is Python 3.6.8 there"),
@@ -196,7 +200,7 @@ def test_an_answer_counts_when_it_is_one(tmp_path: Path, monkeypatch: pytest.Mon
     good, nothing = "#!/bin/sh\necho a:2; echo; echo b", "#!/bin/sh\n"
     two = [HostSpec("a", 2), HostSpec("b")]
     assert asyncio.run(answers(nothing, good, nothing, good)) == [[], two, None, two]
-    assert told == [f"--host-discovery {program} names no host any more; the hosts stay as they are"]
+    assert told == [f"--host-discovery {program} no longer names any host; the hosts stay as they are"]
     told.clear()
     bad = [
         "#!/bin/sh\necho a; exit 3",
@@ -208,7 +212,7 @@ def test_an_answer_counts_when_it_is_one(tmp_path: Path, monkeypatch: pytest.Mon
         "#!/not/here\n",
     ]
     assert asyncio.run(answers(*bad)) == [None] * len(bad)
-    said = ("ended with 3", "a is there twice", "line 1: 'error:'", f"no answer within {ANSWER_S:g} s", "No such file")
+    said = ("ended with 3", "a is listed twice", "line 1: 'error:'", f"no answer within {ANSWER_S:g} s", "No such file")
     for line, part in zip(told, said, strict=True):
         assert part in line
         assert line.endswith("; the hosts stay as they are")

@@ -1,4 +1,4 @@
-"""The store host with torch's own clients, over generations, and without any; a saver that cannot be started."""
+"""The store host with torch's own clients, over generations, and without any; a saver that cannot be started, or ends."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ import os
 import signal
 import socket
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast import seqpacket
 from holdfast.snapshots import memory_folder
 from holdfast.snapshots.memory_folder import SOCKET
 from holdfast.supervisor import processes
 from holdfast.supervisor.client import ProcessEnded
-from holdfast.supervisor.service_host import SaverHost, StoreHost
+from holdfast.supervisor.service_host import CONTROL_FD, SaverHost, StoreHost
 from tests.support.limits import limit_s
 
 # One client process for all generations: torch takes seconds to load. Each line is evaluated, its result printed.
@@ -214,6 +216,41 @@ async def test_listening_addresses(bench: Any) -> None:
     with socket.socket() as probe:
         assert probe.connect_ex(("127.0.0.1", port)) == 0
     rig.host.close()
+
+
+class PretendSupervisor:
+    """Starts nothing; the test has the service's end of the socket."""
+
+    def __init__(self) -> None:
+        self.alive = True
+        self.key = ""
+        self.control = socket.socket()
+        self.started = asyncio.Event()
+
+    def spawn(self, key: str, argv: object, *, fds: Mapping[int, int], **_: object) -> None:
+        self.control.close()
+        self.key, self.control = key, socket.socket(fileno=os.dup(fds[CONTROL_FD]))
+        self.started.set()
+
+    def remove_at_end(self, path: str) -> None:
+        pass
+
+
+async def test_what_a_saver_has_sent_is_shown_though_its_end_is_reported_first() -> None:
+    notices: list[str] = []
+    supervisor: Any = PretendSupervisor()
+    host = SaverHost(supervisor, "job", notices.append)
+    folder = host.environment(1, 0)[memory_folder.SAVER_VARIABLE].partition("@")[0]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker:
+        worker.connect(f"{folder}/{SOCKET}")
+        await asyncio.wait_for(supervisor.started.wait(), limit_s(20))
+    for text in ("the first", "the second"):
+        seqpacket.send(supervisor.control, {"is": "news", "text": text})
+    supervisor.control.close()
+    host.handle(ProcessEnded(supervisor.key, 1, 0))
+    assert notices == ["snapshots: the first", "snapshots: the second"]
+    supervisor.alive = False  # starts no other saver for the connection that still waits
+    await host.close()
 
 
 async def test_a_saver_that_cannot_be_started_is_reported_once(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:

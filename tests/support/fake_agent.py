@@ -1,18 +1,18 @@
 """An agent's part of a regroup, for tests of workers alone: starts them, orders them to the gate, and sends them on.
 
-There is no coordinator: the test decides. Each worker is a process of the test, with the variables of a launcher.
+There is no coordinator: the test decides. Workers have the variables of a launcher, and share an import of torch.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
 import struct
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -20,45 +20,69 @@ from torch.distributed import TCPStore
 
 from holdfast import seqpacket
 from holdfast.protocol.board_layout import BOARD_VARIABLE, REPLACEMENT_VARIABLE, channel_name
-from holdfast.snapshots.memory_folder import SAVER_VARIABLE
+from holdfast.snapshots import memory_folder
+from holdfast.snapshots.memory_folder import MemoryFolder
+from tests.support.limits import until
+from tests.warm_jobs import Started, WarmJobs
 
-PATIENCE_S = 25.0
+PATIENCE_S = 60.0
+"""torch's connections to its store look up names, which may take seconds each."""
 
 
 class FakeAgent:
     """One node's agent. Use as a context manager: it ends what it has started."""
 
-    def __init__(self, folder: Path, script: Path, *arguments: str) -> None:
-        """`folder`: for logs and memory."""
+    def __init__(self, jobs: WarmJobs, folder: Path, script: Path, *arguments: str | Path) -> None:
+        """`folder`: for logs."""
+        self._jobs = jobs
         self._folder = folder
         self._run_id = f"fake-{os.getpid()}-{time.monotonic_ns()}"
-        self._command = [sys.executable, "-u", str(script), *arguments]
+        self._memory = MemoryFolder.make(self._run_id)
+        self._saver = self._start_saver()
+        self._command = [script, *arguments]
         self._board = f"{folder}/board"
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._listening.bind(channel_name(f"{self._board}@0"))
         self._listening.listen(64)
         self._listening.setblocking(False)
-        self.workers: dict[int, subprocess.Popen[bytes]] = {}
+        self.workers: dict[int, Started] = {}
         """By local rank."""
+        self._lost: list[Started] = []
         self._channels: dict[int, socket.socket] = {}
         self.heard: list[tuple[int, dict[str, Any]]] = []
         """Local rank and message, in the order of arrival."""
         self._store: TCPStore | None = None
         self._stores: list[object] = []
+        """Of the generations before: a worker may still leave one."""
         self.generation = 0
+
+    def _start_saver(self) -> subprocess.Popen[bytes]:
+        with memory_folder.listen(self._memory.path / memory_folder.SOCKET) as listening:
+            self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with theirs:
+                fds = {"listening": listening.fileno(), "control": theirs.fileno()}
+                line = memory_folder.saver_argv(self._memory.path, **fds)
+                return subprocess.Popen(line, pass_fds=fds.values())
 
     def __enter__(self) -> FakeAgent:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process in self.workers.values():
-            process.kill()
+        for process in (*self.workers.values(), *self._lost):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
         for channel in self._channels.values():
             channel.close()
         self._listening.close()
+        self._control.close()
+        self._saver.kill()
+        self._saver.wait()
+        self._memory.remove()
+        self._store = None
+        self._stores.clear()
 
-    def places(self, local_ranks: Sequence[int]) -> dict[int, dict[str, str]]:
+    def places(self, local_ranks: Collection[int]) -> dict[int, dict[str, str]]:
         """The variables of each worker in a new generation of these local ranks."""
         self.generation += 1
         self._stores.append(self._store)
@@ -80,17 +104,23 @@ class FakeAgent:
             for rank, local_rank in enumerate(sorted(local_ranks))
         }
 
-    def start(self, local_ranks: Sequence[int]) -> None:
+    def start(self, local_ranks: Collection[int]) -> None:
         """Start the first generation."""
         for local_rank, place in self.places(local_ranks).items():
             self._spawn(local_rank, place)
 
     def replace(self, local_rank: int, world: int) -> None:
         """Start a replacement for a worker that has ended, for a world of this size."""
-        self.workers[local_rank].wait()
+        lost = self.workers[local_rank]
+        lost.wait()
+        with contextlib.suppress(ProcessLookupError):  # processes of its data loader
+            os.killpg(lost.pid, signal.SIGKILL)
+        self._lost.append(lost)
         self._channels.pop(local_rank).close()
-        place = {**os.environ, "RANK": str(local_rank), "LOCAL_RANK": str(local_rank), "WORLD_SIZE": str(world)}
-        place |= {
+        place = {
+            "RANK": str(local_rank),
+            "LOCAL_RANK": str(local_rank),
+            "WORLD_SIZE": str(world),
             "TORCHELASTIC_RUN_ID": self._run_id,
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": "1",
@@ -99,22 +129,31 @@ class FakeAgent:
         self._spawn(local_rank, place)
 
     def _spawn(self, local_rank: int, place: dict[str, str]) -> None:
-        environment = {**os.environ, **place, "OMP_NUM_THREADS": "1", BOARD_VARIABLE: f"{self._board}@{local_rank}"}
-        environment.pop(SAVER_VARIABLE, None)
-        with (self._folder / f"{local_rank}.log").open("ab") as log:
-            self.workers[local_rank] = subprocess.Popen(
-                self._command, env=environment, stdout=log, stderr=log, start_new_session=True
-            )
+        environment = {
+            **os.environ,
+            **place,
+            BOARD_VARIABLE: f"{self._board}@{local_rank}",
+            memory_folder.SAVER_VARIABLE: f"{self._memory.path}@{self.generation}@{local_rank}",
+        }
+        log = self._folder / f"{local_rank}.log"
+        self.workers[local_rank] = self._jobs.start(*self._command, env=environment, output=log)
+
+    def ended(self, local_ranks: Collection[int]) -> list[int]:
+        """Wait for the ends of these workers; their exit codes."""
+        self.until(
+            lambda: all(self.workers[each].poll() is not None for each in local_ranks), f"the end of {local_ranks}"
+        )
+        return [self.workers[each].wait() for each in local_ranks]
 
     def kill(self, local_rank: int, signum: int = signal.SIGKILL) -> None:
         self.workers[local_rank].send_signal(signum)
 
-    def release(self, local_ranks: Sequence[int], *, cut: bool = True) -> None:
+    def release(self, local_ranks: Collection[int], *, cut: bool = True) -> None:
         """Order these workers to the gate of the next generation."""
         for each in local_ranks:
             seqpacket.send(self._channels[each], {"do": "release", "generation": self.generation + 1, "cut": cut})
 
-    def go(self, local_ranks: Sequence[int]) -> None:
+    def go(self, local_ranks: Collection[int]) -> None:
         """Send these workers into the next generation."""
         for local_rank, place in self.places(local_ranks).items():
             message = {"do": "go", "generation": self.generation, "environment": place}
@@ -128,19 +167,28 @@ class FakeAgent:
             if message.get("is") == what and all(message.get(name) == value for name, value in fields.items())
         }
 
-    def await_said(self, local_ranks: Sequence[int], what: str, **fields: object) -> None:
+    def forget(self, what: str) -> None:
+        """Such messages that have come."""
+        self.heard = [each for each in self.heard if each[1].get("is") != what]
+
+    def await_said(self, local_ranks: Collection[int], what: str, **fields: object) -> None:
         """Wait until each of these workers has sent such a message."""
         self.until(lambda: set(local_ranks) <= self.said(what, **fields), f"{what} {fields} of {local_ranks}")
 
     def until(self, reached: Callable[[], bool], what: str) -> None:
-        deadline_s = time.monotonic() + PATIENCE_S
-        while not reached():
-            assert time.monotonic() < deadline_s, f"{what} never came; heard {self.heard}\n{self.logs()}"
+        def looked() -> bool:
             self._receive()
-            time.sleep(0.002)
+            return reached()
+
+        until(looked, lambda: f"{what}; heard {self.heard}\n{self.logs()}", PATIENCE_S)
 
     def logs(self) -> str:
-        return "\n".join(f"--- {path.name}\n{path.read_text()}" for path in sorted(self._folder.glob("*.log")))
+        """What the workers have written, without the frames that torch shows of its C++ code."""
+        texts = {path.name: path.read_text().splitlines() for path in sorted(self._folder.glob("*.log"))}
+        return "\n".join(
+            "\n".join([f"--- {name}", *(line for line in lines if "frame #" not in line)])
+            for name, lines in texts.items()
+        )
 
     def _receive(self) -> None:
         try:

@@ -17,13 +17,20 @@ from holdfast.protocol.errors import (
 )
 from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, ThirdPartyOptions, WorkerCommand
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
-from holdfast.rendezvous.elections import Leader, Memory, ValueElection, address_of_default_route
-from holdfast.rendezvous.shared_value import ValueApi, ValueLeaderLease, ValueWatch
-from holdfast.rendezvous.third_party import Backend, Place, SharedValue
+from holdfast.rendezvous.elections import Leader, Memory, address_of_default_route
+from holdfast.rendezvous.third_party import (
+    Backend,
+    Place,
+    SharedValue,
+    ValueApi,
+    ValueElection,
+    ValueLeaderLease,
+    ValueWatch,
+)
 from holdfast.runtime import leadership
 from holdfast.runtime.run_folder import Journal
 from tests.support.limits import limit_s
-from tests.support.simulator.cluster import simple_judge
+from tests.support.simulator.nodes import simple_judge
 
 LEASE_S = 5.0
 
@@ -157,7 +164,7 @@ def test_giving_back_with_a_lost_answer(storage: Storage) -> None:
 def test_garbage_is_named_and_left_alone(storage: Storage, value: bytes) -> None:
     storage.value = value
     for question in (Node(storage, "a").api.leader, Node(storage, "a").take):
-        with pytest.raises(BackendError, match="mine holds"):
+        with pytest.raises(BackendError, match=r"mine has .*that holdfast did not write"):
             question()
     assert storage.value == value
 

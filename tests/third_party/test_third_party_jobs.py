@@ -60,7 +60,7 @@ BAD = [
     ("X = 3", "X", "is a int, not a holdfast.rendezvous.third_party.Backend"),
     ("def X(): return None", "X", "is a NoneType, not a"),
     (GOOD + "class X(Good): conf_keys = 'zone'", "X", "conf_keys must be a collection of names"),
-    (GOOD + "class X(Good): conf_keys = ['lease_ttl']", "X", "lease_ttl are holdfast's own"),
+    (GOOD + "class X(Good): conf_keys = ['lease_ttl']", "X", "lease_ttl are reserved for holdfast"),
     (GOOD + "class X(Good):\n    def open(self, place): return 7", "X", "must return a SharedValue, not 7"),
     (GOOD + "class X(Good):\n    def open(self, place): return place.x", "X", "failed: AttributeError"),
     ("from holdfast.rendezvous.third_party import Backend\nclass X(Backend): pass", "X", "abstract"),
@@ -212,7 +212,7 @@ def test_a_value_that_is_not_ours(site: Site, share: Path) -> None:
     code, agent = site.run(*at(share), site.script("note('up')"))
     assert code == 2
     assert "HF122" in agent.text
-    assert 'holds what holdfast did not write: "somebody\'s"' in agent.text
+    assert 'has a value that holdfast did not write: "somebody\'s"' in agent.text
     assert not site.trail("up")
 
 

@@ -11,14 +11,14 @@ import pytest
 from benchmarks.harness import SCRIPTS
 from benchmarks.rows.verdicts import Told
 from benchmarks.scripts.failing import CASES, Case
-from holdfast.diagnosis.causes.rules import texts
+from holdfast.diagnosis.reference import verdict_texts
 
 CASE = Case("name", None, frozenset({1}), frozenset({"HF201"}), says="bad row", files={"train.py": ""})
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_case_is_well_formed(case: Case) -> None:
-    assert case.codes <= set(texts())
+    assert case.codes <= set(verdict_texts())
     assert case.culprits <= set(range(case.ranks * case.nodes))
     assert (case.body is None) == bool({"train.py", "train.sh"} & set(case.files))
 

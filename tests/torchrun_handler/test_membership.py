@@ -11,9 +11,7 @@ import pytest
 
 from holdfast.protocol.errors import RendezvousConfigError
 from holdfast.protocol.outcome import OutcomeKind
-from holdfast.torchrun_handler.member import Formed, OverError
-from holdfast.torchrun_handler.members import HandlerMembership
-from holdfast.torchrun_handler.settings import options_from
+from holdfast.torchrun_handler.member import Formed, HandlerMembership, OverError, options_from
 from tests.support.limits import limit_s, until
 
 WAIT_S = 20.0
@@ -113,7 +111,7 @@ def test_a_third_node_is_taken_in(start: Start) -> None:
     b.regroups()
     formed = places(a.next(), b.next(), third)
     assert sorted(each.group_rank for each in formed) == [0, 1, 2]
-    assert any("will be taken in" in text for text in c.said)
+    assert any("joins the next generation" in text for text in c.said)
 
 
 def test_a_node_that_goes_is_formed_without(start: Start) -> None:

@@ -289,7 +289,6 @@ def test_so_many_in_a_row_are_fatal() -> None:
     saves = FailedSaves(3)
     said = [fail(saves) for _ in range(3)]
     assert [each is not None and each.fatal for each in said] == [False, False, True]
-    assert said[0] is not None
     assert said[0].message == "rank 1: No space left\n1 of 3 failed saves in a row (failures_max=); training goes on."
 
 
@@ -303,7 +302,6 @@ def test_a_save_that_succeeds_ends_the_row() -> None:
     saves.handed_over()
     saves.reported([FULL, NOTHING], busy=False)
     last = fail(saves)
-    assert last is not None
     assert last.fatal
 
 
@@ -313,7 +311,6 @@ def test_a_failure_that_rank_0_notices_later_counts_once() -> None:
     assert saves.reported([NOT_COME, NOTHING], busy=False) is None
     saves.handed_over()
     both = saves.reported([NOT_COME, FULL], busy=False)
-    assert both is not None
     assert both.code == SnapshotWriteError.code  # the cause, not what follows of it
     assert both.fatal
 
@@ -322,14 +319,12 @@ def test_ranks_that_never_came_are_a_failure_of_their_own() -> None:
     saves = FailedSaves(1)
     saves.handed_over()
     told = saves.reported([NOT_COME, NOTHING], busy=False)
-    assert told is not None
     assert told.fatal
 
 
 def test_trouble_between_saves_is_a_warning_and_another_job_is_the_end() -> None:
     saves = FailedSaves(1)
     between = saves.reported([FULL, NOTHING], busy=False)
-    assert between is not None
     assert not between.fatal
     busy = FailedSaves(9).reported([[*FULL, [SnapshotBusyError.code, "taken over"]], NOTHING], busy=False)
     assert busy == RankFailure(SnapshotBusyError.code, "taken over", fatal=True)

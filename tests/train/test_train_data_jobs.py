@@ -15,7 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.train.data.loader import DataLoader
-from holdfast.train.data.position import GlobalBatch, Tail
+from holdfast.train.data.position import GlobalBatch, Share, Tail
+from holdfast.train.data.sampler import DistributedSampler
 from holdfast.train.data.shards import ShardedDataset
 
 Snapshot = tuple[dict[str, Any] | None, int]
@@ -64,6 +65,8 @@ class Job:
     global_batch_size: int | None
     every: int
     lives: tuple[Life, ...]
+    by_sampler: bool = False
+    """Read by torch's loader with our sampler, whose steps all weigh the same."""
 
 
 @dataclass
@@ -78,7 +81,9 @@ class History:
 
 
 def plan(job: Job, life: Life) -> GlobalBatch:
-    """How a life's optimizer steps are cut."""
+    """How a life's optimizer steps are cut. The sampler itself deals single samples."""
+    if job.by_sampler:
+        return GlobalBatch.following(life.world, 1, 1, job.tail)
     if job.global_batch_size:
         return GlobalBatch.kept(job.global_batch_size, life.world, life.batch_size, job.tail)
     return GlobalBatch.following(life.world, life.batch_size, job.every, job.tail)
@@ -101,7 +106,7 @@ def run(job: Job) -> History:
 
 def _live(job: Job, life: Life, state: Any, history: History, snapshots: list[Snapshot], *, to_the_end: bool) -> bool:
     """Whether the job came to its end."""
-    ranks = [_loader(job, life, rank) for rank in range(life.world)]
+    ranks = [(_sampler if job.by_sampler else _loader)(job, life, rank) for rank in range(life.world)]
     if state is not None:
         for loader in ranks:
             loader.load_state_dict(state)
@@ -137,7 +142,7 @@ def _live(job: Job, life: Life, state: Any, history: History, snapshots: list[Sn
     return True
 
 
-def _snapshot(ranks: list[DataLoader], history: History, snapshots: list[Snapshot]) -> None:
+def _snapshot(ranks: list[Any], history: History, snapshots: list[Snapshot]) -> None:
     states = [loader.state_dict() for loader in ranks]
     assert all(state == states[0] for state in states)
     snapshots.append((states[0], len(history.steps)))
@@ -160,6 +165,32 @@ def _loader(job: Job, life: Life, rank: int) -> DataLoader:
     )
     loader._torch = FetchAhead(loader, life.ahead)
     return loader
+
+
+class SampledLoader:
+    """A sampler whose indices are all drawn before the first batch is trained, with what `_live` uses of a loader."""
+
+    share = Share(start=0, stop=0, step_start=0, step_stop=0, micro=0, every=1, weight=1.0)
+
+    def __init__(self, sampler: DistributedSampler, batch_size: int) -> None:
+        self.sampler, self.batch_size = sampler, batch_size
+        self.state_dict, self.load_state_dict = sampler.state_dict, sampler.load_state_dict
+        self.trained = partial(sampler.note_trained, batch_size)
+
+    @property
+    def epoch(self) -> int:
+        return self.sampler.epoch
+
+    def __iter__(self) -> Iterator[list[int]]:
+        epoch, drawn = self.epoch, list(self.sampler)
+        for at in range(0, len(drawn), self.batch_size):
+            yield drawn[at : at + self.batch_size]
+        self.sampler.set_epoch(epoch + 1)
+
+
+def _sampler(job: Job, life: Life, rank: int) -> SampledLoader:
+    options = {"shuffle": job.shuffle, "seed": job.seed, "drop_last": job.tail == "drop"}
+    return SampledLoader(DistributedSampler(job.dataset, life.world, rank, **options), life.batch_size)
 
 
 # --- every sample once, in the order of a job that was never stopped --------------------------------------------------
@@ -217,9 +248,42 @@ def job_of(length, lives, seed, kept=None, tails=("even", "even", "drop", "pad")
     )
 
 
-def jobs(**options):
+def jobs(make=job_of, **options):
     return st.builds(
-        partial(job_of, **options), st.integers(0, 60) | st.integers(0, 5000), st.integers(1, 5), st.integers(0, 2**32)
+        partial(make, **options), st.integers(0, 60) | st.integers(0, 5000), st.integers(1, 5), st.integers(0, 2**32)
+    )
+
+
+def sampled_job_of(length, lives, seed, constant):
+    """`constant`: all lives make steps of one size."""
+    draw = Random(seed)
+    size = draw.choice([12, 24, 60, 2520]) if constant else 0
+    size *= 1 + length // STEPS_MAX // size if size else 1
+
+    def life():
+        world = draw.choice([w for w in range(1, 10) if size % w == 0])
+        least = length // STEPS_MAX // world + 1
+        return Life(
+            world=world,
+            batch_size=size // world if constant else draw.randint(least, least + draw.choice([0, 3, 60])),
+            batches=draw.randint(1, draw.choice([3, STEPS_MAX])),
+            crash_back=draw.choice([None, 0, 1, 2]),
+            snapshot_every=draw.randint(1, 9),
+            ahead=1,
+            how="told",
+        )
+
+    return Job(
+        dataset=range(length),
+        length=length,
+        epochs=draw.randint(1, 2),
+        seed=draw.randint(0, 2**40),
+        shuffle=draw.random() < 0.7,
+        tail=draw.choice(["drop", "pad", "pad"]),
+        global_batch_size=None,
+        every=1,
+        lives=tuple(life() for _ in range(lives)),
+        by_sampler=True,
     )
 
 
@@ -254,6 +318,26 @@ def test_the_order_is_that_of_a_job_that_was_never_stopped(job):
     never_stopped = replace(job.lives[0], world=1, batch_size=job.global_batch_size, crash_back=None)
     whole = run(replace(job, lives=(never_stopped,)))
     assert check(job).steps == whole.steps
+
+
+@settings(SETTINGS, max_examples=200)
+@given(jobs(sampled_job_of, constant=False))
+def test_a_sampler_gives_every_sample_of_the_surviving_history_once(job):
+    check(job)
+
+
+@settings(SETTINGS, max_examples=100)
+@given(jobs(sampled_job_of, constant=True))
+def test_a_sampler_s_order_is_that_of_a_job_that_was_never_stopped(job):
+    """But for the last step of an epoch, which is padded or cut as the world has it."""
+    history, first = check(job), job.lives[0]
+    size = first.world * first.batch_size
+    whole = run(replace(job, lives=(replace(first, world=1, batch_size=size, crash_back=None),)))
+    for epoch in range(job.epochs):
+        one, other = ([samples for at, samples in each.steps if at == epoch] for each in (history, whole))
+        full = job.length // size
+        assert one[:full] == other[:full]
+        assert len(one) <= full + 1
 
 
 @pytest.mark.parametrize("how", ["plain", "told", "top"])

@@ -1,20 +1,19 @@
-"""ht.DistributedSampler under torch's own loader."""
+"""ht.DistributedSampler under torch's own loader, and the seeds of samples."""
 
 from __future__ import annotations
 
-from collections import Counter
-from dataclasses import dataclass, field
+import pickle
+import random
 from itertools import chain, islice
-from random import Random
-from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import Subset
 
 from holdfast.protocol.errors import DataError, DataStateError
+from holdfast.train.data.loader import BatchKey, DataLoader, Seeded, sample_seed
 from holdfast.train.data.sampler import DistributedSampler
 
 
@@ -133,120 +132,83 @@ def test_a_negative_size_is_refused():
         sampler().note_trained(-1)
 
 
-# --- random jobs: epochs, resizes, crashes, drawing far ahead ---------------------------------------------------------
+# --- A sample's augmentation follows from (seed, epoch, index), whoever reads it --------------------------------------
 
 
-STEPS_MAX = 60
-SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+class Augmented(torch.utils.data.Dataset):
+    """Draws as datasets do, from all three generators."""
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return index, random.random(), np.random.rand(), torch.rand(()).item()
 
 
-@dataclass
-class Job:
-    """One dataset, trained for some epochs by lives of (world, batch size, steps, how many snapshots a crash goes back)."""
-
-    length: int
-    epochs: int
-    options: dict[str, Any]
-    snapshot_every: int
-    lives: list[tuple[int, int, int, int | None]]
-    history: list[tuple[int, list[int]]] = field(default_factory=list)
-    """(epoch, samples) of each step that survives."""
-
-    def run(self) -> Job:
-        snapshots: list[tuple[Any, int]] = [(None, 0)]
-        for number, (world, batch_size, steps, crash_back) in enumerate(self.lives):
-            state, kept = snapshots[-1]
-            del self.history[kept:]
-            last = number == len(self.lives) - 1
-            if self._live(world, batch_size, None if last else steps, state, snapshots):
-                break
-            if crash_back is None:
-                continue
-            del snapshots[max(1, len(snapshots) - crash_back) :]
-        return self
-
-    def _live(self, world: int, batch_size: int, limit: int | None, state: Any, snapshots: list[Any]) -> bool:
-        """Whether the last epoch was trained to its end."""
-        ranks = [DistributedSampler(range(self.length), world, rank, **self.options) for rank in range(world)]
-        for each in ranks:
-            if state is not None:
-                each.load_state_dict(state)
-        done = 0
-        for epoch in range(ranks[0].epoch, self.epochs):
-            assert {each.epoch for each in ranks} == {epoch}
-            drawn = [list(each) for each in ranks]  # all of it before the first batch is trained
-            assert len({len(each) for each in drawn}) == 1
-            for at in range(0, len(drawn[0]), batch_size):
-                self.history.append((epoch, sorted(s for own in drawn for s in own[at : at + batch_size])))
-                for each in ranks:
-                    each.note_trained(batch_size)
-                done += 1
-                if done % self.snapshot_every == 0 or done == limit:
-                    states = [each.state_dict() for each in ranks]
-                    assert all(each == states[0] for each in states)
-                    snapshots.append((states[0], len(self.history)))
-                if done == limit:
-                    return False
-            for each in ranks:
-                each.set_epoch(epoch + 1)
-        return True
+class ReadsBatches(Augmented):
+    def __getitems__(self, indices):
+        return [(index, random.random()) for index in indices]
 
 
-def job_of(length: int, lives: int, seed: int, *, constant: bool) -> Job:
-    draw = Random(seed)
-    size = draw.choice([12, 24, 60, 2520]) if constant else 0
-    size *= 1 + length // STEPS_MAX // size if size else 1
-
-    def life() -> tuple[int, int, int, int | None]:
-        world = draw.choice([w for w in range(1, 10) if size % w == 0])
-        least = length // STEPS_MAX // world + 1
-        batch_size = size // world if constant else draw.randint(least, least + draw.choice([0, 3, 60]))
-        return world, batch_size, draw.randint(1, draw.choice([3, STEPS_MAX])), draw.choice([None, 0, 1, 2])
-
-    options = {"shuffle": draw.random() < 0.7, "seed": draw.randint(0, 2**40), "drop_last": draw.random() < 0.4}
-    return Job(length, draw.randint(1, 2), options, draw.randint(1, 9), [life() for _ in range(lives)])
+def seen(dataset, world=1, batch_size=4, workers=0, seed=0, epoch=0):
+    found = {}
+    for rank in range(world):
+        data = DataLoader(
+            dataset, batch_size, True, seed=seed, num_workers=workers, collate_fn=list, rank=rank, world=world
+        )
+        data.set_epoch(epoch)
+        found |= {sample[0]: sample[1:] for batch in data for sample in batch}
+    return found
 
 
-def jobs(*, constant: bool) -> st.SearchStrategy[Job]:
-    return st.builds(
-        job_of,
-        st.integers(0, 60) | st.integers(0, 5000),
-        st.integers(1, 5),
-        st.integers(0, 2**32),
-        constant=st.just(constant),
-    )
+@pytest.mark.parametrize("dataset", [Augmented(), Subset(Augmented(), range(24))])
+def test_an_augmentation_does_not_depend_on_world_batch_or_workers(dataset):
+    one = seen(dataset)
+    assert len({values for sample in one.values() for values in sample}) == 24 * 3
+    assert one == seen(dataset, world=3, batch_size=5) == seen(dataset, workers=2)
 
 
-def check(job: Job) -> None:
-    most = max(world for world, *_ in job.lives)
-    for epoch in range(job.epochs):
-        trained = Counter(sample for at, samples in job.history if at == epoch for sample in samples)
-        assert set(trained) <= set(range(job.length))
-        lost, repeated = job.length - len(trained), trained.total() - len(trained)
-        if job.options["drop_last"]:
-            assert lost < most
-            assert repeated == 0
-        else:
-            assert lost == 0
-            assert repeated < most
+def test_it_differs_from_epoch_to_epoch_and_from_seed_to_seed():
+    one = seen(Augmented())
+    for other in (seen(Augmented(), epoch=1), seen(Augmented(), seed=1)):
+        assert all(one[index] != other[index] for index in one)
 
 
-@settings(SETTINGS, max_examples=200)
-@given(jobs(constant=False))
-def test_every_sample_of_the_surviving_history_once(job: Job) -> None:
-    check(job.run())
+def test_reading_in_the_training_process_leaves_its_generators_alone():
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    expected = random.random(), np.random.rand(), torch.rand(()).item()
+    random.seed(1), np.random.seed(1), torch.manual_seed(1)
+    list(DataLoader(Augmented(), 4))
+    assert (random.random(), np.random.rand(), torch.rand(()).item()) == expected
 
 
-@settings(SETTINGS, max_examples=100)
-@given(jobs(constant=True))
-def test_the_order_is_that_of_a_job_that_was_never_stopped(job: Job) -> None:
-    """But for the last step of an epoch, which is padded or cut as the world has it."""
-    check(job.run())
-    world, batch_size = job.lives[0][:2]
-    whole = Job(job.length, job.epochs, job.options, job.snapshot_every, [(1, world * batch_size, 1, None)]).run()
-    size = world * batch_size
-    for epoch in range(job.epochs):
-        one, other = ([samples for at, samples in each.history if at == epoch] for each in (job, whole))
-        full = job.length // size
-        assert one[:full] == other[:full]
-        assert len(one) <= full + 1
+def test_without_seeding_the_dataset_draws_from_the_trainers_generators():
+    random.seed(1)
+    first = random.random()
+    random.seed(1)
+    data = DataLoader(Augmented(), 4, seed_samples=False, collate_fn=list)
+    assert next(iter(data))[0][1] == first
+
+
+def test_a_dataset_that_reads_whole_batches_is_read_so():
+    assert all(len(values) == 1 for values in seen(ReadsBatches()).values())
+    assert seen(ReadsBatches()) == seen(ReadsBatches(), workers=1)
+
+
+def test_the_wrapper_is_transparent_for_worker_init_functions():
+    wrapped = Seeded(Augmented(), 0, enabled=True)
+    wrapped.file = "open"
+    assert wrapped._dataset.file == wrapped.file == "open"
+    assert len(wrapped) == 24
+    copied = pickle.loads(pickle.dumps(wrapped))
+    key = BatchKey(1, [2, 3])
+    assert copied.__getitems__(key) == wrapped.__getitems__(key)
+    with pytest.raises(AttributeError):
+        wrapped.nothing  # noqa: B018
+
+
+def test_sample_seeds_are_64_bits_and_all_different():
+    seeds = {sample_seed(seed, epoch, index) for seed in (-1, 0, 1) for epoch in range(3) for index in range(500)}
+    assert len(seeds) == 3 * 3 * 500
+    assert all(0 <= seed < 2**64 for seed in seeds)
+    assert sample_seed(0, 0, 0) == 2558736989570252433  # for ever: augmentations of jobs out there

@@ -12,14 +12,8 @@ from torch import nn
 
 import holdfast.train as ht
 from holdfast.protocol.errors import DataStateError, StateMismatchError, TrackingError
-from holdfast.snapshots import saver_client
-from holdfast.train import snapshots
 
-
-@pytest.fixture(autouse=True)
-def private(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No saver process for each test."""
-    monkeypatch.setattr(snapshots, "open_tier", lambda **_: saver_client.InProcessStaging())
+pytestmark = pytest.mark.usefixtures("own_staging")
 
 
 class Net(nn.Module):

@@ -1,18 +1,27 @@
-"""The process group: however the process was started, and however it ends."""
+"""The process group, the guards in it, and accumulation."""
 
 from __future__ import annotations
 
+import copy
+import gc
 import json
 import sys
+import warnings
+import weakref
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DistributedSampler
 
 import holdfast.train as ht
 from holdfast.protocol.errors import ProcessGroupError
+from holdfast.train import guards, mistakes
+from holdfast.train.data.position import GlobalBatch, Share
 from tests.warm import Warm
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -117,3 +126,251 @@ def test_a_restart_under_torchrun(warm: Warm) -> None:
     done = warm.run([SCRIPTS / "under_torchrun.py", *line], timeout=150)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ['{"rank": 0, "total": 2}', '{"rank": 1, "total": 2}'], done
+
+
+# --- guards: each warns once about its mistake and is silent about the correct code beside it -------------------------
+
+
+WARNED = {
+    "epoch_forgotten": "set_epoch",
+    "saved_alone": "barrier",
+    "saved_alone_fsdp": "barrier",
+    "accumulated_with_sync": "no_sync",
+    "accumulated_with_sync_fsdp": "no_sync",
+    "nothing_unused": "find_unused_parameters",
+    "loss_not_reduced": "loss",
+    "best_of_own_loss": "loss",
+}
+SILENT = {
+    "epoch_set",
+    "saved_with_barrier",
+    "saved_by_all",
+    "saved_to_memory",
+    "accumulated_well",
+    "no_sync_by_hand",
+    "two_passes_one_backward",
+    "something_unused",
+    "loss_reduced",
+    "best_of_common_loss",
+}
+
+
+def test_mistakes_and_correct_code_on_two_ranks(warm: Warm) -> None:
+    done = warm.run([SCRIPTS / "guard_cases.py"], timeout=150)
+    assert done.returncode == 0, done.stderr
+    said = dict(line.partition(":")[::2] for line in done.stdout.splitlines())
+    expected = {f"0 {case}": f" {mistake}" for case, mistake in WARNED.items()}
+    expected |= {f"1 {case}": "" for case in WARNED}
+    expected |= {f"{rank} {case}": "" for rank in (0, 1) for case in SILENT}
+    expected |= {f"{rank} same weights": " True" for rank in (0, 1)}
+    assert said == expected
+
+
+def draw(sampler: DistributedSampler, times: int) -> None:
+    for _ in range(times):
+        list(sampler)
+
+
+@pytest.fixture
+def sampler() -> DistributedSampler:
+    return DistributedSampler(range(6), num_replicas=2, rank=0)
+
+
+def test_a_warning_says_the_fix_and_how_to_switch_it_off(sampler) -> None:
+    with ht.guarded(), pytest.warns(ht.GuardWarning) as caught:
+        draw(sampler, 4)
+    assert len(caught) == 1
+    text = str(caught[0].message)
+    assert "sampler.set_epoch(epoch)" in text
+    assert "HOLDFAST_GUARDS=0" in text
+
+
+@pytest.mark.parametrize("value", ["0", "off", "False"])
+def test_off_by_the_variable(sampler, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
+    monkeypatch.setenv("HOLDFAST_GUARDS", value)
+    with warnings.catch_warnings(record=True) as caught, ht.process_group(device="cpu"), ht.guarded():
+        warnings.simplefilter("always")
+        draw(sampler, 3)
+    assert not caught
+
+
+def test_off_by_the_argument_and_on_without(sampler) -> None:
+    with warnings.catch_warnings(), ht.process_group(device="cpu", guards=False):
+        warnings.simplefilter("error")
+        draw(sampler, 3)
+    with pytest.warns(ht.GuardWarning), ht.process_group(device="cpu"):
+        draw(sampler, 2)
+
+
+def test_torch_is_as_it_was_afterwards() -> None:
+    before = (torch.save, DistributedSampler.__iter__, DistributedSampler.set_epoch)
+    with ht.guarded():
+        assert DistributedSampler.__iter__ is not before[1]
+    with pytest.raises(KeyError), ht.guarded():
+        raise KeyError
+    assert (torch.save, DistributedSampler.__iter__, DistributedSampler.set_epoch) == before
+
+
+def test_what_somebody_else_put_there_since_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "save", torch.save)  # put back at the end
+    guard = guards.Guards(0, 2, None)
+    theirs = object()
+    with guard.connected():
+        torch.save = theirs
+    assert torch.save is theirs
+
+
+class BrokenStore:
+    """Its host is gone."""
+
+    def add(self, *_arguments: object) -> int:
+        raise RuntimeError("Connection reset by peer")
+
+    set = check = multi_get = add
+
+
+def test_a_store_that_is_gone_is_no_reason_to_stop() -> None:
+    board = mistakes.SharedFacts(0, 2, BrokenStore())
+    loss = mistakes.LossDiffers(lambda mistake, text: pytest.fail(text), board)
+    for _ in range(5):
+        loss.told(1.0)
+    assert board.count("a", 1) == 0
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "same"),
+    [(1.0, 1.0 + 1e-7, True), (1.0, 1.1, False), (float("nan"), float("nan"), True), (float("nan"), 1.0, False)],
+)
+def test_which_losses_differ(first: float, second: float, same: bool) -> None:
+    store = torch.distributed.HashStore()
+    told: list[str] = []
+    zero, one = (
+        mistakes.LossDiffers(lambda m, text: told.append(text), mistakes.SharedFacts(r, 2, store)) for r in (0, 1)
+    )
+    for _ in range(2):
+        zero.told(first)
+        one.told(second)
+    assert bool(told) is not same
+
+
+# --- accumulation: the gradient of an optimizer step is the mean over its samples, however it is cut up ---------------
+
+
+@dataclass
+class Dealt:
+    """A loader as accumulate sees one."""
+
+    share: Share | None = None
+    every: int = 1
+
+
+def loss_of(model: nn.Module, rows: torch.Tensor) -> torch.Tensor:
+    return model(rows).square().mean()
+
+
+def gradients(model: nn.Module) -> torch.Tensor:
+    return torch.cat([each.grad.flatten() for each in model.parameters()])
+
+
+@pytest.fixture
+def whole() -> tuple[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A model, 10 rows, their mean loss and its gradients."""
+    torch.manual_seed(0)
+    model, rows = nn.Linear(4, 3), torch.randn(10, 4)
+    reference = copy.deepcopy(model)
+    loss = loss_of(reference, rows)
+    loss.backward()
+    return model, rows, loss.detach(), gradients(reference)
+
+
+def test_equal_micro_batches(whole) -> None:
+    model, rows, loss, expected = whole
+    lasts = []
+    for part in rows.split(2):
+        with ht.accumulate(model, every=5) as micro:
+            micro.backward(loss_of(model, part))
+        lasts.append(micro.last)
+        assert ht.mid_accumulation(model) is not micro.last
+    assert lasts == [False] * 4 + [True]
+    torch.testing.assert_close(gradients(model), expected)
+    torch.testing.assert_close(micro.loss, loss)
+    assert not micro.loss.requires_grad
+
+
+def test_a_loader_tells_how_much_each_batch_weighs(whole) -> None:
+    model, rows, loss, expected = whole
+    loader = Dealt()
+    sizes = []
+    for share in GlobalBatch.kept(10, 1, 3).deal(0, 0, 10):
+        loader.share = share
+        part = rows[share.start : share.stop]
+        sizes.append(len(part))
+        with ht.accumulate(model, loader) as micro:
+            micro.backward(loss_of(model, part))
+    assert sorted(sizes) == [2, 2, 3, 3]
+    assert micro.last
+    torch.testing.assert_close(gradients(model), expected)
+    torch.testing.assert_close(micro.loss, loss)
+
+
+def test_the_loss_before_the_last_is_the_mean_so_far() -> None:
+    model = nn.Linear(1, 1)
+    seen = []
+    for value in (1.0, 3.0, 8.0):
+        with ht.accumulate(model, every=3) as micro:
+            micro.backward(model.weight.sum() * 0 + value)
+        seen.append(micro.loss.item())
+    assert seen == pytest.approx([1.0, 2.0, 4.0])
+    with ht.accumulate(model, every=3) as micro:
+        assert micro.loss.isnan()
+
+
+def test_the_next_step_begins_anew() -> None:
+    model = nn.Linear(1, 1)
+    for value in (1.0, 5.0, 7.0, 9.0):
+        with ht.accumulate(model, every=2) as micro:
+            micro.backward(model.weight.sum() * 0 + value)
+    assert micro.loss.item() == pytest.approx(8.0)
+
+
+def test_a_failed_micro_batch_does_not_count() -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(ZeroDivisionError), ht.accumulate(model, every=2):
+        raise ZeroDivisionError
+    assert not ht.mid_accumulation(model)
+
+
+def test_a_gradient_scaler(whole) -> None:
+    model, rows, loss, expected = whole
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for part in rows.split(5):
+        with ht.accumulate(model, every=2) as micro:
+            micro.backward(loss_of(model, part), scaler=scaler)
+    torch.testing.assert_close(gradients(model), expected * 8)
+    torch.testing.assert_close(micro.loss, loss)
+
+
+def test_what_cannot_be_accumulated() -> None:
+    model = nn.Linear(1, 1)
+    with pytest.raises(ProcessGroupError, match="at least one"), ht.accumulate(model, every=0):
+        pass
+    with pytest.raises(ProcessGroupError, match="no batch yet"), ht.accumulate(model, Dealt()):
+        pass
+
+
+def test_a_model_is_not_kept_alive() -> None:
+    model = nn.Linear(1, 1)
+    with ht.accumulate(model) as micro:
+        micro.backward(model.weight.sum())
+    gone = weakref.ref(model)
+    del model, micro
+    gc.collect()
+    assert gone() is None
+
+
+def test_resizes_leave_the_loss_curve_as_it_is(warm: Warm) -> None:
+    """DDP on 2, 3, 4, 1 ranks and FSDP2 on 4, 2, 3, as one process undisturbed; epochs with uneven tails."""
+    curves = warm.found(SCRIPTS / "curve.py", timeout=170)
+    assert len(curves["undisturbed"]) == 16
+    assert curves["ddp"] == pytest.approx(curves["undisturbed"], rel=1e-5)
+    assert curves["fsdp"] == pytest.approx(curves["undisturbed"], rel=1e-5)

@@ -102,7 +102,6 @@ class Nodes:
             own = Slots(held.path, SlotOwner(0, rank, 2, 1))
             for path, step in its_states:
                 memory = own.stage(step, 4096)
-                assert memory is not None
                 memory[:] = bytes([step + rank]) * 4096
                 own.commit(SaveRequest(str(path), step, numbers[path], rank, 2, metadata={"step": step}))
             own.close()

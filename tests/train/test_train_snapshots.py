@@ -28,12 +28,10 @@ from holdfast.snapshots import disk, saver_client
 from holdfast.snapshots import folder as folders
 from holdfast.train import snapshots
 from holdfast.train.agreement import Schedule, Steps, Timekeeper, crossed, seconds
+from tests.train.conftest import damage
 
-
-@pytest.fixture(autouse=True)
-def private(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No saver process for each test; memory and saver have jobs of their own (test_train_sharding_worlds, …_kill)."""
-    monkeypatch.setattr(snapshots, "open_tier", lambda **_: saver_client.InProcessStaging())
+pytestmark = pytest.mark.usefixtures("own_staging")
+"""Memory and saver have jobs of their own (test_train_sharding_worlds, …_kill)."""
 
 
 class Job:
@@ -75,7 +73,6 @@ def test_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     broken.snaps.close()
     assert names(tmp_path / "broken") == ["step_000000003.0001", "step_000000006.0001"]
     again = Job(tmp_path / "broken")
-    assert again.resumed is not None
     assert (again.resumed.step, again.resumed.source, again.resumed.world_then) == (6, "disk", 1)
     again.train(2)
     assert again.weights() == calm.weights()
@@ -88,12 +85,8 @@ def test_a_damaged_snapshot_is_set_aside_and_named(tmp_path: Path) -> None:
     job = Job(tmp_path)
     job.train(6)
     job.snaps.close()
-    file = tmp_path / "step_000000006.0001" / "rank_00000.safetensors"
-    data = bytearray(file.read_bytes())
-    data[-5] ^= 4
-    file.write_bytes(data)
+    damage(tmp_path / "step_000000006.0001" / "rank_00000.safetensors")
     again = Job(tmp_path)
-    assert again.resumed is not None
     assert again.resumed.step == 3
     assert len(again.resumed.skipped) == 1
     assert again.resumed.skipped[0].startswith("step_000000006.0001")
@@ -152,7 +145,6 @@ def test_a_save_that_stands_still_while_its_writer_lives_is_waited_for(
     )
     with folders.being_written(attempt):
         job = Job(tmp_path)
-    assert job.resumed is not None
     assert (job.resumed.step, looks) == (3, [True] * 3)
     job.snaps.close()
 
@@ -234,7 +226,6 @@ def test_metrics_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
     job.snaps.save(wait=True)
     job.snaps.close()
     found = folders.survey(tmp_path).newest_valid
-    assert found is not None
     assert found.manifest.metadata["metrics"] == {"loss": 1.0}
 
 

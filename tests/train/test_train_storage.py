@@ -1,4 +1,4 @@
-"""torch.distributed.checkpoint's own save and load over our files: any world, both kinds of snapshots, all or nothing."""
+"""torch.distributed.checkpoint over our files, exports for other programs, and what retention leaves."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from torch.distributed.checkpoint import load as dcp_load
 
 import holdfast.train as ht
 from holdfast.protocol.errors import NoValidSnapshotError, ShardingError, SnapshotDamagedError, StateTypeError
-from holdfast.snapshots import folder, saver_client
+from holdfast.snapshots import folder
 from holdfast.train import export
+from tests.train.conftest import damage
 from tests.warm import Warm
 
 SCRIPT = Path(__file__).parent / "scripts" / "storage_ranks.py"
@@ -119,9 +120,7 @@ def test_the_newest_of_a_folder_or_of_a_step(tmp_path: Path) -> None:
 
 def test_damage_is_found_when_it_is_read(tmp_path: Path) -> None:
     path = save(tmp_path, {"weight": torch.ones(3)}) / "rank_00000.safetensors"
-    data = bytearray(path.read_bytes())
-    data[-1] ^= 1
-    path.write_bytes(data)
+    damage(path)
     with pytest.raises((dcp.CheckpointException, AssertionError), match="not what was saved"):
         dcp.load({"weight": torch.zeros(3)}, storage_reader=ht.SnapshotReader(tmp_path))
     path.unlink()
@@ -129,8 +128,8 @@ def test_damage_is_found_when_it_is_read(tmp_path: Path) -> None:
         ht.SnapshotReader(tmp_path)
 
 
-def test_a_snapshot_of_torchs_save_is_exported_and_not_resumed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.train.snapshots.open_tier", lambda **_: saver_client.InProcessStaging())
+@pytest.mark.usefixtures("own_staging")
+def test_a_snapshot_of_torchs_save_is_exported_and_not_resumed(tmp_path: Path) -> None:
     state = {"model": {"weight": torch.arange(6.0).reshape(2, 3)}, "list": [torch.ones(1), {"lr": 0.5}], "n": 7}
     save(tmp_path / "runs", state)
     assert export.main([str(tmp_path / "runs"), "--to", str(tmp_path / "out.pt")]) == 0
@@ -147,8 +146,7 @@ def test_a_snapshot_of_torchs_save_is_exported_and_not_resumed(tmp_path: Path, m
 
 
 @pytest.fixture
-def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("holdfast.train.snapshots.open_tier", lambda **_: saver_client.InProcessStaging())
+def saved(tmp_path: Path, own_staging: None):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
@@ -202,10 +200,7 @@ def test_what_cannot_be_done_is_said(saved, tmp_path: Path, capsys: pytest.Captu
     (tmp_path / "there").touch()
     assert export.main([str(folder), "--to", str(tmp_path / "there")]) == 1
     assert "exists already" in capsys.readouterr().err
-    file = max(folder.glob("step_*/*.safetensors"))
-    data = bytearray(file.read_bytes())
-    data[-1] ^= 1
-    file.write_bytes(data)
+    damage(max(folder.glob("step_*/*.safetensors")))
     assert export.main([str(folder), "--to", str(tmp_path / "out")]) == 1
     told = capsys.readouterr().err
     assert "not what was saved" in told
@@ -224,3 +219,75 @@ def test_where_nothing_can_be_written(saved, tmp_path: Path, capsys: pytest.Capt
         assert said in told, told
         assert len(told.splitlines()) == 1
     assert [path.name for path in tmp_path.iterdir()] == ["runs"]
+
+
+# --- retention while a job trains: the saver reads back what stays, damage is found before anything older goes --------
+
+
+JOB = """
+import os, signal, sys
+from pathlib import Path
+import torch
+import holdfast.train as ht
+from holdfast.snapshots import folder as folders
+
+folder, what = Path(sys.argv[1]), sys.argv[2]
+model = torch.nn.Linear(3, 4)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+real, here = folders.verify, []
+
+def verify(snapshot, *given):
+    here.append(snapshot.step)
+    real(snapshot, *given)
+
+folders.verify = verify
+
+def saver():
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        line = path.read_bytes()
+        if b"holdfast.snapshots.saver" in line and line.split(b"\\0")[-2] == str(os.getpid()).encode():
+            return int(path.parent.name)
+    raise SystemExit("there is no saver")
+
+with ht.Snapshots(folder, every=None, memory_every=None, keep=ht.Keep(last=2)) as snaps:
+    snaps.track(model=model, optimizer=optimizer)
+    snaps.resume()
+    for step in range(1, 5):
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        snaps.step()
+        snaps.save(wait=True)
+        if step == 3 and what == "damage":
+            file = next(folder.glob("step_000000003.*/*.safetensors"))
+            file.write_bytes(bytes(file.stat().st_size))
+        if step == 4 and what == "kill":
+            os.kill(saver(), signal.SIGKILL)
+        snaps._pruner.finish()
+        print("after", step, *sorted(path.name for path in folder.glob("step_*")))
+print("read here", here)
+"""
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Path:
+    path = tmp_path / "job.py"
+    path.write_text(JOB)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("what", "left", "read_here"),
+    [
+        ("nothing", ["step_000000003.0001", "step_000000004.0001"], []),
+        ("damage", ["step_000000002.0001", "step_000000004.0001"], []),
+        ("kill", ["step_000000003.0001", "step_000000004.0001"], [4]),
+    ],
+)
+def test_what_stays(warm: Warm, job: Path, tmp_path: Path, what: str, left: list[str], read_here: list[int]) -> None:
+    done = warm.run([job, str(tmp_path / "snaps"), what], timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert f"after 4 {' '.join(left)}" in done.stdout, done.stdout
+    assert f"read here {read_here}" in done.stdout, "the saver reads, unless there is none"
+    assert sorted(path.name for path in (tmp_path / "snaps").glob("step_*")) == left
+    assert ("step_000000003.0001 was set aside" in done.stderr) == (what == "damage")
+    assert len(list((tmp_path / "snaps").glob("bad.*"))) == (what == "damage")

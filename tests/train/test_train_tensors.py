@@ -11,18 +11,13 @@ from torch import nn
 
 import holdfast.train as ht
 from holdfast.protocol.errors import ShardingError, StateTypeError, TrackingError
-from holdfast.snapshots import folder, saver_client
+from holdfast.snapshots import folder
 from holdfast.snapshots.folder import RankFile
-from holdfast.train import export, snapshots
+from holdfast.train import export
 from tests.warm import Warm
 
 SCRIPT = Path(__file__).parent / "scripts" / "tied_ranks.py"
-pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.timeout(120)]
-
-
-@pytest.fixture(autouse=True)
-def private(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshots, "open_tier", lambda **_: saver_client.InProcessStaging())
+pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.timeout(120), pytest.mark.usefixtures("own_staging")]
 
 
 def save(path: Path, **objects: Any) -> None:

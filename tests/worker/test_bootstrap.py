@@ -324,13 +324,11 @@ def test_an_uncaught_exception_is_recorded(programs: Path, tmp_path: Path) -> No
 @pytest.mark.parametrize("target", ["syntax.py", "badbytes.py"])
 def test_a_script_that_cannot_be_compiled_is_recorded(programs: Path, tmp_path: Path, target: str) -> None:
     data = recorded(programs, tmp_path, target)
-    assert data is not None
     assert str(data["message"]["message"]).startswith("SyntaxError: ")
 
 
 def test_modules_are_recorded(programs: Path, tmp_path: Path) -> None:
     data = recorded(programs, tmp_path, "package.module", "raise", mode="module")
-    assert data is not None
     assert data["message"]["message"] == "ValueError: bad"
 
 

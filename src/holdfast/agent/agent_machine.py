@@ -61,7 +61,6 @@ from holdfast.agent.events import (
     WorkersSeen,
 )
 from holdfast.protocol.errors import EXIT_REQUEUE, EXIT_SIGNAL_BASE
-from holdfast.protocol.machines import Note, Tick
 from holdfast.protocol.messages import (
     REVISION,
     Abandon,
@@ -102,7 +101,7 @@ from holdfast.protocol.messages import (
     WorkersFailed,
 )
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind
-from holdfast.protocol.policy import Limits, NodeSpec
+from holdfast.protocol.policy import Limits, NodeSpec, Note, Tick
 from holdfast.protocol.rank_progress import RankProgress, Stage
 
 KEYBOARD_SIGNALS = (signal.SIGINT, signal.SIGQUIT)

@@ -8,10 +8,9 @@ from enum import Enum
 
 from holdfast.agent.events import DialFailed, FailureRead, WorkerEnded, WorkerRaised
 from holdfast.protocol.errors import CoordinatorLostError, CoordinatorUnreachableError
-from holdfast.protocol.machines import Pauses
 from holdfast.protocol.messages import Assign
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, Verdict
-from holdfast.protocol.policy import Limits
+from holdfast.protocol.policy import Limits, Pauses
 
 
 @dataclass(slots=True)

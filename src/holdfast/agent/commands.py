@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from holdfast.protocol.machines import Note
 from holdfast.protocol.messages import Assign, FromAgent, Start
 from holdfast.protocol.outcome import Outcome
-from holdfast.protocol.policy import NodeSpec
+from holdfast.protocol.policy import NodeSpec, Note
 
 
 class Dial(Struct, frozen=True):

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from msgspec import Struct
 
-from holdfast.protocol.machines import Tick
 from holdfast.protocol.messages import FromCoordinator
 from holdfast.protocol.outcome import Failure
+from holdfast.protocol.policy import Tick
 from holdfast.protocol.rank_progress import RankProgress, RankSample
 
 

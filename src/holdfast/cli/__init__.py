@@ -1,7 +1,7 @@
-"""The command `holdfast`: finds the sub-command and turns errors into one message and an exit code.
+"""The command `holdfast`: finds the sub-command, and converts errors into one message and an exit code.
 
-Knows the names of the sub-commands; imports nothing but sys and os until one of them is chosen, so that the plain
-command and its help answer at once. No other package imports this one.
+Knows the names of the sub-commands. Imports only sys and os until one of them is chosen, so that the plain command and
+its help respond at once.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-TYPE_CHECKING = False  # typing itself would be a tenth of a second's import in which Ctrl-C shows a traceback of ours
+TYPE_CHECKING = False  # importing typing would take time in which Ctrl-C shows a traceback
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import NoReturn
@@ -22,32 +22,34 @@ EXIT_NOT_WRITTEN = 1
 
 COMMANDS = {
     "run": "start this node's part of a training job; takes torchrun's command line unchanged",
-    "launch": "the same for scripts that still want a --local-rank argument (torch.distributed.launch)",
-    "submit": "hand a job to Slurm (--slurm) or Kubernetes (--k8s), or show what would be handed over",
-    "status": "show a running job: its nodes and ranks, steps, restarts; --watch; or how an ended one ended",
-    "stacks": "show where all ranks of a running job are, now",
+    "launch": "the same for scripts that need a --local-rank argument (torch.distributed.launch)",
+    "submit": "submit a job to Slurm (--slurm) or Kubernetes (--k8s), or show what would be submitted",
+    "status": "show a running job: its nodes and ranks, steps, restarts; --watch; or how a job ended",
+    "stacks": "show where all ranks of a running job are now",
     "logs": "show what workers wrote; --rank, --follow, --grep",
     "stop": "end a running job on all its nodes; its workers save first",
     "kill": "end a running job on all its nodes at once; nothing is saved",
-    "doctor": "check this node, and with the line of a run on several nodes every pair of them",
-    "explain": "say what a code (HF211) means and what to do about it; works offline",
-    "report": "show where a run's time went: starts, training, lost work; also as a page with pictures",
-    "token": "draw a job token that cannot be guessed, for HOLDFAST_TOKEN or a token_file",
+    "doctor": "check this node, and with the line of a run on several nodes also every pair of them",
+    "explain": "explain a code (HF211) and what to do about it; works offline",
+    "report": "show how a run used its time: starts, training, lost work; also as a page with pictures",
+    "token": "print a new random job token, for HOLDFAST_TOKEN or a token_file",
     "env": "describe this machine and its software, to paste into an issue",
-    "completion": "print a script that completes these lines in bash, zsh, fish or tcsh",
+    "completion": "print a completion script for bash, zsh, fish or tcsh",
     "shim": "write a torchrun command that calls holdfast run, for tools that call torchrun by its name",
     "snaps": "list, verify, prune or export the snapshots of a training job; no job needed",
 }
-"""Sub-command and what it does: `main(argv) -> int` of the module of that name, unless it shares another one's."""
+"""Sub-commands and what they do. Each is `main(argv) -> int` of the module of its name, unless SHARED has it."""
 
 SHARED = {
     "launch": ("run", "main_launch"),
     "remote": ("run", "main_remote"),
+    "env": ("doctor", "main_env"),
     "stacks": ("status", "main_stacks"),
-    "kill": ("stop", "main_kill"),
+    "stop": ("status", "main_stop"),
+    "kill": ("status", "main_kill"),
     "token": ("shim", "main_token"),
 }
-"""Sub-command, the module and the function that runs it. `remote` is started over ssh, and not for typing."""
+"""Sub-commands with their module and function. `remote` is for ssh, not for users."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def entry() -> NoReturn:
-    """The command itself: main(), then the end."""
+    """The console script: run main(), then exit."""
     status = main()
     if sys.argv[1:2] in (["run"], ["launch"]):
         leave(status)
@@ -68,8 +70,7 @@ def entry() -> NoReturn:
 
 
 def leave(status: int) -> NoReturn:
-    """End the agent's process without the interpreter's shutdown, which frees everything that was loaded: the job is
-    not over before this process is."""
+    """End the agent's process without the interpreter's shutdown, which takes time: the job ends with this process."""
     try:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
@@ -80,7 +81,7 @@ def leave(status: int) -> NoReturn:
 
 
 def say_interrupted() -> None:
-    """Says nothing where the console blocks: that may be why Ctrl-C was pressed."""
+    """Print a message about Ctrl-C, unless the console blocks."""
     import select
 
     room = select.poll()
@@ -115,13 +116,13 @@ def run_command(command: str, rest: list[str]) -> int:
     """Run one sub-command; a HoldfastError becomes its message and its exit code."""
     from importlib import import_module
 
-    if command in ("run", "launch") and is_in_a_thread():  # signals and forks need a main thread
+    if command in ("run", "launch") and is_in_a_thread():  # signals and forks need the main thread
         import subprocess
 
         return subprocess.call([sys.executable, "-m", "holdfast", command, *rest])
     from holdfast.protocol.errors import Fault, HoldfastError
 
-    if hasattr(sys.stdout, "reconfigure"):  # logs and names of files hold anything, and a terminal need not take it
+    if hasattr(sys.stdout, "reconfigure"):  # logs and file names may contain characters that the terminal cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
         module, function = SHARED.get(command, (command, "main"))
@@ -133,7 +134,7 @@ def run_command(command: str, rest: list[str]) -> int:
             show_traceback(error)
         complain(error.code, str(error))
         return error.exit_code
-    except Exception as error:  # noqa: BLE001 - nothing ends without a code
+    except Exception as error:  # noqa: BLE001 - every error ends with a code
         from errno import EDQUOT, EFBIG, ENOSPC
 
         if isinstance(error, BrokenPipeError) and nobody_reads():  # `holdfast report | head`
@@ -154,7 +155,7 @@ def run_command(command: str, rest: list[str]) -> int:
 
 
 def nobody_reads() -> bool:
-    """Whether the reader of our output has gone: any other broken pipe is not `| head`."""
+    """Whether the reader of stdout is gone, as with `| head`: another broken pipe is an error."""
     from select import POLLERR, poll
 
     if sys.stdout is None:
@@ -165,7 +166,7 @@ def nobody_reads() -> bool:
 
 
 def drop_output() -> None:
-    """Discard the rest of the buffer, so that no second error follows."""
+    """Discard the rest of the buffer, so that no second error follows it."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -193,7 +194,7 @@ def usage() -> str:
     commands = "\n".join(f"  {name:12}{text}" for name, text in COMMANDS.items())
     return (
         "usage: holdfast COMMAND ...\n\n"
-        "Launches distributed training and keeps it going.\n\n"
+        "Launches distributed training and keeps it running.\n\n"
         f"commands:\n{commands}\n\n"
         "options:\n  --help     this text\n  --version  the version; with --verbose also commit, Python, torch "
         "and kernel\n\n"
@@ -206,7 +207,7 @@ def unknown(command: str) -> str:
     import difflib
 
     if command.startswith("-") or command.endswith(".py"):
-        return f"{command!r} is no command; for torchrun's command line write: holdfast run {command} ..."
+        return f"{command!r} is not a command; for torchrun's command line write: holdfast run {command} ..."
     nearest = difflib.get_close_matches(command, COMMANDS, n=1, cutoff=0.4)
-    hint = f"did you mean {nearest[0]}?" if nearest else f"commands are {', '.join(COMMANDS)}"
-    return f"{command!r} is no command; {hint}"
+    hint = f"did you mean {nearest[0]}?" if nearest else f"the commands are {', '.join(COMMANDS)}"
+    return f"{command!r} is not a command; {hint}"

@@ -1,8 +1,7 @@
-"""`holdfast completion bash|zsh|fish|tcsh`: a script that completes this command's lines, made from the tables of
-options.
+"""`holdfast completion bash|zsh|fish|tcsh`: prints a completion script, made from the tables of options.
 
-Knows the words of each command and the format of each shell. Not by shtab: that completes our options among the
-script's own words, knows no `--option=value`, and needs argparse's parsers, which `run` and `launch` do not have.
+Knows the words of each command and the format of each shell. shtab is no substitute: it completes our options among the
+script's own words, does not complete `--option=value`, and needs argparse parsers, which `run` and `launch` lack.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 SCRIPT, FILE, NOTHING = "script", "file", "nothing"
-"""What follows the options: a script and then its own words, files, or nothing."""
+"""What follows the options: a script with its own words, files, or nothing."""
 FILE_METAVARS = frozenset({"FILE", "DIR", "PROGRAM", "PATH", "FOLDER"})
 KNOWN_VALUES = {
     "--nproc-per-node": ("auto", "gpu", "cpu", "xpu"),
@@ -29,7 +28,7 @@ KNOWN_VALUES = {
     "--event-log-handler": ("null", "console"),
     "--preload": ("auto", "none"),
 }
-"""Of options that take other values as well."""
+"""Common values of options that take other values as well."""
 USAGE = """\
 usage: holdfast completion bash|zsh|fish|tcsh
 
@@ -57,7 +56,7 @@ class Command(NamedTuple):
     words: tuple[Word, ...]
     beside: str = FILE
     values: tuple[str, ...] = ()
-    """What may follow the options, where that is known."""
+    """Known words that may follow the options."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,7 +65,7 @@ def main(argv: Sequence[str]) -> int:
         print(USAGE)
         return 0
     if len(argv) != 1 or argv[0] not in SHELLS:
-        raise UsageError(f"holdfast completion: for which shell? write one of {', '.join(SHELLS)}")
+        raise UsageError(f"holdfast completion: no shell given; write one of {', '.join(SHELLS)}")
     scripts = {"bash": bash, "zsh": zsh, "fish": fish, "tcsh": tcsh}
     sys.stdout.write(scripts[argv[0]](commands()))
     return 0
@@ -76,27 +75,25 @@ def commands() -> list[Command]:
     """All commands, from their own tables and parsers."""
     from holdfast.cli import (
         doctor,
-        env,
         explain,
         logs,
         report,
         shim,
         snaps,
         status,
-        stop,
+        submit,
         submit_k8s,
     )
-    from holdfast.diagnosis.explanations import everything
-    from holdfast.launchers.slurm import batch as slurm_batch
+    from holdfast.diagnosis.reference import everything
 
-    sbatch = [Word(("--" + name,), "as for sbatch", takes_value=True) for name in sorted(slurm_batch.VALUES)]
-    sbatch += [Word(("--" + name,), "as for sbatch") for name in sorted(slurm_batch.FLAGS)]
+    sbatch = [Word(("--" + name,), "as for sbatch", takes_value=True) for name in sorted(submit.VALUES)]
+    sbatch += [Word(("--" + name,), "as for sbatch") for name in sorted(submit.FLAGS)]
     sbatch.append(Word(("--no-follow",), "submit, and do not follow the log"))
-    submit = [Word(("--slurm",), "to Slurm"), Word(("--k8s",), "to Kubernetes"), *words(submit_k8s.TABLE), *sbatch]
+    submitting = [Word(("--slurm",), "to Slurm"), Word(("--k8s",), "to Kubernetes"), *words(submit_k8s.TABLE), *sbatch]
     found = [
         Command("run", "", words(OPTIONS), SCRIPT),
         Command("launch", "", words(LAUNCH_OPTIONS), SCRIPT),
-        Command("submit", "", once(submit), SCRIPT),
+        Command("submit", "", once(submitting), SCRIPT),
         Command("doctor", "", words(doctor.TABLE), SCRIPT),
         Command("completion", "", (), NOTHING, SHELLS),
         Command("explain", "", words_of_parser(explain.parser()), NOTHING, tuple(sorted(everything()))),
@@ -106,16 +103,16 @@ def commands() -> list[Command]:
         "status": status.parser(),
         "stacks": status.stacks_parser(),
         "logs": logs.parser(),
-        "stop": stop.parser(),
-        "kill": stop.kill_parser(),
-        "env": env.parser(),
+        "stop": status.stop_parser(),
+        "kill": status.kill_parser(),
+        "env": doctor.env_parser(),
         "report": report.parser(),
         "token": shim.token_parser(),
     }
     found += [Command(name, "", words_of_parser(parser)) for name, parser in others.items()]
     by_name = {command.name: command for command in found}
     return [
-        by_name.get(name, Command(name, "", (Word(("--help",), "print how it is used"),)))._replace(help=text)
+        by_name.get(name, Command(name, "", (Word(("--help",), "print the usage"),)))._replace(help=text)
         for name, text in COMMANDS.items()
     ]
 
@@ -158,7 +155,7 @@ def sub_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
 
 
 def once(found: Iterable[Word]) -> tuple[Word, ...]:
-    """The first of the words that share a name."""
+    """The words without duplicates: the first of each name."""
     kept: dict[str, Word] = {}
     for word in found:
         kept.setdefault(word.names[0], word)
@@ -416,8 +413,8 @@ def filled(text: str, parts: dict[str, str]) -> str:
 
 
 def tcsh(commands: Sequence[Command]) -> str:
-    """One `complete` line: tcsh looks at the word before and at how the word begins, and knows no sub-commands. So an
-    option is completed whatever command it belongs to."""
+    """One `complete` line. tcsh knows the word before and the beginning of a word, but no sub-commands, so it completes
+    the options of all commands."""
     words = [word for command in commands for word in command.words]
     options = sorted({name for word in words for name in word.names if name.startswith("--")} | {"--help"})
     values = {name: " ".join(word.values) for word in words for name in word.names if word.values}

@@ -1,8 +1,8 @@
-"""The configuration file that counts: holdfast.toml, or pyproject.toml with [tool.holdfast], found from the working
-folder up.
+"""The configuration file: the nearest holdfast.toml, or pyproject.toml with [tool.holdfast], from the working folder
+upwards.
 
-Costs a few looks at folders where there is none. Keys are the long names of options, values are TOML's own types;
-resolve.py validates values, as for flags. Standard library only.
+Keys are the long names of options, values are TOML's own types; resolve.py validates values, as for flags. Standard
+library only.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ if TYPE_CHECKING:
 TOOL, OURS = "tool", "holdfast"
 LINE_ONLY = frozenset({"config", "no_config", "plan", "help", "version", "use_env"})
 NUMBERS_TOO = frozenset({"nnodes", "nproc_per_node", "rdzv_id", "redirects", "tee", "metrics", "health"})
-"""Texts that are mostly a number."""
+"""Text options whose value is often a number."""
 PATHS = ("DIR", "FILE")
-"""Metavars of what is looked for from the file's own folder."""
+"""Metavars of paths, which are relative to the file's folder."""
 LISTED = ",..."
-"""Ends the metavar of what is a list, as text or not."""
+"""The metavar of a list ends with this."""
 WORDS = {
     bool: "true or false",
     int: "a whole number",
@@ -45,8 +45,8 @@ OPTIONS_BY_KEY = {option.name[2:]: option for option in LAUNCH_OPTIONS if option
 
 
 def is_about_us(path: str) -> bool:
-    """Whether the file has our options: holdfast.toml does; pyproject.toml does with our table. Raises ConfigFileError
-    where this cannot be decided."""
+    """Whether the file has our options: holdfast.toml, or a pyproject.toml with our table. Raises ConfigFileError for a
+    pyproject.toml that is not TOML."""
     if os.path.basename(path) != PROJECT_FILE:
         return True
     try:
@@ -68,7 +68,7 @@ def read(path: str) -> dict[str, Setting]:
         place = f"{shown(path)}:{line_of(text, header, key)}"
         option = find(key, place)
         if option.dest in found:
-            raise ConfigFileError(f"{place}: {key} is there twice, with dashes and with underscores")
+            raise ConfigFileError(f"{place}: {key} is given twice, with dashes and with underscores")
         try:
             value = value_of(option, raw, os.path.dirname(path))
         except ValueError as error:
@@ -110,7 +110,7 @@ def own_table(path: str, text: str) -> dict[str, object] | None:
 
 
 def shown(path: str) -> str:
-    """A short clear path: the bare name for a file in the working folder."""
+    """The path for messages: only the name for a file in the working folder."""
     try:
         here = os.getcwd()
     except OSError:  # deleted
@@ -119,7 +119,7 @@ def shown(path: str) -> str:
 
 
 def line_of(text: str, header: str, key: str) -> int:
-    """The line of the key, counted from 1; of its table where that is not found (tomllib reports no lines)."""
+    """The line of the key, counted from 1, or of its table if the key is not found. (tomllib reports no lines.)"""
     section, began = "", 1
     start = re.compile(rf"""\s*(?:["']?{re.escape(key)}["']?)\s*[=.]""")
     heading = f"{header}.{key}" if header else key
@@ -145,7 +145,7 @@ def find(key: str, place: str) -> Option:
 
     matches = difflib.get_close_matches(name, OPTIONS_BY_KEY, n=1, cutoff=0.6)
     hint = f"did you mean {matches[0]}?" if matches else "keys are the long names in holdfast run --help"
-    raise ConfigFileError(f"{place}: {key} is no option; {hint}")
+    raise ConfigFileError(f"{place}: {key} is not an option; {hint}")
 
 
 def value_of(option: Option, raw: object, folder: str) -> object:
@@ -159,8 +159,8 @@ def value_of(option: Option, raw: object, folder: str) -> object:
         return float(raw)
     if option.kind not in (FLAG, INT, FLOAT):
         text = text_of(option, raw, folder)
-        if "\0" in text:  # no shell could have typed it, and no process can be told
-            raise ValueError("must have no NUL in it")
+        if "\0" in text:  # no command line can contain it
+            raise ValueError("must not contain NUL")
         return CONVERTERS[option.kind](chosen(option, text))
     wanted = {FLAG: bool, INT: int, FLOAT: float}[option.kind]
     raise ValueError(f"must be {WORDS[wanted]}, and is {said(raw)}")
@@ -193,7 +193,7 @@ def conf_value(key: str, raw: object) -> str:
         case str() if "," not in raw:
             return raw
         case str():
-            raise ValueError(f"{key} must have no comma in it, as commas part the settings")
+            raise ValueError(f"{key} must not contain a comma, which separates settings")
     raise ValueError(f"{key} must be a text, a number, true or false, and is {said(raw)}")
 
 
@@ -215,8 +215,8 @@ def check_secrets(path: str, found: dict[str, Setting]) -> None:
     holds = "rdzv_conf" if keys.intersection(PASSWORD_KEYS) else "rdzv_endpoint" if IN_URL.search(endpoint) else ""
     if holds and os.stat(path).st_mode & (stat.S_IRGRP | stat.S_IROTH):
         raise ConfigFileError(
-            f"{found[holds].place}: there is a password in it, and others may read the file; "
-            f"chmod 600 {path}, or say password_file = FILE"
+            f"{found[holds].place}: the file contains a password, and others can read it; "
+            f"chmod 600 {path}, or use password_file = FILE"
         )
 
 
@@ -225,14 +225,13 @@ OWN_FILE, PROJECT_FILE, REPOSITORY = "holdfast.toml", "pyproject.toml", ".git"
 
 
 def configure(given: Mapping[str, object], sources: Mapping[str, str]) -> Configured:
-    """What the file that counts for these values of --config and --no-config says. Raises UsageError,
-    ConfigFileError."""
+    """The settings of the file that --config and --no-config select. Raises UsageError, ConfigFileError."""
     path, no_file = str(given["config"]), given["no_config"]
     if path and no_file:
         by_flag = [sources[dest] == FROM_FLAG for dest in ("config", "no_config")]
         if by_flag[0] == by_flag[1]:
             raise UsageError(f"--config {path} and --no-config exclude each other")
-        no_file = by_flag[1]  # the line counts before a variable
+        no_file = by_flag[1]  # the line takes precedence over a variable
     if no_file:
         return {}
     if path:
@@ -241,7 +240,7 @@ def configure(given: Mapping[str, object], sources: Mapping[str, str]) -> Config
 
 
 def nearest() -> Configured:
-    """Of the first file from the working folder up to the repository's root that is about us."""
+    """The settings of the first file with our options from the working folder up to the repository's root."""
     for path in candidates():
         if (os.path.basename(path) == OWN_FILE or mentions_us(path)) and is_about_us(path):
             return read(path)
@@ -249,7 +248,7 @@ def nearest() -> Configured:
 
 
 def candidates() -> Iterator[str]:
-    """Files that may be about us, the nearest first, and in one folder our own one first."""
+    """Files that may have our options, the nearest first, holdfast.toml before pyproject.toml."""
     try:
         folder = os.getcwd()
     except OSError:  # deleted
@@ -265,7 +264,7 @@ def candidates() -> Iterator[str]:
 
 
 def is_everybodys(folder: str) -> bool:
-    """Whether any user may put a file there, as in /tmp: such a file is not a choice of the user who works below it."""
+    """Whether any user may create files there, as in /tmp: such a file is not the choice of this user."""
     try:
         return bool(os.stat(folder).st_mode & stat.S_IWOTH)
     except OSError:
@@ -273,7 +272,7 @@ def is_everybodys(folder: str) -> bool:
 
 
 def is_planted(path: str, folder: str) -> bool:
-    """Whether another user put it into a folder that any user can write to."""
+    """Whether another user owns this file, in a folder that any user can write to."""
     try:
         return is_everybodys(folder) and os.stat(path).st_uid not in (0, os.geteuid())
     except OSError:
@@ -281,7 +280,7 @@ def is_planted(path: str, folder: str) -> bool:
 
 
 def mentions_us(path: str) -> bool:
-    """Whether a pyproject.toml can have our table: most have not, and need not be understood."""
+    """Whether a pyproject.toml may have our table: most do not, and are not parsed."""
     try:
         with open(path, "rb") as file:
             text = file.read(FILE_BYTES_MAX)

@@ -1,7 +1,7 @@
-"""`--nproc-per-node`: how many workers this node gets, without importing torch.
+"""`--nproc-per-node`: the number of workers of this node, without importing torch.
 
-Knows where Linux shows accelerators (NVML, /dev/nvidia*, /sys/class/kfd) and the rules of CUDA_VISIBLE_DEVICES; torch
-is asked, in a separate process, only for kinds that cannot be counted otherwise.
+Knows where Linux shows accelerators (NVML, /dev/nvidia*, /sys/class/kfd) and the rules of CUDA_VISIBLE_DEVICES. Asks
+torch only for other kinds of devices, in a separate process.
 """
 
 from __future__ import annotations
@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.protocol.bounds import WORKERS_PER_NODE_MAX
+from holdfast.linux import read_text
 from holdfast.protocol.errors import ProcessesError
+from holdfast.protocol.policy import WORKERS_PER_NODE_MAX
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -19,13 +20,13 @@ TORCH_ANSWER_S_MAX = 120.0
 """Importing torch from a slow network file system takes long."""
 
 NAMES = ("auto", "cpu", "gpu", "xpu")
-NEVER_KNOWN = {"cuda": "gpu", "rocm": "gpu", "mps": "auto", "hpu": "auto", "mtia": "auto"}
-"""Words that torchrun refuses although torch knows them, and their replacement."""
+REFUSED_NAMES = {"cuda": "gpu", "rocm": "gpu", "mps": "auto", "hpu": "auto", "mtia": "auto"}
+"""Names that torchrun refuses although torch knows them, and their replacement."""
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 TORCH_OWN_BACKEND = "privateuseone"
-"""The name of torch's extra backend while no package has given it another."""
+"""The name of torch's extra backend if no package has renamed it."""
 BACKEND_PACKAGES = "torch.backends"
-"""Entry points by which such a package has itself loaded together with torch."""
+"""Entry points by which torch loads such packages."""
 
 
 class Count(NamedTuple):
@@ -37,7 +38,7 @@ class Count(NamedTuple):
 
 
 class Probes(NamedTuple):
-    """Where to look for devices; tests pass their own."""
+    """Sources of information about devices; tests pass their own."""
 
     root: str = "/"
     """Root of the tree that holds dev and sys."""
@@ -46,7 +47,7 @@ class Probes(NamedTuple):
     torch: Callable[[str], int] | None = None
     """Asks torch for the number of devices of a kind; by default in a subprocess. Raises ProcessesError."""
     backends: Callable[[str], bool] | None = None
-    """Whether a package may have given torch a backend of this name; by default a look at those installed."""
+    """Whether an installed package may give torch a backend of this name."""
     cpus: int | None = None
     """Size of the affinity mask; by default this process's."""
 
@@ -84,16 +85,16 @@ def count_devices(name: str, environ: Mapping[str, str], probes: Probes) -> Coun
             raise ProcessesError("must be a number, auto, gpu, cpu or xpu; no package here gives torch another backend")
     number = (probes.torch or ask_torch)(name)
     if number <= 0:
-        raise ProcessesError(f"this node has no {name} device, says torch; use cpu, auto or a number")
+        raise ProcessesError(f"torch finds no {name} device on this node; use cpu, auto or a number")
     return Count(number, name, "torch")
 
 
 def refuse_typing_error(name: str) -> None:
-    """Raises ProcessesError for what cannot be the name of a torch backend, or is nearly one of ours."""
+    """Raises ProcessesError for a text that cannot be the name of a torch backend, or is nearly one of ours."""
     import difflib
 
     word = name.strip().lower()
-    meant = str(NUMBERS.index(word) + 1) if word in NUMBERS else NEVER_KNOWN.get(name.lower())
+    meant = str(NUMBERS.index(word) + 1) if word in NUMBERS else REFUSED_NAMES.get(name.lower())
     if meant is None and (matches := difflib.get_close_matches(name.lower(), NAMES, n=1, cutoff=0.8)):
         meant = matches[0]
     if meant is not None:
@@ -103,7 +104,7 @@ def refuse_typing_error(name: str) -> None:
 
 
 def may_be_backend(name: str) -> bool:
-    """Without importing torch, which takes long: whether some package may have named torch's extra backend so."""
+    """Whether a package may have given torch's extra backend this name, without importing torch, which takes long."""
     from importlib.metadata import entry_points
     from importlib.util import find_spec
 
@@ -144,10 +145,10 @@ def visible(environ: Mapping[str, str], variable: str, present: int, uuids: list
 
 
 def count_listed(listed: str, present: int, uuids: list[str]) -> int:
-    """How many of `present` devices the list shows, by CUDA's rules.
+    """How many of `present` devices the list makes visible, by CUDA's rules.
 
-    Numbers, or UUIDs (a unique beginning is enough); the list ends at the first that does not exist; naming one twice
-    shows none. Of MIG slices CUDA shows a process only one. Without UUIDs to compare with, each is believed.
+    The items are numbers or UUIDs (a unique beginning is enough). The list ends at the first device that does not
+    exist; a duplicate makes none visible. CUDA shows a process only one MIG slice. Without known UUIDs each is valid.
     """
     items = [item.strip() for item in listed.split(",")]
     if items[0].startswith("MIG-"):
@@ -164,7 +165,7 @@ def count_listed(listed: str, present: int, uuids: list[str]) -> int:
 
 
 def resolve_uuid(item: str, uuids: list[str]) -> int | str | None:
-    """Index of the one device whose UUID begins like this; the item itself when there is nothing to compare with."""
+    """Index of the only device whose UUID begins like this; the item itself if no UUIDs are known."""
     if not item.startswith("GPU-"):
         return None
     if not uuids:
@@ -174,7 +175,7 @@ def resolve_uuid(item: str, uuids: list[str]) -> int | str | None:
 
 
 def leading_number(item: str) -> int | None:
-    """As C's strtoul reads it: `1x` is 1; None when no digit leads."""
+    """The number as C's strtoul reads it: `1x` is 1; None: no leading digit."""
     digits = ""
     for letter in item.removeprefix("+"):
         if letter not in "0123456789":
@@ -184,7 +185,7 @@ def leading_number(item: str) -> int | None:
 
 
 def nvml_uuids() -> list[str] | None:
-    """UUID of every NVIDIA GPU by index; None when there is no driver to ask."""
+    """UUID of every NVIDIA GPU by index; None: no driver."""
     try:
         import pynvml  # here and not above: it is large, and most lines name a number
     except ImportError:
@@ -231,11 +232,7 @@ def kfd_gpus(root: str) -> int:
 
 
 def has_simd(path: str) -> bool:
-    try:
-        with open(path, encoding="ascii", errors="replace") as file:
-            pairs = [line.split() for line in file]
-    except OSError:
-        return False
+    pairs = [line.split() for line in read_text(path).splitlines()]
     return any(len(pair) == 2 and pair[0] == "simd_count" and pair[1] != "0" for pair in pairs)
 
 
@@ -261,13 +258,11 @@ def ask_torch(name: str, python: str | None = None) -> int:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=TORCH_ANSWER_S_MAX, check=False, env=env)
     except subprocess.TimeoutExpired:
-        raise ProcessesError(f"torch did not tell within {TORCH_ANSWER_S_MAX:g} s how many it sees") from None
+        raise ProcessesError(f"torch did not report its devices within {TORCH_ANSWER_S_MAX:g} s") from None
     except OSError as error:
         raise ProcessesError(f"only torch can count these, and {command[0]} does not run: {error.strerror}") from None
     if done.returncode != 0 or not done.stdout.strip().isdecimal():
         said = done.stderr.strip().splitlines()
-        reason = said[-1] if said else "nothing"
-        raise ProcessesError(
-            f"neither a number nor auto, gpu, cpu or xpu, and torch, asked for such a device, says: {reason}"
-        )
+        reason = said[-1] if said else "no message"
+        raise ProcessesError(f"not a number, auto, gpu, cpu or xpu, and torch reports for such a device: {reason}")
     return int(done.stdout)

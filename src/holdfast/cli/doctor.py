@@ -1,37 +1,53 @@
-"""`holdfast doctor [options of a run]`: checks this node, and with the same line on several nodes each pair of them.
+"""This machine: `holdfast doctor [options of a run]` checks it, `holdfast env` describes it.
 
-Knows the line and the output. It takes the line of `holdfast run` as it is, script and all, and starts nothing of
-it: facts are gathered by doctor and judged by doctor.
+The doctor takes the line of `holdfast run` unchanged, with the script, and starts nothing of it; with the same line on
+several nodes it checks each pair of them. The package doctor gathers and judges the facts.
+`holdfast env` prints this machine and its software in Markdown, for an issue; secrets are masked. It reads files and
+metadata, and runs a few quick programs; it imports none of the packages that it describes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import platform
+import re
+import resource
+import shutil
+import socket
+import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
+
+import psutil
 
 from holdfast.cli import config, grammar
 from holdfast.cli.option_table import FLAG, FLOAT, OPTIONS, TEXT, Option
 from holdfast.cli.option_table import line as help_line
+from holdfast.cli.printing import Parser, print_json
+from holdfast.linux import GroupLimits, read_text
 from holdfast.protocol.errors import RendezvousConfigError, UsageError
+from holdfast.version import __version__
 
 if TYPE_CHECKING:
     import asyncio
-    from collections.abc import Sequence
 
     from holdfast.cli.grammar import Parsed
     from holdfast.cli.rendezvous import RendezvousOptions
+    from holdfast.doctor.findings import DoctorFinding, LocalFacts
     from holdfast.doctor.joint import JointOptions, JointResult
-    from holdfast.protocol.doctor_facts import DoctorFinding, LocalFacts
     from holdfast.protocol.options import Endpoint
 
 ALL_REDUCE = "a small one with gloo: auto (where all nodes have torch) or off"
 OWN = tuple(
-    Option(name, kind, default, "doctor", text, metavar, env=False, choices=choices, ours=True)
+    Option(name, kind, default, text, metavar, env=False, choices=choices, ours=True)
     for name, kind, default, text, metavar, choices in (
-        ("--timeout", FLOAT, 60.0, "how long to wait for the other nodes, and for each check", "S", ()),
+        ("--timeout", FLOAT, 60.0, "limit of the wait for other nodes, and of each check", "S", ()),
         ("--all-reduce", TEXT, "auto", ALL_REDUCE, "auto|off", ("auto", "off")),
-        ("--strict", FLAG, False, "exit code 10 for warnings, which are 0 otherwise", "", ()),
+        ("--strict", FLAG, False, "exit with 10 for warnings (otherwise 0)", "", ()),
         ("--json", FLAG, False, "print JSON", "", ()),
     )
 )
@@ -44,7 +60,7 @@ USED = (
 TIMEOUT_S_MAX = 3600.0
 LOCAL_TORCH_S_MIN = 60.0
 BUSY_S = 2.0
-"""After this time without output a line reports what is in progress."""
+"""After this time without output, a line reports what is in progress."""
 
 
 class Found(NamedTuple):
@@ -73,8 +89,6 @@ def main(argv: Sequence[str]) -> int:
 
     strict: bool = parsed.values.strict
     if parsed.values.json:
-        from holdfast.cli.printing import print_json
-
         print_json(as_json(found, strict=strict))
     else:
         print(render(found.findings, strict=strict))
@@ -85,16 +99,16 @@ def usage() -> str:
     used = [option for option in OPTIONS if option.name in USED]
     return "\n".join(
         [
-            "usage: holdfast doctor [options] [the rest of a line of holdfast run]",
+            "usage: holdfast doctor [options] [the options and script of holdfast run]",
             "",
             "Checks this node: Python, torch, GPUs, memory, limits, clock, names, interfaces, ports. With --nnodes and",
-            "--rdzv-endpoint, on all nodes at once: every pair of them too. Nothing of the job is started.",
-            "Exit codes: 0 pass or warn (10 with --strict), 20 retry, 30 fatal; 2 for a line that makes no sense.",
+            "--rdzv-endpoint, run on all nodes at once: also every pair of them. Nothing of the job is started.",
+            "Exit codes: 0 pass or warn (10 with --strict), 20 retry, 30 fatal; 2 for an invalid line.",
             "",
             "options:",
             *(help_line(option) for option in OWN),
             "",
-            "as in holdfast run (its other options are accepted, and without effect):",
+            "as in holdfast run (its other options are accepted and have no effect):",
             *(help_line(option) for option in used),
         ]
     )
@@ -116,7 +130,7 @@ def look(parsed: Parsed) -> Found:
     together = place.job.max_nodes > 1 and not place.standalone
     if together and (place.etcd is not None or place.third_party is not None):
         raise RendezvousConfigError(
-            f"--rdzv-backend {place.job.backend}: doctor's nodes meet at a port of one of them; "
+            f"--rdzv-backend {place.job.backend}: for the doctor the nodes connect to a port of one of them; "
             "give --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
         )
     return asyncio.run(examine(parsed, place, together=together))
@@ -161,18 +175,18 @@ async def examine(parsed: Parsed, place: RendezvousOptions, *, together: bool) -
 
 
 async def say_busy(facts: asyncio.Task[LocalFacts]) -> None:
-    """Reports that the check goes on: importing torch takes long, and nothing else is printed before the end."""
+    """Report that the check is in progress: importing torch takes long, and nothing else is printed before the end."""
     import asyncio
     import time
 
-    from holdfast.protocol.machines import Pauses
+    from holdfast.protocol.policy import Pauses
 
     began = time.monotonic()
     pauses = Pauses.begin(began, BUSY_S)
     while not facts.done():
         await asyncio.wait([facts], timeout=max(0.0, pauses.at_s - time.monotonic()))
         if not facts.done() and pauses.due(now := time.monotonic()):
-            say(f"looking at this node for {now - began:.0f} s; importing torch takes longest")
+            say(f"checking this node for {now - began:.0f} s; importing torch takes longest")
 
 
 def joint_options(parsed: Parsed, place: RendezvousOptions, python: str) -> JointOptions:
@@ -242,3 +256,241 @@ def as_json(found: Found, *, strict: bool = False) -> dict[str, object]:
 
 def say(text: str) -> None:
     print(f"holdfast: {text}", file=sys.stderr, flush=True)
+
+
+# --- holdfast env ----------------------------------------------------------------------------------------------------
+
+PACKAGES = ("torch", "numpy", "msgspec", "psutil", "accelerate", "lightning", "transformers", "py-spy")
+NVIDIA_PACKAGES = re.compile(r"nvidia[-_](nccl|cuda[-_]runtime|cudnn)")
+VARIABLES = re.compile(
+    r"^(PET_|HOLDFAST_|TORCH|PYTORCH_|NCCL_|GLOO_|UCC_|UCX_|FI_|SLURM_|CUDA_|OMP_|MKL_|MASTER_|PYTHON|LD_)"
+    r"|^(RANK|LOCAL_RANK|WORLD_SIZE|XDG_RUNTIME_DIR|TMPDIR|KUBERNETES_SERVICE_HOST)$"
+)
+SECRET = re.compile(r"TOKEN|SECRET|PASSW|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNORECASE)
+IN_URL = re.compile(r"(://)[^/@\s]*@")
+MASK = "***"
+COMMIT_FILE = "commit.txt"
+"""Inside the package; `make dist` writes it."""
+UNKNOWN = "unknown"
+VALUE_CHARS_MAX = 400
+PROGRAM_S_MAX = 5.0
+LIMITS = {
+    "open files": resource.RLIMIT_NOFILE,
+    "processes": resource.RLIMIT_NPROC,
+    "locked memory": resource.RLIMIT_MEMLOCK,
+    "stack": resource.RLIMIT_STACK,
+    "core": resource.RLIMIT_CORE,
+}
+GIB = 2**30
+
+Facts = dict[str, str]
+
+
+def main_env(argv: Sequence[str]) -> int:
+    """Run `holdfast env` with these arguments; returns the exit status. Raises HoldfastError."""
+    chosen = env_parser().parse_args(argv)
+    if chosen.short:
+        print("\n".join(version_lines()))
+        return 0
+    told = {title: gather() for title, gather in SECTIONS.items()}
+    if chosen.json:
+        print_json(told)
+    else:
+        print(markdown(told))
+    return 0
+
+
+def env_parser() -> Parser:
+    made = Parser(prog="holdfast env", description="Describe this machine, to paste into an issue.")
+    made.add_json()
+    made.add_argument(
+        "--short", action="store_true", help="versions only: holdfast and its commit, Python, torch, kernel"
+    )
+    return made
+
+
+def markdown(told: Mapping[str, Facts]) -> str:
+    """One table for each section that has facts."""
+    parts = []
+    for title, facts in told.items():
+        if facts:
+            rows = "\n".join(f"| {cell(name)} | {cell(value)} |" for name, value in facts.items())
+            parts.append(f"### {title}\n| | |\n|---|---|\n{rows}")
+    return "\n\n".join(parts)
+
+
+def cell(text: str) -> str:
+    return text.replace("\\", "\\\\").replace("|", "\\|").replace("\n", " ")
+
+
+def software() -> Facts:
+    facts = {
+        "holdfast": __version__,
+        "holdfast commit": commit(),
+        "Python": f"{platform.python_version()} ({sys.executable})",
+    }
+    for name in PACKAGES:
+        try:
+            facts[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    for package in metadata.distributions():
+        name = package.metadata["Name"] or ""
+        if NVIDIA_PACKAGES.match(name):
+            facts[name] = package.version
+    for name, setting in torch_build().items():
+        facts["torch commit" if name == "git_version" else f"torch built with {name}"] = setting
+    return facts
+
+
+def commit() -> str:
+    """The commit of holdfast: recorded in a built package, read from git in a checkout, else unknown."""
+    package = Path(__file__).parent.parent
+    root = package.parent.parent
+    with contextlib.suppress(OSError):
+        return (package / COMMIT_FILE).read_text().strip()
+    if not (root / ".git").exists():  # git would look in the folders above, where another project may be
+        return UNKNOWN
+    return output(["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=40"]).strip() or UNKNOWN
+
+
+def version_lines() -> list[str]:
+    """The minimal facts for an issue; also printed by `holdfast --version --verbose`."""
+    facts = {"commit": commit(), "Python": platform.python_version()}
+    try:
+        facts["torch"] = metadata.version("torch")
+    except metadata.PackageNotFoundError:
+        facts["torch"] = "not installed beside holdfast"
+    facts["kernel"] = f"{platform.system()} {platform.release()}"
+    return [f"holdfast {__version__}", *(f"{name} {value}" for name, value in facts.items())]
+
+
+def torch_build() -> Facts:
+    """CUDA and the like, read from torch's own version.py: importing torch takes seconds."""
+    try:
+        package = metadata.distribution("torch")
+        text = Path(str(package.locate_file("torch/version.py"))).read_text()
+    except (metadata.PackageNotFoundError, OSError):
+        return {}
+    found = re.findall(r"^(cuda|hip|xpu|git_version)\b[^=]*= *'([^']+)'", text, re.MULTILINE)
+    return dict(found)
+
+
+def machine() -> Facts:
+    memory = psutil.virtual_memory()
+    facts = {
+        "host": socket.gethostname(),
+        "system": os_name(),
+        "kernel": platform.release(),
+        "libc": " ".join(platform.libc_ver()),
+        "processor": f"{cpu_model()}, {os.cpu_count()} CPUs, {len(os.sched_getaffinity(0))} for this process",
+        "memory": f"{memory.total / GIB:.1f} GiB, {memory.available / GIB:.1f} GiB available",
+        "container": container(),
+    }
+    group = GroupLimits()
+    if group.memory_bytes is not None:
+        facts["memory limit of the cgroup"] = f"{group.memory_bytes / GIB:.1f} GiB"
+    if group.cpus is not None:
+        facts["CPU limit of the cgroup"] = f"{group.cpus:g} CPUs"
+    try:
+        shared = shutil.disk_usage("/dev/shm")
+        facts["/dev/shm"] = f"{shared.total / GIB:.1f} GiB, {shared.free / GIB:.1f} GiB free"
+    except OSError as error:
+        facts["/dev/shm"] = error.strerror or "missing"
+    return {name: value for name, value in facts.items() if value}
+
+
+def gpus() -> Facts:
+    query = ["nvidia-smi", "--query-gpu=index,name,memory.total,driver_version", "--format=csv,noheader"]
+    lines = output(query).splitlines()
+    facts = {}
+    for line in lines:
+        number, _, rest = line.partition(", ")
+        facts[f"GPU {number}"] = rest
+    if any(Path("/dev").glob("nvidia[0-9]*")) and not lines:
+        facts["GPUs"] = "there are devices, but nvidia-smi does not answer"
+    if Path("/dev/kfd").exists():
+        facts["AMD"] = "there is /dev/kfd"
+    return facts
+
+
+def network() -> Facts:
+    states = psutil.net_if_stats()
+    facts = {}
+    for name, addresses in psutil.net_if_addrs().items():
+        shown = [each.address for each in addresses if each.family in (socket.AF_INET, socket.AF_INET6)]
+        state = states.get(name)
+        how = f"{'up' if state.isup else 'down'}, mtu {state.mtu}, " if state is not None else ""
+        facts[name] = how + (", ".join(shown) or "no address")
+    from holdfast.doctor.facts import infiniband
+
+    if devices := infiniband():
+        facts["InfiniBand"] = ", ".join(devices)
+    return facts
+
+
+def limits() -> Facts:
+    return {name: " / ".join(map(limit_text, resource.getrlimit(number))) for name, number in LIMITS.items()}
+
+
+def limit_text(value: int) -> str:
+    return "unlimited" if value == resource.RLIM_INFINITY else str(value)
+
+
+def variables(environ: Mapping[str, str] | None = None) -> Facts:
+    """Variables that affect training; secrets masked."""
+    environ = os.environ if environ is None else environ
+    return {name: masked(name, environ[name]) for name in sorted(environ) if VARIABLES.search(name)}
+
+
+def masked(name: str, value: str) -> str:
+    """
+    >>> masked("HOLDFAST_TOKEN", "abc"), masked("PET_RDZV_ENDPOINT", "http://me:secret@host:1/")
+    ('***', 'http://***@host:1/')
+    """
+    if SECRET.search(name) and value:
+        return MASK
+    value = re.sub(r"(?i)\b([\w-]*(?:token|secret|passw|key|auth)[\w-]*)=[^,\s]+", rf"\1={MASK}", value)
+    value = IN_URL.sub(rf"\1{MASK}@", value)
+    return value if len(value) <= VALUE_CHARS_MAX else f"{value[:VALUE_CHARS_MAX]}…"
+
+
+def os_name() -> str:
+    try:
+        return platform.freedesktop_os_release().get("PRETTY_NAME", "Linux")
+    except OSError:
+        return "Linux"
+
+
+def cpu_model() -> str:
+    found = re.search(r"^model name\s*: (.+)$", read_text(Path("/proc/cpuinfo")), re.MULTILINE)
+    return found.group(1) if found else platform.machine()
+
+
+def container() -> str:
+    if Path("/.dockerenv").exists():
+        return "Docker"
+    if Path("/run/.containerenv").exists():
+        return "Podman"
+    if "KUBERNETES_SERVICE_HOST" in os.environ:
+        return "Kubernetes"
+    return os.environ.get("APPTAINER_CONTAINER", os.environ.get("container", ""))  # noqa: SIM112 - systemd's name
+
+
+def output(command: list[str]) -> str:
+    """The output of a program; empty: it is missing, fails or takes too long."""
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=PROGRAM_S_MAX, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+SECTIONS: dict[str, Callable[[], Facts]] = {
+    "Software": software,
+    "Machine": machine,
+    "GPUs": gpus,
+    "Network": network,
+    "Limits (soft / hard)": limits,
+    "Variables": variables,
+}

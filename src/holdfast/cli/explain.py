@@ -1,6 +1,6 @@
 """`holdfast explain [CODE ...]`: the meaning of a code, the evidence for it, and what to do. Works offline.
 
-Knows the output; diagnosis/explanations.py knows the meaning of codes.
+Knows the output; diagnosis/reference.py knows the meaning of codes.
 """
 
 from __future__ import annotations
@@ -9,8 +9,10 @@ import argparse
 import textwrap
 from collections.abc import Sequence
 
+from msgspec.structs import asdict
+
 from holdfast.cli.printing import Parser, print_json, print_table
-from holdfast.diagnosis.explanations import Explanation, everything, headings, nearest, normal, search
+from holdfast.diagnosis.reference import Explanation, everything, headings, nearest, normal, search
 from holdfast.protocol.errors import UsageError
 
 WIDTH = 100
@@ -26,7 +28,7 @@ def main(argv: Sequence[str]) -> int:
         return show_found(found, as_json=chosen.json)
     wanted = [find(code, known) for code in chosen.codes] or list(known.values())
     if chosen.json:
-        print_json([plain(each) for each in wanted])
+        print_json([asdict(each) for each in wanted])
     elif chosen.codes:
         print("\n\n".join(text(each) for each in wanted))
     else:
@@ -34,33 +36,31 @@ def main(argv: Sequence[str]) -> int:
             print(f"{start}xx  {heading}")
             print_table([(f"  {each.code}", each.name) for each in wanted if each.code.startswith(start)])
             print()
-        print("holdfast explain CODE says more; holdfast explain WORDS searches: holdfast explain exit code 137")
+        print("holdfast explain CODE explains a code; holdfast explain WORDS searches: holdfast explain exit code 137")
     return 0
 
 
 def show_found(found: list[Explanation], *, as_json: bool) -> int:
     """Print the results of a search: a single one in full."""
     if as_json:
-        print_json([plain(each) for each in found])
+        print_json([asdict(each) for each in found])
     elif len(found) == 1:
         print(text(found[0]))
     else:
         print_table([(each.code, each.name) for each in found])
-        print(f"\nholdfast explain {found[0].code} says more.")
+        print(f"\nholdfast explain {found[0].code} explains the first.")
     return 0
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        prog="holdfast explain", description="Say what a code means and what to do about it.", allow_abbrev=False
-    )
+    made = Parser(prog="holdfast explain", description="Explain what a code means and what to do about it.")
     made.add_argument(
         "codes",
         nargs="*",
         metavar="CODE",
-        help="such as HF211, or words to search for; all codes are listed when none is given",
+        help="a code such as HF211, or words to search for; without it all codes are listed",
     )
-    made.add_argument("--json", action="store_true", help="print JSON")
+    made.add_json()
     return made
 
 
@@ -82,14 +82,3 @@ def text(each: Explanation) -> str:
         wrapped = textwrap.wrap(said, WIDTH - 14, break_long_words=False, break_on_hyphens=False)
         lines += [f"  {name if number == 0 else '':<12}{line}" for number, line in enumerate(wrapped)]
     return "\n".join(lines)
-
-
-def plain(each: Explanation) -> dict[str, object]:
-    return {
-        "code": each.code,
-        "name": each.name,
-        "cause": each.cause,
-        "evidence": each.evidence,
-        "fix": each.fix,
-        "exit_code": each.exit_code,
-    }

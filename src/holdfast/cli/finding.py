@@ -1,7 +1,7 @@
-"""Finds the job that a command means: by run id, by its beginning, by run folder, or the only running one.
+"""Finds the run that a command is about, and how it has ended.
 
-Knows the list of running agents, where runs are kept, and how a run has ended (verdict.json); must not know what is
-asked of agents.
+A run is named by its run id, by the beginning of the id, or by its run folder; without a name it is the only running
+one. Knows the list of running agents, the default log folder, and how a run has ended (verdict.json).
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from holdfast.runtime.running import RunningAgent
 from holdfast.text import duration, spoken
 
 VERDICT = "verdict.json"
+LISTED_MAX = 20
+KEPT_LISTED_MAX = 8
 
 
 def outcome_of(folder: Path) -> Outcome | None:
-    """The outcome of a run. None: it runs, its agent was killed, or another version wrote the file."""
+    """The outcome of a run. None: it is running, its agent was killed, or another version wrote the file."""
     try:
         return msgspec.json.decode((folder / VERDICT).read_bytes(), type=Outcome)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
@@ -35,18 +37,18 @@ def outcome_of(folder: Path) -> Outcome | None:
 
 
 def in_words(folder: Path) -> str:
-    """`: failed, exit code 3`; empty where no outcome is known."""
+    """`: failed, exit code 3`; empty: no outcome is known."""
     outcome = outcome_of(folder)
     return f": {_words(outcome)}" if outcome is not None else ""
 
 
 def end_of(folder: Path, outcome: Outcome) -> str:
-    """How the run ended in one line, then its last screen again."""
+    """How the run ended in one line, and then its last screen."""
     return f"run {folder.name} has ended: {_words(outcome)}\n{screen_of(folder, outcome)}"
 
 
 def screen_of(folder: Path, outcome: Outcome) -> str:
-    """The last screen again, with where the logs are."""
+    """The last screen, with the location of the logs."""
     return render_again(outcome, str(folder), home=os.environ.get("HOME", ""), runs=default_log_dir())
 
 
@@ -55,36 +57,36 @@ def _words(outcome: Outcome) -> str:
     return how_it_ended(outcome.kind.value, outcome.exit_code, code + outcome.message)
 
 
-LISTED_MAX = 20
-KEPT_LISTED_MAX = 8
-
-
 def running_job(run: str | None) -> list[RunningAgent]:
     """The agents of the named job on this host, oldest first. Raises NoRunError, ControlRefusedError."""
     entries = running.entries()
     if run is not None and is_folder(run):
         return by_folder(Path(os.path.abspath(run)), entries)
+    found = of_one_job(run, entries)
+    if not found:
+        raise NoRunError(nothing(run, entries))
+    return found
+
+
+def of_one_job(run: str | None, entries: list[RunningAgent]) -> list[RunningAgent]:
+    """The entries of the named job, or of the only one. Raises NoRunError for several jobs."""
     found = entries if run is None else matching(entries, run)
     jobs = {entry.job for entry in found}
-    if len(jobs) == 1:
-        return found
-    if jobs:
-        raise NoRunError(f"{several(run, len(jobs))}; name one of them (its beginning will do):\n{listed(found)}")
-    raise NoRunError(nothing(run, entries))
+    if len(jobs) > 1:
+        what = f"{len(jobs)} jobs run on this host" if run is None else f"{run!r} means {len(jobs)} jobs on this host"
+        raise NoRunError(f"{what}; name one of them (the beginning is enough):\n{job_lines(found)}")
+    return found
 
 
 def run_folders(run: str | None) -> list[Path]:
-    """The run folders on this host of a job, running or ended: of the newest where several have that name. Raises
+    """The run folders on this host of a job, running or ended; of several with that name the newest. Raises
     NoRunError."""
     if run is not None and is_folder(run):
         folder = Path(os.path.abspath(run))
         check_folder(folder)
         return [folder]
     entries = running.entries()
-    found = entries if run is None else matching(entries, run)
-    jobs = {entry.job for entry in found}
-    if len(jobs) > 1:
-        raise NoRunError(f"{several(run, len(jobs))}; name one of them (its beginning will do):\n{listed(found)}")
+    found = of_one_job(run, entries)
     folders = [Path(entry.folder) for entry in found if entry.folder]
     if found and not folders:
         raise NoRunError(f"{found[0].name} runs with --log-dir /dev/null: it keeps no logs")
@@ -96,7 +98,7 @@ def run_folders(run: str | None) -> list[Path]:
 
 
 def ended_run(run: str | None) -> Path | None:
-    """The folder of the named run, if that run has ended; None: it has not, or no folder of it is kept here."""
+    """The folder of the named run if that run has ended; None: it has not, or it has no folder here."""
     if run is not None and is_folder(run):
         return Path(os.path.abspath(run))
     entries = running.entries()
@@ -106,8 +108,7 @@ def ended_run(run: str | None) -> Path | None:
 
 
 def is_folder(run: str) -> bool:
-    """Whether the text is a folder rather than a run id: it is written as a path, or a run folder has that name
-    here."""
+    """Whether the text is a folder and not a run id: a path, or the name of a run folder in the current folder."""
     return os.sep in run or os.path.exists(os.path.join(run, JOURNAL))
 
 
@@ -136,7 +137,7 @@ def check_folder(folder: Path) -> None:
     except PermissionError:
         try:
             whose = f"belongs to another user (uid {folder.stat().st_uid})"
-        except OSError as error:  # nor may we pass a folder above it
+        except OSError as error:  # a folder above it is not readable either
             whose = f"cannot be read: {error.strerror}"
         raise ControlRefusedError(f"{folder} {whose}") from None
     except OSError as error:
@@ -146,7 +147,7 @@ def check_folder(folder: Path) -> None:
 
 
 def unlisted(folder: Path) -> RunningAgent:
-    """An agent that wrote its entry into another folder: it had another XDG_RUNTIME_DIR or TMPDIR."""
+    """An agent that is not in our list: it had another XDG_RUNTIME_DIR or TMPDIR."""
     return RunningAgent(
         run_id=folder.name,
         endpoint="",
@@ -159,12 +160,12 @@ def unlisted(folder: Path) -> RunningAgent:
 
 
 def newest_ended(run: str | None) -> list[Path]:
-    """The newest run folder of this name in the default log folder."""
+    """The newest run folder of this name in the default log folder; `run` None: of any name."""
     wanted = "" if run is None else safe_name(spoken(run))
     ages = {folder: age for folder, age in kept_runs().items() if folder.name.startswith(wanted)}
     if run is not None and not ages:
         ages = {folder: age for folder, age in kept_runs().items() if run_id_of(folder).startswith(run)}
-    exact = [folder for folder in ages if folder.name.rpartition("_")[0] == wanted or folder.name == wanted]
+    exact = [folder for folder in ages if wanted and wanted in (folder.name, folder.name.rpartition("_")[0])]
     pool = exact or list(ages)
     return [max(pool, key=lambda folder: ages[folder])] if pool else []
 
@@ -179,7 +180,7 @@ def kept_runs() -> dict[Path, float]:
 
 
 def run_id_of(folder: Path) -> str:
-    """As the run's first event says it: a folder has a name that people can say. Empty where it cannot be read."""
+    """The run id in the run's first event, since a folder may be named otherwise. Empty: it cannot be read."""
     try:
         with open(folder / JOURNAL, "rb") as file:
             return str(json.loads(file.readline())["run_id"])
@@ -194,27 +195,23 @@ def nothing(run: str | None, entries: Sequence[RunningAgent]) -> str:
         return f"no job of this user runs on this host{last}"
     ended = newest_ended(run)
     if ended:
-        return f"{run} does not run on this host: {ended[0]} has ended{in_words(ended[0])}"
-    known = f"; what runs:\n{listed(entries)}" if entries else ", and no other job of this user does"
+        return f"{run} is not running on this host: {ended[0]} has ended{in_words(ended[0])}"
+    known = f"; running jobs:\n{job_lines(entries)}" if entries else ", and no other job of this user"
     return f"no job {run!r} runs on this host{known}{kept_here()}"
 
 
 def kept_here() -> str:
-    """The newest runs that are kept, in lines of their own; empty where none is."""
+    """The newest runs whose folders exist, one per line; empty: there are none."""
     ages = kept_runs()
     newest = sorted(ages, key=lambda folder: -ages[folder])[:KEPT_LISTED_MAX]
     lines = [
         f"  {folder.name}  {duration(max(0.0, time.time() - ages[folder]))} ago{in_words(folder)}" for folder in newest
     ]
     more = [f"  … and {len(ages) - len(newest)} more in {default_log_dir()}"] if len(ages) > len(newest) else []
-    return "\n".join(["; runs that are kept here:", *lines, *more]) if lines else ""
+    return "\n".join(["; runs with folders here:", *lines, *more]) if lines else ""
 
 
-def several(run: str | None, number: int) -> str:
-    return f"{number} jobs run on this host" if run is None else f"{run!r} is {number} jobs on this host"
-
-
-def listed(entries: Sequence[RunningAgent]) -> str:
+def job_lines(entries: Sequence[RunningAgent]) -> str:
     lines = [
         f"  {entry.name}  for {duration(max(0.0, time.time() - entry.began_epoch_s))}, pid {entry.pid}  {entry.script}"
         for entry in entries[:LISTED_MAX]

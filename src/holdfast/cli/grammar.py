@@ -1,11 +1,11 @@
-"""Words of a command line to values, by torchrun's grammar: options, the script, then words that are the script's own.
+"""Parses a command line by torchrun's grammar: options, the script, then the script's own words.
 
-Knows spellings, prefixes and where a value came from; knows nothing of what the values mean. Standard library only.
+Knows spellings, prefixes and the source of each value; knows nothing of the meaning of values. Standard library only.
 
-torchrun's grammar is argparse's, and the tests hold this module against the installed torchrun's parser. It is not
-built on argparse because that one judges every word before it knows where the script is (`torchrun train.py --log 3`
-fails, as `--log` could be an option of torchrun's) and takes prefixes in silence; and importing it costs as much time
-as the rest of `holdfast run --help`.
+torchrun's grammar is argparse's, and tests compare this module with the installed torchrun's parser. It does not use
+argparse, which judges every word before it knows where the script is (`torchrun train.py --log 3` fails because `--log`
+could be an option of torchrun) and accepts prefixes silently. Importing argparse also takes as long as the rest of
+`holdfast run --help`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 FROM_FLAG, FROM_DEFAULT = "flag", "default"
 ABOUT_US = ("help", "version", "print_completion")
-"""Options that ask about the command itself: nothing else counts then."""
+"""Options about the command itself: all others are ignored then."""
 FROM_STEP = "the Slurm step"
 VARIABLE_PREFIXES = ("PET_", "HOLDFAST_")
 
@@ -29,7 +29,7 @@ OTHER_VARIABLES = frozenset(
     f"HOLDFAST_{name}"
     for name in ("TOKEN", "RUNTIME_DIR", "SLURM_CHECK_S", "GUARDS", "BOARD", "SAVER", "STORE_FULL_TORCH")
 )
-"""Variables that are read, and belong to no option."""
+"""Variables that are read and belong to no option."""
 SURELY_OURS = frozenset(
     [
         "nnodes",
@@ -58,14 +58,14 @@ SURELY_OURS = frozenset(
         "virtual-local-rank",
     ]
 )
-"""Options whose names no script is likely to have."""
+"""Names that a script's own options are unlikely to have."""
 
 TRUE_WORDS = frozenset({"true", "yes"})
 FALSE_WORDS = frozenset({"false", "no"})
 
 WORKERS, NODES = "--nproc-per-node", "--nnodes"
 ALWAYS = "--use-env"
-"""What torch.distributed.launch has to be told."""
+"""An option of torch.distributed.launch only."""
 ELSEWHERE = {
     **dict.fromkeys(("gpus", "num-gpus", "gpus-per-node", "num-processes", "num-procs", "np", "n"), WORKERS),
     **dict.fromkeys(("num-machines", "num-nodes", "nodes"), NODES),
@@ -73,33 +73,32 @@ ELSEWHERE = {
     "main-process-ip": "--master-addr",
     "main-process-port": "--master-port",
 }
-"""What other launchers (accelerate, deepspeed, mpirun, Lightning) call an option, where the spelling is not near
-ours."""
+"""Option names of other launchers (accelerate, deepspeed, mpirun, Lightning) with another spelling than ours."""
 
 
 class CommandLine(NamedTuple):
-    """A command line, cut at the script. Values are texts still."""
+    """A command line, cut at the script, with values as text."""
 
     values: dict[str, str | bool]
-    """By dest; True for a flag; the last one wins."""
+    """Values by dest; True for a flag. The last value counts."""
     script: str | None
     args: list[str]
     """The script's own."""
     prefixes: list[tuple[str, str]]
-    """As typed, and what it was taken for."""
+    """Abbreviations as typed, and the options that they mean."""
 
 
 class Setting(NamedTuple):
     """One value of a configuration file."""
 
     value: object
-    """Of the option's kind already."""
+    """Converted to the option's kind."""
     place: str
     """`holdfast.toml:3`."""
 
 
 Configured: TypeAlias = "Mapping[str, Setting]"
-"""What a configuration file says, by dest."""
+"""The settings of a configuration file by dest."""
 
 
 class Parsed(NamedTuple):
@@ -110,12 +109,12 @@ class Parsed(NamedTuple):
     """By dest: `flag`, `default`, `the Slurm step`, the name of a variable, or the place in a configuration file."""
     notices: tuple[str, ...]
     cpus: int | None = None
-    """Of this node, where a scheduler has given out so many; None: those that this process may run on."""
+    """CPUs of this node that a scheduler has allocated; None: those on which this process may run."""
     requeues: int = 0
     """How often a scheduler has restarted this job."""
 
     def given(self, dest: str) -> bool:
-        """Whether a flag, a variable or a file said it."""
+        """Whether a flag, a variable or a file gave the value."""
         return self.sources[dest] != FROM_DEFAULT
 
     def by_variable(self, dest: str) -> bool:
@@ -125,7 +124,7 @@ class Parsed(NamedTuple):
         return ":" in self.sources[dest]
 
     def said(self, dest: str) -> str:
-        """The value as its giver wrote it: `--nnodes two`, `PET_NNODES=two` or `holdfast.toml:3: nnodes = "two"`."""
+        """The value as it was written: `--nnodes two`, `PET_NNODES=two` or `holdfast.toml:3: nnodes = "two"`."""
         value = getattr(self.values, dest)
         if self.by_variable(dest):
             return f"{self.sources[dest]}={value}"
@@ -155,10 +154,10 @@ def parse(
     needs_script: bool = True,
     configure: Callable[[Mapping[str, object], Mapping[str, str]], Configured] | None = None,
 ) -> Parsed:
-    """Flags over variables over `configure` (told all values so far, and their sources) over defaults.
+    """Precedence: flags, variables, `configure` (gets all values so far and their sources), defaults.
 
-    What asks about the command itself (ABOUT_US) needs no script; nothing else is looked at then. Raises UsageError for
-    the line, EnvironmentValueError for a variable, and what `configure` raises.
+    An option about the command itself (ABOUT_US) needs no script and makes all others irrelevant. Raises UsageError for
+    the line, EnvironmentValueError for a variable, and the errors of `configure`.
     """
     line = read_line(argv, table)
     values: dict[str, object] = {}
@@ -191,20 +190,20 @@ def parse(
 
 
 def check_spaces(line: CommandLine) -> None:
-    """Raises UsageError for a word of nothing but a space, or a script that begins with one: what a shell makes of a
-    backslash that does not end its line."""
+    """Raises UsageError for a word of spaces, or a script that begins with a space: a backslash was not the last
+    character of its line."""
     bare = [
         word for word in (line.script, *line.values.values()) if isinstance(word, str) and word and not word.strip()
     ]
     if bare or (line.script or "").startswith(" "):
         raise UsageError(
-            "a word of spaces is on this line: a backslash continues a line only as its last character; "
-            "take away what follows it, also a comment (`\\ # ...`)"
+            "a word on this line consists of spaces: a backslash continues a line only as its last character; "
+            "remove what follows it, also a comment (`\\ # ...`)"
         )
 
 
 def swallowed(line: CommandLine) -> str:
-    """Which option has taken the script for its value, if one has; else how a line looks."""
+    """The option that took the script as its value, if any; else the usage."""
     for dest, value in line.values.items():
         if isinstance(value, str) and value.endswith(".py"):
             return f"{value} was taken for the value of --{dest.replace('_', '-')}"
@@ -212,12 +211,12 @@ def swallowed(line: CommandLine) -> str:
 
 
 def say_unread(environ: Mapping[str, str], table: Sequence[Option]) -> list[str]:
-    """A line for each PET_ or HOLDFAST_ variable that is none of ours, but nearly."""
+    """A line for each unknown PET_ or HOLDFAST_ variable that is similar to a known one."""
     known = {name for option in table for name in option.variables} | OTHER_VARIABLES
     unread = [name for name in sorted(environ) if name.startswith(VARIABLE_PREFIXES) and name not in known]
     if not unread:
         return []
-    import difflib  # only a typing error pays for it
+    import difflib  # late: only typing errors need it
 
     by_stem = {stem(name): name for name in sorted(known, reverse=True)}  # HOLDFAST_ before PET_
     meant = {name: difflib.get_close_matches(stem(name), by_stem, n=1, cutoff=0.8) for name in unread}
@@ -225,7 +224,7 @@ def say_unread(environ: Mapping[str, str], table: Sequence[Option]) -> list[str]
 
 
 def stem(variable: str) -> str:
-    """What follows the prefix: only in this may two variables be near each other.
+    """The variable without its prefix: only this part is compared.
 
     >>> stem("HOLDFAST_HANG_TIMEOUT")
     'HANG_TIMEOUT'
@@ -234,26 +233,24 @@ def stem(variable: str) -> str:
 
 
 def say_late(line: CommandLine, spellings: Mapping[str, Option]) -> list[str]:
-    """One hint for options of the launcher that come after the script, and so are the script's."""
+    """A hint for launcher options after the script, which belong to the script."""
     late = [word for word in line.args if spellings.get(word.partition("=")[0].strip(), None) is not None]
     late = [word for word in late if word.partition("=")[0].lstrip("-").replace("_", "-") in SURELY_OURS]
     if not late:
         return []
-    return [
-        f"{late[0].partition('=')[0]} comes after {line.script}, so it is the script's own; our options come before it"
-    ]
+    return [f"{late[0].partition('=')[0]} comes after {line.script}, so the script gets it; give it before the script"]
 
 
 def read_line(argv: Sequence[str], table: Sequence[Option]) -> CommandLine:
-    """Pairs options with values up to the script. Raises UsageError for an option that is unknown, ambiguous or
-    bare."""
+    """Read options and values up to the script. Raises UsageError for an option that is unknown, ambiguous or lacks its
+    value."""
     spellings = {spelling: option for option in table for spelling in option.spellings}
     line = CommandLine({}, None, [], [])
     words = list(argv)
     while words:
         word = words.pop(0)
         if word == "--":
-            # All that follows is positional, so another `--` after the script is the script's own.
+            # All words that follow are positional, so the script gets another `--` after it.
             return line._replace(script=words[0] if words else None, args=words[1:])
         if is_value(word, spellings):
             return line._replace(script=word, args=words[1:] if words[:1] == ["--"] else words)
@@ -279,7 +276,7 @@ def take(line: CommandLine, option: Option, text: str) -> None:
 
 
 def is_value(word: str, spellings: Mapping[str, Option]) -> bool:
-    """Whether argparse would take this word for a value or the script: no dash, a negative number, or a space in it."""
+    """Whether argparse takes this word as a value or the script: no dash, a negative number, or a space in it."""
     if not word.startswith("-") or word == "-":
         return True
     if word.partition("=")[0] in spellings or word[:2] in spellings:
@@ -291,13 +288,13 @@ def is_value(word: str, spellings: Mapping[str, Option]) -> bool:
 def read_word(
     word: str, spellings: Mapping[str, Option], prefixes: list[tuple[str, str]]
 ) -> list[tuple[Option, str | None]]:
-    """The options in one word (several in `-mr3`), each with the value glued to it, if any."""
+    """The options in one word (several in `-mr3`), each with the value in the same word, if any."""
     name, equals, text = word.partition("=")
     if name not in spellings and not word.startswith("--"):
         return read_cluster(word, spellings)
     matches = find(name, spellings)
     if not matches:
-        raise UsageError(f"{name} is no option{nearest(name, spellings)}")
+        raise UsageError(f"{name} is not an option{nearest(name, spellings)}")
     if len(matches) > 1:
         raise UsageError(f"{name} is ambiguous: it could be {' or '.join(matches)}")
     if matches[0] != name:
@@ -314,7 +311,7 @@ def read_cluster(word: str, spellings: Mapping[str, Option]) -> list[tuple[Optio
     for index, letter in enumerate(word[1:], start=2):
         option = spellings.get("-" + letter)
         if option is None:
-            raise UsageError(f"{word} is no option{nearest(word, spellings)}")
+            raise UsageError(f"{word} is not an option{nearest(word, spellings)}")
         glued = word[index:].removeprefix("=")
         if option.kind != FLAG:
             return [*found, (option, glued or None)]
@@ -323,8 +320,7 @@ def read_cluster(word: str, spellings: Mapping[str, Option]) -> list[tuple[Optio
 
 
 def find(name: str, spellings: Mapping[str, Option]) -> list[str]:
-    """The spelling itself, or all long ones that begin like it: torchrun's if there are any, the oldest first, else
-    ours."""
+    """The exact spelling, or all long ones that begin with it: torchrun's older options, else newer ones, else ours."""
     if name in spellings:
         return [name]
     if not name.startswith("--"):
@@ -336,15 +332,15 @@ def find(name: str, spellings: Mapping[str, Option]) -> list[str]:
 
 def nearest(word: str, spellings: Mapping[str, Option]) -> str:
     """`; did you mean --x?`, or where to look."""
-    import difflib  # only a typing error pays for it
+    import difflib  # late: only typing errors need it
 
     plain = "--" + word.strip("-").replace("_", "-").lower()
     if plain == ALWAYS:
-        return f" of holdfast run, which always does what it says: leave it out ({plain} is for `holdfast launch`)"
+        return f" of holdfast run, which always behaves like this: leave it out ({plain} is for `holdfast launch`)"
     if (meant := ELSEWHERE.get(plain.removeprefix("--"))) in spellings:
         return f"; did you mean {meant}?"
     dashed = [spelling for spelling in spellings if "_" not in spelling]
-    # A misspelt name, or else a misspelt beginning of one.
+    # A misspelt name, or a misspelt beginning of one.
     beginnings = {spelling[: len(plain)]: spelling for spelling in reversed(dashed)}
     matches = difflib.get_close_matches(plain, dashed, n=1, cutoff=0.7)
     matches += [beginnings[match] for match in difflib.get_close_matches(plain, beginnings, n=1, cutoff=0.7)]
@@ -352,9 +348,9 @@ def nearest(word: str, spellings: Mapping[str, Option]) -> str:
 
 
 def convert(option: Option, text: str, name: str) -> object:
-    """A text by the rules of its option; `name` is the flag or the variable that held it.
+    """Convert a text by the rules of its option; `name` is its flag or variable.
 
-    Raises UsageError or EnvironmentValueError, naming both.
+    Raises UsageError or EnvironmentValueError.
     """
     try:
         value = CONVERTERS[option.kind](text)
@@ -370,7 +366,7 @@ def convert(option: Option, text: str, name: str) -> object:
 
 
 def to_flag(text: str) -> bool:
-    """An int literal as in torchrun, or a plain word."""
+    """A number as in torchrun, or true, false, yes, no."""
     word = text.strip().lower()
     if word in TRUE_WORDS or word in FALSE_WORDS:
         return word in TRUE_WORDS

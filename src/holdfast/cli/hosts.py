@@ -1,8 +1,8 @@
-"""`holdfast run --hosts`, --hostfile and --host-discovery: a command line to an Order for the launcher.
+"""`holdfast run --hosts`, --hostfile and --host-discovery: converts a command line to a LaunchSpec.
 
-The line is resolved here as the first host will read it, so that errors in it are reported before any login.
-What was given by flag, variable or file goes to the agents as flags; of the environment what they may need goes along,
-never on a command line.
+The line is resolved here as the first host will read it, so that errors are reported before any login. Options from
+flags, variables and files go to the agents as flags. Variables that they may need are sent too, never on a command
+line.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ from holdfast.cli import grammar
 from holdfast.cli.option_table import HOSTS, LAUNCH_OPTIONS, OPTIONS, Option
 from holdfast.cli.plan import option_lines
 from holdfast.cli.program import find_program, folder_here
-from holdfast.cli.resolve import resolve
-from holdfast.cli.values import is_number, node_range, words_elsewhere
-from holdfast.launchers.ssh.facts import Expected, LaunchSpec
-from holdfast.launchers.ssh.hosts import HostSpec, parse_file, parse_list, select
+from holdfast.cli.rendezvous import node_range
+from holdfast.cli.resolve import is_number, resolve, words_elsewhere
+from holdfast.launchers.ssh.hosts import Expected, HostSpec, LaunchSpec, parse_file, parse_list, select
 from holdfast.protocol.errors import EndpointError, HostsError, NodesError, ScriptError, UsageError
 from holdfast.protocol.options import CommandKind
 from holdfast.runtime.inherited import TOKEN_VARIABLE, draw_token
@@ -58,17 +57,17 @@ SENT = (
     "UCX_*",
     "VIRTUAL_ENV",
 )
-"""Variables of the environment that go to every host; --env adds to them."""
+"""Variables that are sent to every host; --env adds more."""
 OWN_OF_NODE = ("node_rank", "local_addr")
 LOCK_BYTES = 16
 FILE_BYTES_MAX = 1 << 20
-"""Of a hostfile, and of a script as it is compared."""
+"""Limit of a hostfile, and of the compared part of a script."""
 UNKNOWN_ENDPOINT = "first.host:1"
 """A placeholder: the launcher determines the endpoint."""
 
 
 def are_named(parsed: Parsed) -> bool:
-    """Whether this line is about other hosts. Raises UsageError for an option that needs them and has none."""
+    """Whether this line names hosts. Raises UsageError for an option that needs hosts if there are none."""
     given = parsed.values
     if given.hosts or given.hostfile or given.host_discovery:
         return True
@@ -81,15 +80,15 @@ def are_named(parsed: Parsed) -> bool:
 def execute(parsed: Parsed, command: str) -> int:
     """Plans or runs the job. Returns its exit code. Raises CallerError."""
     hosts = read_hosts(parsed)
-    order, options = make_order(parsed, command, hosts, os.environ)
+    spec, options = make_spec(parsed, command, hosts, os.environ)
     if parsed.values.plan:
-        print(plan(parsed, order, options))
+        print(plan(parsed, spec, options))
         return 0
     for notice in options.notices:
         print(f"holdfast: {notice}", file=sys.stderr)
     from holdfast.launchers.ssh.launcher import run
 
-    return run(order, options.job.run_id)
+    return run(spec, options.job.run_id)
 
 
 def read_hosts(parsed: Parsed) -> list[HostSpec]:
@@ -101,7 +100,7 @@ def read_hosts(parsed: Parsed) -> list[HostSpec]:
     if given.host_discovery:
         if given.include or given.exclude:
             raise UsageError(
-                "--include and --exclude choose of --hosts and --hostfile; --host-discovery chooses itself"
+                "--include and --exclude select from --hosts and --hostfile; --host-discovery selects by itself"
             )
         return []
     if given.hosts:
@@ -121,10 +120,10 @@ def read_file(path: str) -> str:
         raise HostsError(f"--hostfile {path}: {error.strerror}") from None
 
 
-def make_order(
+def make_spec(
     parsed: Parsed, command: str, hosts: Sequence[HostSpec], environ: Mapping[str, str]
 ) -> tuple[LaunchSpec, RunOptions]:
-    """The order, and the options of the first host's agent. Raises CallerError."""
+    """The launch spec, and the options of the first host's agent. Raises CallerError."""
     check_line(parsed)
     least, most = node_limits(parsed, len(hosts))
     alone = most == 1 and not parsed.given("rdzv_endpoint")
@@ -135,7 +134,7 @@ def make_order(
         environ_there[TOKEN_VARIABLE] = draw_token()
     elastic = parsed.values.rdzv_backend if parsed.given("rdzv_backend") else "c10d"
 
-    def line(spec: HostSpec, index: int | None, endpoint: str) -> list[str]:
+    def line(host: HostSpec, index: int | None, endpoint: str) -> list[str]:
         settled: dict[str, str | None] = {"nnodes": f"{least}:{most}", "rdzv_id": run_id, "standalone": None}
         if alone:
             settled |= {"standalone": "", "rdzv_backend": None, "rdzv_endpoint": None}
@@ -143,8 +142,8 @@ def make_order(
             settled |= {"rdzv_backend": elastic, "rdzv_endpoint": endpoint}
         if index is not None and index < most and not alone:
             settled["node_rank"] = str(index)
-        if spec.slots is not None:
-            settled["nproc_per_node"] = str(spec.slots)
+        if host.slots is not None:
+            settled["nproc_per_node"] = str(host.slots)
         return [command, *words_elsewhere(parsed, table, settled)]
 
     first = hosts[0] if hosts else HostSpec("first")
@@ -152,9 +151,11 @@ def make_order(
         parsed, table, line(first, 0, parsed.values.rdzv_endpoint or UNKNOWN_ENDPOINT), environ_there
     )
     if most > 1 and elastic == "c10d" and options.endpoint is not None and is_loopback(options.endpoint.host):
-        raise parsed.error("rdzv_endpoint", EndpointError, "is another machine on each host; leave it out, or name one")
+        raise parsed.error(
+            "rdzv_endpoint", EndpointError, "means another machine on each host; leave it out, or name one host"
+        )
     nproc = parsed.values.nproc_per_node
-    order = LaunchSpec(
+    spec = LaunchSpec(
         hosts=tuple(hosts),
         discovery=program_path(parsed.values.host_discovery),
         min_nodes=least,
@@ -171,7 +172,7 @@ def make_order(
         lock=f"holdfast-{secrets.token_hex(LOCK_BYTES)}",
         signals=tuple(dict.fromkeys([*options.signals, *([options.preempt_signal] if options.preempt_signal else [])])),
     )
-    return order, options
+    return spec, options
 
 
 def ssh_command(parsed: Parsed) -> tuple[str, ...]:
@@ -181,7 +182,7 @@ def ssh_command(parsed: Parsed) -> tuple[str, ...]:
     except ValueError as error:
         raise parsed.error("ssh", UsageError, str(error)) from None
     if not parsed.given("ssh"):
-        return words  # a login shows whether it is there
+        return words  # a login shows whether it exists
     if not words or find_program(words[0], os.environ) is None:
         raise parsed.error("ssh", UsageError, "no such program")
     return words
@@ -191,11 +192,11 @@ def check_line(parsed: Parsed) -> None:
     """Refuse options that make no sense when one line starts all nodes."""
     for dest in OWN_OF_NODE:
         if parsed.given(dest):
-            raise parsed.error(dest, UsageError, "is one node's own; with --hosts each host gets its own by itself")
+            raise parsed.error(dest, UsageError, "is for one node; with --hosts each host gets its own value")
     if parsed.values.slurm:
-        raise parsed.error("slurm", UsageError, "starts the agents by srun; leave it or the hosts out")
+        raise parsed.error("slurm", UsageError, "starts the agents by srun; leave out this option or the hosts")
     if parsed.values.standalone:
-        raise parsed.error("standalone", UsageError, "is one node by itself; leave it or the hosts out")
+        raise parsed.error("standalone", UsageError, "means one node; leave out this option or the hosts")
     if parsed.given("rdzv_backend") and parsed.values.rdzv_backend == "static":
         raise parsed.error("rdzv_backend", UsageError, "with --hosts the nodes meet by c10d (the default) or etcd")
     if parsed.values.training_script == "-":
@@ -207,7 +208,7 @@ def node_limits(parsed: Parsed, count: int) -> tuple[int, int]:
     if not parsed.given("nnodes"):
         if not count:
             raise NodesError(
-                "--host-discovery needs --nnodes MIN:MAX: how many of the hosts the job needs, and may have"
+                "--host-discovery needs --nnodes MIN:MAX, the number of hosts that the job needs and may have"
             )
         return count, count
     try:
@@ -222,7 +223,7 @@ def node_limits(parsed: Parsed, count: int) -> tuple[int, int]:
 
 
 def environment(parsed: Parsed, environ: Mapping[str, str], table: Sequence[Option]) -> dict[str, str]:
-    """What goes along: by the list, and what --env names. Options that variables gave go as flags instead."""
+    """The variables to send: those in SENT and in --env. Options from variables are sent as flags instead."""
     options = {variable for option in table for variable in option.variables}
     names = [name.strip() for name in parsed.values.env.split(",") if name.strip()]
     for name in names:
@@ -230,7 +231,7 @@ def environment(parsed: Parsed, environ: Mapping[str, str], table: Sequence[Opti
             raise parsed.error(
                 "env",
                 UsageError,
-                f"export {name.partition('=')[0]} and give its name: values on a line are seen by all",
+                f"export {name.partition('=')[0]} and give only its name: everybody can see values on a line",
             )
         if not any(fnmatchcase(each, name) for each in environ):
             raise parsed.error("env", UsageError, f"{name} is not set here")
@@ -247,11 +248,11 @@ def environment(parsed: Parsed, environ: Mapping[str, str], table: Sequence[Opti
 def resolve_there(
     parsed: Parsed, table: Sequence[Option], words: Sequence[str], environ: Mapping[str, str]
 ) -> RunOptions:
-    """As an agent will read it. The script is looked for here only where it has the same place here."""
+    """Resolve the line as an agent will. The script is checked only if it has the same path here."""
     there = grammar.parse(words[1:], {}, table)
     there = there._replace(notices=parsed.notices)
     if not is_number(there.values.nproc_per_node):
-        there.values.nproc_per_node = "1"  # what devices the hosts have is for them to say
+        there.values.nproc_per_node = "1"  # only the hosts know their devices
     script, folder = there.values.training_script, parsed.values.cwd
     if folder and not os.path.isabs(script) and not there.values.no_python and not there.values.module:
         here = os.path.join(folder, script)
@@ -260,8 +261,7 @@ def resolve_there(
 
 
 def expected(parsed: Parsed, options: RunOptions) -> Expected:
-    """How this machine is, which the hosts have to be like. With --python it is another one's: they agree with the
-    first."""
+    """What the hosts must have in common with this machine. With --python they must agree with the first host."""
     from holdfast.supervisor.worker_command import torch_versions
     from holdfast.version import __version__
 
@@ -289,7 +289,7 @@ def hash_of(path: str) -> str:
 
 
 def working_folder() -> str:
-    """As the shell calls it, which is how other machines know it (automounted homes)."""
+    """The working folder under the shell's name, which other machines know too (automounted homes)."""
     called = os.environ.get("PWD", "")
     try:
         return called if os.path.isabs(called) and os.path.samefile(called, ".") else os.getcwd()
@@ -298,7 +298,7 @@ def working_folder() -> str:
 
 
 def program_path(name: str) -> str:
-    """Of --host-discovery. Raises HostsError."""
+    """The absolute path of --host-discovery. Raises HostsError."""
     if not name:
         return ""
     if not os.path.isfile(name):
@@ -308,25 +308,25 @@ def program_path(name: str) -> str:
     return os.path.abspath(name)
 
 
-def plan(parsed: Parsed, order: LaunchSpec, options: RunOptions) -> str:
+def plan(parsed: Parsed, spec: LaunchSpec, options: RunOptions) -> str:
     """Which agents would be started on which hosts, in words."""
     run_id = options.job.run_id if options.job.run_id == parsed.values.rdzv_id else "<random>"
-    hosts = [f"{each}:{each.slots}" if each.slots is not None else str(each) for each in order.hosts]
-    meets = "one node, no meeting" if order.alone else order.endpoint or "a free port of the first host"
-    number = str(order.min_nodes) if order.min_nodes == order.max_nodes else f"{order.min_nodes} to {order.max_nodes}"
-    endings = ", ".join(signal.Signals(each).name for each in order.signals)
-    example = order.line(order.hosts[0] if order.hosts else HostSpec("HOST"), 0, order.endpoint or "ENDPOINT")
+    hosts = [f"{each}:{each.slots}" if each.slots is not None else str(each) for each in spec.hosts]
+    meets = "one node, none needed" if spec.alone else spec.endpoint or "a free port of the first host"
+    number = str(spec.min_nodes) if spec.min_nodes == spec.max_nodes else f"{spec.min_nodes} to {spec.max_nodes}"
+    endings = ", ".join(signal.Signals(each).name for each in spec.signals)
+    example = spec.line(spec.hosts[0] if spec.hosts else HostSpec("HOST"), 0, spec.endpoint or "ENDPOINT")
     facts = [
         ("job", f"id {run_id}"),
-        ("hosts", listed(hosts, 16) if hosts else f"whatever {order.discovery} prints"),
+        ("hosts", listed(hosts, 16) if hosts else f"those that {spec.discovery} prints"),
         ("nodes", number),
         ("rendezvous", meets),
         ("token", "yes, agents prove that they know it"),
-        ("python", order.expected.interpreter),
-        ("folder", order.expected.cwd),
-        ("variables", ", ".join(sorted(order.environ))),
-        ("disconnect", "the agents go on" if order.detach else "what runs on the hosts ends"),
-        ("signals", f"{endings} go to all hosts; the second kills"),
+        ("python", spec.expected.interpreter),
+        ("folder", spec.expected.cwd),
+        ("variables", ", ".join(sorted(spec.environ))),
+        ("disconnect", "the agents continue" if spec.detach else "the agents end"),
+        ("signals", f"{endings} go to all hosts; a second one kills"),
         ("each host", shlex.join(["holdfast", *example]).replace(options.job.run_id, run_id)),
     ]
     lines = [f"{name:14}{text}" for name, text in facts]

@@ -1,6 +1,6 @@
-"""`holdfast logs [RUN]`: shows the output of this host's workers, of a running or ended job.
+"""`holdfast logs [RUN]`: shows the output of the workers of a running or ended job on this host.
 
-Knows the options and how to follow; `log_files` knows the places of a run's log files.
+Knows the options, how to follow files, and the paths of a run's log files.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from holdfast.supervisor.log_tail import ChangeWatch
 
 CHUNK_BYTES = 256 * 1024
 LOOK_S = 1.0
-"""While following: files are read this often where the kernel reports no changes (network folders)."""
+"""Interval for files whose changes the kernel does not report (network folders), while following."""
 
 
 class LogFile(NamedTuple):
@@ -62,25 +62,31 @@ def main(argv: Sequence[str]) -> int:
         for line in lines if chosen.lines is None else deque(lines, chosen.lines):
             show(line)
     if not any(os.path.getsize(file.path) for file in files):
-        print(f"holdfast: {', '.join(map(str, folders))}: these workers have written nothing", file=sys.stderr)
+        print(f"holdfast: {', '.join(map(str, folders))}: these workers wrote nothing", file=sys.stderr)
     return 0
 
 
 def parser() -> Parser:
-    made = Parser(prog="holdfast logs", description="Show what the workers of this host wrote.", allow_abbrev=False)
-    made.add_argument("run", nargs="?", metavar="RUN", help="run id, its beginning, or run folder; the newest")
+    made = Parser(prog="holdfast logs", description="Show what the workers of this host wrote.")
+    made.add_argument(
+        "run", nargs="?", metavar="RUN", help="run id, its beginning, or run folder; by default the newest"
+    )
     made.add_argument("--rank", action="append", metavar="N", help="only these ranks: 3, 0-7, 1,5; may be repeated")
-    made.add_argument("-f", "--follow", action="store_true", help="go on with what they write, until the job ends")
-    made.add_argument("--grep", metavar="RE", help="only lines in which this regular expression is found")
+    made.add_argument("-f", "--follow", action="store_true", help="show new output until the job ends")
+    made.add_argument("--grep", metavar="RE", help="only lines that match this regular expression")
     made.add_argument("--stdout", action="store_true", help="only what they wrote to stdout")
     made.add_argument("--stderr", action="store_true", help="only what they wrote to stderr")
-    made.add_argument("--generation", type=int, metavar="G", help="of this generation; the newest")
-    made.add_argument("-n", "--lines", type=int, metavar="N", help="the last N lines of each file; all, with -f 10")
-    made.add_argument("--json", action="store_true", help="print a JSON object for each line")
+    made.add_argument("--generation", type=int, metavar="G", help="the generation; by default the newest")
+    made.add_argument(
+        "-n", "--lines", type=int, metavar="N", help="the last N lines of each file; by default all, with -f 10"
+    )
+    made.add_json("print a JSON object for each line")
     return made
 
 
 class Wanted(NamedTuple):
+    """The requested ranks, streams, generation and pattern."""
+
     ranks: set[int]
     streams: tuple[str, ...]
     generation: int | None
@@ -90,7 +96,7 @@ class Wanted(NamedTuple):
     def of(cls, chosen: argparse.Namespace) -> Wanted:
         """Raises UsageError."""
         if chosen.lines is not None and chosen.lines < 0:
-            raise UsageError(f"--lines {chosen.lines}: a number from 0")
+            raise UsageError(f"--lines {chosen.lines}: must be 0 or more")
         try:
             pattern = re.compile(chosen.grep) if chosen.grep is not None else None
         except re.error as error:
@@ -102,7 +108,7 @@ class Wanted(NamedTuple):
         return self.pattern is None or self.pattern.search(text) is not None
 
     def files(self, folders: Sequence[Path]) -> list[LogFile]:
-        """Those there are, by generation, rank and stream: of the newest generation unless another was named."""
+        """The wanted log files by rank and stream, of the newest generation unless another was given."""
         found = [file for folder in folders for file in log_files(folder)]
         newest = max((file.generation for file in found), default=0)
         generation = newest if self.generation is None else self.generation
@@ -118,12 +124,12 @@ class Wanted(NamedTuple):
     def missing(self, folders: Sequence[Path]) -> str:
         found = [file for folder in folders for file in log_files(folder)]
         if not found:
-            return "no worker has written anything yet"
+            return "no worker has written output yet"
         generations = sorted({file.generation for file in found})
         if self.generation is not None and self.generation not in generations:
-            return f"no generation {self.generation}; there are {', '.join(map(str, generations))}"
+            return f"no generation {self.generation}; the generations are {', '.join(map(str, generations))}"
         ranks = sorted({file.rank for file in found})
-        return f"no such rank on this host; here are {', '.join(map(str, ranks))}"
+        return f"no such rank on this host; the ranks here are {', '.join(map(str, ranks))}"
 
 
 def log_files(folder: Path) -> list[LogFile]:
@@ -167,7 +173,7 @@ def folders_of(generation: dict[str, Any], folder: Path) -> list[Path]:
 
 
 class Printer:
-    """Prints lines: with the rank in front unless there is only one."""
+    """Prints lines with the rank in front, unless there is only one rank."""
 
     def __init__(self, as_json: bool, *, alone: bool) -> None:
         self._json = as_json
@@ -186,7 +192,7 @@ class Printer:
 
 
 def whole_lines(file: LogFile) -> Iterator[LogLine]:
-    """All there are now; of one that overwrites itself the last state, and the unfinished last one too."""
+    """All lines of the file, also an unfinished last one. Of a line that overwrites itself, the last state."""
     tail = Tail(file)
     try:
         yield from tail.read()
@@ -196,7 +202,7 @@ def whole_lines(file: LogFile) -> Iterator[LogLine]:
 
 
 class Tail:
-    """Reads one file on from the last position."""
+    """Reads one file from the last position."""
 
     def __init__(self, file: LogFile) -> None:
         self.file = file
@@ -222,7 +228,7 @@ class Tail:
 
 
 def follow(folders: list[Path], wanted: Wanted, show: Printer, lines: int) -> None:
-    """Print the last lines, and all further ones until the job ends, of later generations too."""
+    """Print the last lines and all new ones until the job ends, also of later generations."""
     with contextlib.ExitStack() as stack:
         watch = ChangeWatch()
         stack.callback(watch.close)
@@ -252,7 +258,7 @@ def follow(folders: list[Path], wanted: Wanted, show: Printer, lines: int) -> No
 
 
 def end_of(folders: Sequence[Path], stack: contextlib.ExitStack) -> Call | None:
-    """A connection that has something to read when the job ends; None: it has ended."""
+    """A connection that becomes readable when the job ends; None: the job has ended."""
     try:
         entries = running_job(str(folders[0]))
         return stack.enter_context(Call(entries[0], None))

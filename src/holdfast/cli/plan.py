@@ -1,8 +1,8 @@
 """`--plan`: describes what would run where, without starting anything.
 
-Pure text from a Resolution: the same line and environment give the same plan. What only the rendezvous decides is
-shown as <assigned>, what is drawn at the start as <random>. At its end: every option, its value, and who said so;
-passwords are not shown.
+Pure text from a Resolution: the same line and environment give the same plan. Values that the rendezvous decides are
+shown as <assigned>, random ones as <random>. At the end every option is listed with its value and source; passwords are
+masked.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli.grammar import FROM_FLAG
 from holdfast.protocol.messages import Assign, Start
-from holdfast.protocol.options import CommandKind
-from holdfast.protocol.worker_env import worker_environment
+from holdfast.protocol.options import CommandKind, worker_environment
 from holdfast.runtime.run_folder import safe_name
 
 if TYPE_CHECKING:
@@ -28,12 +27,12 @@ if TYPE_CHECKING:
     from holdfast.protocol.options import RunOptions
 
 
-HEAD = "options, their values, and where these come from"
+HEAD = "options, their values and sources"
 ACTIONS = frozenset({"help", "version", "plan"})
 PASSWORD = re.compile(r"(?<=password=)[^,]*")
 IN_URL = re.compile(r"(?<=://)[^/@\s,]*@")
 VALUE_COLUMNS_MAX = 40
-"""Longer ones push their source to the right."""
+"""Width of the column of values."""
 
 
 def option_lines(parsed: Parsed) -> Iterator[str]:
@@ -52,7 +51,7 @@ def option_lines(parsed: Parsed) -> Iterator[str]:
 
 
 def shown(value: object) -> str:
-    """A value as it would be typed; `-` for none."""
+    """A value as on the command line; `-` for none."""
     match value:
         case None | "":
             return "-"
@@ -102,7 +101,7 @@ def render(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str]) -
     lines += [f"{name:14}{text}" for name, text in facts]
     lines += [f"{'notice' if index == 0 else '':14}{text}" for index, text in enumerate(options.notices)]
     common, own = environments(parsed, options, environ)
-    lines += ["", "every worker here gets"]
+    lines += ["", "variables of every worker here"]
     lines += [f"  {name}={value}" for name, value in sorted(common.items())]
     for local_rank, variables in enumerate(own):
         lines += ["", f"local rank {local_rank}", f"  {command_text(options, local_rank)}"]
@@ -147,7 +146,7 @@ def coordinator_text(options: RunOptions) -> str:
     if options.is_host is not None:
         return "this agent, by is_host" if options.is_host else "another agent, by is_host"
     if options.etcd is not None or options.third_party is not None:
-        return f"an agent that is elected through {options.job.backend}; another one when its node dies"
+        return f"an agent elected through {options.job.backend}; another one if its node is lost"
     return f"the agent on the machine that owns {options.endpoint.host}"
 
 
@@ -163,7 +162,7 @@ def threads_text(resolution: Resolution, environ: Mapping[str, str]) -> str:
     if threads is not None:
         return f"OMP_NUM_THREADS={threads}: {resolution.cpus} CPUs for {nproc} workers"
     if "OMP_NUM_THREADS" in environ:
-        return f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']} as it is set"
+        return f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}, already set"
     return "OMP_NUM_THREADS stays unset: one worker may use all CPUs"
 
 
@@ -175,7 +174,9 @@ def preload_text(options: RunOptions) -> str:
 
 def standby_text(options: RunOptions) -> str:
     if options.standby:
-        return f"{options.nproc} parked once the workers run; events.jsonl and holdfast report show their memory"
+        return (
+            f"{options.nproc} standby workers while the workers run; events.jsonl and holdfast report show their memory"
+        )
     return "none"
 
 
@@ -186,15 +187,15 @@ def stop_text(options: RunOptions) -> str:
 
 def drain_text(options: RunOptions) -> str:
     """The behaviour for a script that calls `should_stop()`; it does not concern other scripts."""
-    signal = "any of these but SIGINT and SIGQUIT"
+    signal = "any of these except SIGINT and SIGQUIT"
     if options.preempt_signal is not None:
         signal += f", and on {Signals(options.preempt_signal).name}"
     wait_s = options.limits.drain_s
-    return f"scripts that ask should_stop(): to their next safe point within {wait_s:g} s, on {signal}"
+    return f"scripts that call should_stop() go to their next safe point within {wait_s:g} s, on {signal}"
 
 
 def watched_text(options: RunOptions) -> str:
-    """Empty when nothing is to be seen from outside."""
+    """What can be observed from outside; empty: nothing."""
     places = (("metrics", options.metrics), ("health", options.health))
     parts = [f"{name} at {place}" for name, place in places if place is not None]
     if options.event_log_handler == "console":
@@ -204,9 +205,9 @@ def watched_text(options: RunOptions) -> str:
 
 def hang_text(options: RunOptions) -> str:
     limits = options.limits
-    then = f"restarted when none moves for {limits.hang_timeout_s:g} s" if limits.hang_timeout_s else "never restarted"
+    then = f"restart if none changes for {limits.hang_timeout_s:g} s" if limits.hang_timeout_s else "no restart"
     steps = f"{limits.hang_steps} steps (at most {limits.hang_report_max_s:g} s)"
-    return f"no step for {limits.hang_report_s:g} s and {steps}: all stacks are looked at; {then}"
+    return f"no step for {limits.hang_report_s:g} s and {steps}: all stacks are sampled; {then}"
 
 
 def log_text(options: RunOptions, job_id: str) -> str:
@@ -223,7 +224,7 @@ def attempt_folder(options: RunOptions, job_id: str) -> str | None:
 
 
 def command_text(options: RunOptions, local_rank: int) -> str:
-    """The command as torchrun would write it: without the bootstrap that holdfast puts around a script."""
+    """The command as in torchrun: without holdfast's bootstrap."""
     from holdfast.supervisor.worker_command import bootstrap_for, worker_argv
 
     argv = worker_argv(options, local_rank)
@@ -237,7 +238,7 @@ def command_text(options: RunOptions, local_rank: int) -> str:
 def environments(
     parsed: Parsed, options: RunOptions, environ: Mapping[str, str]
 ) -> tuple[dict[str, str], list[dict[str, str]]]:
-    """Variables that are the same for all workers here, and those of each."""
+    """The variables common to all workers here, and the others of each worker."""
     each = [environment(parsed, options, environ, local_rank) for local_rank in range(options.nproc)]
     varying = {"LOCAL_RANK", "RANK", "ROLE_RANK", "TORCHELASTIC_ERROR_FILE"}
     if options.virtual_local_rank:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from holdfast.protocol.errors import UsageError
 
@@ -13,7 +13,19 @@ RANKS_MAX = 1_000_000
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse that fails as the rest of holdfast does."""
+    """argparse without abbreviations, whose errors are UsageErrors."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def add_run(self) -> None:
+        """The argument of commands about a running job."""
+        self.add_argument(
+            "run", nargs="?", metavar="RUN", help="run id, its beginning, or run folder; by default the only one"
+        )
+
+    def add_json(self, text: str = "print JSON") -> None:
+        self.add_argument("--json", action="store_true", help=text)
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog}: {message}")
@@ -32,7 +44,7 @@ def print_json(value: object) -> None:
 
 
 def ranks_of(texts: Sequence[str] | None) -> set[int]:
-    """Of `--rank 3 --rank 0-7,12`; empty: all. Raises UsageError.
+    """The ranks of `--rank 3 --rank 0-7,12`; empty: all. Raises UsageError.
 
     >>> sorted(ranks_of(["3", "0-1,8"]))
     [0, 1, 3, 8]

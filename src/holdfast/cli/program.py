@@ -1,10 +1,9 @@
-"""What each worker executes, checked before anything starts: the combination of script, -m, --no-python and --run-path;
-and
---preload: which modules a node imports once for all its workers, decided from the script's syntax tree.
+"""The program of the workers: its command, checked before anything starts, and the modules to preload for it.
 
-`auto` must never change what a script sees: it says no where the script sets environment variables before torch is
-imported, or where the source does not tell. Knows the file system as the worker will see it (same folder, same PATH),
-Python's syntax and the names of torch's users; imports none of them, so a module's name is hardly checked.
+--preload auto decides from the script's syntax tree which modules a node imports once for all workers. It must never
+change what a script sees, so it preloads nothing where the script sets environment variables before it imports torch,
+or where the source is not clear. Knows the file system as the worker will see it (same folder, same PATH), Python's
+syntax and the packages that use torch; imports none of them.
 """
 
 from __future__ import annotations
@@ -81,13 +80,13 @@ def check_script(path: str) -> None:
 
 
 def check_module(name: str) -> None:
-    """Raises ScriptError for a file's name: `python -m train.py` runs `train`, all of it, before it says that."""
+    """Raises ScriptError for the name of a file: `python -m train.py` would report that only after running `train`."""
     if name.endswith(".py") and os.path.isfile(name) and not os.path.isdir(name.removesuffix(".py")):
-        raise ScriptError(f"-m takes a module's name and {name} is a file; leave -m out")
+        raise ScriptError(f"-m needs a module's name, but {name} is a file; leave -m out")
 
 
 def similar(path: str) -> str:
-    """`; did you mean X?` when the folder holds a file of nearly that name, else where it was looked for."""
+    """`; did you mean X?` if the folder has a file with a similar name, else the folder."""
     import difflib
 
     folder, name = os.path.split(path)
@@ -143,7 +142,7 @@ TORCH = ("numpy", "torch")
 TRAINING = "torch._dynamo"
 """Imported by the first optimizer and by DistributedDataParallel; takes as long as torch itself."""
 SOURCE_BYTES_MAX = 300_000
-"""All that is read of a program, modules beside it included: some 50 ms."""
+"""Limit for a program and the modules beside it: reading them takes about 50 ms."""
 
 TORCH_USERS = frozenset(
     [
@@ -171,9 +170,9 @@ TORCH_USERS = frozenset(
         "torchtune",
     ]
 )
-"""torch and what is built on it: a program that imports one of them most likely opens a process group."""
+"""torch and packages that use it: a program that imports one of them probably opens a process group."""
 LIGHT_USERS = frozenset(["torch", "torchvision", "torchaudio", "torchtext"])
-"""Of torch's users those that train nothing unless the script says so."""
+"""Packages that do not train by themselves."""
 TRAINING_WORDS = frozenset(
     [
         "optim",
@@ -218,7 +217,7 @@ def decide(command: WorkerCommand, *, restarts: bool) -> Preload:
     try:
         sources = sources_of(command)
         if not sources:
-            return Preload(why=f"the source of {command.target} cannot be told beforehand")
+            return Preload(why=f"the source of {command.target} is not known in advance")
         reader = Reader()
         for source in sources:
             reader.read(source)
@@ -238,7 +237,7 @@ def decide(command: WorkerCommand, *, restarts: bool) -> Preload:
 
 
 def sources_of(command: WorkerCommand) -> list[Path]:
-    """The files that run as or before the program, in this order; empty where only the worker can tell."""
+    """The files that run as or before the program, in this order; empty: only the worker knows them."""
     if "$" in command.target or command.target == "-":
         return []
     if command.kind is not CommandKind.MODULE:
@@ -249,7 +248,7 @@ def sources_of(command: WorkerCommand) -> list[Path]:
 
 
 def module_sources(name: str, *, ours: bool) -> Iterator[Path]:
-    """Of a module and the packages around it, without importing any. `ours`: the worker's Python is this one."""
+    """The files of a module and its packages, without importing any. `ours`: the worker's Python is this one."""
     from importlib.machinery import PathFinder
 
     where: list[str] | None = [os.getcwd(), *(sys.path if ours else [])]
@@ -302,11 +301,11 @@ class Reader(ast.NodeVisitor):
         """The import that loads torch, and the change of the environment before it; both may be empty."""
         if self._user:
             return self._user, self._setting
-        # Imported by a function: what has run until then cannot be known.
+        # A function imports it: nobody knows what runs before that.
         return self._late_user, self._setting or self._late_setting
 
     def read(self, path: Path) -> None:
-        """Raises UnreadableError for what is no Python or too much of it."""
+        """Raises UnreadableError for a file that is not Python or too long."""
         self._seen.add(path)
         tree = self._tree(path)
         self._look_around(tree, path)
@@ -393,7 +392,7 @@ class Reader(ast.NodeVisitor):
             self._follow(name)
 
     def _follow(self, name: str) -> None:
-        """A module beside the program runs at its import."""
+        """Read a module beside the program, which runs when it is imported."""
         beside = module_beside(self._file, name)
         if beside is not None and beside not in self._seen:
             self.read(beside)
@@ -419,7 +418,7 @@ class Reader(ast.NodeVisitor):
 
 
 def imported_names(node: ast.AST) -> list[str]:
-    """All words of an import, the package first; empty for anything else and for modules of the program's own."""
+    """All names of an import, the package first; empty for other nodes and for relative imports."""
     match node:
         case ast.Import(names=aliases):
             return [part for alias in aliases for part in alias.name.split(".")]
@@ -429,7 +428,7 @@ def imported_names(node: ast.AST) -> list[str]:
 
 
 def change(node: ast.AST) -> str:
-    """The change that a node makes to the environment, in words; empty: none."""
+    """How a node changes the environment; empty: it does not."""
     match node:
         case ast.Assign(targets=targets) | ast.Delete(targets=targets):
             return next((said for target in targets if (said := _written(target))), "")

@@ -1,6 +1,7 @@
-"""How the nodes meet: backend, endpoint, job id, ranks of nodes, token, by torchrun's rules.
+"""The rendezvous of the nodes by torchrun's rules: backend, endpoint, job id, node ranks, token.
 
-Knows the rewrite to standalone (explicit and implied) and reports what it discards; opens no socket.
+Also decides when a job is standalone (explicit or implied), and reports the options that have no effect. Opens no
+socket.
 """
 
 from __future__ import annotations
@@ -10,13 +11,11 @@ import stat
 import uuid
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.cli.values import node_range
 from holdfast.protocol.errors import EndpointError, NodesError, RendezvousConfigError
 from holdfast.protocol.options import Endpoint, EtcdOptions, ThirdPartyOptions
 from holdfast.protocol.policy import Grow, JobSpec, Limits, Survive
 from holdfast.rendezvous import conf as rdzv_conf
-from holdfast.rendezvous.conf import PORT_MAX, parse_endpoint
-from holdfast.rendezvous.registry import check_backend, default_port, is_built_in
+from holdfast.rendezvous.conf import PORT_MAX, check_backend, default_port, is_built_in, parse_endpoint
 from holdfast.runtime.inherited import read_token, weakness
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ LOOPBACK = "localhost"
 
 
 class RendezvousOptions(NamedTuple):
-    """The part of RunOptions that is about other nodes."""
+    """The fields of RunOptions about other nodes."""
 
     job: JobSpec
     limits: Limits
@@ -53,7 +52,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
         least, most = alone(parsed, least, most, notices)
         endpoint = Endpoint(host=LOOPBACK, port=0)
     elif foreign:
-        say_idle_master(parsed, backend, notices)
+        report_idle_master(parsed, backend, notices)
         endpoint = Endpoint(host="", port=0)
     else:
         endpoint = meeting_point(parsed, backend, least, most, notices)
@@ -67,12 +66,12 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
             notices.extend(rdzv_conf.unknown_key_notices(backend, conf))
         known = rdzv_conf.THIRD_PARTY if foreign else backend
         limits = rdzv_conf.limits_from_conf(known, conf, patience)
-        is_host = None if standalone or backend != "c10d" else rdzv_conf.get_bool(conf, "is_host")
+        is_host = None if standalone or backend != "c10d" else rdzv_conf.read_is_host(conf)
         etcd = etcd_options(backend, conf, endpoint)
     except RendezvousConfigError as error:
         raise of_variable(parsed, error) from None
     fixed = backend == "static"
-    say_open_token(conf.get("token_file"), notices)
+    report_open_token(conf.get("token_file"), notices)
     token = read_token(conf.get("token_file"), environ)
     if token is not None and (weak := weakness(token)):
         notices.append(weak)
@@ -101,17 +100,17 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
     )
 
 
-def say_open_token(path: str | None, notices: list[str]) -> None:
-    """A file that cannot be read is reported by the function that reads it."""
+def report_open_token(path: str | None, notices: list[str]) -> None:
+    """Report a token file that everybody may read. The function that reads it reports an unreadable one."""
     try:
         if path is not None and os.stat(path).st_mode & stat.S_IROTH:
-            notices.append(f"--rdzv-conf token_file={path}: every user of this machine may read it; chmod 600 it")
+            notices.append(f"--rdzv-conf token_file={path}: every user of this machine can read it; chmod 600 it")
     except OSError:
         return
 
 
 def etcd_options(backend: str, conf: rdzv_conf.Conf, endpoint: Endpoint) -> EtcdOptions | None:
-    """None with any other backend. Raises RendezvousConfigError or EndpointError."""
+    """The options of etcd; None with any other backend. Raises RendezvousConfigError or EndpointError."""
     if backend not in ("etcd", "etcd-v2"):
         return None
     from holdfast.rendezvous.etcd import read_etcd_conf
@@ -122,9 +121,8 @@ def etcd_options(backend: str, conf: rdzv_conf.Conf, endpoint: Endpoint) -> Etcd
 def third_party_options(
     parsed: Parsed, backend: str, job_id: str, conf: rdzv_conf.Conf, notices: list[str]
 ) -> ThirdPartyOptions:
-    """Loads the package that offers this backend and lets it judge what it is given. Raises CallerError."""
-    from holdfast.rendezvous.elections import read_third_party
-    from holdfast.rendezvous.registry import load_third_party
+    """Load the package of this backend and let it check its options. Raises CallerError."""
+    from holdfast.rendezvous.third_party import load_third_party, read_third_party
 
     try:
         loaded = load_third_party(backend)
@@ -134,6 +132,27 @@ def third_party_options(
     own = tuple(loaded.conf_keys)
     notices.extend(rdzv_conf.unknown_key_notices(rdzv_conf.THIRD_PARTY, conf, name=backend, own=own))
     return options
+
+
+def node_range(text: str) -> tuple[int, int]:
+    """The numbers in `N` or `MIN:MAX`. Raises ValueError.
+
+    >>> node_range("2"), node_range("1:4")
+    ((2, 2), (1, 4))
+    """
+    parts = text.split(":")
+    if len(parts) > 2:
+        raise ValueError("must be N or MIN:MAX")
+    try:
+        numbers = [int(part) for part in parts]
+    except ValueError:
+        raise ValueError("must be a number N or a range MIN:MAX") from None
+    least, most = numbers[0], numbers[-1]
+    if least < 1:
+        raise ValueError("a job needs at least 1 node")
+    if least > most:
+        raise ValueError(f"the minimum {least} is above the maximum {most}")
+    return least, most
 
 
 def nodes(parsed: Parsed) -> tuple[int, int]:
@@ -153,34 +172,33 @@ def check_backend_name(parsed: Parsed) -> None:
 
 
 def of_variable(parsed: Parsed, error: RendezvousConfigError, dest: str = "rdzv_conf") -> Exception:
-    """The same error; named after the variable or the file when that brought the value."""
+    """The same error; it names the variable or the file if the value came from there."""
     if parsed.by_variable(dest) or parsed.by_file(dest):
         return parsed.error(dest, RendezvousConfigError, str(error))
     return error
 
 
 def is_standalone(parsed: Parsed, most: int) -> bool:
-    """Whether standalone was given, or is implied by torchrun's rule: no endpoint is given and there is no other
-    node."""
+    """Whether --standalone is given, or implied by torchrun's rule: one node and no endpoint."""
     given = parsed.values
     implied = given.rdzv_backend == "static" and not given.rdzv_endpoint and given.master_port is None and most == 1
     return bool(given.standalone or implied)
 
 
 def alone(parsed: Parsed, least: int, most: int, notices: list[str]) -> tuple[int, int]:
-    """Node range of a standalone job; reports options that have no effect in it."""
+    """The node range of a standalone job. Reports options that have no effect in it."""
     said = parsed.values.standalone
     if least > 1:
-        raise parsed.error("nnodes", NodesError, "--standalone is one node by itself; leave one of the two out")
+        raise parsed.error("nnodes", NodesError, "--standalone means one node; leave one of the two options out")
     if most > 1:
-        notices.append(f"{parsed.said('nnodes')} taken as 1: nobody can join a --standalone job")
+        notices.append(f"{parsed.said('nnodes')} taken as 1: no other node can join a --standalone job")
     idle = [
         parsed.said(dest)
         for dest in ("rdzv_backend", "rdzv_endpoint", "master_addr", "master_port")
         if parsed.given(dest) and not (dest == "rdzv_backend" and parsed.values.rdzv_backend == "c10d")
     ]
     if idle:
-        reason = "--standalone" if said else "one node without an endpoint or a --master-port meets nobody"
+        reason = "--standalone" if said else "a job of one node needs no rendezvous"
         notices.append(f"{', '.join(idle)} without effect: {reason}")
     return 1, 1
 
@@ -193,9 +211,9 @@ def meeting_point(parsed: Parsed, backend: str, least: int, most: int, notices: 
     if from_master:
         endpoint = master_endpoint(parsed, most)
         if most > 1 and not parsed.given("master_addr"):
-            notices.append(f"no --master-addr: nodes meet at {endpoint}, so only on this machine")
+            notices.append(f"no --master-addr: the endpoint is {endpoint}, which only this machine can reach")
         return endpoint
-    say_idle_master(parsed, backend, notices)
+    report_idle_master(parsed, backend, notices)
     try:
         endpoint = parse_endpoint(given.rdzv_endpoint, default_port(backend))
     except EndpointError as error:
@@ -203,17 +221,17 @@ def meeting_point(parsed: Parsed, backend: str, least: int, most: int, notices: 
             raise parsed.error("rdzv_endpoint", EndpointError, str(error)) from None
         raise
     if not given.rdzv_endpoint.strip() and most > 1:
-        notices.append(f"no --rdzv-endpoint: nodes meet at {endpoint}, so only on this machine")
+        notices.append(f"no --rdzv-endpoint: the endpoint is {endpoint}, which only this machine can reach")
     if endpoint.port == 0 and least > 1:
-        raise parsed.error("rdzv_endpoint", EndpointError, "port 0 is any free port, which other nodes cannot know")
+        raise parsed.error("rdzv_endpoint", EndpointError, "port 0 means any free port, which other nodes cannot know")
     return endpoint
 
 
-def say_idle_master(parsed: Parsed, backend: str, notices: list[str]) -> None:
+def report_idle_master(parsed: Parsed, backend: str, notices: list[str]) -> None:
     idle = [parsed.said(dest) for dest in ("master_addr", "master_port") if parsed.given(dest)]
     if idle:
         given = backend == "static"
-        reason = "--rdzv-endpoint says where to meet" if given else f"only used with backend static, not {backend}"
+        reason = "--rdzv-endpoint is used" if given else f"only used with backend static, not {backend}"
         notices.append(f"{', '.join(idle)} without effect: {reason}")
 
 
@@ -225,7 +243,7 @@ def master_endpoint(parsed: Parsed, most: int) -> Endpoint:
     if not 0 <= port <= PORT_MAX:
         raise parsed.error("master_port", EndpointError, f"a port is a number from 0 to {PORT_MAX}")
     if port == 0 and most > 1:
-        raise parsed.error("master_port", EndpointError, "port 0 is any free port, which other nodes cannot know")
+        raise parsed.error("master_port", EndpointError, "port 0 means any free port, which other nodes cannot know")
     try:
         return parse_endpoint(f"{bracketed(parsed.values.master_addr)}:{port}", None)
     except EndpointError as error:
@@ -233,13 +251,13 @@ def master_endpoint(parsed: Parsed, most: int) -> Endpoint:
 
 
 def bracketed(host: str) -> str:
-    """IPv6 addresses are written with and without brackets in the wild."""
+    """Users write IPv6 addresses with and without brackets."""
     host = host.strip()
     return f"[{host}]" if host.count(":") > 1 and not host.startswith("[") else host
 
 
 def run_id(parsed: Parsed, standalone: bool, most: int, notices: list[str]) -> str:
-    """A standalone job without a name gets a unique one."""
+    """The job's id. A standalone job without one gets a unique id."""
     given: str = parsed.values.rdzv_id
     if given and (parsed.given("rdzv_id") or not standalone):
         return given
@@ -251,7 +269,7 @@ def run_id(parsed: Parsed, standalone: bool, most: int, notices: list[str]) -> s
 
 
 def node_rank(parsed: Parsed, standalone: bool, fixed: bool, most: int, notices: list[str]) -> int | None:
-    """The group rank that this node wants, binding with static. Raises NodesError."""
+    """The group rank that this node requests; with static it is binding. Raises NodesError."""
     rank: int = parsed.values.node_rank
     if not parsed.given("node_rank"):
         return 0 if fixed else None

@@ -1,6 +1,6 @@
-"""`holdfast report [RUN ...]`: where a run's time went, and how long each part of its starts took, running or ended.
+"""`holdfast report [RUN ...]`: how a run, running or ended, used its time, and how long each part of its starts took.
 
-Knows where runs are kept and what is printed; diagnosis (history.py, incidents.py) knows the meaning of journals.
+Knows the output; diagnosis (history.py, incidents.py) knows the meaning of journals.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from typing import Any
 
 import msgspec
 
-from holdfast.cli.finding import outcome_of, screen_of
+from holdfast.cli.finding import newest_ended, outcome_of, run_folders, screen_of
 from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.diagnosis.history import PHASES, Activity, Generation, History, Survival, Timeline, history, timeline
 from holdfast.protocol.errors import UsageError
 from holdfast.protocol.outcome import Outcome
 from holdfast.runtime.run_folder import JOURNAL_NAME as JOURNAL
+from holdfast.runtime.run_folder import default_log_dir
 from holdfast.text import duration, plural
 
 HEADINGS = {"process_group": "group", "first_step": "step 1"}
@@ -46,16 +47,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    made = Parser(prog="holdfast report", description="Show how a run went, also while it runs.", allow_abbrev=False)
+    made = Parser(prog="holdfast report", description="Show how a run went, also while it runs.")
     made.add_argument(
         "runs",
         nargs="*",
         metavar="RUN",
-        help="a run id, or the run folder of each node (<log dir>/<run id>_<8 characters>); the newest run here when "
-        "none is given",
+        help="a run id, or the run folder of each node (<log dir>/<run id>_<8 characters>); by default the newest run",
     )
-    made.add_argument("--html", metavar="FILE", help="write one page with pictures, to keep or to send; - is stdout")
-    made.add_argument("--json", action="store_true", help="print JSON")
+    made.add_argument("--html", metavar="FILE", help="write one page with pictures; - is stdout")
+    made.add_json()
     return made
 
 
@@ -63,26 +63,20 @@ def folders_of(run: str) -> list[Path]:
     """The given folder, or the folders of a run id on this host. Raises NoRunError."""
     if os.sep in run or os.path.isdir(run):
         return [Path(run)]
-    from holdfast.cli.finding import run_folders
-
     return run_folders(run)
 
 
 def newest_run() -> Path:
-    """Raises UsageError where there is none."""
-    from holdfast.runtime.run_folder import default_log_dir
-
-    log_dir = Path(default_log_dir())
-    runs = [folder for folder in log_dir.glob("*") if (folder / JOURNAL).is_file()]
-    if not runs:
-        raise UsageError(f"no run in {log_dir}; name a run folder: holdfast report FOLDER")
-    return max(runs, key=lambda folder: (folder / JOURNAL).stat().st_ctime)
+    """The newest run folder here. Raises UsageError if there is none."""
+    if folders := newest_ended(None):
+        return folders[0]
+    raise UsageError(f"no run in {default_log_dir()}; name a run folder: holdfast report FOLDER")
 
 
 def read_journal(folder: Path) -> Iterator[dict[str, Any]]:
-    """Its events. A last line that is still being written is left out; what is torn (a full disk, a machine that lost
-    power) or of another version is left out as well, and counted on stderr. Raises UsageError."""
-    from holdfast.diagnosis.event_table import is_readable
+    """The events of a run. Leaves out a last line that is still being written. Other lines that are torn (a full disk,
+    a power failure) or of another version are left out too, and counted on stderr. Raises UsageError."""
+    from holdfast.diagnosis.reference import is_readable
 
     try:
         lines = (folder / JOURNAL).read_bytes().splitlines(keepends=True)
@@ -100,7 +94,7 @@ def read_journal(folder: Path) -> Iterator[dict[str, Any]]:
         else:
             left_out += 1
     if left_out and left_out == len(lines):
-        raise UsageError(f"{folder / JOURNAL} holds no events of holdfast's")
+        raise UsageError(f"{folder / JOURNAL} contains no events of holdfast")
     if left_out:
         words = "1 line is" if left_out == 1 else f"{left_out} lines are"
         print(f"holdfast: {folder / JOURNAL}: {words} torn or of another version, and left out", file=sys.stderr)
@@ -131,7 +125,7 @@ def as_json(told: Timeline) -> dict[str, Any]:
 
 
 def history_as_json(past: History | None) -> dict[str, Any] | None:
-    """None: these journals are of a version that did not tell."""
+    """The history as plain data. None: the journals are of a version that did not record it."""
     if past is None:
         return None
     return {
@@ -168,7 +162,7 @@ def write_page(
     journals: Sequence[Sequence[dict[str, Any]]],
     folders: Sequence[Path],
 ) -> None:
-    """Raises UsageError when the file cannot be written."""
+    """Write the page of --html. Raises UsageError when the file cannot be written."""
     from holdfast.diagnosis.incidents import incidents
     from holdfast.diagnosis.page import PageContent, render
 
@@ -212,10 +206,8 @@ def survival_text(each: Survival, why: str) -> str:
 
 
 def print_report(told: Timeline, past: History | None = None) -> None:
-    number = len(told.generations)
-    print(
-        f"run {told.run_id} on {', '.join(told.nodes)}: {number} generation{'' if number == 1 else 's'}, {ending(told)}"
-    )
+    ending = f"ended: {told.end}" if told.end else "not ended"
+    print(f"run {told.run_id} on {', '.join(told.nodes)}: {plural(len(told.generations), 'generation')}, {ending}")
     if past is not None and past.stretches:
         print_history(told, past)
     if told.preloaded:
@@ -230,20 +222,16 @@ def print_report(told: Timeline, past: History | None = None) -> None:
 
 
 def print_end(folders: Sequence[Path]) -> None:
-    """Print the last screen, from the first node that kept it."""
+    """Print the last screen, from the first node that has it."""
     end = first_outcome(folders)
     if end is not None:
         print(f"\n{screen_of(*end)}")
 
 
 def first_outcome(folders: Sequence[Path]) -> tuple[Path, Outcome] | None:
-    """Of the first of these folders that has one that tells most: a verdict before an end without."""
+    """The first outcome with a verdict in these folders, else the first outcome."""
     ends = [(folder, outcome) for folder in folders if (outcome := outcome_of(folder)) is not None]
     return next((end for end in ends if end[1].verdict is not None), next(iter(ends), None))
-
-
-def ending(told: Timeline) -> str:
-    return f"ended: {told.end}" if told.end else "not ended"
 
 
 def row(generation: Generation) -> tuple[str, ...]:

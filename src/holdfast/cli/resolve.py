@@ -1,18 +1,23 @@
-"""A parsed command line to RunOptions: every rule by which torchrun turns its options into a job.
+"""A parsed command line to RunOptions, by torchrun's rules; and values back to words, for the line of another node.
 
-Reads the environment that it is given, the affinity mask and the file system; starts nothing. Rendezvous is in
-cli/rendezvous.py, the worker's command in program.py, single values in values.py.
+Reads the environment that it is given, the affinity mask and the file system; starts nothing. The rules of the
+rendezvous are in rendezvous.py, those of the worker's command in program.py. The functions for single values raise
+ValueError: their caller knows the option.
 """
 
 from __future__ import annotations
 
 import os
+import shlex
+import signal
+import socket
 from signal import SIGCHLD, SIGCONT, SIGINT, SIGQUIT, SIGTERM, SIGWINCH
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.cli import rendezvous as meeting
-from holdfast.cli import values
 from holdfast.cli.devices import THIS_NODE, Count, Probes, count_cpus, count_processes
+from holdfast.cli.grammar import ABOUT_US
+from holdfast.cli.option_table import FLAG, HOSTS, LIST, Option
 from holdfast.cli.program import preload, worker_command
 from holdfast.protocol.errors import (
     BindingError,
@@ -24,13 +29,23 @@ from holdfast.protocol.errors import (
 )
 from holdfast.protocol.options import Endpoint, LogOptions, RunOptions, Std, StreamChoice
 from holdfast.protocol.policy import Limits
+from holdfast.text import is_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from holdfast.cli.grammar import Parsed
     from holdfast.protocol.policy import JobSpec
 
+
+LOOPBACK = "127.0.0.1"
+PORT_MAX = 65535
+UNCATCHABLE = ("SIGKILL", "SIGSTOP")
+STREAMS = ("0", "1", "2", "3")
+ONLY_HERE = frozenset({*ABOUT_US, "plan", "config", "no_config"})
+"""Options that are not passed on to other nodes."""
+STARTED_BY_OTHERS = ("SLURM_STEP_ID", "KUBERNETES_SERVICE_HOST")
+"""Variables that are set when no person starts the other nodes."""
 STOP_GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 STOP_GRACE_S = 30.0
 HEALTH_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
@@ -47,7 +62,7 @@ class Resolution(NamedTuple):
 
 
 def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NODE) -> Resolution:
-    """Resolve the line. Raises a fitting CallerError for the first thing that cannot be done."""
+    """Resolve the line. Raises a CallerError for the first invalid option."""
     given = parsed.values
     notices = list(parsed.notices)
     if parsed.cpus is not None:
@@ -67,19 +82,11 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
     metrics, (health, health_if_free) = served(parsed, "metrics"), health_check(parsed, environ, notices)
     imports = preload(parsed, command, place.job, counted="OMP_NUM_THREADS" in environ or threads is not None)
     options = RunOptions(
-        job=place.job,
-        limits=place.limits,
+        **place._asdict(),
         nproc=devices.number,
         command=command,
         logs=logs,
-        endpoint=place.endpoint,
-        standalone=place.standalone,
-        is_host=place.is_host,
-        token=place.token,
-        etcd=place.etcd,
-        third_party=place.third_party,
         role=given.role,
-        node_rank=place.node_rank,
         local_addr=given.local_addr,
         signals=signals,
         signals_text=given.signals_to_handle,
@@ -115,7 +122,7 @@ def check_plain_values(parsed: Parsed) -> None:
     if not 0 < given.drain_timeout < float("inf"):
         raise parsed.error("drain_timeout", UsageError, "must be a positive number of seconds")
     if not 0 <= given.hang_timeout < float("inf"):
-        raise parsed.error("hang_timeout", UsageError, "must be a number of seconds, 0 for never")
+        raise parsed.error("hang_timeout", UsageError, "must be a number of seconds; 0 means never")
     if given.min_ranks < 1:
         raise parsed.error("min_ranks", UsageError, "must be 1 or more")
     if given.exclude_after < 0:
@@ -131,7 +138,7 @@ def logs_specs_problem(name: str) -> str:
 
     installed = sorted({"default", *(entry.name for entry in entry_points(group=LOGS_SPECS_GROUP))})
     if name in installed:
-        return "holdfast keeps its own logs and cannot use this class; leave it out, or use torchrun"
+        return "holdfast writes its own logs and cannot use this class; leave the option out, or use torchrun"
     return f"no such entry point in {LOGS_SPECS_GROUP}; installed: {', '.join(installed)}"
 
 
@@ -149,7 +156,7 @@ def stop_grace_s(parsed: Parsed, environ: Mapping[str, str]) -> float:
         text = environ.get(STOP_GRACE_VARIABLE)
         if text is None:
             return STOP_GRACE_S
-        if not values.is_number(text.strip()):
+        if not is_number(text.strip()):
             raise EnvironmentValueError(f"{STOP_GRACE_VARIABLE}={text}: not a whole number of seconds, 0 or more")
         return float(text)
     if seconds < 0:
@@ -163,47 +170,49 @@ def served(parsed: Parsed, dest: str) -> Endpoint | None:
     if text is None:
         return None
     try:
-        return values.serving_place(text)
+        return serving_place(text)
     except ValueError as error:
         raise parsed.error(dest, UsageError, str(error)) from None
 
 
 def health_check(parsed: Parsed, environ: Mapping[str, str], notices: list[str]) -> tuple[Endpoint | None, bool]:
-    """Where, and whether it was torchrun's variable that asked: that one never keeps a job from starting."""
+    """The address, and whether torchrun's variable requested it: an error in that variable never prevents the start."""
     place, text = served(parsed, "health"), environ.get(HEALTH_VARIABLE)
     if place is not None or text is None:
         return place, False
     try:
-        return values.serving_place(text), True
+        return serving_place(text), True
     except ValueError:
-        notices.append(f"{HEALTH_VARIABLE}={text} is no port: no health check is served")
+        notices.append(f"{HEALTH_VARIABLE}={text} is not a port: no health check is served")
         return None, False
 
 
 def signals_to_handle(parsed: Parsed, notices: list[str]) -> tuple[int, ...]:
     try:
-        numbers, unknown = values.signal_numbers(parsed.values.signals_to_handle)
+        numbers, unknown = signal_numbers(parsed.values.signals_to_handle)
     except ValueError as error:
         raise parsed.error("signals_to_handle", UsageError, str(error)) from None
-    notices.extend(f"{parsed.said('signals_to_handle')}: {name} is no signal and is left out" for name in unknown)
+    notices.extend(f"{parsed.said('signals_to_handle')}: {name} is not a signal and is ignored" for name in unknown)
     return numbers
 
 
 def preempt_signal(parsed: Parsed) -> int | None:
-    """The signal's number; `USR1` and `SIGUSR1` are equal."""
+    """The number of the signal; `USR1` means `SIGUSR1`."""
     text = parsed.values.preempt_signal
     if text is None:
         return None
     name = text.strip().upper()
     try:
-        numbers, _ = values.signal_numbers(name if name.startswith("SIG") else f"SIG{name}")
+        numbers, _ = signal_numbers(name if name.startswith("SIG") else f"SIG{name}")
     except ValueError as error:
         raise parsed.error("preempt_signal", UsageError, str(error)) from None
     if len(numbers) != 1:
-        raise parsed.error("preempt_signal", UsageError, f"{text!r} is no signal")
+        raise parsed.error("preempt_signal", UsageError, f"{text!r} is not a signal")
     if numbers[0] in (SIGTERM, SIGINT, SIGQUIT, SIGWINCH, SIGCHLD, SIGCONT):
         raise parsed.error(
-            "preempt_signal", UsageError, f"{text!r} has a meaning of its own (SIGTERM is a notice already); take USR1"
+            "preempt_signal",
+            UsageError,
+            f"{text!r} already has a meaning (SIGTERM announces a preemption too); use USR1",
         )
     return numbers[0]
 
@@ -220,7 +229,7 @@ def check_virtual_local_rank(parsed: Parsed, environ: Mapping[str, str], nproc: 
 
 
 def omp_num_threads(environ: Mapping[str, str], nproc: int, cpus: int) -> int | None:
-    """None where torchrun leaves it alone: it is set already, or one worker has all CPUs."""
+    """None where torchrun does not set it either: it is set already, or one worker has all CPUs."""
     if "OMP_NUM_THREADS" in environ or nproc == 1:
         return None
     return max(1, cpus // nproc)
@@ -230,10 +239,10 @@ def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices:
     given = parsed.values
     redirects, tee = (streams(parsed, dest, nproc, notices) for dest in ("redirects", "tee"))
     try:
-        ranks = values.rank_list(given.local_ranks_filter)
+        ranks = rank_list(given.local_ranks_filter)
     except ValueError as error:
         raise parsed.error("local_ranks_filter", LogOptionsError, str(error)) from None
-    say_absent(parsed, "local_ranks_filter", ranks or frozenset(), nproc, notices)
+    report_absent(parsed, "local_ranks_filter", ranks or frozenset(), nproc, notices)
     log_dir = log_folder(parsed, notices)
     duplicates = {
         Std.OUT: tuple(text for text in given.duplicate_stdout_filters if text),
@@ -263,29 +272,29 @@ def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices:
 
 def streams(parsed: Parsed, dest: str, nproc: int, notices: list[str]) -> StreamChoice:
     try:
-        choice = values.stream_choice(getattr(parsed.values, dest))
+        choice = stream_choice(getattr(parsed.values, dest))
     except ValueError as error:
         raise parsed.error(dest, LogOptionsError, str(error)) from None
-    say_absent(parsed, dest, frozenset(choice.by_local_rank), nproc, notices)
+    report_absent(parsed, dest, frozenset(choice.by_local_rank), nproc, notices)
     return choice
 
 
-def say_absent(parsed: Parsed, dest: str, ranks: frozenset[int], nproc: int, notices: list[str]) -> None:
-    absent = values.absent_ranks(ranks, nproc)
+def report_absent(parsed: Parsed, dest: str, ranks: frozenset[int], nproc: int, notices: list[str]) -> None:
+    absent = sorted(rank for rank in ranks if not 0 <= rank < nproc)
     if absent:
         named = ", ".join(map(str, absent))
         notices.append(f"{parsed.said(dest)}: this node has no local rank {named}, only 0 to {nproc - 1}")
 
 
 def log_folder(parsed: Parsed, notices: list[str]) -> str | None:
-    """The log folder, absolute; None when no files are wanted."""
+    """The absolute path of the log folder; None: no log files."""
     log_dir: str | None = parsed.values.log_dir
     if not log_dir:
         from holdfast.runtime.run_folder import TEMPORARY_NAME, default_log_dir
 
         folder = default_log_dir()
         if os.path.basename(folder).startswith(TEMPORARY_NAME):
-            notices.append(f"neither the home nor the current folder can be written: logs go to {folder}")
+            notices.append(f"neither the home folder nor the current folder is writable: logs go to {folder}")
         return folder
     if log_dir == os.devnull:
         return None
@@ -299,5 +308,123 @@ def log_folder(parsed: Parsed, notices: list[str]) -> str | None:
     if not os.path.isdir(ancestor):
         raise parsed.error("log_dir", LogDirError, f"{ancestor} is a file, not a folder")
     if not os.access(ancestor, os.W_OK | os.X_OK):
-        raise parsed.error("log_dir", LogDirError, f"{ancestor} cannot be written")
+        raise parsed.error("log_dir", LogDirError, f"{ancestor} is not writable")
     return folder
+
+
+# --- texts of single options to values, and back ----------------------------------------------------------------------
+
+
+def stream_choice(text: str) -> StreamChoice:
+    """The value of -r and -t: one digit for all local ranks, or `RANK:DIGIT,...`; other ranks get 0.
+
+    >>> stream_choice("0:3,12:1").for_rank(12)
+    <Std.OUT: 1>
+    """
+    if text in STREAMS:
+        return StreamChoice(every=Std(int(text)))
+    by_rank: dict[int, Std] = {}
+    for item in text.split(","):
+        rank, _, stream = item.partition(":")
+        if not is_number(rank) or stream not in STREAMS:
+            raise ValueError("must be 0 (none), 1 (stdout), 2 (stderr) or 3 (both), or RANK:N,RANK:N")
+        by_rank[int(rank)] = Std(int(stream))
+    return StreamChoice(by_local_rank=by_rank)
+
+
+def is_number(text: str) -> bool:
+    return text.isascii() and text.isdecimal()
+
+
+def rank_list(text: str) -> frozenset[int] | None:
+    """The ranks in `0,1`; None (all ranks) for an empty text.
+
+    >>> sorted(rank_list("2,0"))
+    [0, 2]
+    """
+    if not text:
+        return None
+    try:
+        return frozenset(int(item) for item in text.split(","))
+    except ValueError:
+        raise ValueError("must be local ranks separated by commas, as in 0,1,2") from None
+
+
+def serving_place(text: str) -> Endpoint:
+    """The address in `[HOST:]PORT`: the loopback interface without a host, any free port for port 0.
+
+    >>> str(serving_place("9400")), str(serving_place("0.0.0.0:9400")), str(serving_place("[::1]:9400"))
+    ('127.0.0.1:9400', '0.0.0.0:9400', '[::1]:9400')
+    """
+    host, colon, port = text.strip().rpartition(":")
+    if not colon:
+        host = LOOPBACK
+    elif host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    elif ":" in host:
+        raise ValueError("write an IPv6 address in brackets: [address]:port")
+    if not is_number(port) or int(port) > PORT_MAX or not host:
+        raise ValueError(f"{text!r}: must be PORT or HOST:PORT, a port is a number from 0 to {PORT_MAX}")
+    return Endpoint(host=host, port=int(port))
+
+
+def signal_numbers(text: str) -> tuple[tuple[int, ...], list[str]]:
+    """The signals in a comma-separated list, in order, and the unknown names.
+
+    >>> signal_numbers("SIGTERM,SIGFOO")
+    ((15,), ['SIGFOO'])
+    """
+    numbers: list[int] = []
+    unknown: list[str] = []
+    for name in (item.strip() for item in text.split(",")):
+        if name in UNCATCHABLE:
+            raise ValueError(f"{name} cannot be handled by any process")
+        if name in signal.Signals.__members__:
+            numbers.append(int(signal.Signals[name]))
+        elif name:
+            unknown.append(name)
+    return tuple(dict.fromkeys(numbers)), unknown
+
+
+def words_elsewhere(parsed: Parsed, table: Sequence[Option], settled: Mapping[str, str | None]) -> list[str]:
+    """The line of another agent: all given options and then the `settled` ones (None: left out)."""
+    words = []
+    for option in table:
+        if option.dest in settled or option.group == HOSTS or option.dest in ONLY_HERE:
+            continue
+        if parsed.given(option.dest):
+            words += words_of(option, getattr(parsed.values, option.dest))
+    for dest, text in settled.items():
+        name = "--" + dest.replace("_", "-")
+        if text is not None:
+            words.append(f"{name}={text}" if text else name)
+    return [*words, "--", parsed.values.training_script, *parsed.values.training_script_args]
+
+
+def words_of(option: Option, value: object) -> list[str]:
+    if option.kind == FLAG:
+        return [option.name] if value else []
+    if option.kind == LIST:
+        assert isinstance(value, (list, tuple))
+        return [f"{option.name}=" + ",".join(str(item).replace(",", ",,") for item in value)]
+    return [] if value is None else [f"{option.name}={value}"]
+
+
+def line_of_others(
+    parsed: Parsed, command: str, table: Sequence[Option], options: RunOptions, environ: Mapping[str, str]
+) -> str:
+    """The line to type on each other node; empty: there is no other node, or something else starts the agents."""
+    job = options.job
+    if options.standalone or job.max_nodes == 1 or any(name in environ for name in STARTED_BY_OTHERS):
+        return ""
+    settled: dict[str, str | None] = {"node_rank": None, "local_addr": None}
+    place, own = options.endpoint, socket.gethostname()
+    is_static = job.fixed_ranks and not parsed.given("rdzv_endpoint")
+    if options.etcd is None and options.third_party is None and is_loopback(place.host):
+        settled |= {"master_addr": own} if is_static else {"rdzv_endpoint": f"{own}:{place.port}"}
+    if job.fixed_ranks:
+        settled["node_rank"] = str(1 - (options.node_rank or 0)) if job.max_nodes == 2 else "RANK"
+    words = words_elsewhere(parsed, table, settled)
+    if not parsed.values.training_script.startswith("-"):
+        words.remove("--")
+    return shlex.join(["holdfast", command, *words])

@@ -1,7 +1,7 @@
-"""`holdfast run` and `holdfast launch`: read the line, fork the supervisor, resolve, hand over to the runtime.
+"""`holdfast run` and `holdfast launch`: parse the line, fork the supervisor, resolve the options, start the agent.
 
-The order matters: the supervisor is forked before any heavy import, so that it stays small, and only after the line has
-been parsed, so that a typing error forks nothing.
+The order matters. The supervisor is forked before any heavy import, so that it stays small, and after the line is
+parsed, so that a typing error forks nothing.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 TEXT_CHARACTERS_MAX = 12_000
-"""The launcher's side reads the report in one piece, from a pipe."""
+"""The far side reads the report from a pipe in one piece."""
 WARNING = (
     "FutureWarning: `launch` is deprecated, as torch.distributed.launch is; "
     "use `holdfast run` and read LOCAL_RANK from the environment"
@@ -50,8 +50,8 @@ def main_launch(argv: Sequence[str]) -> int:
 
 
 def main_remote(argv: Sequence[str]) -> int:
-    """What the far side of `holdfast run --hosts` runs, not for typing: the agent as it is anywhere, but how it ended
-    is reported to the launcher, which shows it once for all hosts.
+    """Run the agent on the far side of `holdfast run --hosts`; not for users. It reports how it ended to the launcher,
+    which shows this once for all hosts.
 
     `FD run|launch [options] script ...`: FD takes the report. Returns the exit status. Raises HoldfastError."""
     import json
@@ -72,7 +72,7 @@ def main_remote(argv: Sequence[str]) -> int:
 
 
 def tell_about(parsed: Parsed, command: str, table: Sequence[Option]) -> int:
-    """Answers --help, --version and --print-completion."""
+    """Print the text of --help, --version or --print-completion."""
     from holdfast.cli import print_version
 
     if parsed.values.help:
@@ -88,7 +88,7 @@ def tell_about(parsed: Parsed, command: str, table: Sequence[Option]) -> int:
 
 
 def execute(parsed: Parsed, command: str, argv: Sequence[str]) -> int:
-    """Plans or runs a well-formed command line, `argv` of `command`. Raises HoldfastError."""
+    """Plan or run the parsed command line `argv` of `command`. Raises HoldfastError."""
     if any(option.group == HOSTS and parsed.given(option.dest) for option in OPTIONS):
         from holdfast.cli import hosts
 
@@ -114,9 +114,9 @@ def start(
     show: Callable[[Finished], str] | None = None,
     say_notices: bool = True,
 ) -> int:
-    """This node's agent, until the job has ended; `command`: of which a person typed the line. Raises HoldfastError.
+    """Run this node's agent until the job has ended. Raises HoldfastError.
 
-    `begin` is called before it begins; `show` says what the console shows at the end.
+    `command`: the command that a user typed, if any; `begin` is called before the start; `show` makes the last screen.
     """
     from holdfast.runtime.inherited import forget_secrets
     from holdfast.supervisor.supervisor import fork_supervisor
@@ -133,7 +133,7 @@ def start(
         from holdfast.supervisor import worker_command
 
         provide_descriptors(options.nproc)
-        worker_command.begin(supervisor, options)  # before our own heavy modules: it imports while we do
+        worker_command.begin(supervisor, options)  # before our own heavy modules: both import at the same time
         from holdfast.diagnosis.causes import judge
         from holdfast.runtime.agent_service import run_job
 
@@ -147,7 +147,7 @@ def start(
 
 
 def load_end() -> None:
-    """Reads the table of causes, compiles its patterns, and imports what the last screen needs."""
+    """Load the table of causes and the modules of the last screen."""
     import holdfast.diagnosis.screen  # noqa: F401
     from holdfast.diagnosis.causes import load
 
@@ -162,8 +162,8 @@ def last_screen(end: Finished) -> str:
 
 
 def be_interruptible() -> None:
-    """Until the agent has its own handler, Ctrl-C ends us with one line: an exception out of the middle of an import
-    shows a traceback of ours, and may be lost. The supervisor sees the end of its socket, and ends with us."""
+    """Until the agent has its own handler, end at once at Ctrl-C, with one line: an exception during an import shows a
+    traceback and may be lost. The supervisor notices the end of its socket and ends too."""
     from signal import SIGINT, default_int_handler, getsignal, signal
     from threading import current_thread, main_thread
 
@@ -179,7 +179,7 @@ def leave_at_once(*_: object) -> None:
 
 
 def hand_on_interrupts() -> None:
-    """From here Ctrl-C is asyncio's and the agent's."""
+    """From now on asyncio and the agent handle Ctrl-C."""
     from signal import SIGINT, default_int_handler, getsignal, signal
 
     if getsignal(SIGINT) is leave_at_once:
@@ -187,8 +187,7 @@ def hand_on_interrupts() -> None:
 
 
 def be_killable() -> None:
-    """A container's first process ignores what it has no handler for: until the agent has its own, SIGTERM would be
-    lost."""
+    """Handle SIGTERM until the agent does: the first process of a container ignores signals without a handler."""
     from signal import SIG_DFL, SIGTERM, getsignal, signal
 
     if os.getpid() == 1 and getsignal(SIGTERM) is SIG_DFL:
@@ -196,19 +195,19 @@ def be_killable() -> None:
 
 
 def examine(stories: Sequence[RankStory]) -> Finding:
-    """What the stacks of all ranks mean: loaded only when a job seems to hang."""
+    """Diagnose the stacks of all ranks. Loaded only when a job seems to hang."""
     from holdfast.diagnosis.hangs import examine as examine_all
 
     return examine_all(stories)
 
 
 def resolve(parsed: Parsed, environ: Mapping[str, str], command: str = "") -> RunOptions:
-    """What this command line asks for, all defaults and variables considered. Raises CallerError."""
+    """The options of this command line, with defaults and variables. Raises CallerError."""
     from msgspec import structs
 
     from holdfast.cli.option_table import LAUNCH_OPTIONS
+    from holdfast.cli.resolve import line_of_others
     from holdfast.cli.resolve import resolve as resolve_all
-    from holdfast.cli.values import line_of_others
 
     options = resolve_all(parsed, environ).options
     if not command:

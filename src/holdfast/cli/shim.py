@@ -1,35 +1,34 @@
-"""`holdfast shim DIR`: writes a `torchrun` that calls `holdfast run`, for images and tools that call torchrun by its
-name.
+"""`holdfast shim DIR`: writes a `torchrun` command that calls `holdfast run`, for images and tools that call torchrun.
 
-What holdfast does not support goes to torch's own launcher, and which of the two it was is said each time. Here too is
-`holdfast token`, which draws a job token: agents prove to each other that they know it.
+Lines that holdfast does not support go to torch's own launcher; each time a message says which launcher it is.
+`torchrun` below runs on every such line, so argparse is imported late. Here too is `holdfast token`, which draws a job
+token: agents prove to each other that they know it.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from holdfast.cli import main as holdfast_main
 from holdfast.cli.grammar import parse
 from holdfast.cli.option_table import OPTIONS
-from holdfast.cli.printing import Parser
 from holdfast.protocol.errors import HoldfastError, UsageError
-from holdfast.rendezvous.registry import is_built_in
+from holdfast.rendezvous.conf import is_built_in
 from holdfast.runtime.inherited import draw_token
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
+    from holdfast.cli.printing import Parser
+
 
 NAME = "torchrun"
 PROGRAM = """\
 #!{python}
-# Written by `holdfast shim`: calls `holdfast run`, or torch's own launcher for what holdfast does not support.
+# Written by `holdfast shim`: calls `holdfast run`, or torch's own launcher for lines that holdfast does not support.
 import sys
 
 from holdfast.cli.shim import torchrun
@@ -42,13 +41,13 @@ TORCHS_HANDLERS = ("null", "console", "dynamic_rendezvous")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `holdfast shim` with these arguments; returns the exit status. Raises UsageError."""
+    """Run `holdfast shim` with these arguments; returns the exit status. Raises UsageError."""
     folder = Path(parser().parse_args(argv).folder)
     path = folder / NAME
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if path.exists() and "holdfast shim" not in path.read_text(errors="replace"):
-            raise UsageError(f"{path} is another program's; name a folder of its own, and put it first on PATH")
+            raise UsageError(f"{path} is another program's; name a new folder, and put it first on PATH")
         path.write_text(PROGRAM.format(python=sys.executable))
         path.chmod(0o755)
     except OSError as error:
@@ -58,43 +57,43 @@ def main(argv: Sequence[str]) -> int:
 
 
 def main_token(argv: Sequence[str]) -> int:
-    """Runs `holdfast token` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast token` with these arguments; returns the exit status. Raises HoldfastError."""
     token_parser().parse_args(argv)
     print(draw_token())
     return 0
 
 
-def parser() -> argparse.ArgumentParser:
-    made = Parser(
-        prog="holdfast shim", description="Write a torchrun command that calls holdfast run.", allow_abbrev=False
-    )
-    made.add_argument("folder", metavar="DIR", help="where to; it is made if needed")
+def parser() -> Parser:
+    from holdfast.cli.printing import Parser
+
+    made = Parser(prog="holdfast shim", description="Write a torchrun command that calls holdfast run.")
+    made.add_argument("folder", metavar="DIR", help="folder for it; it is created if needed")
     return made
 
 
 def token_parser() -> Parser:
+    from holdfast.cli.printing import Parser
+
     return Parser(
         prog="holdfast token",
         description="Print a new job token of 64 characters. Write it into a file that only you may read "
         "(`holdfast token > token; chmod 600 token`) and name that with --rdzv-conf token_file=, or set "
         "HOLDFAST_TOKEN.",
-        allow_abbrev=False,
     )
 
 
 def torchrun(argv: Sequence[str]) -> int:
-    """What the `torchrun` command does. Says on stderr which launcher runs the line, and why if that is not
-    holdfast."""
+    """Run a line of the `torchrun` command. Reports on stderr which launcher runs it, and why if that is torch's."""
     why = unsupported(argv, os.environ)
     if not why:
-        print("torchrun: holdfast run takes this line", file=sys.stderr)
+        print("torchrun: holdfast runs this line", file=sys.stderr)
         return holdfast_main(["run", *argv])
-    print(f"torchrun: torch's own launcher takes this line: {why}", file=sys.stderr, flush=True)
+    print(f"torchrun: torch's own launcher runs this line: {why}", file=sys.stderr, flush=True)
     return os.execv(sys.executable, [sys.executable, "-m", TORCHS_OWN, *argv])
 
 
 def unsupported(argv: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Why this line is for torch's own launcher; empty: it is not. What neither understands is holdfast's to refuse."""
+    """The reason to run this line by torch's own launcher; empty: holdfast runs it, or refuses a malformed line."""
     try:
         given = parse(argv, environ, OPTIONS).values
     except HoldfastError:
@@ -111,7 +110,7 @@ def unsupported(argv: Sequence[str], environ: Mapping[str, str]) -> str:
 
 
 def is_torchs_backend(name: str) -> bool:
-    """A package registers it with torchrun and none with holdfast."""
+    """Whether a package registers the backend with torchrun, and none with holdfast."""
     from importlib.metadata import entry_points
 
     return bool(entry_points(group="torchrun.handlers", name=name)) and not entry_points(

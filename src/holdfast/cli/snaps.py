@@ -1,7 +1,7 @@
-"""`holdfast snaps ls|verify|prune|export`: look after a snapshot folder, with or without a job that writes to it.
+"""`holdfast snaps ls|verify|prune|export`: manages a snapshot folder, with or without a job that writes to it.
 
-Knows the options and what is printed; what a snapshot is knows holdfast.snapshots. torch is not imported: the export
-is a process of its own.
+Knows the options and the output; holdfast.snapshots knows the snapshots. torch is not imported: the export is a
+separate process.
 """
 
 from __future__ import annotations
@@ -30,44 +30,44 @@ Result = tuple[Path, SnapshotError | None]
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `holdfast snaps` with these arguments; returns the exit status. HoldfastError."""
+    """Run `holdfast snaps` with these arguments; returns the exit status. Raises HoldfastError."""
     chosen = parser().parse_args(argv)
     if not Path(chosen.folder).is_dir():
         raise SnapshotError(f"{chosen.folder}: no such folder")
     if (Path(chosen.folder) / MANIFEST).exists():
         whole = Path(chosen.folder).resolve()
-        raise SnapshotError(f"{chosen.folder} is one snapshot; give the folder it is in, {whole.parent}")
+        raise SnapshotError(f"{chosen.folder} is one snapshot; give its folder, {whole.parent}")
     status: int = chosen.run(chosen)
     return status
 
 
 def parser() -> Parser:
     """The command line."""
-    top = Parser(prog="holdfast snaps", description="Look after a folder of snapshots.", allow_abbrev=False)
+    top = Parser(prog="holdfast snaps", description="Manage a folder of snapshots.")
     commands = top.add_subparsers(metavar="COMMAND", required=True)
 
-    def command(name: str, run: Any, text: str) -> argparse.ArgumentParser:
-        made = commands.add_parser(name, help=text, description=text, allow_abbrev=False)
+    def command(name: str, run: Any, text: str) -> Parser:
+        made = commands.add_parser(name, help=text, description=text)
         made.add_argument("folder", metavar="FOLDER", help="the snapshot folder, as given to Snapshots(...)")
-        made.add_argument("--json", action="store_true", help="print JSON")
+        made.add_json()
         made.set_defaults(run=run)
         return made
 
-    command("ls", list_all, "show what is in it; reads manifests only")
+    command("ls", list_all, "list the snapshots; reads only manifests")
     check = command("verify", verify, "read every byte and check its digest; exit status 1 if anything is damaged")
     check.add_argument("--step", type=int, help="only this step")
-    check.add_argument("--quarantine", action="store_true", help="set aside what is damaged")
-    prune = command("prune", prune_folder, "delete snapshots, after reading back those that stay")
+    check.add_argument("--quarantine", action="store_true", help="move damaged snapshots aside")
+    prune = command("prune", prune_folder, "delete snapshots, after reading back those that are kept")
     prune.add_argument("--keep-last", type=int, metavar="N", help="keep the newest N")
     prune.add_argument("--keep-every", metavar="TIME", help="keep one for every 30min, 6h, 1d ...")
     prune.add_argument("--keep-steps", type=int, metavar="N", help="keep one for every N steps")
     prune.add_argument("--keep-best", metavar="NAME:min|max[:N]", help="keep the best N by a metric")
-    prune.add_argument("--debris", action="store_true", help="delete what unfinished saves left")
-    prune.add_argument("--quarantined", action="store_true", help="delete what was set aside as damaged")
-    prune.add_argument("--dry-run", action="store_true", help="only say what would be done")
+    prune.add_argument("--debris", action="store_true", help="delete the remains of unfinished saves")
+    prune.add_argument("--quarantined", action="store_true", help="delete quarantined snapshots")
+    prune.add_argument("--dry-run", action="store_true", help="only print what would be done")
     export = command("export", export_snapshot, "write a snapshot in another format; needs torch")
-    export.add_argument("--step", type=int, help="which step; the newest one when not given")
-    export.add_argument("--to", required=True, metavar="PATH", help="file or folder to make")
+    export.add_argument("--step", type=int, help="the step; by default the newest")
+    export.add_argument("--to", required=True, metavar="PATH", help="file or folder to create")
     export.add_argument("--format", required=True, choices=FORMATS, help=", ".join(FORMATS))
     return top
 
@@ -112,7 +112,7 @@ def verify(chosen: argparse.Namespace) -> int:
 
 
 def read_back(snapshot: Snapshot) -> list[Result]:
-    """What reading it showed; nothing when it was removed meanwhile."""
+    """Read a snapshot back. Empty: it was deleted meanwhile."""
     try:
         folder.verify(snapshot)
     except SnapshotGoneError:
@@ -123,11 +123,11 @@ def read_back(snapshot: Snapshot) -> list[Result]:
 
 
 def prune_folder(chosen: argparse.Namespace) -> int:
-    """`prune`: delete what need not stay. Takes the folder's lease, so no job can be saving meanwhile."""
+    """`prune`: delete snapshots that need not be kept. Holds the folder's lease, so no job can save meanwhile."""
     keep = asked_keep(chosen)
     if keep is None and not chosen.debris and not chosen.quarantined:
         raise UsageError(
-            "holdfast snaps prune: say what may go: --keep-last N (or another --keep), --debris, --quarantined"
+            "holdfast snaps prune: give at least one of --keep-last N (or another --keep), --debris, --quarantined"
         )
     if chosen.dry_run:
         return report(chosen, *prune_now(chosen, keep))
@@ -136,7 +136,7 @@ def prune_folder(chosen: argparse.Namespace) -> int:
 
 
 def export_snapshot(chosen: argparse.Namespace) -> int:
-    """`export`: by a process that imports torch. Its exit status is ours."""
+    """`export`: run a process that imports torch, and return its exit status."""
     if chosen.step is None:
         newest = folder.choose(folder.survey(chosen.folder))
         if newest is None:
@@ -146,7 +146,7 @@ def export_snapshot(chosen: argparse.Namespace) -> int:
         step = chosen.step
     command = [sys.executable, "-m", "holdfast.train.export", chosen.folder]
     command += ["--step", str(step), "--to", chosen.to, "--format", chosen.format]
-    # With --json stdout is ours alone.
+    # With --json only our JSON goes to stdout.
     done = subprocess.run(command, check=False, stdout=sys.stderr if chosen.json else None)
     if chosen.json and done.returncode == 0:
         print_json({"step": step, "to": chosen.to, "format": chosen.format})
@@ -154,7 +154,7 @@ def export_snapshot(chosen: argparse.Namespace) -> int:
 
 
 def asked_keep(chosen: argparse.Namespace) -> Keep | None:
-    """What the --keep-... options say; None when there are none."""
+    """The --keep-... options; None: none is given."""
     asked = (chosen.keep_last, chosen.keep_every, chosen.keep_steps, chosen.keep_best)
     if all(each is None for each in asked):
         return None
@@ -163,7 +163,7 @@ def asked_keep(chosen: argparse.Namespace) -> Keep | None:
 
 
 def asked_best(text: str | None) -> tuple[str, str, int] | None:
-    """NAME:min|max[:N]; the name may hold colons itself."""
+    """Parse NAME:min|max[:N]; the name may contain colons."""
     if text is None:
         return None
     name, _, sense = text.rpartition(":")
@@ -176,7 +176,7 @@ def asked_best(text: str | None) -> tuple[str, str, int] | None:
 
 
 def prune_now(chosen: argparse.Namespace, keep: Keep | None) -> tuple[Pruned, list[Path]]:
-    """What was (or with --dry-run would be) deleted: snapshots, and other folders."""
+    """Delete; returns the deleted snapshots and other folders. With --dry-run only determines them."""
     done = Pruned((), (), ())
     if keep is not None:
         done = changes.prune(chosen.folder, keep, dry_run=chosen.dry_run)
@@ -215,7 +215,7 @@ def report(chosen: argparse.Namespace, done: Pruned, others: list[Path]) -> int:
 
 
 def set_aside(path: str, results: Sequence[Result]) -> None:
-    """Quarantine what is damaged; what only could not be read stays where it is."""
+    """Quarantine damaged snapshots, but not those that only could not be read."""
     damaged = [(each, error) for each, error in results if isinstance(error, SnapshotDamagedError)]
     if damaged:
         with lease.acquire(path, ""):
@@ -260,7 +260,7 @@ def survey_json(found: Survey) -> dict[str, Any]:
 
 
 def print_rest(found: Survey) -> None:
-    """What is there besides valid snapshots."""
+    """Print what the folder contains besides valid snapshots."""
     for problem in found.problems:
         print(f"not valid    {problem.path.name}  {told(problem.error)}")
     for path in found.debris:

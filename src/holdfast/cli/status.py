@@ -1,7 +1,9 @@
-"""`holdfast status [RUN]`: a running job as its coordinator sees it, from any of its nodes, once or again and again; of
-a job that has ended, its last screen. `holdfast stacks [RUN]`: where all its ranks are now, equal stacks once.
+"""Commands about a running job, on any of its nodes: status, stacks, stop and kill.
 
-Knows the options and the terminal; finding.py finds the job, diagnosis/status_lines.py makes the lines.
+`holdfast status` shows the job as its coordinator sees it, once or repeatedly; for a job that has ended, its last
+screen. `holdfast stacks` shows where all ranks are now, equal stacks once. `holdfast stop` ends the job on all nodes,
+as a signal to every agent would: workers save first. `holdfast kill` ends it at once, and nothing is saved.
+finding.py finds the job; diagnosis/status_lines.py makes the lines.
 """
 
 from __future__ import annotations
@@ -17,49 +19,23 @@ import msgspec
 
 from holdfast.cli.finding import end_of, ended_run, outcome_of, running_job
 from holdfast.cli.printing import Parser, print_json, ranks_of
+from holdfast.diagnosis.screen import how_it_ended
 from holdfast.diagnosis.status_lines import group, stack_lines, status_lines
-from holdfast.protocol.errors import NoRunError, UsageError
+from holdfast.protocol.errors import ControlSilentError, NoRunError, UsageError
 from holdfast.protocol.messages import Question
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.rank_progress import JobView, StacksView
-from holdfast.runtime.running import RunningAgent, ask_any
-
-
-def main_stacks(argv: Sequence[str]) -> int:
-    """Run `holdfast stacks` with these arguments; returns the exit status. Raises HoldfastError."""
-    chosen = stacks_parser().parse_args(argv)
-    wanted = ranks_of(chosen.rank)
-    _, reply = ask_any(running_job(chosen.run), Question.STACKS)
-    view = reply.read(StacksView)
-    if wanted:
-        missing = wanted - {rank.rank for rank in view.ranks}
-        if missing:
-            raise UsageError(f"no rank {min(missing)} answered; there are {view.world_size} ranks")
-        view = msgspec.structs.replace(view, ranks=tuple(rank for rank in view.ranks if rank.rank in wanted))
-    if chosen.json:
-        groups = [{"ranks": [rank.rank for rank in each.ranks], "place": each.place} for each in group(view)]
-        print_json({"whole": reply.whole, **msgspec.to_builtins(view), "groups": groups})
-        return 0
-    print("\n".join(stack_lines(view, full=chosen.full)))
-    if not reply.whole:
-        print("\nthe coordinator does not answer: this node's ranks alone")
-    return 0
-
-
-def stacks_parser() -> Parser:
-    made = Parser(prog="holdfast stacks", description="Show where a running job's ranks are, now.", allow_abbrev=False)
-    made.add_argument("run", nargs="?", metavar="RUN", help="run id, its beginning, or run folder; the only one")
-    made.add_argument("--rank", action="append", metavar="N", help="only these ranks: 3, 0-7, 1,5; may be repeated")
-    made.add_argument("--full", action="store_true", help="all frames, also those of libraries")
-    made.add_argument("--json", action="store_true", help="print JSON")
-    return made
-
+from holdfast.runtime.running import Call, NodeEnd, Reply, RunningAgent, ask, ask_any
+from holdfast.text import plural
 
 WATCH_S = "2"
 WATCH_S_MIN = 0.1
 CLEAR = "\x1b[H\x1b[2J"
 SCREEN_ON, SCREEN_OFF = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
-"""A screen of its own without a cursor, and back to what was there."""
+"""Switch to the alternate screen without a cursor, and back."""
+EXIT_NOT_STOPPED = 1
+SAY_S = 60.0
+"""Interval of the notices that the job has not ended: a save may take long."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -83,35 +59,31 @@ def main(argv: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
-    made = Parser(
-        prog="holdfast status",
-        description="Show a running job, from any of its nodes; or how one that has ended here ended.",
-        allow_abbrev=False,
-    )
-    made.add_argument("run", nargs="?", metavar="RUN", help="run id, its beginning, or run folder; the only one")
-    made.add_argument("--ranks", action="store_true", default=None, help="a line for each rank, however many")
-    made.add_argument("--watch", nargs="?", const=WATCH_S, metavar="S", help="again every S seconds (2), until it ends")
-    made.add_argument("--json", action="store_true", help="print JSON; with --watch a line for each look")
+    made = Parser(prog="holdfast status", description="Show a running job, from any of its nodes, or how a job ended.")
+    made.add_run()
+    made.add_argument("--ranks", action="store_true", default=None, help="a line for each rank, even for many")
+    made.add_argument("--watch", nargs="?", const=WATCH_S, metavar="S", help="every S seconds (2) until the job ends")
+    made.add_json("print JSON; with --watch a line for each look")
     return made
 
 
 def watch_interval(chosen: argparse.Namespace) -> float | None:
-    """Seconds; None: look once. Of `--watch RUN` the word is the run."""
+    """The seconds of --watch; None: show the status once. In `--watch RUN` the word is the run."""
     if chosen.watch is None:
         return None
     try:
         interval_s = float(chosen.watch)
     except ValueError:
         if chosen.run is not None:
-            raise UsageError(f"--watch {chosen.watch}: not a number of seconds") from None
+            raise UsageError(f"--watch {chosen.watch}: must be a number of seconds") from None
         chosen.run, interval_s = chosen.watch, float(WATCH_S)
     if not WATCH_S_MIN <= interval_s < float("inf"):
-        raise UsageError(f"--watch {chosen.watch}: at least {WATCH_S_MIN:g} seconds")
+        raise UsageError(f"--watch {chosen.watch}: must be {WATCH_S_MIN:g} seconds or more")
     return interval_s
 
 
 def look(entries: list[RunningAgent]) -> tuple[JobView, bool]:
-    """The known state of the job, and whether it is complete."""
+    """The known state of the job, and whether all nodes are in it."""
     _, reply = ask_any(entries, Question.STATUS)
     return reply.read(JobView), reply.whole
 
@@ -160,9 +132,126 @@ def watch(entries: list[RunningAgent], interval_s: float, chosen: argparse.Names
 
 
 def end_of_any(entries: list[RunningAgent]) -> str:
-    """How the run that was watched ended, from the first of its folders here that tells."""
+    """How the watched run ended, from the first of its folders here with an outcome."""
     for folder in [Path(entry.folder) for entry in entries if entry.folder]:
         outcome = outcome_of(folder)
         if outcome is not None:
             return end_of(folder, outcome)
     return f"run {entries[0].name} has ended"
+
+
+def main_stacks(argv: Sequence[str]) -> int:
+    """Run `holdfast stacks` with these arguments; returns the exit status. Raises HoldfastError."""
+    chosen = stacks_parser().parse_args(argv)
+    wanted = ranks_of(chosen.rank)
+    _, reply = ask_any(running_job(chosen.run), Question.STACKS)
+    view = reply.read(StacksView)
+    if wanted:
+        missing = wanted - {rank.rank for rank in view.ranks}
+        if missing:
+            raise UsageError(f"no rank {min(missing)} answered; there are {view.world_size} ranks")
+        view = msgspec.structs.replace(view, ranks=tuple(rank for rank in view.ranks if rank.rank in wanted))
+    if chosen.json:
+        groups = [{"ranks": [rank.rank for rank in each.ranks], "place": each.place} for each in group(view)]
+        print_json({"whole": reply.whole, **msgspec.to_builtins(view), "groups": groups})
+        return 0
+    print("\n".join(stack_lines(view, full=chosen.full)))
+    if not reply.whole:
+        print("\nthe coordinator does not answer: only this node's ranks are shown")
+    return 0
+
+
+def stacks_parser() -> Parser:
+    made = Parser(prog="holdfast stacks", description="Show where the ranks of a running job are now.")
+    made.add_run()
+    made.add_argument("--rank", action="append", metavar="N", help="only these ranks: 3, 0-7 or 1,5; may be repeated")
+    made.add_argument("--full", action="store_true", help="show all frames, also those of libraries")
+    made.add_json()
+    return made
+
+
+class StopReply(msgspec.Struct, frozen=True):
+    """The answer to `stop` and `kill`: how many nodes were told."""
+
+    nodes: int
+
+
+def main_stop(argv: Sequence[str]) -> int:
+    """Run `holdfast stop` with these arguments; returns the exit status. Raises HoldfastError."""
+    return end_job(stop_parser(), argv, Question.STOP)
+
+
+def main_kill(argv: Sequence[str]) -> int:
+    """Run `holdfast kill` with these arguments; returns the exit status. Raises HoldfastError."""
+    return end_job(kill_parser(), argv, Question.KILL)
+
+
+def stop_parser() -> Parser:
+    return end_parser("stop", "End a running job on all its nodes. Workers with safe points stop there and save.")
+
+
+def kill_parser() -> Parser:
+    return end_parser("kill", "End a running job on all its nodes at once: SIGKILL to every worker.")
+
+
+def end_parser(command: str, description: str) -> Parser:
+    made = Parser(prog=f"holdfast {command}", description=description)
+    made.add_run()
+    made.add_argument("--no-wait", action="store_true", help="return as soon as all nodes are told")
+    made.add_json()
+    return made
+
+
+def end_job(made: Parser, argv: Sequence[str], question: Question) -> int:
+    """Ask for the end of the job. Returns 0 when it has ended in any way; with --no-wait when all nodes were asked."""
+    chosen = made.parse_args(argv)
+    entry, waiting = hold(running_job(chosen.run))
+    with waiting:
+        reply = ask(entry, question)
+        nodes = reply.read(StopReply).nodes
+        whole = reply.whole
+        if chosen.no_wait:
+            tell(chosen.json, {"run": entry.name, "nodes": nodes, "whole": whole, "ended": False})
+            return 0
+        if not chosen.json:
+            print(f"{entry.name}: {plural(nodes, 'node')} told to {question.value}", flush=True)
+        answer = wait(entry, waiting)
+    if answer is None:
+        print(f"holdfast: the agent (pid {entry.pid}) ended without a report; see {entry.folder}", file=sys.stderr)
+        return EXIT_NOT_STOPPED
+    end = answer.read(NodeEnd)
+    tell(chosen.json, {"run": entry.name, "nodes": nodes, "whole": whole, "ended": True, **msgspec.to_builtins(end)})
+    return 0
+
+
+def wait(entry: RunningAgent, waiting: Call) -> Reply | None:
+    """How the job ended; None: its agent ended without an answer. Reports now and then that it still waits."""
+    while True:
+        try:
+            return waiting.answer(limit_s=SAY_S)
+        except ControlSilentError:
+            print(f"holdfast: {entry.name} (pid {entry.pid}) has not ended yet; Ctrl-C stops waiting", file=sys.stderr)
+
+
+def hold(entries: list[RunningAgent]) -> tuple[RunningAgent, Call]:
+    """The first agent of the job that answers, and a connection that reports the job's end. The connection is opened
+    before the job is asked to end, so the end cannot be missed. Raises the error of the last agent if none answers."""
+    for entry in entries[:-1]:
+        try:
+            ask(entry, Question.STATUS)
+            return entry, Call(entry, None)
+        except (ControlSilentError, NoRunError):
+            continue
+    return entries[-1], Call(entries[-1], None)
+
+
+def tell(as_json: bool, end: dict[str, object]) -> None:
+    if as_json:
+        print_json(end)
+    elif not end["ended"]:
+        print(f"{end['run']}: {plural(int(str(end['nodes'])), 'node')} told")
+    else:
+        why = end["message"] or end["cause"]
+        print(f"{end['run']} has ended: {how_it_ended(str(end['kind']), int(str(end['exit_code'])), str(why))}")
+    if not end["whole"]:
+        print("holdfast: the coordinator does not answer: only this node was told", file=sys.stderr)

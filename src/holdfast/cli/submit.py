@@ -1,34 +1,42 @@
-"""`holdfast submit`: hand a job to a scheduler. To Slurm: write a batch script, submit it, follow its log; to
-Kubernetes: submit_k8s.py.
+"""`holdfast submit`: submits a job to a scheduler. With --slurm it writes a batch script, submits it and follows the
+log; --k8s is in submit_k8s.py.
 
-sbatch's options and those of `holdfast run` are written side by side before the training script. The few spellings that
-both have are sbatch's here: -t is --time and --exclude names nodes; -m stays `python -m`.
+sbatch's options and those of `holdfast run` stand side by side before the training script. Where both have the same
+spelling, sbatch's meaning counts: -t is --time, and --exclude names nodes. -m stays `python -m`.
+The batch script is readable and can be submitted again by hand.
 """
 
 from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
+from signal import Signals
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.cli import EXIT_INTERRUPTED, grammar
 from holdfast.cli.option_table import FLAG, HOSTS, OPTIONS, Option
-from holdfast.launchers.slurm.batch import FLAGS, MARK, SHORT, VALUES, Batch, Directive, check, preempt_signal, script
-from holdfast.launchers.slurm.job import JobState, read_job
-from holdfast.launchers.slurm.step import ask_scontrol
-from holdfast.protocol.errors import EXIT_FAILURE, CallerError, MissingPackageError, ScriptError, UsageError
+from holdfast.launchers.slurm import JobState, ask_scontrol, read_job
+from holdfast.protocol.errors import (
+    EXIT_FAILURE,
+    EXIT_REQUEUE,
+    CallerError,
+    MissingPackageError,
+    ScriptError,
+    UsageError,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-
 LOG_LOOK_S, JOB_LOOK_S = 0.3, 2.0
-"""Neither a shared file system nor Slurm reports changes: both are polled."""
+"""Neither a shared file system nor Slurm reports changes, so both are polled."""
 LAST_WORDS_S = 1.0
 COPY_BYTES_MAX = 1 << 20
 
@@ -37,7 +45,7 @@ USAGE = """\
 usage: holdfast submit --slurm [options of sbatch and of holdfast run] script.py [its arguments]
        holdfast submit --k8s [options] script.py [its arguments]
 
-Hands a training job to a scheduler. `holdfast submit --slurm --help` tells more of one."""
+Submits a training job to a scheduler. `holdfast submit --slurm --help` explains one of them."""
 HELP = """\
 usage: holdfast submit --slurm [options] script.py [its arguments]
 
@@ -45,10 +53,71 @@ Writes a batch script, submits it with sbatch and follows its log. Ctrl-C leaves
 
   -N NODES, --time T, ...   any option of sbatch that does not start tasks
   --nproc-per-node N, ...   any option of holdfast run (see holdfast run --help)
-  --signal=USR1@SECONDS     so long before its time is over the job saves, goes back into the queue, and resumes later
+  --signal=USR1@SECONDS     this long before its time limit the job saves and is requeued; it resumes later
   --dry-run                 print the batch script, and exit
-  --no-follow               submit, say the job's number, and exit
+  --no-follow               submit, print the job's number, and exit
   --help                    print this text, and exit"""
+VALUES = frozenset(
+    [
+        *("account", "acctg-freq", "array", "batch", "bb", "bbf", "begin", "chdir", "cluster-constraint", "clusters"),
+        *("comment", "constraint", "container", "container-id", "core-spec", "cores-per-socket", "cpu-freq"),
+        *("cpus-per-gpu", "cpus-per-task", "deadline", "delay-boot", "dependency", "distribution", "error", "exclude"),
+        *("export", "export-file", "extra", "extra-node-info", "gid", "gpu-bind", "gpu-freq", "gpus", "gpus-per-node"),
+        *("gpus-per-socket", "gpus-per-task", "gres", "gres-flags", "hint", "input", "job-name"),
+        *("kill-on-invalid-dep", "licenses", "mail-type", "mail-user", "mcs-label", "mem", "mem-bind", "mem-per-cpu"),
+        *("mem-per-gpu", "mincpus", "network", "nodefile", "nodelist", "nodes", "ntasks", "ntasks-per-core"),
+        *(
+            "ntasks-per-gpu",
+            "ntasks-per-node",
+            "ntasks-per-socket",
+            "oom-kill-step",
+            "open-mode",
+            "output",
+            "partition",
+        ),
+        *("power", "prefer", "priority", "profile", "qos", "reservation", "resv-ports", "segment", "signal"),
+        *("sockets-per-node", "switches", "thread-spec", "threads-per-core", "time", "time-min", "tmp", "tres-bind"),
+        *("tres-per-task", "uid", "wait-all-nodes", "wckey", "wrap"),
+    ]
+)
+FLAGS = frozenset(
+    [
+        *("contiguous", "exclusive", "get-user-env", "hold", "ignore-pbs", "nice", "no-kill", "no-requeue"),
+        *("overcommit", "oversubscribe", "parsable", "propagate", "quiet", "reboot", "requeue", "spread-job"),
+        *("stepmgr", "test-only", "use-min-nodes", "verbose", "wait"),
+    ]
+)
+"""Some of them may have a value, but only after `=`."""
+SHORT = dict(
+    [
+        *(("A", "account"), ("a", "array"), ("b", "begin"), ("B", "extra-node-info"), ("C", "constraint")),
+        *(
+            ("c", "cpus-per-task"),
+            ("D", "chdir"),
+            ("d", "dependency"),
+            ("e", "error"),
+            ("F", "nodefile"),
+            ("G", "gpus"),
+        ),
+        *(("H", "hold"), ("i", "input"), ("J", "job-name"), ("k", "no-kill"), ("L", "licenses"), ("M", "clusters")),
+        *(("N", "nodes"), ("n", "ntasks"), ("O", "overcommit"), ("o", "output"), ("p", "partition"), ("Q", "quiet")),
+        *(("q", "qos"), ("s", "oversubscribe"), ("S", "core-spec"), ("t", "time"), ("v", "verbose"), ("W", "wait")),
+        *(("w", "nodelist"), ("x", "exclude")),
+    ]
+)
+"""Without sbatch's -m (--distribution): `-m` is `python -m`."""
+ONE_AGENT = "holdfast starts one agent on each node, which starts the workers; use -N NODES and --nproc-per-node"
+REFUSED = {
+    "ntasks": ONE_AGENT,
+    "ntasks-per-core": ONE_AGENT,
+    "ntasks-per-gpu": ONE_AGENT,
+    "ntasks-per-socket": ONE_AGENT,
+    "ntasks-per-node": ONE_AGENT,
+    "wrap": "the job runs the training script",
+    "parsable": "holdfast submit has its own output",
+    "test-only": "look at the batch script with --dry-run",
+    "wait": "holdfast submit waits anyway; --no-follow returns at once",
+}
 
 
 class BatchRequest(NamedTuple):
@@ -69,16 +138,16 @@ def main(argv: Sequence[str]) -> int:
         from holdfast.cli import submit_k8s
 
         return submit_k8s.main(words[1:])
-    raise UsageError("to which scheduler? write holdfast submit --slurm or --k8s first, then the rest")
+    raise UsageError("no scheduler given; write holdfast submit --slurm or holdfast submit --k8s, then the options")
 
 
 def to_slurm(argv: Sequence[str]) -> int:
-    """Returns the exit status: with a log that is followed, the job's own. Raises CallerError."""
-    if wants_help(argv):
+    """Submit to Slurm. Returns the exit status, the job's own if its log is followed. Raises CallerError."""
+    if argv[:1] in (["-h"], ["--help"]):
         print(HELP)
         return 0
     request = read(argv)
-    text = script(request.batch)
+    text = batch_script(request.batch)
     if request.dry_run:
         print(text, end="")
         return 0
@@ -90,17 +159,13 @@ def to_slurm(argv: Sequence[str]) -> int:
     job = submit(path)
     print(f"holdfast: submitted {path} as job {job}; stop it with: scancel {job}", file=sys.stderr)
     if request.batch.is_array:
-        print("holdfast: it is an array, each task has a log of its own: none is followed", file=sys.stderr)
+        print("holdfast: this is an array and each task has its own log; no log is followed", file=sys.stderr)
         return 0
     return follow(job) if request.follow else 0
 
 
-def wants_help(argv: Sequence[str]) -> bool:
-    return any(word in ("-h", "--help") for word in argv[:1])
-
-
 def read(argv: Sequence[str]) -> BatchRequest:
-    """Sorts the words into sbatch's, ours and the script's. Raises UsageError."""
+    """Sort the words into sbatch's, ours and the script's. Raises UsageError."""
     words, own, directives = list(argv), [], list[Directive]()
     chosen = {"--dry-run": False, "--no-follow": False}
     spellings = {spelling: option for option in RUN_OPTIONS for spelling in option.spellings}
@@ -119,7 +184,7 @@ def read(argv: Sequence[str]) -> BatchRequest:
     signal = preempt_signal(directives)
     if signal is not None and not any(word.startswith(("--preempt-signal", "--preempt_signal")) for word in own):
         own += ["--preempt-signal", signal]
-    parsed = grammar.parse([*own, *words], {}, RUN_OPTIONS)  # what is wrong is said here, not by every node
+    parsed = grammar.parse([*own, *words], {}, RUN_OPTIONS)  # errors are reported here and not by every node
     run = ("-m", "holdfast", "run", "--slurm", *own, *words)
     check_script(parsed, directives)
     name = job_name(parsed.values.training_script)
@@ -129,15 +194,15 @@ def read(argv: Sequence[str]) -> BatchRequest:
 
 
 def check_script(parsed: grammar.Parsed, directives: Sequence[Directive]) -> None:
-    """The job starts in this folder, so a script that is not here is not there. Raises ScriptError."""
+    """Raises ScriptError for a missing script: the job starts in this folder."""
     given = parsed.values
     elsewhere = given.module or given.no_python or any(each.name == "chdir" for each in directives)
     if not elsewhere and not os.path.isfile(given.training_script):
-        raise ScriptError(f"{given.training_script} is not here, and the job would look for it from this folder")
+        raise ScriptError(f"{given.training_script} does not exist here, and the job starts in this folder")
 
 
 def take_directive(words: list[str], spellings: dict[str, Option]) -> Directive | None:
-    """sbatch's option at the front, taken away with its value; None when it is none of sbatch's."""
+    """Remove sbatch's option and its value from the front; None: the first word is no option of sbatch."""
     word = words[0]
     if word.startswith("--"):
         name, equals, text = word[2:].partition("=")
@@ -157,7 +222,7 @@ def take_directive(words: list[str], spellings: dict[str, Option]) -> Directive 
 
 
 def take_own(words: list[str], spellings: dict[str, Option]) -> list[str]:
-    """The option of `holdfast run` at the front, with its value. Raises UsageError."""
+    """Remove the option of `holdfast run` and its value from the front. Raises UsageError."""
     word = words.pop(0)
     found = grammar.read_word(word, spellings, [])
     option, text = found[-1]
@@ -169,16 +234,16 @@ def take_own(words: list[str], spellings: dict[str, Option]) -> list[str]:
 
 
 def job_name(script_path: str) -> str:
-    """`train` for `jobs/train.py`, without what a file name or sbatch would mind."""
+    """`train` for `jobs/train.py`, with only characters that file names and sbatch allow."""
     stem = os.path.basename(script_path).removesuffix(".py")
     return re.sub(r"[^\w.+-]", "_", stem).lstrip("-.") or "holdfast"
 
 
 def write(path: Path, text: str) -> Path:
-    """Write the script. Raises CallerError when the path is a file of another origin, or cannot be written."""
+    """Write the script. Raises CallerError if the file is not ours or cannot be written."""
     try:
         if path.exists() and MARK not in path.read_text(errors="replace"):
-            raise UsageError(f"{path} is not from holdfast submit: rename it, or submit from another folder")
+            raise UsageError(f"{path} was not written by holdfast submit: rename it, or submit from another folder")
         path.write_text(text, errors="surrogateescape")
         path.chmod(0o755)
     except OSError as error:
@@ -187,26 +252,26 @@ def write(path: Path, text: str) -> Path:
 
 
 def submit(path: Path) -> str:
-    """The job's number. Raises CallerError with what sbatch said."""
+    """Submit the script; returns the job's number. Raises CallerError with sbatch's message."""
     line = ["sbatch", "--parsable", str(path)]
     done = subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines() or ["it said nothing"]
-        raise CallerError(f"sbatch does not take {path}: {'; '.join(said[-2:])}")
+        said = done.stderr.decode(errors="replace").strip().splitlines() or ["without a message"]
+        raise CallerError(f"sbatch refused {path}: {'; '.join(said[-2:])}")
     return done.stdout.decode(errors="replace").strip().partition(";")[0]
 
 
 def follow(job: str) -> int:
-    """Shows the log as it grows until the job is over; returns its status."""
+    """Show the log as it grows until the job is over; returns the job's status."""
     try:
         return Follower(job).run()
     except KeyboardInterrupt:
-        print(f"\nholdfast: job {job} goes on without you; stop it with: scancel {job}", file=sys.stderr)
+        print(f"\nholdfast: job {job} continues; stop it with: scancel {job}", file=sys.stderr)
         return EXIT_INTERRUPTED
 
 
 class Follower:
-    """Reports the states of a job, and copies its log to our stdout."""
+    """Reports the states of a job and copies its log to stdout."""
 
     def __init__(self, job: str, ask: Callable[..., JobState | None] | None = None) -> None:
         self.job = job
@@ -220,10 +285,10 @@ class Follower:
         while True:
             state = self.ask()
             if state is None:
-                # The controller restarts now and then; it forgets a job minutes after its end.
+                # The controller may restart, and it forgets a job some minutes after its end.
                 silent_since = silent_since or time.monotonic()
                 if time.monotonic() - silent_since > 60:
-                    self.say(f"Slurm tells nothing of job {self.job} any more; its log is {self.log or 'not known'}")
+                    self.say(f"Slurm no longer knows job {self.job}; its log is {self.log or 'unknown'}")
                     return EXIT_FAILURE
             else:
                 silent_since = None
@@ -234,14 +299,14 @@ class Follower:
             self.copy_for(JOB_LOOK_S)
 
     def tell(self, state: JobState) -> None:
-        """What is new about it."""
+        """Report the state if it is new."""
         self.log = state.log or self.log
         if state.waits:
             self.say(f"job {self.job} waits ({state.reason})")
         elif state.over:
             self.say(f"job {self.job} is over: {state.state}")
         else:
-            self.say(f"job {self.job} runs on {state.nodes}; its log is {self.log or 'not known'}")
+            self.say(f"job {self.job} runs on {state.nodes}; its log is {self.log or 'unknown'}")
 
     def say(self, text: str) -> None:
         if text != self.said:
@@ -268,4 +333,136 @@ class Follower:
                     sys.stdout.buffer.write(text)
                     sys.stdout.buffer.flush()
         except FileNotFoundError:
-            return  # it comes with the job's start, and from another host a little later
+            return  # it exists after the job's start, and is visible here a little later
+
+
+# --- the batch script ------------------------------------------------------------------------------------------------
+
+
+class Directive(NamedTuple):
+    """One option of sbatch, in its long spelling."""
+
+    name: str
+    value: str | None = None
+
+    def __str__(self) -> str:
+        return f"--{self.name}" if self.value is None else f"--{self.name}={self.value}"
+
+
+HARMLESS = Directive("ntasks-per-node", "1")
+"""Every job of holdfast has it."""
+
+
+def check(directives: list[Directive]) -> None:
+    """Raises UsageError for an option that contradicts one agent per node or would break the batch script."""
+    for directive in directives:
+        if directive.name in REFUSED and directive != HARMLESS:
+            raise UsageError(f"{directive}: {REFUSED[directive.name]}")
+        if "\n" in (directive.value or ""):
+            raise UsageError(f"--{directive.name}: its value must be one line")
+    preempt_signal(directives)
+
+
+def preempt_signal(directives: list[Directive]) -> str | None:
+    """The signal of `--signal=[R:]SIGNAL[@SECONDS]`; None: there is no such option. Raises UsageError."""
+    text = next((each.value for each in reversed(directives) if each.name == "signal"), None)
+    if text is None:
+        return None
+    flags, colon, rest = text.rpartition(":")
+    if colon and "B" in flags.upper():
+        raise UsageError(
+            f"--signal={text}: B: is for the batch script alone, but the agents need the signal; write --signal={rest}"
+        )
+    name = rest.partition("@")[0].upper()
+    if name.isdigit():
+        return known_signal(text, int(name))
+    name = name if name.startswith("SIG") else f"SIG{name}"
+    if name not in Signals.__members__:
+        raise UsageError(f"--signal={text}: {name} is no signal")
+    return name.removeprefix("SIG")
+
+
+def known_signal(text: str, number: int) -> str:
+    try:
+        return Signals(number).name.removeprefix("SIG")
+    except ValueError:
+        raise UsageError(f"--signal={text}: {number} is no signal") from None
+
+
+MARK = "# Written by `holdfast submit --slurm`"
+"""Only a file that contains this line is overwritten."""
+
+TOKEN_LINES = (
+    "# The job's secret, new at each start. It is in the environment, never on a command line.",
+    "HOLDFAST_TOKEN=$(od -An -N32 -tx1 /dev/urandom | tr -d ' \\n')",
+    "export HOLDFAST_TOKEN",
+)
+
+
+class Batch(NamedTuple):
+    """A job to submit."""
+
+    directives: tuple[Directive, ...]
+    """sbatch's options as given."""
+    command: tuple[str, ...]
+    """The command that starts the job in the allocation."""
+    name: str
+    """Name of the job, unless a directive sets another."""
+
+    @property
+    def requeues(self) -> bool:
+        return not self.gave("no-requeue")
+
+    @property
+    def is_array(self) -> bool:
+        return self.gave("array")
+
+    def gave(self, name: str) -> bool:
+        return any(each.name == name for each in self.directives)
+
+
+def batch_script(batch: Batch) -> str:
+    """The text of the batch script."""
+    return "\n".join([*header_lines(batch), "", *TOKEN_LINES, "", *command_lines(batch), ""])
+
+
+def header_lines(batch: Batch) -> list[str]:
+    lines = ["#!/bin/bash", f"{MARK}; it can be submitted again with sbatch."]
+    if not batch.gave("job-name"):
+        lines.append(f"#SBATCH --job-name={batch.name}")
+    lines += [f"#SBATCH {each}" for each in batch.directives]
+    if not batch.gave("ntasks-per-node"):
+        lines += ["# One agent on each node starts that node's workers.", "#SBATCH --ntasks-per-node=1"]
+    if not batch.gave("no-kill"):
+        lines += [
+            "# A lost node does not end the job: holdfast continues without it if --nnodes allows.",
+            "#SBATCH --no-kill",
+        ]
+    if batch.requeues:
+        lines += ["# After a preemption the job resumes, and its log is appended to."]
+        lines += [f"#SBATCH {name}" for name in missing(batch, "requeue", "open-mode=append")]
+    return lines
+
+
+def missing(batch: Batch, *options: str) -> list[str]:
+    return [f"--{option}" for option in options if not batch.gave(option.partition("=")[0])]
+
+
+def command_lines(batch: Batch) -> list[str]:
+    command = shlex.join(batch.command)
+    # One task of an array has the array's own number, with which `scontrol requeue` would requeue all of them.
+    job = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if batch.is_array else '"$SLURM_JOB_ID"'
+    if not batch.requeues:
+        return [command]
+    return [
+        command,
+        "code=$?",
+        "",
+        f"# {EXIT_REQUEUE}: preempted, and everything is saved. Requeue the job; it resumes from there.",
+        "# Another exit code after a preemption: Slurm would not start the job again by itself.",
+        f"preempted() {{ scontrol --oneliner show job {job} | grep -q 'PreemptTime=[0-9]'; }}",
+        f'if [ "$code" -eq {EXIT_REQUEUE} ] || {{ [ "$code" -ne 0 ] && preempted; }}; then',
+        f"    scontrol requeue {job}",
+        "fi",
+        'exit "$code"',
+    ]

@@ -1,8 +1,8 @@
-"""`holdfast submit --k8s`: a job's manifests, printed or piped to the user's kubectl.
+"""`holdfast submit --k8s`: prints the manifests of a job, or pipes them to kubectl.
 
-Knows kubectl, its own options, and how a line becomes a KubernetesJob; the manifests are made by
-launchers/kubernetes/manifests.py. Options of `holdfast run` are taken from the line alone and go into the pods' line:
-variables and files of this machine mean nothing there.
+Knows kubectl, its own options, and how a line becomes a KubernetesJob; launchers/kubernetes.py makes the manifests.
+Options of `holdfast run` are read only from the line and go into the pods' line: variables and files of this machine
+mean nothing there.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.cli import grammar
 from holdfast.cli.devices import NAMES, THIS_NODE
-from holdfast.cli.option_table import FLAG, HOSTS, INT, OPTIONS, TEXT, Option
+from holdfast.cli.option_table import FLAG, HOSTS, INT, OPTIONS, TEXT, Option, in_group, own
 from holdfast.cli.option_table import line as help_line
 from holdfast.cli.program import command_kind
+from holdfast.cli.rendezvous import node_range
 from holdfast.cli.resolve import (
     check_plain_values,
+    is_number,
     node_size,
     preempt_signal,
     served,
@@ -27,10 +29,9 @@ from holdfast.cli.resolve import (
     stop_grace_s,
     streams,
 )
-from holdfast.cli.values import is_number, node_range
-from holdfast.launchers.kubernetes import manifests as kubernetes
-from holdfast.launchers.kubernetes import names as words
-from holdfast.launchers.kubernetes.manifests import (
+from holdfast.launchers import kubernetes
+from holdfast.launchers import kubernetes_names as words
+from holdfast.launchers.kubernetes import (
     HEALTH_PORT,
     OWN_VARIABLES,
     RENDEZVOUS_PORT,
@@ -62,63 +63,66 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 K8S, POD = "Kubernetes", "each pod (a node of the job)"
 JOINER = "\0"
-"""No word of a command line holds it."""
+"""Never part of a word on a command line."""
 SECRETIVE = frozenset({"TOKEN", "SECRET", "PASSWORD", "PASSWD", "KEY", "CREDENTIALS"})
 JOIN_S = 3600
-"""Pods may wait long for machines, and the others wait for them."""
+"""Pods may wait long for machines, and the other pods wait for them."""
 NODES_MAX = 10_000
 NUMBER_MAX = 2**31 - 1
-"""Of Kubernetes' counters."""
+"""Maximum of Kubernetes' counters."""
 
 
-def own(
-    name: str, kind: str, default: object, group: str, text: str, metavar: str = "", *, many: bool = False
-) -> Option:
-    return Option(name, kind, default, group, text, metavar, env=False, ours=True, many=many, joiner=JOINER)
+def ours(name: str, kind: str, default: object, text: str, metavar: str = "", *, many: bool = False) -> Option:
+    return own(name, kind, default, text, metavar, env=False, many=many, joiner=JOINER)
 
 
 OWN = (
-    own("--nodes", TEXT, "", K8S, "number of pods, or the range the job may have; --nnodes is the same", "N|MIN:MAX"),
-    own("--name", TEXT, "", K8S, "name of the job, by default the script's", "NAME"),
-    own("--namespace", TEXT, "", K8S, "where, by default kubectl's own", "NAME"),
-    own("--jobset", FLAG, False, K8S, "a JobSet instead of an Indexed Job with a Service"),
-    own("--retries", INT, 3, K8S, "how often a pod may fail by itself; preemption does not count", "N"),
-    own("--ttl", INT, None, K8S, "delete the job so long after its end", "SECONDS"),
-    own("--label", TEXT, "", K8S, "a label on everything, as for a queue", "KEY=VALUE", many=True),
-    own("--token-secret", TEXT, "", K8S, "a Secret that is there, its key `token` is the job's", "NAME"),
-    own("--no-token", FLAG, False, K8S, "agents do not prove that they belong to the job"),
-    own("--apply", FLAG, False, K8S, "hand it to kubectl, with a new token in a Secret of its own"),
-    own("--dry-run", FLAG, False, K8S, "only print it, as without --apply"),
-    own("--image", TEXT, "", POD, "with holdfast, the script and what it imports", "IMAGE"),
-    own("--gpus", INT, 0, POD, "GPUs, and as many workers", "N"),
-    own("--gpu-resource", TEXT, "nvidia.com/gpu", POD, "what they are called", "DOMAIN/NAME"),
-    own("--cpus", TEXT, "", POD, "CPUs", "N"),
-    own("--memory", TEXT, "", POD, "memory, /dev/shm included", "SIZE"),
-    own("--shm", TEXT, "", POD, "limit of /dev/shm, by default that of the memory", "SIZE"),
-    own(
-        "--volume",
-        TEXT,
-        "",
-        POD,
-        "mount a CLAIM, configmap/NAME, secret/NAME or /FOLDER",
-        "SOURCE:/PATH[:ro]",
-        many=True,
+    *in_group(
+        K8S,
+        ours("--nodes", TEXT, "", "number of pods, or a range; --nnodes is the same", "N|MIN:MAX"),
+        ours("--name", TEXT, "", "name of the job, by default the script's", "NAME"),
+        ours("--namespace", TEXT, "", "where, by default kubectl's own", "NAME"),
+        ours("--jobset", FLAG, False, "a JobSet instead of an Indexed Job with a Service"),
+        ours("--retries", INT, 3, "how often a pod may fail; preemption does not count", "N"),
+        ours("--ttl", INT, None, "delete the job so long after its end", "SECONDS"),
+        ours("--label", TEXT, "", "a label on all objects, for example of a queue", "KEY=VALUE", many=True),
+        ours("--token-secret", TEXT, "", "an existing Secret whose key `token` is the job's token", "NAME"),
+        ours("--no-token", FLAG, False, "agents need not prove that they belong to the job"),
+        ours("--apply", FLAG, False, "create it by kubectl, with a new token in a Secret"),
+        ours("--dry-run", FLAG, False, "only print the manifests, as without --apply"),
     ),
-    own("--env", TEXT, "", POD, "an environment variable", "NAME=VALUE", many=True),
-    own("--env-from", TEXT, "", POD, "all keys of a Secret or ConfigMap as variables", "secret/NAME", many=True),
-    own("--cwd", TEXT, "", POD, "working folder, by default the image's", "/FOLDER"),
-    own("--service-account", TEXT, "", POD, "run as this account; without it no account is mounted", "NAME"),
-    own("--pull-secret", TEXT, "", POD, "Secret that lets the image be pulled", "NAME"),
-    own("--priority-class", TEXT, "", POD, "who may be preempted by whom", "NAME"),
-    own("--node-selector", TEXT, "", POD, "only on machines with this label", "KEY=VALUE", many=True),
-    own("--run-as", TEXT, "", POD, "not as root, by the rules of the restricted security standard", "UID[:GID]"),
+    *in_group(
+        POD,
+        ours("--image", TEXT, "", "with holdfast, the script and what it imports", "IMAGE"),
+        ours("--gpus", INT, 0, "number of GPUs, and of workers", "N"),
+        ours("--gpu-resource", TEXT, "nvidia.com/gpu", "name of the GPU resource", "DOMAIN/NAME"),
+        ours("--cpus", TEXT, "", "CPUs", "N"),
+        ours("--memory", TEXT, "", "memory, /dev/shm included", "SIZE"),
+        ours("--shm", TEXT, "", "limit of /dev/shm, by default that of the memory", "SIZE"),
+        ours(
+            "--volume",
+            TEXT,
+            "",
+            "mount a CLAIM, configmap/NAME, secret/NAME or /FOLDER",
+            "SOURCE:/PATH[:ro]",
+            many=True,
+        ),
+        ours("--env", TEXT, "", "an environment variable", "NAME=VALUE", many=True),
+        ours("--env-from", TEXT, "", "all keys of a Secret or ConfigMap as variables", "secret/NAME", many=True),
+        ours("--cwd", TEXT, "", "working folder, by default the image's", "/FOLDER"),
+        ours("--service-account", TEXT, "", "run as this account; without it no account is mounted", "NAME"),
+        ours("--pull-secret", TEXT, "", "Secret for pulling the image", "NAME"),
+        ours("--priority-class", TEXT, "", "priority class of the pods", "NAME"),
+        ours("--node-selector", TEXT, "", "only on machines with this label", "KEY=VALUE", many=True),
+        ours("--run-as", TEXT, "", "run as this user, by the restricted security standard", "UID[:GID]"),
+    ),
 )
 READ_HERE = ("nnodes", "rdzv_conf", "drain_timeout", "shutdown_timeout", "health", "metrics")
-"""Options of a run that the pods' line gets from the manifest."""
+"""Options of a run that the manifest sets."""
 OF_THE_POD = ("standalone", "node_rank", "master_addr", "master_port", "local_addr")
-"""The manifest says it."""
+"""Options that the manifest sets and the line may not."""
 NOT_FOR_PODS = ("slurm", "config", "no_config", "plan")
-"""Options of a run that mean nothing here; and none of those for hosts reached by ssh does."""
+"""Options of a run without a meaning here, like all options for ssh."""
 OF_A_RUN = tuple(option for option in OPTIONS if option.group != HOSTS and option.dest not in NOT_FOR_PODS)
 TABLE = (*OWN, *(option for option in OF_A_RUN if option.dest not in {each.dest for each in OWN}))
 
@@ -174,7 +178,7 @@ def read_job(parsed: Parsed, line: CommandLine, notices: list[str]) -> Kubernete
     )
     for key, value in job.labels:
         if key in job.own_labels:
-            raise UsageError(f"--label {key}={value}: by this one the pods find each other; take another")
+            raise UsageError(f"--label {key}={value}: the Service selects the pods by this label; use another")
     if job.grace_s > NUMBER_MAX:
         raise UsageError("--drain-timeout, --shutdown-timeout: longer than Kubernetes can wait")
     return job
@@ -195,13 +199,13 @@ def workers(parsed: Parsed, gpus: int) -> str:
     text: str = parsed.values.nproc_per_node
     if not parsed.given("nproc_per_node"):
         return str(gpus or 1)
-    if text not in NAMES:  # what these mean, only the pod knows
+    if text not in NAMES:  # only the pod knows their number
         node_size(parsed, {}, THIS_NODE._replace(torch=lambda _: 1))
     return text
 
 
 def check_run(parsed: Parsed, processes: str, notices: list[str]) -> None:
-    """What the agents would refuse is refused now, as far as it can be told from here."""
+    """Raises CallerError for what the agents would refuse, as far as it is known here."""
     if not parsed.values.training_script:
         raise ScriptError("the training script's name is empty")
     command_kind(parsed, notices)
@@ -212,33 +216,33 @@ def check_run(parsed: Parsed, processes: str, notices: list[str]) -> None:
 
 
 def volumes(parsed: Parsed) -> tuple[words.Volume, ...]:
-    """Raises UsageError where two things would be at one place."""
+    """The volumes. Raises UsageError for two volumes at one path."""
     found = several(parsed, "volume", words.volume)
-    taken = {SHM_PATH: "the pods' own, see --shm", RUNS_PATH: "the runs' own, see --log-dir"}
+    taken = {SHM_PATH: "used by the pods, see --shm", RUNS_PATH: "used for run folders, see --log-dir"}
     for each in found:
         if each.path in taken:
-            raise UsageError(f"--volume {each.name}:{each.path}: that place is {taken[each.path]}")
-        taken[each.path] = f"that of {each.name}"
+            raise UsageError(f"--volume {each.name}:{each.path}: that path is {taken[each.path]}")
+        taken[each.path] = f"used by {each.name}"
     return found
 
 
 def refuse_what_the_manifest_says(parsed: Parsed) -> None:
     for dest in OF_THE_POD:
         if parsed.given(dest):
-            raise UsageError(f"{parsed.said(dest)}: not for --k8s: the manifest says how the pods meet")
+            raise UsageError(f"{parsed.said(dest)}: not valid with --k8s: the manifest sets it")
     if parsed.given("rdzv_endpoint") != parsed.given("rdzv_backend"):
         raise UsageError(
-            "--rdzv-backend and --rdzv-endpoint: leave both out (the pods meet at pod 0), or give both, as for etcd"
+            "--rdzv-backend and --rdzv-endpoint: leave both out (the endpoint is pod 0), or give both, as for etcd"
         )
 
 
 def nodes(parsed: Parsed) -> tuple[int, int]:
-    """Of --nodes, or of --nnodes, which torchrun's lines have."""
+    """The range in --nodes, or in --nnodes as with torchrun."""
     dest = "nodes" if parsed.given("nodes") else "nnodes"
     if not parsed.given(dest):
         raise NodesError("--nodes is missing: how many pods, as in --nodes 4 or --nodes 4:8")
     if dest == "nodes" and parsed.given("nnodes"):
-        raise NodesError(f"{parsed.said('nodes')} and {parsed.said('nnodes')} say the same; leave one out")
+        raise NodesError(f"{parsed.said('nodes')} and {parsed.said('nnodes')} mean the same; leave one out")
     try:
         least, most = node_range(getattr(parsed.values, dest))
     except ValueError as error:
@@ -256,12 +260,12 @@ def job_name(parsed: Parsed, most: int) -> str:
 
 
 def run_words(parsed: Parsed, line: CommandLine, processes: str, *, alone: bool) -> tuple[str, ...]:
-    """The words of this line that go into the pods' line."""
-    own = {option.dest for option in OWN}
+    """The options of this line that go into the pods' line."""
+    manifests_own = {option.dest for option in OWN}
     found = [f"--nproc-per-node={processes}"]
     for option in OF_A_RUN:
         text = line.values.get(option.dest)
-        if text is None or option.dest in own or option.dest in (*READ_HERE, "nproc_per_node"):
+        if text is None or option.dest in manifests_own or option.dest in (*READ_HERE, "nproc_per_node"):
             continue
         found.append(option.name if option.kind == FLAG else f"{option.name}={text}")
     if conf := rdzv_conf(parsed, alone=alone):
@@ -270,20 +274,22 @@ def run_words(parsed: Parsed, line: CommandLine, processes: str, *, alone: bool)
 
 
 def rdzv_conf(parsed: Parsed, *, alone: bool) -> str:
-    """The user's, with more patience where nobody asked for some."""
+    """The user's settings, with a longer join_timeout unless one is given."""
     try:
         conf = parse_conf(parsed.values.rdzv_conf)
     except RendezvousConfigError as error:
         raise UsageError(str(error)) from None
     if "password" in conf:
-        raise SubmitError("--rdzv-conf password=...: would be in the manifest; mount a Secret and say password_file=")
+        raise SubmitError(
+            "--rdzv-conf password=...: would be readable in the manifest; mount a Secret and use password_file="
+        )
     if not alone and not parsed.given("rdzv_backend"):
         conf = {"join_timeout": str(JOIN_S), **conf}
     return ",".join(f"{key}={value}" for key, value in conf.items())
 
 
 def threads(cpus: str, processes: str, env: dict[str, str]) -> list[tuple[str, str]]:
-    """A pod sees all CPUs of its machine and may use its share: what the workers would make of that is said here."""
+    """OMP_NUM_THREADS from the pod's share of CPUs: a pod sees all CPUs of its machine."""
     if not cpus or "OMP_NUM_THREADS" in env or not is_number(processes) or int(processes) == 0:
         return []
     number = float(cpus[:-1]) / 1000 if cpus.endswith("m") else float(cpus)
@@ -291,20 +297,19 @@ def threads(cpus: str, processes: str, env: dict[str, str]) -> list[tuple[str, s
 
 
 def check_env(env: tuple[tuple[str, str], ...], notices: list[str]) -> None:
-    """A manifest is read by many. Raises SubmitError for the job's own token, UsageError for what Kubernetes says."""
+    """Raises SubmitError for the job's token, UsageError for variables that Kubernetes sets. Warns of other secrets:
+    many people can read a manifest."""
     for name, value in env:
         if name in OWN_VARIABLES:
-            raise UsageError(f"--env {name}=...: Kubernetes tells this one to each pod; take another name")
+            raise UsageError(f"--env {name}=...: Kubernetes sets this variable in each pod; use another name")
         if name == TOKEN_VARIABLE:
-            raise SubmitError(f"--env {name}=...: would be in the manifest; --apply makes a Secret, or --token-secret")
+            raise SubmitError(f"--env {name}=...: would be readable in the manifest; use --apply or --token-secret")
         if value and any(part in SECRETIVE for part in name.upper().split("_")):
-            notices.append(
-                f"--env {name}=... is in the manifest for everybody to read; --env-from secret/NAME does not"
-            )
+            notices.append(f"--env {name}=... is readable in the manifest; use --env-from secret/NAME")
 
 
 def token_secret(parsed: Parsed, name: str, *, alone: bool) -> str:
-    """Name of the Secret with the job's token; empty where there is none."""
+    """Name of the Secret with the job's token; empty: no Secret."""
     if parsed.values.no_token:
         if parsed.given("token_secret"):
             raise UsageError("--no-token and --token-secret exclude each other")
@@ -315,14 +320,14 @@ def token_secret(parsed: Parsed, name: str, *, alone: bool) -> str:
 
 
 def port(parsed: Parsed, dest: str) -> int | None:
-    """Of --health or --metrics, which are served at the pod's address."""
+    """The port of --health or --metrics, served at the pod's address."""
     place = served(parsed, dest)
     if place is None:
         return None
     if place.port == 0 or ":" in getattr(parsed.values, dest):
-        raise parsed.error(dest, EndpointError, "in a pod it is a port, at the pod's own address")
+        raise parsed.error(dest, EndpointError, "must be a port only: a pod serves at its own address")
     if place.port == RENDEZVOUS_PORT:
-        raise parsed.error(dest, EndpointError, "that port is where the pods meet")
+        raise parsed.error(dest, EndpointError, "the rendezvous uses this port")
     return place.port
 
 
@@ -334,7 +339,7 @@ def at_least_0(parsed: Parsed, dest: str) -> int:
 
 
 def checked(parsed: Parsed, dest: str, check: Callable[[str], str]) -> str:
-    """Empty where nothing was said."""
+    """The checked value; empty: not given."""
     return one(parsed, dest, check) if getattr(parsed.values, dest) else ""
 
 
@@ -382,7 +387,7 @@ def usage() -> str:
     lines = [
         "usage: holdfast submit --k8s --nodes N --image IMAGE [options, also of holdfast run] script.py [arguments]",
         "",
-        "Prints the manifests of a job for Kubernetes, or hands them to kubectl (--apply). The script is the image's;",
+        "Prints the manifests of a job for Kubernetes, or creates them by kubectl (--apply). The image has the script;",
         "options of `holdfast run` go into the pods' line (see holdfast run --help).",
     ]
     for group in (K8S, POD):
@@ -391,12 +396,12 @@ def usage() -> str:
 
 
 def show(job: KubernetesJob, *, own_secret: bool) -> int:
-    """Print the manifests. The same line prints the same text, so there is no secret in it."""
+    """Print the manifests, without secrets: the same line prints the same text."""
     head = f"{job.name}: a job of holdfast. Start it with: kubectl create -f FILE"
     if job.token_secret and own_secret:
         space = f" -n {job.namespace}" if job.namespace else ""
         head += (
-            "\nFirst, once, give it a token (--apply does both):\n"
+            "\nBefore that, create its token (--apply does both):\n"
             f"  holdfast token | kubectl create{space} secret generic {job.token_secret} "
             "--from-file=token=/dev/stdin"
         )
@@ -405,14 +410,14 @@ def show(job: KubernetesJob, *, own_secret: bool) -> int:
 
 
 def apply(job: KubernetesJob, *, own_secret: bool) -> int:
-    """Pipes the manifests, the Secret first, to kubectl. `create`: a job that is there already is never changed.
+    """Pipe the manifests, the Secret first, to `kubectl create`, which never changes an existing job.
 
     Raises MissingPackageError or SubmitError.
     """
     program = shutil.which("kubectl")
     if program is None:
         raise MissingPackageError(
-            "kubectl is not on PATH: install it, or leave --apply out and hand what is printed to your cluster"
+            "kubectl is not on PATH: install it, or leave --apply out and apply the manifests yourself"
         )
     made = kubernetes.manifests(job)
     if job.token_secret and own_secret:
@@ -429,7 +434,7 @@ def apply(job: KubernetesJob, *, own_secret: bool) -> int:
     if done.returncode < 0:
         raise SubmitError(f"kubectl create was ended by signal {-done.returncode}")
     if done.returncode > 0:
-        raise SubmitError(f"kubectl create ended with exit code {done.returncode}; what it says is above")
+        raise SubmitError(f"kubectl create ended with exit code {done.returncode}; its message is above")
     space = f" -n {job.namespace}" if job.namespace else ""
     selector = f"-l app.kubernetes.io/instance={job.name}"
     kinds = "jobset,secret" if job.jobset else "job,service,secret"

@@ -1,7 +1,7 @@
-"""`holdfast run` in a Slurm job: the step fills in options that were not given, and --slurm becomes one srun.
+"""`holdfast run` in a Slurm job: a step supplies options that were not given, and --slurm becomes one srun.
 
-Imported only where --slurm is given or the environment is a step's. What flags, variables or files say wins, value by
-value; where they say where the nodes meet, the step still says how many there are and which one this is.
+Imported only with --slurm or in the environment of a step. Each value of a flag, variable or file takes precedence over
+the step's. With a given endpoint, the step still supplies the number of nodes and the rank of this one.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.cli.grammar import FROM_STEP, Parsed
-from holdfast.cli.values import node_range
-from holdfast.launchers.slurm.step import SlurmStep, address_of, number, read_step
+from holdfast.cli.rendezvous import node_range
+from holdfast.launchers.slurm import SlurmStep, address_of, number, read_step
 from holdfast.protocol.errors import EnvironmentValueError, MissingPackageError, NodesError, SupersededError, UsageError
 from holdfast.runtime.inherited import TOKEN_VARIABLE, draw_token
 
@@ -26,13 +26,13 @@ CHECK_VARIABLE = "HOLDFAST_SLURM_CHECK_S"
 PLACE = ("rdzv_endpoint", "master_addr", "master_port")
 OWN_PLACE_BACKENDS = ("c10d", "static")
 NOTICE = "USR1"
-"""What is taken for sbatch's --signal with --slurm, which has no other use for it."""
+"""Default of --preempt-signal with --slurm: the signal of sbatch's --signal."""
 
 
 def take_in(
     parsed: Parsed, environ: Mapping[str, str], *, address: Callable[[str], str] = address_of
 ) -> tuple[Parsed, SlurmStep | None]:
-    """The same line, completed by what the step says. Raises NodesError or EnvironmentValueError."""
+    """The line completed by the step. Raises NodesError or EnvironmentValueError."""
     step = read_step(environ)
     if step is None:
         return parsed, None
@@ -41,7 +41,7 @@ def take_in(
         found = meeting(parsed, step, address)
     except NodesError as error:
         if number(environ, "SLURM_PROCID", 0):
-            raise SystemExit(error.exit_code) from None  # the first task says why, once
+            raise SystemExit(error.exit_code) from None  # only the first task reports the reason
         raise
     if not parsed.given("nproc_per_node") and step.gpus and one_agent:
         found["nproc_per_node"] = str(step.gpus)
@@ -64,22 +64,20 @@ def take_in(
 
 
 def stands_alone(parsed: Parsed) -> bool:
-    """Whether the line is about one node, which needs no rendezvous."""
-    return bool(parsed.values.standalone) or (parsed.given("nnodes") and is_one(parsed) and not says_where(parsed))
+    """Whether the job has one node, which needs no rendezvous."""
+    return bool(parsed.values.standalone) or (
+        parsed.given("nnodes") and most_nodes(parsed, None) == 1 and not says_where(parsed)
+    )
 
 
 def says_where(parsed: Parsed) -> bool:
-    """Whether the line says where the nodes meet, as torchrun's does."""
+    """Whether the line gives the endpoint, as torchrun's does."""
     foreign = parsed.given("rdzv_backend") and parsed.values.rdzv_backend not in OWN_PLACE_BACKENDS
     return foreign or any(map(parsed.given, PLACE))
 
 
-def is_one(parsed: Parsed) -> bool:
-    return most_nodes(parsed, None) == 1
-
-
 def most_nodes(parsed: Parsed, step: SlurmStep | None) -> int:
-    """As given, else as many as the step has. A malformed number is complained about later, as ever."""
+    """The number of nodes as given, else that of the step. A malformed number is reported later."""
     if step is not None and not parsed.given("nnodes"):
         return len(step.nodes)
     try:
@@ -89,12 +87,12 @@ def most_nodes(parsed: Parsed, step: SlurmStep | None) -> int:
 
 
 def meeting(parsed: Parsed, step: SlurmStep, address: Callable[[str], str]) -> dict[str, object]:
-    """How the tasks of this step find each other, as far as no option says it. Raises NodesError."""
+    """The options of the rendezvous that no flag, variable or file gives. Raises NodesError."""
     if stands_alone(parsed):
         return {}
     several, elsewhere = len(step.nodes) > 1, says_where(parsed)
     if elsewhere and parsed.given("nnodes") and (max(step.tasks) > 1 or most_nodes(parsed, step) > len(step.nodes)):
-        return {}  # several agents on a node, or several steps, meet there: no step speaks for all of them
+        return {}  # several agents on a node, or several steps, meet there: one step cannot know all
     step.check_one_agent_per_node()
     found: dict[str, object] = {"rdzv_id": step.run_id}
     if several:
@@ -107,7 +105,7 @@ def meeting(parsed: Parsed, step: SlurmStep, address: Callable[[str], str]) -> d
 
 
 def place(parsed: Parsed, step: SlurmStep, address: Callable[[str], str]) -> dict[str, object]:
-    """The step's first node, which hosts whatever its name resolves to there; another one never meets itself."""
+    """The endpoint on the step's first node. is_host decides the coordinator, whatever the name resolves to there."""
     host = address(step.nodes[0])
     found: dict[str, object] = {"rdzv_endpoint": f"[{host}]:{step.port}" if ":" in host else f"{host}:{step.port}"}
     conf = parsed.values.rdzv_conf
@@ -117,36 +115,36 @@ def place(parsed: Parsed, step: SlurmStep, address: Callable[[str], str]) -> dic
 
 
 def guard(step: SlurmStep, environ: Mapping[str, str]) -> None:
-    """Ends this process when Slurm has ended this life of the job and could not end its tasks."""
-    from holdfast.launchers.slurm.job import CHECK_S, watch
+    """End this process when Slurm has ended this start of the job but could not end its tasks."""
+    from holdfast.launchers.slurm import CHECK_S, watch
 
     check_s = float(number(environ, CHECK_VARIABLE, int(CHECK_S)))
     if step.node_rank != 0 or check_s == 0 or shutil.which("scontrol") is None:
         return
 
     def end(reason: str) -> NoReturn:
-        error = SupersededError(f"{step.name}: {reason}; what is left of it here ends, without saving")
+        error = SupersededError(f"{step.name}: {reason}; the processes that are left here end without saving")
         sys.stderr.write(f"holdfast: {error.code}: {error}\n")
         sys.stderr.flush()
-        os._exit(error.exit_code)  # at once, whatever the other threads do; the supervisor ends all workers
+        os._exit(error.exit_code)  # at once; the supervisor ends all workers
 
     watch(step.job_id, step.restarts, end, check_s=check_s)
 
 
 def start_agents(parsed: Parsed, command: str, argv: Sequence[str]) -> int:
-    """--slurm outside of a step: one srun starts an agent on each node of the job. Raises CallerError.
+    """Run --slurm outside of a step: one srun starts an agent on each node of the job. Raises CallerError.
 
-    Returns for --plan only.
+    Returns only with --plan.
     """
     words = srun_line(os.environ, command, argv)
     if not parsed.values.plan:
         become_srun(parsed, words)
-    print(f"holdfast would start one agent on each node, by\n\n{shlex.join(words)}")
+    print(f"holdfast would start one agent on each node with\n\n{shlex.join(words)}")
     return 0
 
 
 def become_srun(parsed: Parsed, words: list[str]) -> NoReturn:
-    """A signal to this process is one to srun then, which passes it on to the agents."""
+    """Replace this process by srun, which passes signals on to the agents."""
     program = shutil.which(words[0])
     if program is None:
         raise MissingPackageError("srun is not on the PATH of this machine: --slurm needs Slurm's own commands")
@@ -155,14 +153,14 @@ def become_srun(parsed: Parsed, words: list[str]) -> NoReturn:
 
 
 def srun_line(environ: Mapping[str, str], command: str, argv: Sequence[str]) -> list[str]:
-    """One agent per node; none is ended because another one, or its node, has ended."""
+    """The srun command for one agent per node. No agent is ended because another one, or a node, has ended."""
     if "SLURM_JOB_ID" not in environ:
         raise UsageError(
-            "--slurm is for a batch script or salloc, and this is no Slurm job (SLURM_JOB_ID is not set); "
-            "from here write: holdfast submit --slurm -N NODES ..."
+            "--slurm is for a batch script or salloc, and this is not a Slurm job (SLURM_JOB_ID is not set); "
+            "to submit a job write: holdfast submit --slurm -N NODES ..."
         )
     agent = [sys.executable, "-m", "holdfast", command, *argv]
-    if ":" in agent:  # a lone colon is srun's, wherever it is
+    if ":" in agent:  # srun interprets a lone colon anywhere on the line
         agent = ["sh", "-c", f"exec {shlex.join(agent)}"]
     components = number(environ, "SLURM_HET_SIZE", 1)
     if (
@@ -190,7 +188,7 @@ def one_per_node(nodes: int) -> list[str]:
 
 
 def job_nodes(environ: Mapping[str, str], component: str = "") -> int:
-    """How many nodes the job has, or a component of a heterogeneous one. Raises EnvironmentValueError."""
+    """The number of nodes of the job, or of a component of a heterogeneous one. Raises EnvironmentValueError."""
     variable = f"SLURM_JOB_NUM_NODES{component}"
     nodes = number(environ, variable, number(environ, f"SLURM_NNODES{component}", 1))
     if nodes < 1:
@@ -199,10 +197,10 @@ def job_nodes(environ: Mapping[str, str], component: str = "") -> int:
 
 
 def srun_environment(parsed: Parsed, environ: Mapping[str, str]) -> dict[str, str]:
-    """The whole environment goes along, with a secret that is this job's; nothing of it is on a command line."""
+    """The environment of srun: all of ours, with a token for this job. None of it is on a command line."""
     changed = dict(environ)
-    changed["SLURM_EXPORT_ENV"] = "ALL"  # what `sbatch --export=...` left there would cut it
-    changed.setdefault("SLURM_CPU_BIND", "none")  # the workers share their node's CPUs: no single one for the agent
+    changed["SLURM_EXPORT_ENV"] = "ALL"  # the value of `sbatch --export=...` would restrict it
+    changed.setdefault("SLURM_CPU_BIND", "none")  # do not bind the agent to one CPU: its workers inherit it
     if TOKEN_VARIABLE not in changed and "token_file" not in parsed.values.rdzv_conf:
         changed[TOKEN_VARIABLE] = draw_token()
     return changed

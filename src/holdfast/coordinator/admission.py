@@ -10,9 +10,8 @@ from dataclasses import dataclass, field
 from msgspec import Struct
 
 from holdfast.coordinator.coordinator_state import Member, names
-from holdfast.protocol.bounds import WORKERS_PER_NODE_MAX
 from holdfast.protocol.messages import Join
-from holdfast.protocol.policy import JobSpec, NodeSpec
+from holdfast.protocol.policy import WORKERS_PER_NODE_MAX, JobSpec, NodeSpec
 
 NODES_DIFFER = "HF307"
 SCRIPT = "script"

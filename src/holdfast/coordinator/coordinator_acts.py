@@ -33,7 +33,6 @@ from holdfast.coordinator.regrouping import Plan, Regrouping
 from holdfast.coordinator.replacements import Replacements
 from holdfast.coordinator.views import job_view
 from holdfast.protocol.errors import EXIT_REQUEUE
-from holdfast.protocol.machines import Note, Pauses
 from holdfast.protocol.messages import (
     Abandon,
     Drain,
@@ -51,7 +50,7 @@ from holdfast.protocol.messages import (
     Waiting,
 )
 from holdfast.protocol.outcome import Outcome
-from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec
+from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec, Note, Pauses
 from holdfast.protocol.rank_progress import Examine, JobView
 
 
@@ -392,8 +391,8 @@ class CoordinatorActs:
     def _standby_text(self) -> str:
         size = len(self._world().order)
         stands_by = size >= self.job.max_nodes or self.job.grow is Grow.NEVER
-        fate = "this one stands by as a spare" if stands_by else "this one will be taken in"
-        return f"generation {self.generation} is at work on {size} of at most {self.job.max_nodes} nodes; {fate}"
+        fate = "this node waits as a spare" if stands_by else "this node joins the next generation"
+        return f"generation {self.generation} runs on {size} of at most {self.job.max_nodes} nodes; {fate}"
 
     def _abandon(self, members: list[Member]) -> None:
         for member in members:

@@ -44,7 +44,6 @@ from holdfast.coordinator.formation import (
 )
 from holdfast.coordinator.regrouping import Plan, how
 from holdfast.protocol.errors import NodesError
-from holdfast.protocol.machines import Tick
 from holdfast.protocol.messages import (
     REVISION,
     Able,
@@ -72,7 +71,7 @@ from holdfast.protocol.messages import (
     WorkersFailed,
 )
 from holdfast.protocol.outcome import Outcome, OutcomeKind
-from holdfast.protocol.policy import Grow
+from holdfast.protocol.policy import Grow, Tick
 from holdfast.text import spans
 
 

@@ -11,10 +11,9 @@ from enum import Enum
 
 from msgspec import Struct
 
-from holdfast.protocol.machines import Note, Tick
 from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator, StopReason
 from holdfast.protocol.outcome import Failure, Outcome
-from holdfast.protocol.policy import NodeSpec
+from holdfast.protocol.policy import NodeSpec, Note, Tick
 from holdfast.protocol.rank_progress import Finding, RankStory
 from holdfast.text import is_loopback, listed
 

@@ -16,10 +16,9 @@ from holdfast.coordinator.coordinator_state import Command, EndGeneration, Membe
 from holdfast.coordinator.hang_detector import EndHung, HangDetector, HangOver, LookNow, Order, ReportHang
 from holdfast.coordinator.stragglers import Straggler, Stragglers
 from holdfast.coordinator.throughput import Throughput, of_world
-from holdfast.protocol.machines import Note
 from holdfast.protocol.messages import FromCoordinator, Look, Looked, Notice, Progress, StopReason
 from holdfast.protocol.outcome import Failure
-from holdfast.protocol.policy import Limits
+from holdfast.protocol.policy import Limits, Note
 from holdfast.protocol.rank_progress import (
     Examine,
     Finding,

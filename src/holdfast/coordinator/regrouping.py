@@ -25,7 +25,6 @@ from holdfast.coordinator.coordinator_state import (
 from holdfast.coordinator.ending import Budget, GiveUp
 from holdfast.coordinator.membership import Membership
 from holdfast.coordinator.replacements import Replacements
-from holdfast.protocol.machines import Note
 from holdfast.protocol.messages import (
     Able,
     CannotRegroup,
@@ -36,7 +35,7 @@ from holdfast.protocol.messages import (
     StopReason,
 )
 from holdfast.protocol.outcome import Failure
-from holdfast.protocol.policy import Grow, JobSpec, Limits, Survive
+from holdfast.protocol.policy import Grow, JobSpec, Limits, Note, Survive
 from holdfast.text import plural, spans
 
 ATTEMPTS_MAX = 3

@@ -158,7 +158,7 @@ def _text(kind: HangKind, odd: Sequence[Where], others: Sequence[Where]) -> str:
     if left > 0:
         told.append(f"{left} elsewhere")
     if kind is HangKind.PAUSED and not odd:
-        told.append("nobody waits for another rank")
+        told.append("no rank waits for another")
     return "; ".join(told)
 
 
@@ -170,7 +170,7 @@ def _told(group: Sequence[Where], who: str, *, detail: bool = False) -> str:
     note = f" ({where.note})" if where.note and where.doing is not RankActivity.STOPPED else ""
     how = ", using the processor" if where.busy and not where.waits else ""
     if where.computes:
-        how = ", busy outside Python" if not where.waits else ", and that is at work"
+        how = ", busy outside Python" if not where.waits else ", which is working"
     return f"{text}{note} for {max(each.story.age_s for each in group):.0f} s{how}"
 
 

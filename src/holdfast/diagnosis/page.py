@@ -1,8 +1,8 @@
-"""`holdfast report --html`: one self-contained page without scripts, fonts or pictures from other places.
+"""`holdfast report --html`: one self-contained page without scripts, and without fonts or pictures from other servers.
 
 Pure: data about a run in, HTML out. Every text of the run is escaped here. Pictures are plain SVG without text, so that
-they scale to any width; captions are beside them. Colours are classes, and the style defines them for light mode, dark
-mode and print.
+they scale to any width; captions are beside them. Colours are CSS classes, named as the activities; the style defines
+them for light mode, dark mode and print.
 """
 
 from __future__ import annotations
@@ -126,14 +126,6 @@ polyline{fill:none;stroke-width:2;vector-effect:non-scaling-stroke;stroke-linejo
 )
 
 
-COLOURS = {
-    Activity.STARTUP: "startup",
-    Activity.TRAINING: "training",
-    Activity.LOST: "lost",
-    Activity.HUNG: "hung",
-    Activity.DOWN: "down",
-    Activity.END: "end",
-}
 COLOURS_OF_LINES = 8
 NODES_MAX = 64
 """Nodes that are drawn; the others are only counted."""
@@ -201,7 +193,7 @@ def verdict(told: dict[str, Any] | None) -> str:
     advice = f"<p><b>Do:</b> {escape(str(told.get('advice')))}</p>" if told.get("advice") else ""
     culprit = told.get("culprit") or {}
     trace = str(culprit.get("traceback") or culprit.get("stderr_tail") or "").rstrip()
-    words = f"<details><summary>its last words</summary><pre>{escape(trace)}</pre></details>" if trace else ""
+    words = f"<details><summary>its last output</summary><pre>{escape(trace)}</pre></details>" if trace else ""
     return (
         f'<section class="verdict"><h2>{escape(str(told.get("code", "")))}: why it failed</h2>'
         f"<p>{escape(str(told.get('cause', '')))}</p>{advice}{words}</section>"
@@ -216,7 +208,7 @@ def timeline(history: History | None) -> str:
         Block(
             each.from_s,
             each.to_s,
-            COLOURS[each.doing],
+            each.doing.name.lower(),
             f"{each.doing.value}, generation {each.generation}: {duration(each.to_s - each.from_s)}",
         )
         for each in history.stretches
@@ -226,7 +218,7 @@ def timeline(history: History | None) -> str:
     if len(history.nodes) > NODES_MAX:
         rows.append(f"<p>and {plural(len(history.nodes) - NODES_MAX, 'node')} more</p>")
     totals = "".join(
-        f"<tr><td>{key(COLOURS[doing])}{doing.value}</td><td>{duration(seconds)}</td>"
+        f"<tr><td>{key(doing.name.lower())}{doing.value}</td><td>{duration(seconds)}</td>"
         f"<td>{seconds / history.total_s if history.total_s else 0:.1%}</td></tr>"
         for doing in Activity
         if (seconds := history.spent_s(doing)) > 0
@@ -234,7 +226,7 @@ def timeline(history: History | None) -> str:
     axis = f'<div class="axis"><span>{clock(from_s)}</span><span>{clock(to_s)}</span></div>'
     return (
         f"<section><h2>Where the time went</h2>{''.join(rows)}{axis}"
-        f'<table class="totals"><tr><th>what</th><th>time</th><th>part</th></tr>{totals}</table></section>'
+        f'<table class="totals"><tr><th>what</th><th>time</th><th>share</th></tr>{totals}</table></section>'
     )
 
 
@@ -313,7 +305,7 @@ def troubles(found: Sequence[Incident]) -> str:
     )
     return (
         '<section><h2>What happened</h2><div class="wide"><table><tr><th>when</th><th>gen</th><th>what</th>'
-        f"<th>code</th><th>in words</th></tr>{rows}</table></div></section>"
+        f"<th>code</th><th>details</th></tr>{rows}</table></div></section>"
     )
 
 
@@ -330,10 +322,10 @@ def hangs(found: Sequence[Incident]) -> str:
             f"<tr><td>{escape(spans(ranks))}</td><td>{escape(place)}</td></tr>" for ranks, place in each.groups
         )
         files = "".join(f"<li>rank {escape(rank)}: {escape(path)}</li>" for rank, path in each.files)
-        kept = f"<details><summary>stacks are kept in</summary><ul>{files}</ul></details>" if files else ""
+        kept = f"<details><summary>files with stacks</summary><ul>{files}</ul></details>" if files else ""
         parts.append(
             f"<h3>{clock(each.at_s)}, generation {each.generation}: {escape(each.code)}</h3><p>{escape(each.text)}</p>"
-            f'<div class="wide"><table><tr><th>ranks</th><th>stand</th></tr>{groups}</table></div>{kept}'
+            f'<div class="wide"><table><tr><th>ranks</th><th>place</th></tr>{groups}</table></div>{kept}'
         )
     return f"<section><h2>Hangs</h2>{''.join(parts)}</section>"
 
@@ -365,4 +357,4 @@ def clock(epoch_s: float, form: str = LONG) -> str:
     try:
         return time.strftime(form, time.localtime(epoch_s))
     except (OverflowError, OSError, ValueError):
-        return "at no time"  # the clock of the machine was set to an invalid time
+        return "unknown"  # the clock of the machine was set to an invalid time

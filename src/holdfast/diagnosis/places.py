@@ -223,7 +223,7 @@ _SOURCE_SYNCHRONIZES = re.compile(r"\.(item|tolist|cpu|synchronize)\s*\(")
 def where_is(story: RankStory) -> Where:
     samples = story.samples
     if not samples:
-        return Where(story, RankActivity.STANDING, "not heard of (its node did not answer)", "silent")
+        return Where(story, RankActivity.STANDING, "unknown (its node did not answer)", "silent")
     newest = samples[-1]
     if (state := _STATES.get(newest.state)) is not None:
         return Where(story, state, _STATE_WORDS[state].format(pid=newest.pid), state.value)
@@ -339,7 +339,7 @@ def _doing(sample: RankSample, *, busy: bool) -> tuple[RankActivity, str]:
 
 
 def _doing_by_source(sample: RankSample, *, busy: bool) -> tuple[RankActivity, str]:
-    """What a rank does whose innermost frame is the program's: it runs that line, or a C function called there."""
+    """The activity of a rank whose innermost frame is the program's: that line, or a C function called there."""
     at, source = _at(sample.frames), sample.source
     if not busy:
         for pattern in (_SOURCE_COMMUNICATES, _SOURCE_WAITS, _SOURCE_SYNCHRONIZES):

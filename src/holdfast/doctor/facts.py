@@ -1,4 +1,4 @@
-"""Gathers all facts about this node concurrently. Judges nothing.
+"""Gathers all facts about this node concurrently: what Linux reports, torch, GPUs, the endpoint. Judges nothing.
 
 Calls and processes may hang on a faulty machine, so each has a time limit. torch and nvidia-smi run in separate
 processes, so that their crash or hang is a result, too.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import json
 import os
 import platform
+import resource
 import signal
 import socket
 import sys
@@ -18,19 +20,134 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import structs
 
-from holdfast.doctor import system
+from holdfast.doctor.findings import Folder, Gpu, Interface, LocalFacts, TorchFacts, TorchState
 from holdfast.linux import GroupLimits, read_int, read_text
-from holdfast.protocol.doctor_facts import Folder, Gpu, LocalFacts, TorchFacts, TorchState
-from holdfast.rendezvous.bind import who_holds
+from holdfast.protocol.errors import EndpointError, PortInUseError
+from holdfast.protocol.options import Endpoint
+from holdfast.rendezvous.bind import claim, who_holds
 from holdfast.runtime.driver import run_detached
 from holdfast.version import __version__
 
-if TYPE_CHECKING:
-    from holdfast.protocol.options import Endpoint
+ROOT = Path("/")
+CAP_SYS_PTRACE = 19
+STA_UNSYNC = 0x40
+
+
+def soft_limits() -> dict[str, int | None]:
+    kinds = {name: getattr(resource, f"RLIMIT_{name.upper()}") for name in ("nofile", "nproc", "memlock", "core")}
+    soft = {name: resource.getrlimit(kind)[0] for name, kind in kinds.items()}
+    return {name: None if limit == resource.RLIM_INFINITY else limit for name, limit in soft.items()}
+
+
+def may_trace(root: Path = ROOT) -> bool:
+    for line in read_text(root / "proc/self/status").splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> CAP_SYS_PTRACE & 1)
+    return False
+
+
+def driver_version(root: Path = ROOT) -> str:
+    """NVIDIA's driver, from `NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu …`; empty: none."""
+    first = read_text(root / "proc/driver/nvidia/version").partition("\n")[0]
+    return next((word for word in first.split() if word[:1].isdecimal() and "." in word), "")
+
+
+def infiniband(root: Path = ROOT) -> tuple[str, ...]:
+    folder = root / "sys/class/infiniband"
+    try:
+        return tuple(sorted(os.listdir(folder)))
+    except OSError:
+        return ()
+
+
+def default_interface(root: Path = ROOT) -> str:
+    """The interface of the IPv4 default route with the lowest metric; empty: there is none."""
+    found = []
+    for line in read_text(root / "proc/net/route").splitlines()[1:]:
+        fields = line.split()
+        if len(fields) > 7 and fields[1] == "00000000" and fields[7] == "00000000":
+            found.append((int(fields[6]), fields[0]))
+    return min(found)[1] if found else ""
+
+
+def interfaces() -> tuple[Interface, ...]:
+    import psutil
+
+    stats = psutil.net_if_stats()
+    return tuple(
+        Interface(
+            name=name,
+            up=name in stats and stats[name].isup,
+            addresses=tuple(
+                each.address
+                for each in sorted(addresses, key=lambda each: each.family)
+                if each.family in (socket.AF_INET, socket.AF_INET6) and not each.address.startswith("fe80:")
+            ),
+            speed_mbit_s=stats[name].speed if name in stats else 0,
+        )
+        for name, addresses in psutil.net_if_addrs().items()
+    )
+
+
+def ephemeral_ports(root: Path = ROOT) -> tuple[int, int] | None:
+    words = read_text(root / "proc/sys/net/ipv4/ip_local_port_range").split()
+    return (int(words[0]), int(words[1])) if len(words) == 2 and all(map(str.isdecimal, words)) else None
+
+
+def folder_facts(path: str) -> Folder:
+    """Free space on its file system, and why the folder is not writable; for a missing folder, of its parent."""
+    there = path
+    while not os.path.lexists(there) and there != os.path.dirname(there):
+        there = os.path.dirname(there)
+    try:
+        room = os.statvfs(there)
+        with tempfile.NamedTemporaryFile(dir=there, prefix=".holdfast-doctor-") as file:
+            file.write(b"\0" * 4096)
+            file.flush()
+    except OSError as error:
+        return Folder(path=path, error=error.strerror or str(error))
+    return Folder(path=path, total_bytes=room.f_blocks * room.f_frsize, free_bytes=room.f_bavail * room.f_frsize)
+
+
+class _Timex(ctypes.Structure):
+    """The kernel's `struct timex`; the fields that are not used are in `room`."""
+
+    _fields_ = (
+        ("modes", ctypes.c_uint),
+        ("offset", ctypes.c_long),
+        ("freq", ctypes.c_long),
+        ("maxerror", ctypes.c_long),
+        ("esterror", ctypes.c_long),
+        ("status", ctypes.c_int),
+        ("room", ctypes.c_char * 256),
+    )
+
+
+def clock_synchronised() -> bool | None:
+    """Whether NTP keeps the clock, by the kernel's flag; None: it is not readable."""
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        state = _Timex()  # modes 0: changes nothing
+        if libc.adjtimex(ctypes.byref(state)) < 0:
+            return None
+    except (OSError, AttributeError):
+        return None
+    return not state.status & STA_UNSYNC
+
+
+def own_addresses(host: str) -> tuple[tuple[str, ...], str]:
+    """The addresses of a host name on this machine, or why it does not resolve."""
+    try:
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError) as error:
+        return (), (error.strerror if isinstance(error, OSError) else "") or str(error)
+    return tuple(dict.fromkeys(str(address[0]) for *_, address in found)), ""
+
 
 Result = TypeVar("Result")
 
@@ -77,7 +194,7 @@ async def gather_facts(asked: FactsRequest) -> LocalFacts:
     async def own_name() -> tuple[tuple[str, ...], str]:
         nonlocal resolved_s
         late: tuple[tuple[str, ...], str] = ((), f"no answer within {RESOLVE_S_MAX:g} s")
-        found = await bounded(lambda: system.own_addresses(host), RESOLVE_S_MAX, late)
+        found = await bounded(lambda: own_addresses(host), RESOLVE_S_MAX, late)
         resolved_s = time.monotonic() - began
         return found
 
@@ -91,7 +208,7 @@ async def gather_facts(asked: FactsRequest) -> LocalFacts:
     addresses, resolve_error = names.result()
     here, holder = place.result()
     gpus, gpu_error = smi.result()
-    return msgspec.structs.replace(
+    return structs.replace(
         machine_facts(host, python.result()),
         nproc=asked.nproc,
         nodes=asked.nodes,
@@ -116,14 +233,14 @@ def machine_facts(host: str, python: str) -> LocalFacts:
     import psutil
 
     groups, memory, swap = GroupLimits(), psutil.virtual_memory(), psutil.swap_memory()
-    sysctl = system.ROOT / "proc/sys"
+    sysctl = ROOT / "proc/sys"
     return LocalFacts(
         host=host,
         python=python,
         holdfast=__version__,
-        driver=system.driver_version(),
-        limits=system.soft_limits(),
-        infiniband=system.infiniband(),
+        driver=driver_version(),
+        limits=soft_limits(),
+        infiniband=infiniband(),
         memory_bytes=memory.total,
         memory_available_bytes=memory.available,
         swap_bytes=swap.total,
@@ -135,18 +252,18 @@ def machine_facts(host: str, python: str) -> LocalFacts:
         cpu_quota=groups.cpus,
         overcommit=read_int(sysctl / "vm/overcommit_memory") or 0,
         ptrace_scope=read_int(sysctl / "kernel/yama/ptrace_scope"),
-        privileged=system.may_trace(),
+        privileged=may_trace(),
         core_pattern=read_text(sysctl / "kernel/core_pattern").strip(),
-        clock_synchronised=system.clock_synchronised(),
-        interfaces=system.interfaces(),
-        default_interface=system.default_interface(),
-        ephemeral_ports=system.ephemeral_ports(),
+        clock_synchronised=clock_synchronised(),
+        interfaces=interfaces(),
+        default_interface=default_interface(),
+        ephemeral_ports=ephemeral_ports(),
     )
 
 
 async def folder(path: str) -> Folder:
     return await bounded(
-        lambda: system.folder_facts(path), FOLDER_S_MAX, Folder(path=path, error=f"no answer within {FOLDER_S_MAX:g} s")
+        lambda: folder_facts(path), FOLDER_S_MAX, Folder(path=path, error=f"no answer within {FOLDER_S_MAX:g} s")
     )
 
 
@@ -170,9 +287,6 @@ async def endpoint_here(endpoint: Endpoint | None) -> tuple[bool | None, str]:
 
 def try_to_bind(endpoint: Endpoint) -> tuple[bool | None, str]:
     """Test by binding, as a run does. The port is free again afterwards."""
-    from holdfast.protocol.errors import EndpointError, PortInUseError
-    from holdfast.rendezvous.bind import claim
-
     try:
         place = claim(endpoint)
     except (OSError, EndpointError, PortInUseError):
@@ -216,7 +330,7 @@ async def ask_torch(python: str, limit_s: float) -> TorchFacts:
 
 
 def last_json(text: str) -> dict[str, Any] | None:
-    """The object in the last line that has one. Other lines may come from a sitecustomize."""
+    """The last line that is a JSON object. Other lines may come from a sitecustomize."""
     for line in reversed(text.splitlines()):
         try:
             told = json.loads(line)
@@ -273,10 +387,6 @@ def read_gpus(text: str, users: str) -> tuple[Gpu, ...]:
 
 def number(text: str) -> int | None:
     return int(text) if text.isdecimal() else None
-
-
-if TYPE_CHECKING:
-    from holdfast.protocol.options import Endpoint
 
 
 class ProcessResult(NamedTuple):

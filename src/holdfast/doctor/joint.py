@@ -1,4 +1,4 @@
-"""A joint check of several nodes: this node's part, from the rendezvous to the common report.
+"""This node's part of a check of several nodes, from the rendezvous to the common report.
 
 Other modules judge the result. It ends within a few times its time-out, whatever the other nodes do.
 """
@@ -15,6 +15,18 @@ from typing import NamedTuple, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from holdfast.doctor.findings import (
+    DoctorFinding,
+    JointCheck,
+    Level,
+    LocalFacts,
+    NodeReport,
+    Reduced,
+    Summary,
+    TorchState,
+    fatal,
+    retry,
+)
 from holdfast.doctor.joint_server import (
     BACKEND,
     REPORT_S_MIN,
@@ -30,16 +42,6 @@ from holdfast.doctor.joint_server import (
     why_no_reduce,
 )
 from holdfast.doctor.probe import ProbeServer, Reducer, probe_all
-from holdfast.protocol.doctor_facts import (
-    DoctorFinding,
-    JointCheck,
-    Level,
-    LocalFacts,
-    NodeReport,
-    Reduced,
-    Summary,
-    TorchState,
-)
 from holdfast.protocol.errors import (
     AuthenticationError,
     CoordinatorUnreachableError,
@@ -50,10 +52,9 @@ from holdfast.protocol.errors import (
     RefusedError,
     UnresolvedHostError,
 )
-from holdfast.protocol.handshake import ClientHandshake
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.policy import JobSpec, NodeSpec
-from holdfast.protocol.session import Session
+from holdfast.protocol.session import ClientHandshake, Session
 from holdfast.rendezvous.bind import Claim, claim, who_holds
 from holdfast.runtime.connection import Connection, dial_endpoint, fresh_nonce
 from holdfast.runtime.driver import run_detached
@@ -61,6 +62,7 @@ from holdfast.text import is_loopback
 
 RETRY_S = 0.25
 SAY_S = 5.0
+MEETING = "meeting"
 
 Kind = TypeVar("Kind", bound=Struct)
 Value = TypeVar("Value")
@@ -106,10 +108,10 @@ async def check_together(
         try:
             return await client.run(facts, examine)
         except RefusedError as error:
-            return JointResult(None, trouble=_retry("HF552", str(error), "start it on all nodes together"))
+            return JointResult(None, trouble=retry("HF552", MEETING, str(error), "start it on all nodes together"))
         except (PeerError, TimeoutError) as error:
-            why = f"the doctor at {asked.endpoint} is gone: {error or 'it did not answer in time'}"
-            return JointResult(client.check, client.me, _retry("HF554", why, "look at what it says there"))
+            why = f"the doctor at {asked.endpoint} was lost: {error or 'it did not answer in time'}"
+            return JointResult(client.check, client.me, retry("HF554", MEETING, why, "see doctor's output there"))
         finally:
             await client.close()
 
@@ -137,40 +139,32 @@ async def _meet(
                 return _nobody(asked, error)
             if now - said_s > SAY_S:
                 said_s = now
-                say(f"nobody at {asked.endpoint} yet: {error}")
+                say(f"no answer at {asked.endpoint} yet: {error}")
             await asyncio.sleep(RETRY_S)
         except (RefusedError, AuthenticationError, PortInUseError, ProtocolError) as error:
             return _turned_away(asked, error)
         except OSError as error:
-            return _fatal("HF553", f"cannot bind {asked.endpoint}: {error.strerror}", "take another port")
+            return fatal("HF553", MEETING, f"cannot bind {asked.endpoint}: {error.strerror}", "use another port")
 
 
 def _nobody(asked: JointOptions, error: HoldfastError) -> DoctorFinding:
     text = str(error).removeprefix(f"no coordinator at {asked.endpoint}: ")
-    why = f"nobody answered at {asked.endpoint} within {asked.timeout_s:g} s: {text}"
+    why = f"no answer at {asked.endpoint} within {asked.timeout_s:g} s: {text}"
     if "no answer" in text:
-        return _fatal("HF551", why, "a firewall or security group before that node? Open the port")
-    return _retry("HF551", why, "run doctor on the node that owns the endpoint too; check its name")
+        return fatal("HF551", MEETING, why, "check firewalls and security groups of that node, and open the port")
+    return retry("HF551", MEETING, why, "run doctor on the node that owns the endpoint, too; check its name")
 
 
 def _turned_away(asked: JointOptions, error: HoldfastError) -> DoctorFinding:
     text = str(error)
-    fix = "wait for it to end, or take another port on all nodes"
+    fix = "wait for it to end, or use another port on all nodes"
     if isinstance(error, PortInUseError):  # names the process, where that is on this machine
-        return _retry("HF553", f"something else listens at {asked.endpoint}: {text}", fix)
+        return retry("HF553", MEETING, f"another program listens at {asked.endpoint}: {text}", fix)
     if text.count(f"backend {BACKEND!r}") == 1:
         holder = who_holds(asked.endpoint.port)
-        here = f" (here that port is held by {holder})" if holder else ""
-        return _retry("HF553", f"a job runs at {asked.endpoint}: {text}{here}", fix)
-    return _fatal("HF552", text, "run the same line, with the same token, on all nodes")
-
-
-def _retry(code: str, why: str, fix: str) -> DoctorFinding:
-    return DoctorFinding(code=code, level=Level.RETRY, what="meeting", why=why, fix=fix)
-
-
-def _fatal(code: str, why: str, fix: str) -> DoctorFinding:
-    return DoctorFinding(code=code, level=Level.FATAL, what="meeting", why=why, fix=fix)
+        here = f" (on this machine the port is used by {holder})" if holder else ""
+        return retry("HF553", MEETING, f"a job runs at {asked.endpoint}: {text}{here}", fix)
+    return fatal("HF552", MEETING, text, "run the same line, with the same token, on all nodes")
 
 
 class CheckClient:
@@ -186,7 +180,7 @@ class CheckClient:
         self.me = 0
 
     async def run(self, facts: asyncio.Task[LocalFacts], examine: Examine) -> JointResult:
-        """Raises RefusedError when it came too late, PeerError or TimeoutError when the server is lost."""
+        """Raises RefusedError when it joined too late, PeerError or TimeoutError when the server is lost."""
         timeout_s, local_addr = self._asked.timeout_s, self._asked.local_addr or ""
         await self._probes.open(self._listen_at())
         at_endpoint = self._place is not None

@@ -1,19 +1,19 @@
 """The messages of nodes that check each other, and the server at the endpoint that passes them on.
 
 The listener, the handshake, the token and its MACs are those of a run. `doctor` is the backend that the nodes name, so
-a check and a job at one endpoint refuse each other. All messages go through the endpoint, so that a check also works
-where a firewall closes every other port.
+a check and a job at one endpoint refuse each other. All messages go through the endpoint, so a check also works if a
+firewall closes all other ports.
 
-    node      Ready ──▶        server       I am up, others reach me at this port
-              ◀── Roster | Full             who came, and how to reach each
-              NodeReport ──▶                what I found
-              ◀── SharedMessages                    what all found
-              StorePort ──▶                 if an all-reduce follows: where its store is; only the first node has one
+    node      Ready ──▶        server       the port at which the other nodes can reach this one
+              ◀── Roster | Full             all nodes and their addresses
+              NodeReport ──▶                results of this node
+              ◀── SharedMessages            results of all nodes
+              StorePort ──▶                 if an all-reduce follows: the port of its store; only the first node has one
               ◀── SharedMessages
-              Reduced ──▶                   how it went here
-              ◀── SharedMessages                    and everywhere
+              Reduced ──▶                   result of the all-reduce on this node
+              ◀── SharedMessages            and on all nodes
 
-The server judges nothing and tries nothing: the node in its process takes part in the check like the others.
+The server makes no tests and judges nothing: the node in its process takes part in the check like the others.
 """
 
 from __future__ import annotations
@@ -28,13 +28,12 @@ import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
+from holdfast.doctor.findings import NodePath, NodeReport, Reached, Reduced
 from holdfast.doctor.probe import KEY_BYTES, Peer
 from holdfast.protocol import codec
-from holdfast.protocol.bounds import Port, PortOrNone, Rank
-from holdfast.protocol.doctor_facts import NodePath, NodeReport, Reached, Reduced
 from holdfast.protocol.errors import HoldfastError, PeerError, ProtocolError, RefusedError
-from holdfast.protocol.handshake import Hello
-from holdfast.protocol.policy import JobSpec
+from holdfast.protocol.policy import JobSpec, Port, PortOrNone, Rank
+from holdfast.protocol.session import Hello
 from holdfast.rendezvous.bind import Claim
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.listener import Listener
@@ -42,11 +41,11 @@ from holdfast.runtime.listener import Listener
 BACKEND = "doctor"
 """The backend's name in a check; no job uses it."""
 REPORT_S_MIN = 60.0
-"""Importing torch from a slow disk takes long, and is one of the things to find out."""
+"""Minimum time limit of a report: the import of torch from a slow disk takes long, and is one of the checks."""
 SLACK_S = 15.0
-"""What the server may take after the last node's message is due."""
+"""Additional time for the server, after the time limit of the nodes' messages."""
 LINKS_SHARED_MAX = 8192
-"""Of very many nodes only the worst links are shared, so that all reports fit into a frame."""
+"""Limit of shared links: with very many nodes only the worst are shared, so that all reports fit into a frame."""
 FINDINGS_SHARED_MAX = 4096
 FINDINGS_OF_ONE_MAX = 32
 TEXT_CHARS_MAX = 500
@@ -61,27 +60,27 @@ Received = TypeVar("Received")
 class Ready(Struct, frozen=True, tag=True):
     host: str
     port: Port
-    """Of this node's ProbeServer."""
+    """Port of this node's ProbeServer."""
     address: str = ""
-    """--local-addr; empty: the one that the server sees."""
+    """--local-addr; empty: the server uses the address of the connection."""
     at_endpoint: bool = False
-    """The server is in this very process."""
+    """The server is in this process."""
 
 
 NOT_READY = Ready("", 1)
-"""In place of what a node has not sent yet."""
+"""The value of a node that has not sent its Ready yet."""
 
 
 class StorePort(Struct, frozen=True, tag=True):
     port: PortOrNone = 0
-    """0: there is no store here."""
+    """0: there is no store on this node."""
 
 
 class Roster(Struct, frozen=True, tag=True):
     me: Rank
     """Index of the node that gets this."""
     key: bytes
-    """Of the ProbeServers of this check."""
+    """Secret key of the ProbeServers of this check."""
     reduce: bool
     """An all-reduce is wanted."""
     peers: tuple[Peer, ...]
@@ -128,8 +127,8 @@ class Channel(Generic[Received]):
         connection.start(self._take, self._end)
 
     async def next(self, kind: type[Kind]) -> Kind:
-        """The next message. Raises PeerError when the connection is over, RefusedError when the check goes on without
-        this node, ProtocolError for another kind."""
+        """The next message. Raises PeerError when the connection is closed, RefusedError when the check continues
+        without this node, ProtocolError for another kind of message."""
         message = await self._messages.get()
         if message is None:
             self._messages.put_nowait(None)
@@ -199,23 +198,23 @@ class CheckServer:
     def came(self, node: CheckedNode) -> None:
         if self._sealed or self._full.is_set():
             names = ", ".join(each.ready.host for each in self._nodes)
-            node.connection.send(Full(f"the check has begun without this node; there are {names}"))
+            node.connection.send(Full(f"the check has begun without this node; it has {names}"))
             node.connection.close()
             return
         self._nodes.append(node)
-        self._say(f"{node.ready.host} came: {len(self._nodes)} of {self._job.max_nodes}")
+        self._say(f"{node.ready.host} joined: {len(self._nodes)} of {self._job.max_nodes}")
         if len(self._nodes) == self._job.max_nodes:
             self._full.set()
 
     def left(self, node: CheckedNode) -> None:
         if node.ready is NOT_READY:
             self._say(f"dropped a connection from {node.connection.peer_address}: {node.reason}")
-        elif node in self._nodes and not self._sealed:  # it may come again
+        elif node in self._nodes and not self._sealed:  # it may join again
             self._nodes.remove(node)
             self._say(f"{node.ready.host} left: {node.reason}")
 
     async def _run(self, listener: Listener) -> None:
-        """Ends with the check. Each of its waits is bounded."""
+        """The whole check. Each wait has a time limit."""
         timeout_s = self._timeout_s
         try:
             await self._gather()
@@ -235,12 +234,12 @@ class CheckServer:
             await asyncio.gather(*(node.closed.wait() for node in self._connected))
 
     async def _gather(self) -> None:
-        """Until all nodes are here, or the time is over; then each learns who came."""
+        """Wait until all nodes have joined or the time limit has passed, then send the roster to each."""
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._full.wait()
         except TimeoutError:
-            self._say(f"{len(self._nodes)} of {self._job.max_nodes} nodes came; going on with them")
+            self._say(f"{len(self._nodes)} of {self._job.max_nodes} nodes joined; continuing with them")
         self._sealed = True
         self._nodes.sort(key=lambda node: not node.ready.at_endpoint)  # stable: then in the order they came
         key, names = os.urandom(KEY_BYTES), self._names()
@@ -252,7 +251,7 @@ class CheckServer:
             node.connection.send(Roster(me, key, self._reduce, peers))
 
     def _names(self) -> tuple[str, ...]:
-        """Host names; with a number where two nodes share one."""
+        """Host names, with a number if several nodes have the same."""
         hosts = [node.ready.host for node in self._nodes]
         return tuple(
             host if hosts.count(host) == 1 else f"{host}#{hosts[:index].count(host)}"
@@ -285,7 +284,7 @@ class CheckServer:
 
 
 def address(of: CheckedNode, seen_by: CheckedNode) -> str:
-    """A node that came over loopback is on this machine, and reached as the server itself is."""
+    """The address for `seen_by`. A node that connects over loopback is on this machine and has the server's address."""
     if of.ready.address:
         return of.ready.address
     seen = of.connection.peer_address
@@ -294,15 +293,15 @@ def address(of: CheckedNode, seen_by: CheckedNode) -> str:
 
 
 def why_no_reduce(reports: Sequence[NodeReport | None], *, wanted: bool) -> str:
-    """Empty: there is an all-reduce. Where it cannot work it would only repeat, slowly, what is known already."""
+    """Why no all-reduce is made; empty: it is made. One that cannot succeed would only repeat known problems."""
     told = [report for report in reports if report is not None]
     without = [report.summary.host for report in told if not report.summary.has_torch]
     if not wanted:
-        return "not asked for"
+        return "not requested"
     if len(reports) < 2:
-        return "one node is alone"
+        return "there is only one node"
     if len(told) < len(reports):
-        return "a node fell silent"
+        return "a node sent no report"
     if without:
         return f"no torch with gloo on {', '.join(without[:8])}"
     if any(link.reached is not Reached.YES for report in told for link in report.links):
@@ -311,7 +310,7 @@ def why_no_reduce(reports: Sequence[NodeReport | None], *, wanted: bool) -> str:
 
 
 def clipped(value: Value) -> Value:
-    """The same with all its texts cut, so that the words of one node leave room in a frame for those of the others."""
+    """The value with all its texts cut, so that the messages of all nodes fit into one frame."""
     if isinstance(value, str):
         return value[:TEXT_CHARS_MAX]  # type: ignore[return-value]
     if isinstance(value, tuple):
@@ -323,5 +322,5 @@ def clipped(value: Value) -> Value:
 
 
 def badness(link: NodePath) -> tuple[bool, float]:
-    """Sorts the worst first."""
+    """Sort key: the worst link first."""
     return link.reached is Reached.YES, -(link.latency_s or 0.0)

@@ -1,15 +1,27 @@
 """One node's checks: facts in, findings out. PURE.
 
-The machine or the container, what is installed and set, names and interfaces; `examine` runs all of them.
+The checks cover the machine or container, installed software, variables, names and interfaces; `examine` runs all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from holdfast.doctor.findings import GIB, MIB, fatal, named, passed, retry, size, warn
-from holdfast.protocol.doctor_facts import DoctorFinding, Folder, Interface, LocalFacts, TorchFacts, TorchState
-from holdfast.text import is_loopback
+from holdfast.doctor.findings import (
+    GIB,
+    MIB,
+    DoctorFinding,
+    Interface,
+    LocalFacts,
+    TorchFacts,
+    TorchState,
+    fatal,
+    passed,
+    retry,
+    size,
+    warn,
+)
+from holdfast.text import is_loopback, listed
 
 SHM_BYTES_MIN = 1 * GIB
 SHM_FREE_BYTES_MIN = 256 * MIB
@@ -29,10 +41,10 @@ def shared_memory(facts: LocalFacts) -> Iterator[DoctorFinding]:
     if shm.error:
         yield fatal("HF510", what, f"cannot be used: {shm.error}", "mount a tmpfs there that this user can write")
     elif 0 < shm.total_bytes < SHM_BYTES_MIN:
-        yield warn("HF510", what, f"has only {size(shm.total_bytes)} in all", enlarge)
+        yield warn("HF510", what, f"has only {size(shm.total_bytes)}", enlarge)
     elif shm.total_bytes > 0 and shm.free_bytes < SHM_FREE_BYTES_MIN:
         why = f"{size(shm.free_bytes)} of {size(shm.total_bytes)} free"
-        yield warn("HF510", what, why, "remove what dead jobs left there (ls -l /dev/shm)")
+        yield warn("HF510", what, why, "remove files that dead jobs left there (ls -l /dev/shm)")
     else:
         yield passed("HF510", what, f"{size(shm.free_bytes)} of {size(shm.total_bytes)} free")
 
@@ -54,7 +66,7 @@ def processes(facts: LocalFacts) -> Iterator[DoctorFinding]:
     if facts.pids_limit is not None:
         left = facts.pids_limit - facts.pids_used
         if left < PIDS_LEFT_PER_WORKER * facts.nproc:
-            why = f"the cgroup allows {facts.pids_limit} processes and threads, {facts.pids_used} are there"
+            why = f"the cgroup allows {facts.pids_limit} processes and threads, {facts.pids_used} exist"
             yield warn("HF512", what, why, "raise --pids-limit, or the pod's limit")
             return
     if limit is not None and limit < NPROC_MIN:
@@ -99,7 +111,8 @@ def memory(facts: LocalFacts) -> Iterator[DoctorFinding]:
         shown += f", the cgroup allows {size(limit)}"
     if left < needed:
         workers = f"{facts.nproc} workers" if facts.nproc > 1 else "a worker"
-        yield retry("HF515", what, f"{shown}: little for {workers}", "end what uses it, or raise the container's limit")
+        why = f"{shown}: not enough for {workers}"
+        yield retry("HF515", what, why, "end processes that use it, or raise the container's limit")
     else:
         yield passed("HF515", what, shown + (f", {size(facts.swap_bytes)} swap" if facts.swap_bytes else ""))
 
@@ -109,7 +122,7 @@ def cpus(facts: LocalFacts) -> Iterator[DoctorFinding]:
     usable = min(float(facts.cpus_allowed), facts.cpu_quota or float(facts.cpus_allowed))
     shown = f"{facts.cpus_allowed} of {facts.cpus}"
     if facts.cpu_quota is not None:
-        shown += f", with {facts.cpu_quota:.3g} CPUs' time by cgroup"
+        shown += f", {facts.cpu_quota:.3g} CPUs by cgroup quota"
     if usable < facts.nproc:
         yield warn("HF516", what, f"{shown}, for {facts.nproc} workers", "allow more CPUs, or start fewer workers")
     else:
@@ -136,27 +149,24 @@ def tracing(facts: LocalFacts) -> Iterator[DoctorFinding]:
 
 
 def folders(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    what, other = "folder", "choose another one: --log-dir for logs, TMPDIR for temporary files"
     for folder in facts.folders:
-        yield folder_finding(folder)
-
-
-def folder_finding(folder: Folder) -> DoctorFinding:
-    what, rename = "folder", "name another one: --log-dir for logs, TMPDIR for temporary files"
-    if folder.error:
-        why = f"{folder.path} cannot be written: {folder.error}"
-        return fatal("HF519", what, why, f"make it writable, or {rename}")
-    free = f"{folder.path} has {size(folder.free_bytes)} free"
-    if folder.free_bytes < FOLDER_FREE_BYTES_MIN:
-        return warn("HF519", what, free, f"make room, or {rename}")
-    return passed("HF519", what, free)
+        free = f"{folder.path} has {size(folder.free_bytes)} free"
+        if folder.error:
+            why = f"{folder.path} cannot be written: {folder.error}"
+            yield fatal("HF519", what, why, f"make it writable, or {other}")
+        elif folder.free_bytes < FOLDER_FREE_BYTES_MIN:
+            yield warn("HF519", what, free, f"free space, or {other}")
+        else:
+            yield passed("HF519", what, free)
 
 
 def clock(facts: LocalFacts) -> Iterator[DoctorFinding]:
     what = "clock"
     if facts.clock_synchronised is False:
-        yield warn("HF530", what, "not kept by NTP", "start chronyd or systemd-timesyncd")
+        yield warn("HF530", what, "not synchronised by NTP", "start chronyd or systemd-timesyncd")
     elif facts.clock_synchronised:
-        yield passed("HF530", what, "kept by NTP")
+        yield passed("HF530", what, "synchronised by NTP")
 
 
 PYTHON_MIN = (3, 11)
@@ -169,11 +179,11 @@ GPU_BUSY_MIB = 1024
 """Drivers and desktops use less than this."""
 
 SLOW = {
-    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for",
-    "TORCH_DISTRIBUTED_DEBUG": "collectives are checked against each other",
-    "NCCL_P2P_DISABLE": "GPUs of a node talk through main memory",
-    "NCCL_SHM_DISABLE": "GPUs of a node talk through the network",
-    "NCCL_IB_DISABLE": "InfiniBand stays unused",
+    "CUDA_LAUNCH_BLOCKING": "the CPU waits for every kernel",
+    "TORCH_DISTRIBUTED_DEBUG": "every collective is compared between ranks",
+    "NCCL_P2P_DISABLE": "GPUs of a node communicate through main memory",
+    "NCCL_SHM_DISABLE": "GPUs of a node communicate through the network",
+    "NCCL_IB_DISABLE": "InfiniBand is not used",
     "TORCH_NCCL_BLOCKING_WAIT": "collectives block the CPU",
     "TORCH_SHOW_CPP_STACKTRACES": "every exception is symbolised, which takes seconds",
 }
@@ -198,12 +208,12 @@ def torch(facts: LocalFacts) -> Iterator[DoctorFinding]:
     match found.state:
         case TorchState.ABSENT:
             why = "not installed for the workers' Python"
-            yield warn("HF501", what, why, "pip install torch, if your script needs it")
+            yield warn("HF501", what, why, "run pip install torch, if your script needs it")
         case TorchState.BROKEN:
             yield fatal("HF501", what, f"cannot be imported: {found.error}", "reinstall torch in this environment")
         case TorchState.SILENT:
             why = f"its import did not end within {found.seconds:.0f} s"
-            fix = "put the environment on a local disk, or look at what it waits for (py-spy)"
+            fix = "put the environment on a local disk, or see what it waits for (py-spy)"
             yield fatal("HF501", what, why, fix)
         case TorchState.OK if found.seconds > IMPORT_SLOW_S:
             why = f"{found.version} takes {found.seconds:.0f} s to import"
@@ -225,7 +235,10 @@ def slow_import(found: TorchFacts, why: str) -> tuple[str, str]:
         fix = "this processor is slow, or Python's cached bytecode cannot be written"
         return f"{why}, {found.cpu_s:.0f} s of it computing", fix
     if found.load > BUSY_LOAD:
-        return f"{why}; the processor is busy ({found.load:.1f} processes per CPU)", "see what else runs here (top)"
+        return (
+            f"{why}; the processor is busy ({found.load:.1f} processes per CPU)",
+            "see which other programs run here (top)",
+        )
     return why, "put the environment on a local disk"
 
 
@@ -247,7 +260,7 @@ def cuda(facts: LocalFacts) -> Iterator[DoctorFinding]:
         why = f"torch can use no GPU: {reason} ({driver}, torch for CUDA {found.cuda})"
         yield fatal("HF503", what, why, f"install a driver for CUDA {found.cuda}, or a torch build for this driver")
     elif found.unsupported:
-        why = f"torch {found.version} has no code for {named(found.unsupported)}"
+        why = f"torch {found.version} has no code for {listed(found.unsupported)}"
         yield fatal("HF503", what, why, "install a torch build that supports these GPUs")
     else:
         yield passed("HF503", what, f"{found.gpus} GPUs, {driver}, CUDA {found.cuda}")
@@ -259,7 +272,7 @@ def gpu_health(facts: LocalFacts) -> Iterator[DoctorFinding]:
         yield fatal("HF504", what, f"nvidia-smi: {facts.gpu_error}", "see dmesg; reset the GPU or reboot")
     broken = [f"GPU {gpu.index} has {gpu.ecc_errors}" for gpu in facts.gpus if gpu.ecc_errors]
     if broken:
-        why = f"uncorrected memory errors since the driver was loaded: {named(broken)}"
+        why = f"uncorrected memory errors since the driver was loaded: {listed(broken)}"
         yield fatal("HF504", what, why, "reset the GPU (nvidia-smi -r), and replace it if they come back")
     elif facts.gpus:
         yield passed("HF504", what, f"{len(facts.gpus)} × {facts.gpus[0].name}, no uncorrected memory errors")
@@ -271,10 +284,11 @@ def gpu_use(facts: LocalFacts) -> Iterator[DoctorFinding]:
     if busy:
         shown = [
             f"GPU {gpu.index}: {gpu.memory_used_mib or 0} of {gpu.memory_total_mib or 0} MiB in use"
-            + (f" by {named(gpu.users, 3)}" if gpu.users else "")
+            + (f" by {listed(gpu.users, 3)}" if gpu.users else "")
             for gpu in busy
         ]
-        yield warn("HF505", what, "; ".join(shown), "wait for them, end what was left behind, or use other GPUs")
+        fix = "wait for those jobs, end processes that were left behind, or use other GPUs"
+        yield warn("HF505", what, "; ".join(shown), fix)
     elif facts.gpus:
         yield passed("HF505", what, "all free")
 
@@ -286,7 +300,7 @@ def threads(facts: LocalFacts) -> Iterator[DoctorFinding]:
     if text is None:
         yield passed("HF521", what, "unset: workers share the CPUs evenly")
     elif not text.strip().isdecimal() or int(text) < 1:
-        yield warn("HF521", what, f"{text!r} is no number of threads", "unset OMP_NUM_THREADS")
+        yield warn("HF521", what, f"{text!r} is not a number of threads", "unset OMP_NUM_THREADS")
     elif int(text) * facts.nproc > cpus and int(text) > 1:
         why = f"{text} threads × {facts.nproc} workers on {cpus} CPUs"
         yield warn("HF521", what, why, f"unset it, or set it to {max(1, cpus // facts.nproc)}")
@@ -296,28 +310,27 @@ def threads(facts: LocalFacts) -> Iterator[DoctorFinding]:
 
 def variables(facts: LocalFacts) -> Iterator[DoctorFinding]:
     what, given = "variables", facts.variables
-    hurting = tuple(variables_that_hurt(given))
-    for why, fix in hurting:
+    problems = tuple(variable_problems(given))
+    for why, fix in problems:
         yield warn("HF539", what, why, fix)
-    if not hurting:
-        shown = f"{len(given)} that matter are set, none of them hurts" if given else "none set that hurts"
-        yield passed("HF539", what, shown)
+    if not problems:
+        yield passed("HF539", what, f"{len(given)} relevant ones are set, without problems" if given else "none is set")
 
 
-def variables_that_hurt(given: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """For each such variable the reason and advice."""
+def variable_problems(given: dict[str, str]) -> Iterator[tuple[str, str]]:
+    """For each problem the reason and advice."""
     for name, why in SLOW.items():
         if name in given and given[name] not in HARMLESS.get(name, OFF):
-            yield f"{name}={given[name]}: {why}", f"unset {name} when you are done looking"
+            yield f"{name}={given[name]}: {why}", f"unset {name} when you have finished debugging"
     if given.get("NCCL_DEBUG", "").upper() == "TRACE":
-        yield "NCCL_DEBUG=TRACE: a line for every call", "NCCL_DEBUG=WARN or INFO tells enough"
+        yield "NCCL_DEBUG=TRACE: a line for every call", "use NCCL_DEBUG=WARN or INFO"
     file = given.get("NCCL_DEBUG_FILE", "")
     if file and "%p" not in file:
         yield f"NCCL_DEBUG_FILE={file}: all ranks write into one file", "put %h and %p into the name"
     if "0" in (given.get("TORCH_NCCL_ASYNC_ERROR_HANDLING"), given.get("NCCL_ASYNC_ERROR_HANDLING")):
         yield "…NCCL_ASYNC_ERROR_HANDLING=0: a collective that fails hangs for ever", "unset it"
     if left := [name for name in FOREIGN if name in given]:
-        why = f"{named(left)} set in this shell; workers get their own, whatever else you start does not"
+        why = f"{listed(left)} set in this shell; workers get their own values, other programs do not"
         yield why, f"unset {' '.join(left)}"
 
 
@@ -333,26 +346,26 @@ BRIDGES = (
 
 
 def own_name(facts: LocalFacts) -> Iterator[DoctorFinding]:
-    """gloo takes the address of the host name, and loopback when that is not an address of this machine."""
+    """gloo uses the address of the host name, and loopback if that is not an address of this machine."""
     what, host = "own name", facts.host
     alone = stays_here(facts)
-    choose = f"set GLOO_SOCKET_IFNAME={proposed(facts) or 'INTERFACE'}, or write `ADDRESS {host}` into /etc/hosts"
+    choose = f"set GLOO_SOCKET_IFNAME={proposed(facts) or 'INTERFACE'}, or add `ADDRESS {host}` to /etc/hosts"
     if "GLOO_SOCKET_IFNAME" in facts.variables:
         yield passed("HF531", what, f"{host} (GLOO_SOCKET_IFNAME is set, so it matters little)")
     elif facts.resolve_error:
         why = f"{host} does not resolve: {facts.resolve_error}"
         yield passed("HF531", what, why) if alone else warn("HF531", what, why, choose)
     elif facts.own_addresses and all(is_loopback(address) for address in facts.own_addresses):
-        why = f"{host} is {named(facts.own_addresses)}, a loopback address"
+        why = f"{host} is {listed(facts.own_addresses)}, a loopback address"
         if alone:
             yield passed("HF532", what, f"{why}: good for one node, not for several")
         else:
             yield warn("HF532", what, f"{why}: gloo would announce it to the other nodes", choose)
     elif facts.resolve_s > RESOLVE_SLOW_S:
         why = f"{host} took {facts.resolve_s:.1f} s to resolve"
-        yield warn("HF531", what, why, "write it into /etc/hosts, or mend DNS")
+        yield warn("HF531", what, why, "add it to /etc/hosts, or fix DNS")
     else:
-        yield passed("HF531", what, f"{host} is {named(facts.own_addresses)}")
+        yield passed("HF531", what, f"{host} is {listed(facts.own_addresses)}")
 
 
 def interfaces(facts: LocalFacts) -> Iterator[DoctorFinding]:
@@ -365,12 +378,12 @@ def interfaces(facts: LocalFacts) -> Iterator[DoctorFinding]:
         fix = "start the network; in a container use --network host"
         yield fatal("HF534", what, "none is up but loopback", fix)
         return
-    shown = named([f"{each.name} {each.addresses[0]}" for each in able])
+    shown = listed([f"{each.name} {each.addresses[0]}" for each in able])
     yield passed("HF534", what, shown)
     misleading = [each.name for each in able if is_bridge(each)]
     if not stays_here(facts) and misleading and not any(name in facts.variables for name in CHOOSERS):
         best = proposed(facts)
-        why = f"{named(misleading)} beside {best}: NCCL or gloo may take the wrong one"
+        why = f"{listed(misleading)} beside {best}: NCCL or gloo may take the wrong one"
         yield warn("HF536", what, why, f"export NCCL_SOCKET_IFNAME={best} GLOO_SOCKET_IFNAME={best}")
 
 
@@ -385,14 +398,14 @@ def chosen_interfaces(facts: LocalFacts) -> Iterator[DoctorFinding]:
         taken = chosen(text, facts.interfaces, nccl=variable.startswith("NCCL"))
         able = [each for each in taken if each.up and each.addresses]
         if not taken:
-            here = named([each.name for each in facts.interfaces]) or "none"
-            yield fatal("HF535", variable, f"{text}: no such interface here; there are {here}", fix)
+            here = listed([each.name for each in facts.interfaces]) or "none"
+            yield fatal("HF535", variable, f"{text}: no such interface here; existing: {here}", fix)
         elif not able:
             yield fatal("HF535", variable, f"{text}: {taken[0].name} is down or has no address", fix)
         elif not stays_here(facts) and all(is_local(each) or is_bridge(each) for each in able):
-            yield warn("HF535", variable, f"{text}: {able[0].name} hardly leads to other nodes", fix)
+            yield warn("HF535", variable, f"{text}: {able[0].name} probably does not reach other nodes", fix)
         else:
-            yield passed("HF535", variable, f"{text}: {named([each.name for each in able])}")
+            yield passed("HF535", variable, f"{text}: {listed([each.name for each in able])}")
 
 
 def ports(facts: LocalFacts) -> Iterator[DoctorFinding]:
@@ -404,8 +417,8 @@ def ports(facts: LocalFacts) -> Iterator[DoctorFinding]:
         why = f"only {last - first + 1} for connections between ranks ({first} to {last})"
         yield warn("HF537", what, why, "sysctl net.ipv4.ip_local_port_range='32768 60999'")
     elif facts.endpoint_is_here is not False and first <= facts.endpoint_port <= last:
-        why = f"the endpoint's {facts.endpoint_port} is one that the kernel gives to any program ({first} to {last})"
-        yield warn("HF537", what, why, "take a port outside of it, as 29400 is")
+        why = f"the kernel may give the endpoint's {facts.endpoint_port} to any program ({first} to {last})"
+        yield warn("HF537", what, why, "use a port outside of it, such as 29400")
     else:
         yield passed("HF537", what, f"{first} to {last} for connections between ranks")
 
@@ -417,8 +430,8 @@ def endpoint_port(facts: LocalFacts) -> Iterator[DoctorFinding]:
     if not facts.endpoint_is_here:
         yield passed("HF538", what, f"{facts.endpoint} is another node's")
     elif facts.endpoint_holder:
-        why = f"port {facts.endpoint_port} is held by {facts.endpoint_holder}"
-        yield retry("HF538", what, why, "end it, or take another port on all nodes")
+        why = f"port {facts.endpoint_port} is used by {facts.endpoint_holder}"
+        yield retry("HF538", what, why, "end it, or use another port on all nodes")
     else:
         yield passed("HF538", what, f"{facts.endpoint} is this node's, and free")
 
@@ -430,7 +443,7 @@ def stays_here(facts: LocalFacts) -> bool:
 
 
 def proposed(facts: LocalFacts) -> str:
-    """The interface to take: the default route's, else the fastest that is no bridge; empty when there is none."""
+    """The interface to use: that of the default route, else the fastest that is not a bridge; empty: none."""
     able = candidates(facts)
     real = [each for each in able if not is_bridge(each)] or able
     for each in real:
@@ -445,7 +458,7 @@ def candidates(facts: LocalFacts) -> list[Interface]:
 
 
 def chosen(text: str, interfaces: tuple[Interface, ...], *, nccl: bool) -> list[Interface]:
-    """What such a variable picks. NCCL: prefixes, `=exact`, `^not`; gloo: exact names."""
+    """The interfaces that such a variable selects. NCCL: prefixes, `=exact`, `^not`; gloo: exact names."""
     negated, exact = nccl and text.startswith("^"), not nccl
     text = text[1:] if negated else text
     if nccl and text.startswith("="):
@@ -478,5 +491,5 @@ CHECKS: tuple[Check, ...] = (
 
 
 def examine(facts: LocalFacts) -> tuple[DoctorFinding, ...]:
-    """Every check's findings; each gives one at least, if it has anything to look at."""
+    """The findings of all checks. A check gives at least one if its facts are known."""
     return tuple(finding for check in CHECKS for finding in check(facts))

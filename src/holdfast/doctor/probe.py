@@ -1,7 +1,7 @@
 """Tests a node's network to its peers: connections, round trips, bandwidth, clocks, and an all-reduce.
 
-Every node has a ProbeServer at the address by which the others see it. Everything is bounded, in bytes and in time;
-only a client that knows the key of this check gets an answer.
+Every node has a ProbeServer at the address by which the others see it. Everything has a limit, in bytes and
+in time. Only a client that knows the key of this check gets an answer.
 
     client    MAGIC key ──▶                 server
               ◀── index, 4 bytes
@@ -25,10 +25,9 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
-from holdfast.doctor import system
-from holdfast.doctor.facts import CHECKUP, ERROR_CHARS_MAX, bounded, end, last_json
-from holdfast.protocol.bounds import Port
-from holdfast.protocol.doctor_facts import NodePath, Reached, Reduced
+from holdfast.doctor.facts import CHECKUP, ERROR_CHARS_MAX, bounded, end, last_json, own_addresses
+from holdfast.doctor.findings import NodePath, Reached, Reduced
+from holdfast.protocol.policy import Port
 from holdfast.runtime.connection import connect, numeric, why
 
 MAGIC, KEY_BYTES = b"HFDOCTOR", 16
@@ -38,18 +37,18 @@ READ_BYTES = 1024 * 1024
 TRANSFER_BYTES_MAX = 64 * 1024 * 1024
 TRANSFER_S_MAX = 0.5
 TRANSFERS_S_MAX = 10.0
-"""All transfers of one node together."""
+"""Limit for all transfers of one node together."""
 PINGS = 9
 CONNECT_S_MAX = 5.0
-"""Long enough for two lost SYNs."""
+"""Enough for two lost SYNs."""
 PROBE_S_MAX = 10.0
-"""One probe, from the connection to its last answer."""
+"""Limit of one probe, from the connection to its last answer."""
 NAME_S_MAX = 10.0
 CLOSE_S_MAX = 2.0
 AT_ONCE_MAX = 32
-"""Probes and look-ups at a time."""
+"""Limit of probes and name look-ups at the same time."""
 CLIENTS_MAX = 1024
-"""Connections at a time."""
+"""Limit of connections at the same time."""
 
 
 class Peer(Struct, frozen=True, array_like=True):
@@ -60,7 +59,7 @@ class Peer(Struct, frozen=True, array_like=True):
 
 
 class ProbeServer:
-    """Answers probes until it is closed. Probes wait until `introduce` has said which node this is."""
+    """Answers probes until it is closed. Probes wait until `introduce` has set the index of this node."""
 
     def __init__(self) -> None:
         self._servers: list[asyncio.Server] = []
@@ -70,7 +69,7 @@ class ProbeServer:
         self.port = 0
 
     async def open(self, addresses: Iterable[str]) -> None:
-        """At one port on all of them. Raises OSError when none of them is this machine's."""
+        """Listen on all addresses, at the same port. Raises OSError when an address cannot be bound."""
         for address in addresses:
             server = await asyncio.start_server(self._serve, address, self.port, limit=READ_BYTES)
             self._servers.append(server)
@@ -81,7 +80,7 @@ class ProbeServer:
         self._known.set()
 
     async def close(self) -> None:
-        """No client is served any more when it returns."""
+        """Stop serving. No client is served any more when it returns."""
         for server in self._servers:
             server.close()
         for writer in self._clients.values():
@@ -128,7 +127,8 @@ class ProbeServer:
 
 
 async def probe_all(me: int, key: bytes, peers: Sequence[Peer]) -> tuple[NodePath, ...]:
-    """Every peer: first all at once, then the bandwidth of those that answer, in turns that collide little."""
+    """Probe all peers: first all at the same time, then the bandwidth of those that answered, one after the other. Each
+    node starts with its next neighbour, so that few transfers coincide."""
     room = asyncio.Semaphore(AT_ONCE_MAX)
     others = [(me + turn) % len(peers) for turn in range(1, len(peers))]
 
@@ -136,7 +136,7 @@ async def probe_all(me: int, key: bytes, peers: Sequence[Peer]) -> tuple[NodePat
         peer = peers[index]
         async with room:
             late: tuple[tuple[str, ...], str] = ((), f"no answer within {NAME_S_MAX:g} s")
-            names, error = await bounded(lambda: system.own_addresses(peer.host), NAME_S_MAX, late)
+            names, error = await bounded(lambda: own_addresses(peer.host), NAME_S_MAX, late)
             path = await probe(peer, index, key, transfer_s=0.0)
         return replace(path, names=names, name_error=error)
 
@@ -152,10 +152,7 @@ async def probe_all(me: int, key: bytes, peers: Sequence[Peer]) -> tuple[NodePat
 async def probe(
     peer: Peer, index: int, key: bytes, *, transfer_s: float, clock: Callable[[], float] = time.time
 ) -> NodePath:
-    """All about the way to one peer except names. transfer_s: how long to measure the bandwidth, 0 for not at all.
-
-    Never raises.
-    """
+    """Measure the path to one peer. transfer_s: duration of the bandwidth measurement; 0: none. Never raises."""
     shown = f"[{peer.address}]:{peer.port}" if ":" in peer.address else f"{peer.address}:{peer.port}"
     path = NodePath(to=index, reached=Reached.UNREACHABLE, address=shown)
     try:
@@ -206,7 +203,7 @@ async def _examine(
 
 
 async def _transfer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limit_s: float) -> float:
-    """Bytes per second by the other's clock, from its first byte to its last."""
+    """Bytes per second, by the receiver's clock from the first byte to the last."""
     chunk = bytes(CHUNK_BYTES)
     sent, until = 0, time.monotonic() + limit_s
     writer.write(b"B")
@@ -220,7 +217,7 @@ async def _transfer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
 
 
 class Reducer:
-    """A process for the all-reduce. It imports torch as soon as it is started, on all nodes at the same time."""
+    """The process for the all-reduce. It imports torch immediately, on all nodes at the same time."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -238,11 +235,11 @@ class Reducer:
         return cls(process)
 
     async def store_port(self) -> int:
-        """Of rank 0, which has the store; 0 when there is none."""
+        """The port of the store, which rank 0 has; 0: none."""
         return int((await self._answer()).get("port", 0))
 
     def join(self, host: str, port: int) -> None:
-        """For the other ranks: where the store is."""
+        """Give the store's address to the process, on the other ranks."""
         assert self._process.stdin is not None
         self._process.stdin.write(f"{host} {port}\n".encode())
 
@@ -257,7 +254,7 @@ class Reducer:
         await end(self._process)
 
     async def _answer(self) -> dict[str, Any]:
-        """The next line that is an object; empty at the end of the process."""
+        """The next JSON object of its output; empty at the end of the process."""
         assert self._process.stdout is not None
         while line := await self._process.stdout.readline():
             answer = last_json(line.decode(errors="replace"))

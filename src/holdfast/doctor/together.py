@@ -9,17 +9,29 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from holdfast.doctor.findings import fatal, named, passed, rate, retry, span, warn
-from holdfast.protocol.doctor_facts import DoctorFinding, JointCheck, NodePath, Reached, Reduced, Summary
-from holdfast.text import is_loopback
+from holdfast.doctor.findings import (
+    DoctorFinding,
+    JointCheck,
+    NodePath,
+    Reached,
+    Reduced,
+    Summary,
+    fatal,
+    passed,
+    rate,
+    retry,
+    span,
+    warn,
+)
+from holdfast.text import is_loopback, listed
 
 PAIRS_NAMED_MAX = 16
 LATENCY_S_MAX = 0.02
 LATENCY_ODD_FACTOR, LATENCY_ODD_S_MIN = 10.0, 0.002
-"""A round trip is odd that takes so many times what is usual among these nodes, and at least so long."""
+"""A round trip is reported if it takes this many times the median of these nodes, and at least this long."""
 BANDWIDTH_BYTES_S_MIN = 100e6 / 8
 BANDWIDTH_ODD_FACTOR = 0.2
-"""A link is odd that is slower than this share of what is usual among these nodes."""
+"""A link is reported if it is slower than this share of the median of these nodes."""
 CLOCK_OFFSET_S_MAX = 1.0
 SOURCE_PLACE = re.compile(r" with \[/\S+:\d+\]|\$\d+$")
 """Positions in gloo's sources in its messages, which do not help to repair a network."""
@@ -33,29 +45,29 @@ class Way(NamedTuple):
 
 
 def examine_together(check: JointCheck, me: int) -> tuple[DoctorFinding, ...]:
-    """All findings of a check, except those of node `me` about itself, which it shows anyway."""
+    """All findings of a check, except those of node `me` about itself, which are shown anyway."""
     parts = (who_came, silent_nodes, pairs, names, latency, bandwidth, clocks, versions, all_reduce)
     found = [finding for part in parts for finding in part(check)]
     return (*found, *local_ones(check, me))
 
 
 def local_ones(check: JointCheck, me: int) -> Iterator[DoctorFinding]:
-    """Findings of the other nodes about themselves; one where several found the same."""
+    """Findings of the other nodes about themselves; equal findings of several nodes become one."""
     hosts: dict[DoctorFinding, list[str]] = {}
     for index, report in enumerate(check.reports):
         if report is not None and index != me:
             for finding in report.findings:
                 hosts.setdefault(replace(finding, node=""), []).append(check.came[index])
     for finding, found_on in hosts.items():
-        yield replace(finding, node=named(found_on, 4))
+        yield replace(finding, node=listed(found_on, 4))
 
 
 def who_came(check: JointCheck) -> Iterator[DoctorFinding]:
     what, (least, most), number = "nodes", check.wanted, len(check.came)
     wanted = str(most) if least == most else f"{least} to {most}"
-    shown = f"{number} of {wanted} came: {named(check.came, 16)}"
+    shown = f"{number} of {wanted} joined: {listed(check.came, 16)}"
     if number < least:
-        fix = "start doctor with the same line on the others, and look at what it says there"
+        fix = "start doctor with the same line on the others, and see doctor's output there"
         yield retry("HF550", what, shown, fix)
     else:
         yield passed("HF550", what, shown)
@@ -64,8 +76,8 @@ def who_came(check: JointCheck) -> Iterator[DoctorFinding]:
 def silent_nodes(check: JointCheck) -> Iterator[DoctorFinding]:
     silent = [check.came[index] for index, report in enumerate(check.reports) if report is None]
     if silent:
-        why = f"{named(silent)} came, and fell silent before the end"
-        yield retry("HF554", "nodes", why, "look at what doctor said there; --timeout gives more time")
+        why = f"{listed(silent)} joined, but sent no report"
+        yield retry("HF554", "nodes", why, "see doctor's output there; --timeout gives more time")
 
 
 def pairs(check: JointCheck) -> Iterator[DoctorFinding]:
@@ -97,8 +109,8 @@ def direction(ends: tuple[str, str], link: NodePath | None) -> str:
         Reached.REFUSED: "refused",
         Reached.SILENT: "timed out",
         Reached.UNREACHABLE: "no route",
-        Reached.STRANGER: "somebody else answered",
-        Reached.BROKEN: "broke off",
+        Reached.STRANGER: "another program answered",
+        Reached.BROKEN: "the connection failed",
     }
     detail = f" ({link.error})" if link.error and link.reached not in (Reached.REFUSED, Reached.SILENT) else ""
     return f"{arrow} ({link.address}): {words[link.reached]}{detail}"
@@ -124,7 +136,7 @@ def most_often(check: JointCheck, bad: list[tuple[int, int]]) -> str:
 
 
 def names(check: JointCheck) -> Iterator[DoctorFinding]:
-    """Each host's name, as the others resolve it."""
+    """Compares how the nodes resolve each host's name."""
     what, odd = "names", False
     for index, host in enumerate(check.came):
         coming = [way for way in ways(check) if way.link.to == index and not on_loopback(way.link)]
@@ -134,14 +146,14 @@ def names(check: JointCheck) -> Iterator[DoctorFinding]:
             for way in coming
             if way.link.names and bare_address(way.link) not in way.link.names
         }
-        fix = f"write {host} with its address into /etc/hosts or DNS, or use addresses everywhere"
+        fix = f"add {host} with its address to /etc/hosts or DNS, or use addresses everywhere"
         if unknown:
             odd = True
-            yield warn("HF561", what, f"{host} does not resolve on {named(unknown)}", fix)
+            yield warn("HF561", what, f"{host} does not resolve on {listed(unknown)}", fix)
         for found, where in elsewhere.items():
             odd = True
             reached = next(bare_address(way.link) for way in coming)
-            yield warn("HF561", what, f"{host} is {named(found)} on {where}, but is reached at {reached}", fix)
+            yield warn("HF561", what, f"{host} is {listed(found)} on {where}, but is reached at {reached}", fix)
     if not odd and any(not on_loopback(way.link) for way in ways(check)):
         yield passed("HF561", what, "every host name resolves to the right address on every other node")
 
@@ -155,7 +167,7 @@ def latency(check: JointCheck) -> Iterator[DoctorFinding]:
     bound = min(LATENCY_S_MAX, max(LATENCY_ODD_S_MIN, LATENCY_ODD_FACTOR * usual))
     slow = sorted((pair for pair in measured if pair[1] > bound), key=lambda pair: -pair[1])
     if slow:
-        shown = named([f"{arrow(check, way)} {span(seconds)}" for way, seconds in slow], 4)
+        shown = listed([f"{arrow(check, way)} {span(seconds)}" for way, seconds in slow], 4)
         yield warn("HF563", what, f"{shown} (median of all: {span(usual)})", "place the nodes closer to each other")
     else:
         worst = max(measured, key=lambda pair: pair[1])
@@ -172,7 +184,7 @@ def bandwidth(check: JointCheck) -> Iterator[DoctorFinding]:
     bound = max(BANDWIDTH_BYTES_S_MIN, BANDWIDTH_ODD_FACTOR * usual)
     slow = sorted((pair for pair in measured if pair[1] < bound), key=lambda pair: pair[1])
     if slow:
-        shown = named([f"{arrow(check, way)} {rate(bytes_s)}" for way, bytes_s in slow], 4)
+        shown = listed([f"{arrow(check, way)} {rate(bytes_s)}" for way, bytes_s in slow], 4)
         fix = "look for a link at a lower speed (ethtool), a wrong MTU, or others' traffic"
         yield warn("HF564", what, f"{shown} (median of all: {rate(usual)})", fix)
     else:
@@ -196,7 +208,7 @@ def clocks(check: JointCheck) -> Iterator[DoctorFinding]:
         if abs(offset) > CLOCK_OFFSET_S_MAX
     ]
     if odd:
-        yield warn("HF565", what, named(odd), "start chronyd or systemd-timesyncd on all nodes")
+        yield warn("HF565", what, listed(odd), "start chronyd or systemd-timesyncd on all nodes")
     else:
         worst = max(abs(offset) for _, offset in offsets.values())
         yield passed("HF565", what, f"agree within {span(worst)}")
@@ -222,7 +234,7 @@ def versions(check: JointCheck) -> Iterator[DoctorFinding]:
         if len(by_version) == 1:
             equal += [f"{part} {version}" for version in by_version if version != "none"]
             continue
-        shown = "; ".join(f"{part} {version} on {named(hosts)}" for version, hosts in by_version.items())
+        shown = "; ".join(f"{part} {version} on {listed(hosts)}" for version, hosts in by_version.items())
         serious = code == "HF567" and len({release(version) for version in by_version}) > 1
         yield (fatal if serious else warn)(code, "versions", shown, fix)
     if equal:
@@ -247,14 +259,16 @@ def all_reduce(check: JointCheck) -> Iterator[DoctorFinding]:
         yield passed("HF570", what, f"gloo, one process per node, right on all {len(check.came)}: {span(slowest)}")
         return
     chosen = [f"{name} {summary.interface}" for name, summary in summaries(check) if summary.interface]
-    fix = f"set GLOO_SOCKET_IFNAME to the interface that works: {named(chosen)}" if chosen else "set GLOO_SOCKET_IFNAME"
-    yield fatal("HF570", what, f"gloo failed although the pairs work. {named(bad, 4)}", fix)
+    fix = (
+        f"set GLOO_SOCKET_IFNAME to the interface that works: {listed(chosen)}" if chosen else "set GLOO_SOCKET_IFNAME"
+    )
+    yield fatal("HF570", what, f"gloo failed although the pairs work. {listed(bad, 4)}", fix)
 
 
 def explain(reduced: Reduced | None) -> str:
     """Why it failed on one node."""
     if reduced is None:
-        return "said nothing"
+        return "sent no result"
     return "did not end in time" if reduced.silent else SOURCE_PLACE.sub("", reduced.error)
 
 
@@ -266,7 +280,7 @@ def ways(check: JointCheck) -> Iterator[Way]:
 
 
 def summaries(check: JointCheck) -> Iterator[tuple[str, Summary]]:
-    """Of the nodes that reported, with their names."""
+    """The summaries of the nodes that reported, with their names."""
     for name, report in zip(check.came, check.reports, strict=True):
         if report is not None:
             yield name, report.summary
@@ -277,7 +291,7 @@ def arrow(check: JointCheck, way: Way) -> str:
 
 
 def bare_address(link: NodePath) -> str:
-    """Without its port."""
+    """The address without its port."""
     return link.address.rpartition(":")[0].strip("[]")
 
 

@@ -1,4 +1,8 @@
-"""Schedulers, which start jobs: what they tell their processes, and what is submitted to them.
+"""Schedulers and hosts that start jobs: what they tell their processes, and what is submitted to them.
 
-Knows text: environment variables, batch scripts, answers of the scheduler's own commands. Knows nothing of agents.
+    ssh/                   one command for several hosts
+    slurm.py               a step's variables, scontrol's answers
+    kubernetes.py          a job's manifests; kubernetes_names.py checks what they may hold
+
+Knows nothing of agents.
 """

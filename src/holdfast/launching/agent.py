@@ -1,9 +1,9 @@
-"""The agent's process of a `holdfast.launch`: `holdfast run` that carries descriptors and reports to its caller.
+"""The agent's process of `holdfast.launch`: runs the agent with the call's descriptors and reports to its caller.
 
     python -P -c "…" CALLER_PID REPORT_FD CALL_FD RESULT_FD,… [command line of holdfast run]
 
-Heavy modules are imported after the supervisor is forked, as in cli/run.py. REPORT_FD gets one Report in JSON; its end
-of file tells the caller that this process is gone.
+Heavy modules are imported after the supervisor is forked, as in cli/run.py. One AgentReport in JSON goes to REPORT_FD;
+its end of file shows the caller that this process has ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the job and return its exit status; an error before that is reported, and shown if it is our fault."""
+    """Run the job; returns its exit status. An error before the start is reported, and printed if it is our fault."""
     caller, report_fd, call_fd, result_fds = argv[0], int(argv[1]), int(argv[2]), argv[3]
     live_and_die_with(int(caller))
     os.set_inheritable(report_fd, False)
@@ -47,8 +47,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def live_and_die_with(caller: int) -> None:
-    """Have this process killed with the thread that launched us; the caller sends signals, so no inherited handling
-    applies."""
+    """Die with the thread that launched this process, and reset the handling of signals, which the caller sends."""
     processes.prctl(processes.PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != caller:
         sys.exit(EXIT_SIGNAL_BASE + signal.SIGKILL)
@@ -82,7 +81,7 @@ def run(argv: Sequence[str], call_fd: int, result_fds: tuple[int, ...], report_f
         from holdfast.runtime.agent_service import Finished, run_job
 
         def tell(end: Finished) -> str:
-            """The caller's exception reports the end, not the console."""
+            """Report to the caller, whose exception shows the end; the console shows nothing."""
             report(report_fd, end.outcome, end.folder, None)
             return ""
 

@@ -1,7 +1,7 @@
 """The agent's process as the caller sees it: start, console, interrupts, time-out, report.
 
-Everything happens in the caller's own thread: the agent's report, and its output where `sys.stdout` is no descriptor
-(a notebook's), come through pipes that one selector watches. Knows nothing of functions or ranks.
+All of it runs in the caller's own thread. The agent's report comes through a pipe, and so does its output if
+`sys.stdout` is no descriptor (in a notebook); one selector watches these pipes. Knows nothing of functions or ranks.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from holdfast.protocol.outcome import Outcome
 
 READ_BYTES = 65_536
 SIGNALS_SEEN_S = 1.0
-"""A signal may be delivered to another thread: the main thread handles it when it wakes."""
+"""Interval of wake-ups: a signal may be delivered to another thread, and the main thread handles it when it wakes."""
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 2))
-# Our package is found by its place: no PYTHONPATH that the workers would inherit.
+# The package is found by its path. The workers would inherit a PYTHONPATH.
 PROGRAM = (
     f"import sys; sys.path.insert(0, {ROOT!r}); from holdfast.launching.agent import main; sys.exit(main(sys.argv[1:]))"
 )
@@ -43,7 +43,7 @@ class AgentReport(Struct, frozen=True, kw_only=True):
 
 
 class TextStream(Protocol):
-    """The methods used of a `sys.stdout` that is no file."""
+    """The methods of a `sys.stdout` without a descriptor."""
 
     def write(self, text: str, /) -> Any: ...
 
@@ -51,9 +51,9 @@ class TextStream(Protocol):
 
 
 def descriptor_of(stream: Any) -> int | None:
-    """The descriptor to which a text stream really writes; None when it writes elsewhere.
+    """The descriptor to which a text stream writes; None: it writes elsewhere.
 
-    Its fileno() is not enough: a notebook's stdout returns the terminal in which the kernel was started.
+    fileno() is not enough: in a notebook it returns the terminal in which the kernel was started.
     """
     if not isinstance(stream, io.TextIOWrapper):
         return None
@@ -65,7 +65,7 @@ def descriptor_of(stream: Any) -> int | None:
 
 
 class AgentSession:
-    """One agent, from start to end. `serve` until it has ended, then `close`; `end` it for anything else."""
+    """One agent from start to end. Call `serve` until it has ended, then `close`; `end` stops it early."""
 
     def __init__(
         self, argv: Sequence[str], environment: Mapping[str, str], call_fd: int, result_fds: Sequence[int]
@@ -86,7 +86,7 @@ class AgentSession:
                     stdout=outputs[0],
                     stderr=outputs[1],
                     pass_fds=fds,
-                    start_new_session=True,  # Ctrl-C is the caller's, which passes it on, once
+                    start_new_session=True,  # only the caller gets Ctrl-C, and passes it on once
                 )
             except BaseException:
                 self.close()
@@ -104,7 +104,7 @@ class AgentSession:
         if stream is None:
             return subprocess.DEVNULL
         with contextlib.suppress(OSError, ValueError):
-            stream.flush()  # earlier output comes first
+            stream.flush()  # print earlier output first
         fd = descriptor_of(stream)
         if fd is not None:
             return fd
@@ -122,7 +122,7 @@ class AgentSession:
     # --- its life -----------------------------------------------------------------------------------------------------
 
     def serve(self, timeout_s: float | None = None) -> None:
-        """Show the agent's output until it has ended. Raises LaunchTimeoutError, when it has not been ended yet."""
+        """Show the agent's output until it has ended. On LaunchTimeoutError it still runs."""
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while self._selector.get_map():
             left_s = None if deadline is None else max(deadline - time.monotonic(), 0.0)
@@ -135,13 +135,13 @@ class AgentSession:
 
     def _hear(self, key: selectors.SelectorKey) -> None:
         data = os.read(key.fd, READ_BYTES)
-        if not data:  # every process that could write is gone
+        if not data:  # every process that could write has ended
             self._selector.unregister(key.fd)
             os.close(key.fd)
         key.data(data)
 
     def end(self, signum: int) -> None:
-        """Stop the job as this signal does, and serve to the end; a further interrupt kills the workers at once."""
+        """Stop the job with this signal, and serve until the end; another interrupt kills the workers at once."""
         for again in (signum, signal.SIGINT):
             try:
                 self._process.send_signal(again)
@@ -151,7 +151,7 @@ class AgentSession:
             return
 
     def close(self) -> None:
-        """End everything of the agent, in any state. Safe to call twice."""
+        """End the agent and free its resources, in any state. Safe to call twice."""
         if getattr(self, "_process", None) is not None and self._process.returncode is None:
             self._process.kill()  # its supervisor ends the workers
             self._process.wait()
@@ -166,7 +166,7 @@ class AgentSession:
             return json.decode(self._report, type=AgentReport)
         code = self._process.returncode
         if code < 0:
-            error = StoppedError(f"the agent of this node was ended by {signal.Signals(-code).name}")
+            error = StoppedError(f"{signal.Signals(-code).name} ended the agent of this node")
             error.exit_code = 128 - code
             raise error
         raise InternalError(f"the agent of this node ended with exit code {code} and no report; see its output")

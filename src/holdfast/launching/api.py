@@ -1,7 +1,7 @@
-"""`holdfast.launch`: parameters to a command line of `holdfast run`, the job's end to results or an exception.
+"""`holdfast.launch`: converts parameters to a line of `holdfast run`, and the job's end to results or an exception.
 
-Knows that command line, the outcomes of jobs, cloudpickle, and the format of worker/call.py; the call and the answers
-are pickled in memory files that only this job's processes inherit. The process is in agent_session.py.
+Knows that line, the outcomes of jobs, cloudpickle, and the format of worker/call.py. The call and the answers are
+pickled in memory files that only this job's processes inherit. agent_session.py runs the process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PROTOCOL = 5
 R = TypeVar("R")
 
 NOT_FOR_WORKERS = ("PYTHON_EXEC", "TORCHELASTIC_ERROR_FILE")
-"""Another Python might not load the call; the error file is that of the worker who launches, and not of the job."""
+"""Another Python might not load the call; the error file belongs to a worker that calls launch, not to the job."""
 
 
 def launch(
@@ -72,28 +72,28 @@ def launch(
 ) -> dict[int, R]:
     """Run `fn(*args)` in fresh worker processes with torchrun's environment; return the results by rank.
 
-    The function may be a module's, a notebook's own, a lambda or a closure: it travels by cloudpickle (extra `python`)
-    in memory that only the workers inherit. No thread, lock or CUDA context of the caller reaches them, and nothing
-    they change reaches the caller. Keyword arguments: functools.partial. In a job of several nodes each one calls
-    launch, and gets the results of its own ranks.
+    The function may be in a module or a notebook, a lambda or a closure: cloudpickle (extra `python`) copies it into
+    memory that only the workers inherit. The workers get no thread, lock or CUDA context of the caller, and their
+    changes do not affect the caller. For keyword arguments use functools.partial. In a job of several nodes, each node
+    calls launch and gets the results of its own ranks.
 
     nproc: workers on this node: a number, "auto", "gpu" or "cpu"
-    nnodes: number of nodes, or the range that the job may have, "1:4"; 1 by default
-    max_restarts: so many worker failures are answered by a restart of all workers
-    rdzv_endpoint, rdzv_backend, rdzv_id, rdzv_conf: how the nodes meet, as for `holdfast run`; with an endpoint the
-        backend is c10d unless it is named; rdzv_conf may be a mapping
+    nnodes: number of nodes, or a range, "1:4"; 1 by default
+    max_restarts: number of worker failures after which all workers are restarted
+    rdzv_endpoint, rdzv_backend, rdzv_id, rdzv_conf: the rendezvous, as for `holdfast run`; with an endpoint the
+        default backend is c10d; rdzv_conf may be a mapping
     node_rank, master_addr, master_port, role, log_dir, numa_binding: as for `holdfast run`
     redirects, tee, local_ranks_filter: the same; also a mapping of local rank to stream number, an iterable of ranks
     env: further environment variables of the workers
-    start_timeout: whole seconds until enough nodes have met, 600 by default
-    timeout: seconds for the whole job; None: as long as it takes
+    start_timeout: whole seconds until enough nodes have joined, 600 by default
+    timeout: seconds for the whole job; None: no limit
     shutdown_timeout: whole seconds from SIGTERM to SIGKILL when workers are stopped, 30 by default
-    token: the job's secret; only agents that know it join
+    token: the job's secret; only agents that know it can join
 
-    Raises WorkerFailedError when a worker failed and no restart was left, from the worker's own exception; and
-    LaunchTimeoutError; PicklingError; MissingPackageError; StoppedError, when a signal from outside ended the agent;
-    PeerError and its kinds for other nodes; CallerError and its kinds for what `holdfast run` would refuse. All are
-    HoldfastErrors. An exception that strikes the caller meanwhile (KeyboardInterrupt) stops the job, then goes on.
+    Raises WorkerFailedError, caused by the worker's own exception, when a worker failed and no restart was left;
+    LaunchTimeoutError; PicklingError; MissingPackageError; StoppedError when a signal from outside ended the agent;
+    PeerError and its subclasses for other nodes; CallerError and its subclasses for what `holdfast run` refuses. All
+    are HoldfastErrors. Another exception in the caller (KeyboardInterrupt) stops the job and is then raised.
     """
     given = {name: value for name, value in locals().items() if name not in ("fn", "args", "env", "token", "timeout")}
     check(fn, timeout)
@@ -113,7 +113,7 @@ def check(fn: object, timeout: float | None) -> None:
 
 
 def command_line(given: Mapping[str, Any]) -> list[str]:
-    """Options of `holdfast run` for launch's parameters of the same names; None is left out."""
+    """Options of `holdfast run` for launch's parameters of the same names, without those that are None."""
     options = {name.replace("_", "-"): value for name, value in given.items()}
     backend = options["rdzv-backend"] or ("c10d" if options["rdzv-endpoint"] is not None else None)
     start_timeout = options.pop("start-timeout")
@@ -149,10 +149,10 @@ def ranks_text(ranks: Iterable[int] | str | None) -> str | None:
 
 
 def environment(extra: Mapping[str, str], token: str | None) -> dict[str, str]:
-    """What the agent starts with. Raises UsageError for what no environment can hold."""
+    """The environment of the agent. Raises UsageError for names and values that no environment can contain."""
     for name, value in extra.items():
         if not isinstance(name, str) or not isinstance(value, str):
-            raise UsageError(f"env={{{name!r}: {value!r}}}: names and values of variables are texts")
+            raise UsageError(f"env={{{name!r}: {value!r}}}: names and values of variables must be strings")
         if not name or "=" in name or "\0" in name + value:
             raise UsageError(f"env={{{name!r}: {value!r}}}: no environment can hold this")
     variables = {**os.environ, **extra}
@@ -170,7 +170,7 @@ def run(
     fn: Callable[..., R], args: tuple[Any, ...], argv: Sequence[str], variables: dict[str, str], timeout: float | None
 ) -> dict[int, R]:
     script = call.__file__
-    # Resolved here too, so that what is wrong is raised here, by its own class.
+    # Resolved here too, so that errors are raised here with their own class.
     nproc = resolve(grammar.parse([*argv, "--", script], variables, OPTIONS), variables).options.nproc
     with ExitStack() as files:
         call_fd, *answer_fds = (memory_file(f"holdfast-{index}") for index in range(nproc + 1))
@@ -204,7 +204,7 @@ def result(local_rank: int, answer: Answered | None) -> tuple[int, Any]:
 
 
 def fail(report: AgentReport, answer_fds: Sequence[int]) -> Never:
-    """Raises what the agent reported."""
+    """Raise the error that the agent reported."""
     outcome = report.outcome
     if outcome is None:
         raise error_of(report.code, report.message)
@@ -219,7 +219,7 @@ def fail(report: AgentReport, answer_fds: Sequence[int]) -> Never:
 
 
 def error_of(code: str, message: str) -> HoldfastError:
-    """The class that has this code, else the root of its series."""
+    """An error of the class with this code, else of the root of its series."""
     series: type[HoldfastError] = PeerError if code.startswith("HF3") else WorkerError
     todo: list[type[HoldfastError]] = [HoldfastError]
     while todo:
@@ -256,9 +256,9 @@ def worker_failed(verdict: Verdict, culprit: Failure, folder: str) -> WorkerFail
 
 
 def cause(culprit: Failure, answer_fds: Sequence[int]) -> BaseException | None:
-    """The culprit's own exception when it was one of this node's, else its traceback as text, if there is one.
+    """The culprit's own exception if it ran on this node, else its traceback as text, if there is one.
 
-    By rank and process id: another node's, or one of an attempt before, is not taken for it.
+    Compared by rank and process id: a worker of another node or of an earlier attempt is not the culprit.
     """
     for fd in answer_fds:
         answer = read_answer(fd)
@@ -282,7 +282,7 @@ class RemoteTracebackError(Exception):
 
 
 class Answered(NamedTuple):
-    """What one worker left. Neither value nor error: it ended without a word."""
+    """The answer of one worker. Neither value nor error: it ended without an answer."""
 
     rank: int
     pid: int
@@ -314,31 +314,31 @@ def _unpicklable(function: Callable[..., Any], arguments: tuple[Any, ...], cloud
     for index, argument in enumerate(arguments):
         try:
             cloudpickle.dumps(argument, protocol=PROTOCOL)
-        except Exception:  # noqa: BLE001 - whatever its own __reduce__ raises
+        except Exception:  # noqa: BLE001 - any error of its __reduce__
             return f"argument {index} of the function ({type(argument).__qualname__})"
     return f"the function {getattr(function, '__qualname__', repr(function))} (or what it refers to)"
 
 
 @contextlib.contextmanager
 def _carried_along(function: Callable[..., Any], cloudpickle: ModuleType) -> Iterator[None]:
-    """A module that the workers could not import by the same path (a test's, an editor's) travels with the function."""
+    """Pickle the function's module by value if the workers could not import it from the same path."""
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__module__", None) or "__main__"
     module = sys.modules.get(name)
     if name == "__main__" or module is None or _can_be_imported(name):
-        yield  # cloudpickle takes __main__ along of itself
+        yield  # cloudpickle pickles __main__ by value anyway
         return
     cloudpickle.register_pickle_by_value(module)
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # another thread was as fast
+        with contextlib.suppress(ValueError):  # another thread was faster
             cloudpickle.unregister_pickle_by_value(module)
 
 
 def _can_be_imported(name: str) -> bool:
-    """Whether a fresh process with our path would find the module: sys.modules does not count."""
+    """Whether a new process with the same path would find the module, without a look at sys.modules."""
     path: Any = None
     parts = name.split(".")
     for length in range(1, len(parts) + 1):
@@ -352,8 +352,7 @@ def _can_be_imported(name: str) -> bool:
 
 
 def read_answer(fd: int) -> Answered | None:
-    """What a worker left; None when it did not come so far as to begin. Raises PicklingError for a value that does not
-    load."""
+    """A worker's answer; None: it did not begin. Raises PicklingError for a value that cannot be unpickled."""
     with os.fdopen(os.dup(fd), "rb") as file:
         file.seek(0)
         head = file.read(HEADER.size)
@@ -370,17 +369,17 @@ def read_answer(fd: int) -> Answered | None:
                 raise PicklingError(text) from error
         if kind == ERROR:
             return Answered(rank, pid, has_value=False, error=_read_error(file.read(length)))
-    raise InternalError(f"a worker's answer is of the unknown kind {kind!r}")
+    raise InternalError(f"a worker's answer has the unknown kind {kind!r}")
 
 
 def _read_error(body: bytes) -> BaseException:
-    """The exception itself, caused by its remote traceback; that alone when it does not unpickle."""
+    """The exception, caused by its remote traceback; only the traceback if the exception cannot be unpickled."""
     (length,) = TEXT_LENGTH.unpack_from(body)
     text = body[TEXT_LENGTH.size : TEXT_LENGTH.size + length].decode()
     told = RemoteTracebackError(text)
     try:
         error = pickle.loads(body[TEXT_LENGTH.size + length :])
-    except Exception:  # noqa: BLE001 - an empty text, or whatever its own constructor raises
+    except Exception:  # noqa: BLE001 - an empty text, or any error of its constructor
         return told
     if not isinstance(error, BaseException):
         return told

@@ -1,16 +1,21 @@
-"""Observation of this agent from outside, off by default: torchelastic's events, metrics, health checks.
+"""What others can observe of this agent, all off by default: torchelastic's events, Prometheus metrics, health checks.
 
     with observing(options, journal, say, node=…, look=…, view=…): run the job
 
-Expensive modules are imported only when they are needed. No decision depends on this package.
+Metrics and health checks are served by a small HTTP server in a thread of its own. It has its own event loop, so a
+stalled scraper does not affect the agent, and a stalled agent does not delay a health check. It is not http.server,
+which has a thread per connection and no time limit for a whole request. No decision depends on this package.
 """
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.protocol.errors import MissingPackageError, PortInUseError
 from holdfast.protocol.options import Endpoint, RunOptions
@@ -18,31 +23,156 @@ from holdfast.protocol.rank_progress import JobView, RankProgress
 from holdfast.runtime.run_folder import Journal
 
 if TYPE_CHECKING:
-    import socket
-
-    from holdfast.metrics.server import HttpResponse, Pages, Server
-    from holdfast.metrics.vitals import Vitals
+    from holdfast.metrics.listeners import Vitals
 
 Look = Callable[[], tuple[RankProgress, ...]]
 View = Callable[[], JobView | None]
+
+REQUEST_BYTES_MAX = 8192
+REQUEST_S_MAX = 5.0
+"""Limit from the connection to the last byte of the answer."""
+CONNECTIONS_MAX = 32
+"""Connections at the same time; further ones are closed at once."""
+CLOSE_S_MAX = 1.0
+REASONS = {
+    200: "OK",
+    400: "Bad Request",
+    404: "Not Found",
+    405: "Method Not Allowed",
+    500: "Internal Server Error",
+    503: "Service Unavailable",
+}
+
+
+class HttpResponse(NamedTuple):
+    status: int
+    content_type: str
+    body: bytes
+
+
+Pages = Mapping[str, Callable[[], HttpResponse]]
+"""Page functions by path. Called in the server's thread."""
+
+
+def bind(place: Endpoint, option: str) -> socket.socket:
+    """Open a listening socket. Raises PortInUseError with the option's name if the address cannot be bound."""
+    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((place.host, place.port))
+        sock.listen(CONNECTIONS_MAX)
+    except OSError as error:
+        sock.close()
+        raise PortInUseError(f"{option}: cannot listen on {place}: {error.strerror or error}") from error
+    sock.setblocking(False)
+    return sock
+
+
+class Server:
+    """Serves pages on bound sockets until `close`."""
+
+    def __init__(self, doors: list[tuple[socket.socket, Pages]]) -> None:
+        self._doors = doors
+        self._connections = 0
+        self._began = threading.Event()
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._over: asyncio.Event | None = None
+        self._thread = threading.Thread(target=self._run, name="holdfast-observing", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stop the thread. Blocks for CLOSE_S_MAX at most; the thread is a daemon."""
+        if self._began.wait(CLOSE_S_MAX) and self._loop is not None and self._over is not None:
+            self._loop.call_soon_threadsafe(self._over.set)
+        self._thread.join(CLOSE_S_MAX)
+
+    def _run(self) -> None:
+        asyncio.run(self._serve())
+
+    async def _serve(self) -> None:
+        self._loop, self._over = asyncio.get_running_loop(), asyncio.Event()
+        servers = [
+            await asyncio.start_server(self._connected(pages), sock=sock, limit=REQUEST_BYTES_MAX)
+            for sock, pages in self._doors
+        ]
+        self._began.set()
+        await self._over.wait()
+        for server in servers:
+            server.close()
+
+    def _connected(self, pages: Pages) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
+        async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            self._connections += 1
+            try:
+                if self._connections <= CONNECTIONS_MAX:
+                    async with asyncio.timeout(REQUEST_S_MAX):
+                        await _converse(reader, writer, pages)
+            except (OSError, TimeoutError):
+                pass
+            finally:
+                self._connections -= 1
+                writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
+
+        return serve
+
+
+async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pages: Pages) -> None:
+    """Answer one request."""
+    try:
+        request = await reader.readuntil(b"\r\n\r\n")
+    except asyncio.LimitOverrunError:
+        request = b""
+    except asyncio.IncompleteReadError:
+        return
+    method, answer = _answer(request, pages)
+    head = (
+        f"HTTP/1.1 {answer.status} {REASONS[answer.status]}\r\n"
+        f"Content-Type: {answer.content_type}\r\nContent-Length: {len(answer.body)}\r\n"
+        "Cache-Control: no-store\r\nConnection: close\r\n\r\n"
+    )
+    writer.write(head.encode() + (b"" if method == "HEAD" else answer.body))
+    await writer.drain()
+
+
+def _answer(request: bytes, pages: Pages) -> tuple[str, HttpResponse]:
+    words = request.partition(b"\r\n")[0].decode("latin-1").split(" ")
+    if len(words) != 3 or not words[2].startswith("HTTP/"):
+        return "", _text(400, "not HTTP, or too long")
+    method, target = words[0], words[1].partition("?")[0]
+    if method not in ("GET", "HEAD"):
+        return method, _text(405, "GET and HEAD only")
+    page = pages.get(target)
+    if page is None:
+        return method, _text(404, f"the pages are {', '.join(sorted(pages))}")
+    try:
+        return method, page()
+    except Exception as error:  # noqa: BLE001 - the answer reports it
+        return method, _text(500, f"{type(error).__name__}: {error}")
+
+
+def _text(status: int, text: str) -> HttpResponse:
+    return HttpResponse(status, "text/plain; charset=utf-8", text.encode() + b"\n")
 
 
 @contextlib.contextmanager
 def observing(
     options: RunOptions, journal: Journal, say: Callable[..., None], *, node: str, look: Look, view: View
 ) -> Iterator[None]:
-    """Active while the job runs. `look` returns the progress of this node's workers, `view` the coordinator's view.
+    """Observe the job while it runs. `look` returns the progress of this node's workers, `view` the coordinator's view.
 
-    Raises PortInUseError and MissingPackageError before it begins.
+    Raises PortInUseError and MissingPackageError before the job starts.
     """
     if options.event_log_handler == "console":
-        from holdfast.metrics.torch_events import TorchEvents
+        from holdfast.metrics.listeners import TorchEvents
 
         journal.listen(TorchEvents(options, lambda line: say(line, prefix="")).heard)
     if options.metrics is None and options.health is None:
         yield
         return
-    from holdfast.metrics.vitals import Vitals
+    from holdfast.metrics.listeners import Vitals
 
     vitals = Vitals(options.job.run_id, node, look, view, journal.fault)
     server = serve(options, vitals, journal, say)
@@ -57,9 +187,7 @@ def observing(
 
 
 def serve(options: RunOptions, vitals: Vitals, journal: Journal, say: Callable[..., None]) -> Server | None:
-    """The started server; None: the only port was requested by a variable of torchrun and is in use."""
-    from holdfast.metrics.server import Server, bind
-
+    """Start the server. None: only a variable of torchrun requested a port, and that port is in use."""
     wanted: dict[Endpoint, Pages] = {}
     if options.metrics is not None:
         wanted[options.metrics] = metrics_pages(vitals)
@@ -97,8 +225,6 @@ def metrics_pages(vitals: Vitals) -> Pages:
         from holdfast.metrics.exposition import CONTENT_TYPE, Metrics
     except ModuleNotFoundError as error:
         raise MissingPackageError("--metrics needs prometheus-client: pip install 'holdfast[metrics]'") from error
-    from holdfast.metrics.server import HttpResponse
-
     metrics = Metrics(lambda: vitals.facts)
     return {"/metrics": lambda: HttpResponse(200, CONTENT_TYPE, metrics.text())}
 
@@ -106,8 +232,7 @@ def metrics_pages(vitals: Vitals) -> Pages:
 def health_pages(vitals: Vitals) -> Pages:
     import json
 
-    from holdfast.metrics.server import HttpResponse
-    from holdfast.metrics.vitals import health
+    from holdfast.metrics.listeners import health
 
     def page(key: str) -> HttpResponse:
         told = health(vitals.facts, time.monotonic())

@@ -1,6 +1,6 @@
-"""Renders an agent's facts in Prometheus' text format and as the answer to a health check. Runs in the server's thread.
+"""The facts about an agent in Prometheus' text format. Runs in the server's thread.
 
-Only the metrics need prometheus-client, from the extra `metrics`; docs/metrics.md lists them.
+Only this module needs prometheus-client, from the extra `metrics`; docs/metrics.md lists them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from holdfast.metrics.vitals import VitalsSample
+from holdfast.metrics.listeners import VitalsSample
 from holdfast.protocol.rank_progress import JobView
 from holdfast.version import __version__
 
@@ -45,7 +45,9 @@ class Metrics(Collector):
         about = {"version": __version__, "run_id": facts.run_id, "node": facts.node}
         yield InfoMetricFamily("holdfast_agent", "This agent and its job.", value=about)
         yield _gauge(
-            "agent_stalled_seconds", "Since the agent's loop was last seen alive.", time.monotonic() - facts.taken_s
+            "agent_stalled_seconds",
+            "Seconds since the agent's loop was last seen running.",
+            time.monotonic() - facts.taken_s,
         )
         yield _gauge("generation", "The newest generation that this node took part in.", facts.generation)
         yield _counter("restarts", "Restarts charged to the job's budget, before this generation.", facts.restart_count)
@@ -69,9 +71,9 @@ class Metrics(Collector):
 def _ranks(facts: VitalsSample) -> Iterator[Metric]:
     labels = ["rank", "local_rank"]
     steps = CounterMetricFamily("holdfast_steps", "Steps made, or beats where there are none.", labels=labels)
-    own = CounterMetricFamily("holdfast_own_seconds", "What the rank itself took of its steps.", labels=labels)
-    last = GaugeMetricFamily("holdfast_step_seconds", "A step, mean over the last half minute.", labels=labels)
-    age = GaugeMetricFamily("holdfast_step_age_seconds", "Since the newest step.", labels=labels)
+    own = CounterMetricFamily("holdfast_own_seconds", "Seconds of its steps that the rank itself used.", labels=labels)
+    last = GaugeMetricFamily("holdfast_step_seconds", "Mean duration of a step in the last half minute.", labels=labels)
+    age = GaugeMetricFamily("holdfast_step_age_seconds", "Seconds since the newest step.", labels=labels)
     for each in facts.ranks:
         place = [str(each.rank), str(each.local_rank)]
         steps.add_metric(place, each.steps_total)
@@ -84,12 +86,14 @@ def _ranks(facts: VitalsSample) -> Iterator[Metric]:
 
 def _job(job: JobView, failures: dict[str, int]) -> Iterator[Metric]:
     """Metrics of the whole job, only from the agent that hosts the coordinator."""
-    yield _counter("job_seconds", "The coordinator has lived so long.", job.job_s)
-    yield _counter("job_training_seconds", "Of that, effective training time.", job.training_s)
-    yield _gauge("job_restarts_left", "Of the restart budget.", job.restarts_max - job.restarts)
-    yield _gauge("job_notices", "Hangs and stragglers that stand now.", len(job.notices))
+    yield _counter("job_seconds", "Seconds since the start of the coordinator.", job.job_s)
+    yield _counter("job_training_seconds", "Seconds of effective training time.", job.training_s)
+    yield _gauge("job_restarts_left", "Restarts left in the budget.", job.restarts_max - job.restarts)
+    yield _gauge("job_notices", "Hangs and stragglers reported now.", len(job.notices))
     states: dict[str, int] = {}
-    heard = GaugeMetricFamily("holdfast_job_node_heard_seconds", "Since the node's last word.", labels=["node"])
+    heard = GaugeMetricFamily(
+        "holdfast_job_node_heard_seconds", "Seconds since the node's last message.", labels=["node"]
+    )
     for node in job.nodes:
         states[node.state] = states.get(node.state, 0) + 1
         heard.add_metric([node.member], node.heard_s)

@@ -1,19 +1,25 @@
-"""Encodes and decodes messages: those of protocol.messages, and others with a decoder of their own. PURE.
+"""Converts between messages and bytes: the preamble, frames, and messages, whose texts become safe for a console. PURE.
 
-Knows msgpack and the message types. Nothing is ever unpickled or evaluated: the decoders accept exactly the types they
-are made for, with numbers within protocol.bounds. Anything else is a ProtocolError.
+Knows no sockets and no time. Nothing is ever unpickled or evaluated: the decoders accept exactly the types they are
+made for, with numbers within the bounds of protocol.policy. Anything else is a ProtocolError.
+
+The format of preamble and frames never changes between protocol versions, so that two versions can always exchange the
+reason of a refusal:
+
+    preamble   b"HOLDFAST" + uint16 version      once, first, from each side
+    frame      uint32 length + payload           big-endian, from then on
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+import re
+from typing import Any, TypeVar
 
 import msgspec
 from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.protocol.errors import ProtocolError
-from holdfast.protocol.framing import FRAME_BYTES_MAX
 from holdfast.protocol.messages import (
     Finish,
     FromAgent,
@@ -25,7 +31,165 @@ from holdfast.protocol.messages import (
 )
 from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure, Outcome
 from holdfast.protocol.rank_progress import Frame, RankSample
-from holdfast.protocol.words import clean
+
+MAGIC = b"HOLDFAST"
+PROTOCOL_VERSION = 2
+PREAMBLE_BYTES = len(MAGIC) + 2
+LENGTH_BYTES = 4
+
+HELLO_BYTES_MAX = 64 * 1024
+"""Limit of a frame during the handshake."""
+FRAME_BYTES_MAX = 4 * 1024 * 1024
+"""Limit of a frame after the handshake."""
+
+STORE_MAGIC = b"\x00\xce\xf7\x85\x3c"
+"""First bytes of a torch TCPStore client: query VALIDATE (0), then 0x3C85F7CE in little-endian order."""
+
+_STRANGERS = (
+    (STORE_MAGIC, "a torch TCPStore client"),
+    (b"\x16\x03", "a TLS client"),
+    (b"HTTP/", "an HTTP answer"),
+    (b"SSH-", "SSH"),
+    *(
+        (method, "an HTTP request")
+        for method in (b"GET ", b"HEAD ", b"POST ", b"PUT ", b"OPTIONS ", b"CONNECT ", b"PRI ")
+    ),
+)
+
+
+def preamble(version: int = PROTOCOL_VERSION) -> bytes:
+    return MAGIC + version.to_bytes(2, "big")
+
+
+def read_preamble(data: bytes | bytearray) -> int | None:
+    """The peer's protocol version; None while more bytes are needed.
+
+    Raises ProtocolError as soon as the bytes cannot become a preamble.
+    """
+    if not MAGIC.startswith(data[: len(MAGIC)]):
+        raise ProtocolError(f"not the holdfast protocol ({describe_stranger(bytes(data[:16]))})")
+    if len(data) < PREAMBLE_BYTES:
+        return None
+    return int.from_bytes(data[len(MAGIC) : PREAMBLE_BYTES], "big")
+
+
+def describe_stranger(first: bytes) -> str:
+    """The name of the protocol that begins with these bytes, for a log line."""
+    for start, name in _STRANGERS:
+        if first.startswith(start):
+            return name
+    return f"it begins with {first[:16]!r}"
+
+
+def frame(payload: bytes) -> bytes:
+    """The payload as a frame. Raises ProtocolError when it is larger than any peer would accept."""
+    if len(payload) > FRAME_BYTES_MAX:
+        raise ProtocolError(f"a frame of {len(payload)} bytes cannot be sent; the limit is {FRAME_BYTES_MAX}")
+    return len(payload).to_bytes(LENGTH_BYTES, "big") + payload
+
+
+class FrameReader:
+    """Cuts a stream into payloads. Holds at most one incomplete frame and the bytes of the last chunk."""
+
+    __slots__ = ("_buffer", "limit_bytes_max")
+
+    def __init__(self, limit_bytes_max: int) -> None:
+        self._buffer = bytearray()
+        self.limit_bytes_max = limit_bytes_max
+        """May be raised between two frames, after the handshake."""
+
+    @property
+    def torn(self) -> bool:
+        """Whether the newest frame is incomplete."""
+        return bool(self._buffer)
+
+    def push(self, data: bytes) -> None:
+        self._buffer += data
+
+    def pop(self) -> bytes | None:
+        """The next whole payload; None while more bytes are needed. Raises ProtocolError on an oversized frame."""
+        buffer = self._buffer
+        if len(buffer) < LENGTH_BYTES:
+            return None
+        length = int.from_bytes(buffer[:LENGTH_BYTES], "big")
+        if length > self.limit_bytes_max:
+            raise ProtocolError(f"a frame of {length} bytes is over the limit of {self.limit_bytes_max}")
+        end = LENGTH_BYTES + length
+        if len(buffer) < end:
+            return None
+        payload = bytes(buffer[LENGTH_BYTES:end])
+        del buffer[:end]
+        return payload
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """All payloads that these bytes complete. Raises ProtocolError on an oversized frame."""
+        self.push(data)
+        payloads = []
+        while (payload := self.pop()) is not None:
+            payloads.append(payload)
+        return payloads
+
+
+# --- texts that are safe for a console --------------------------------------------------------------------------------
+
+NAME_CHARS_MAX = 255
+LINE_CHARS_MAX = 4096
+
+NAMES = frozenset({"member", "host", "role"})
+SEVERAL_LINES = frozenset({"text", "message", "traceback", "stderr_tail", "cause", "advice", "facts"})
+"""Fields that may have several lines."""
+
+_ESCAPE = re.compile(
+    r"\x1b(?:\[[0-?]*[ -/]*[@-~]|[\]P^_X][^\x07\x1b]*(?:\x07|\x1b\\)?|[ -/]*[0-~])|\x9b[0-?]*[ -/]*[@-~]"
+)
+"""Escape sequences (colours, titles, cursor movements), matched as a whole so that no rest of them is shown."""
+
+T = TypeVar("T")
+
+
+def clean(value: T, field: str = "") -> T:
+    """The same value with every text in it cleaned: no escape sequences, no line breaks except where they belong. Cheap
+    if nothing has to be changed, which is nearly always. The decoders call this once for every message, so that no
+    other module has to: host names and reasons may contain any bytes, and holdfast shows them to users.
+
+    >>> clean(("fine", "\\x1b[2Jholdfast: done\\n"))
+    ('fine', 'holdfast: done')
+    """
+    return _clean(value, field)  # type: ignore[no-any-return]
+
+
+def _clean(value: Any, field: str) -> Any:
+    if isinstance(value, str):
+        return _text(value, field)
+    if isinstance(value, Struct):
+        old = {name: getattr(value, name) for name in value.__struct_fields__}
+        new = {name: cleaned for name, item in old.items() if (cleaned := _clean(item, name)) is not item}
+        return replace(value, **new) if new else value
+    if isinstance(value, (tuple, list)):
+        items = [_clean(item, field) for item in value]
+        return type(value)(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
+    if isinstance(value, dict):
+        return {_clean(key, ""): _clean(item, field) for key, item in value.items()}
+    return value
+
+
+def _text(text: str, field: str) -> str:
+    if field in SEVERAL_LINES:
+        return text if text.isprintable() else "\n".join(map(_printable, text.split("\n")))
+    chars_max = NAME_CHARS_MAX if field in NAMES else LINE_CHARS_MAX
+    return text if text.isprintable() and len(text) <= chars_max else one_line(text, chars_max)
+
+
+def one_line(text: str, chars_max: int = LINE_CHARS_MAX) -> str:
+    return _printable(text).strip()[:chars_max]
+
+
+def _printable(text: str) -> str:
+    plain = _ESCAPE.sub("", text)
+    return "".join(character if character.isprintable() else " " for character in plain)
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
 
 MESSAGE_BYTES_MAX = FRAME_BYTES_MAX - 1024
 """The rest of a frame is for the MAC in front of the message."""
@@ -110,10 +274,10 @@ def _cut_failure(failure: Failure, chars_max: int) -> Failure:
     """Keep the ends of tracebacks and stderr, and the beginnings of messages: they say the most."""
     return replace(
         failure,
-        error_type=_clean(failure.error_type[:chars_max]),
-        message=_clean(failure.message[:chars_max]),
-        traceback=_clean(failure.traceback[-chars_max:]),
-        stderr_tail=_clean(failure.stderr_tail[-chars_max:]),
+        error_type=_valid(failure.error_type[:chars_max]),
+        message=_valid(failure.message[:chars_max]),
+        traceback=_valid(failure.traceback[-chars_max:]),
+        stderr_tail=_valid(failure.stderr_tail[-chars_max:]),
     )
 
 
@@ -122,11 +286,11 @@ def _cut_sample(sample: RankSample, chars_max: int) -> RankSample:
     frames = sample.frames[: max(1, chars_max // CHARS_PER_FRAME)]
     return replace(
         sample,
-        frames=tuple(Frame(_clean(each.file[-chars_max:]), each.line, _clean(each.function)) for each in frames),
-        note=_clean(sample.note[:chars_max]),
-        file=_clean(sample.file),
+        frames=tuple(Frame(_valid(each.file[-chars_max:]), each.line, _valid(each.function)) for each in frames),
+        note=_valid(sample.note[:chars_max]),
+        file=_valid(sample.file),
     )
 
 
-def _clean(text: str) -> str:
+def _valid(text: str) -> str:
     return text.encode("utf-8", "replace").decode()

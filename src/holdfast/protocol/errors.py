@@ -42,270 +42,191 @@ class HoldfastError(Exception):
     fault: ClassVar[Fault] = Fault.OURS
     exit_code: int = EXIT_INTERNAL
 
+    def __init_subclass__(cls, *, code: str = "") -> None:
+        """Set the code of a class; a class without one has its parent's."""
+        super().__init_subclass__()
+        cls.code = code or cls.code
 
-class CallerError(HoldfastError):
+
+class CallerError(HoldfastError, code="HF100"):
     """The caller asked for something that cannot be done."""
 
-    code = "HF100"
     fault = Fault.CALLER
     exit_code = EXIT_USAGE
 
 
-class UsageError(CallerError):
+class UsageError(CallerError, code="HF101"):
     """The command line itself: unknown flag, missing script, malformed number."""
 
-    code = "HF101"
 
-
-class ScriptError(CallerError):
+class ScriptError(CallerError, code="HF102"):
     """The training script is missing, is a folder, or cannot be executed."""
 
-    code = "HF102"
 
-
-class NodesError(CallerError):
+class NodesError(CallerError, code="HF103"):
     """--nnodes is malformed or impossible."""
 
-    code = "HF103"
+
+class ProcessesError(CallerError, code="HF104"):
+    """--nproc-per-node is malformed, not positive, or names a device that this node does not have."""
 
 
-class ProcessesError(CallerError):
-    """--nproc-per-node is malformed, not positive, or names a device this node lacks."""
-
-    code = "HF104"
-
-
-class EndpointError(CallerError):
+class EndpointError(CallerError, code="HF105"):
     """The rendezvous endpoint is malformed."""
 
-    code = "HF105"
 
-
-class RendezvousConfigError(CallerError):
+class RendezvousConfigError(CallerError, code="HF106"):
     """--rdzv-conf or --rdzv-backend is malformed or inconsistent."""
 
-    code = "HF106"
 
-
-class EnvironmentValueError(CallerError):
+class EnvironmentValueError(CallerError, code="HF107"):
     """A PET_ or HOLDFAST_ variable holds a value that does not parse."""
 
-    code = "HF107"
 
-
-class LogDirError(CallerError):
+class LogDirError(CallerError, code="HF108"):
     """The log directory cannot be created or written."""
 
-    code = "HF108"
 
-
-class PortInUseError(CallerError):
+class PortInUseError(CallerError, code="HF109"):
     """The endpoint's port is held by a process that is not this job's coordinator."""
 
-    code = "HF109"
 
-
-class NoAnswerError(PortInUseError):
+class NoAnswerError(PortInUseError, code="HF115"):
     """The endpoint accepts connections but does not answer: another service, or a coordinator that hangs."""
 
-    code = "HF115"
 
-
-class UnresolvedHostError(CallerError):
+class UnresolvedHostError(CallerError, code="HF110"):
     """The endpoint's host name did not resolve before the join deadline."""
 
-    code = "HF110"
 
-
-class RefusedError(CallerError):
+class RefusedError(CallerError, code="HF111"):
     """The coordinator refused this agent: another job, configuration, version or token."""
 
-    code = "HF111"
+
+class PlatformError(CallerError, code="HF112"):
+    """Not Linux, or a required feature of the platform is missing."""
 
 
-class PlatformError(CallerError):
-    """Not Linux, or something the platform must offer is missing."""
-
-    code = "HF112"
-
-
-class LogOptionsError(CallerError):
+class LogOptionsError(CallerError, code="HF113"):
     """--redirects, --tee or a log filter is malformed."""
 
-    code = "HF113"
+
+class BindingError(CallerError, code="HF114"):
+    """--numa-binding or --virtual-local-rank asks for a device or CPU that this node does not have."""
 
 
-class BindingError(CallerError):
-    """--numa-binding or --virtual-local-rank asks for what this node does not have."""
-
-    code = "HF114"
-
-
-class PicklingError(CallerError):
+class PicklingError(CallerError, code="HF116"):
     """holdfast.launch: the function or an argument cannot be sent to another process."""
 
-    code = "HF116"
 
-
-class MissingPackageError(CallerError):
+class MissingPackageError(CallerError, code="HF117"):
     """An optional package is needed for this; the message names the extra to install."""
 
-    code = "HF117"
 
-
-class LaunchTimeoutError(CallerError, TimeoutError):
+class LaunchTimeoutError(CallerError, TimeoutError, code="HF118"):
     """holdfast.launch: the `timeout` that the caller set ran out; the workers were stopped."""
 
-    code = "HF118"
 
-
-class StoppedError(CallerError):
+class StoppedError(CallerError, code="HF119"):
     """holdfast.launch: a signal from outside ended this node's part of the job; `exit_code` is 128+N."""
 
-    code = "HF119"
+
+class EtcdError(CallerError, code="HF120"):
+    """etcd cannot be used: it refuses user or password, lacks the API, or has a value that holdfast did not write."""
 
 
-class EtcdError(CallerError):
-    """etcd cannot be used: it refuses user or password, lacks the API, or holds what holdfast did not write."""
-
-    code = "HF120"
-
-
-class EtcdUnreachableError(EtcdError):
+class EtcdUnreachableError(EtcdError, code="HF121"):
     """No etcd server answered before the join deadline."""
 
-    code = "HF121"
+
+class BackendError(EtcdError, code="HF122"):
+    """A third party's rendezvous backend fails, or has a value that holdfast did not write."""
 
 
-class BackendError(EtcdError):
-    """A third party's rendezvous backend fails, or holds what holdfast did not write."""
-
-    code = "HF122"
-
-
-class BackendUnreachableError(EtcdUnreachableError):
+class BackendUnreachableError(EtcdUnreachableError, code="HF123"):
     """The storage of a third party's rendezvous backend did not answer before the join deadline."""
 
-    code = "HF123"
 
-
-class DataError(CallerError, ValueError):
+class DataError(CallerError, ValueError, code="HF124"):
     """holdfast.train: a loader or sampler cannot do what was asked, or a dataset contradicts its own description."""
 
-    code = "HF124"
 
-
-class DataStateError(DataError):
+class DataStateError(DataError, code="HF125"):
     """holdfast.train: a saved position does not belong to this loader: another dataset size, seed or order."""
 
-    code = "HF125"
+
+class ProcessGroupError(CallerError, ValueError, code="HF126"):
+    """holdfast.train: the environment does not make a process group, or a model or micro-batch does not fit it."""
 
 
-class ProcessGroupError(CallerError, ValueError):
-    """holdfast.train: the environment does not make a process group, or a model or micro-batch does not fit to it."""
-
-    code = "HF126"
-
-
-class NoRunError(CallerError):
+class NoRunError(CallerError, code="HF127"):
     """No such job runs on this host, or several do and none was named, or the run that was named has ended."""
 
-    code = "HF127"
 
-
-class ControlRefusedError(CallerError):
+class ControlRefusedError(CallerError, code="HF128"):
     """A running job refuses a question: the job belongs to another user, or its agent does not know the question."""
 
-    code = "HF128"
 
-
-class ControlSilentError(CallerError):
+class ControlSilentError(CallerError, code="HF129"):
     """A job's agent on this host does not answer in time: it is stopped, hangs, or the machine is in trouble."""
 
-    code = "HF129"
 
-
-class HostsError(CallerError):
+class HostsError(CallerError, code="HF140"):
     """--hosts, --hostfile, --include, --exclude or --host-discovery: malformed, no host, a host twice, or too few."""
 
-    code = "HF140"
 
-
-class HostUnreachableError(HostsError):
+class HostUnreachableError(HostsError, code="HF141"):
     """ssh cannot reach a host: its name, the network, its host key, or a login that needs a password."""
 
-    code = "HF141"
 
-
-class HostDiffersError(HostsError):
+class HostDiffersError(HostsError, code="HF142"):
     """A host differs from the others: another Python, torch, holdfast or script, a missing folder, too few cores."""
 
-    code = "HF142"
 
-
-class SubmitError(CallerError):
+class SubmitError(CallerError, code="HF143"):
     """`holdfast submit`: the request cannot be expressed for the scheduler, or the scheduler did not accept the job."""
 
-    code = "HF143"
 
-
-class ConfigFileError(CallerError):
+class ConfigFileError(CallerError, code="HF144"):
     """holdfast.toml or [tool.holdfast] in pyproject.toml: not TOML, an unknown key, a wrong type, a readable secret."""
 
-    code = "HF144"
 
-
-class RetentionError(CallerError, ValueError):
+class RetentionError(CallerError, ValueError, code="HF139"):
     """Keep(…), or `holdfast snaps prune --keep-…`: not a count, a time or a metric."""
 
-    code = "HF139"
 
-
-class StateTypeError(CallerError):
+class StateTypeError(CallerError, code="HF130"):
     """Something in a tracked object's state cannot be stored without pickle; the message names where it is."""
 
-    code = "HF130"
 
-
-class IntervalError(CallerError):
+class IntervalError(CallerError, code="HF131"):
     """`every=` of Snapshots is neither a time nor a number of steps."""
 
-    code = "HF131"
 
-
-class ShardingError(CallerError):
+class ShardingError(CallerError, code="HF132"):
     """The tracked objects do not match the saved state: a tensor is missing or has another shape."""
 
-    code = "HF132"
 
-
-class StateMismatchError(ShardingError):
+class StateMismatchError(ShardingError, code="HF134"):
     """The tracked objects are not the saved ones: objects or tensors are missing, left over, or of another kind."""
 
-    code = "HF134"
 
-
-class TrackingError(CallerError):
+class TrackingError(CallerError, code="HF133"):
     """An object given to `Snapshots.track` cannot be saved and restored, or the order of the calls is invalid."""
 
-    code = "HF133"
 
-
-class WorkerError(HoldfastError):
+class WorkerError(HoldfastError, code="HF200"):
     """A training process failed."""
 
-    code = "HF200"
     fault = Fault.WORKER
     exit_code = EXIT_FAILURE
 
 
-class WorkerFailedError(WorkerError):
+class WorkerFailedError(WorkerError, code="HF206"):
     """holdfast.launch: a worker failed and no restart was left; the cause is the worker's own exception.
 
     `exit_code` is the first failing worker's own, 128+N for signal N.
     """
-
-    code = "HF206"
 
     def __init__(self, message: str, *, exit_code: int = EXIT_FAILURE, rank: int | None = None, host: str = "") -> None:
         super().__init__(message)
@@ -321,125 +242,87 @@ class WorkerFailedError(WorkerError):
         """The run folder of this node; empty with log_dir="/dev/null"."""
 
 
-class PeerError(HoldfastError):
+class PeerError(HoldfastError, code="HF300"):
     """Another node, or the network to it."""
 
-    code = "HF300"
     fault = Fault.PEER
     exit_code = EXIT_FAILURE
 
 
-class JoinTimeoutError(PeerError):
+class JoinTimeoutError(PeerError, code="HF301"):
     """Too few nodes joined before the join deadline."""
 
-    code = "HF301"
 
-
-class CoordinatorUnreachableError(PeerError):
+class CoordinatorUnreachableError(PeerError, code="HF302"):
     """No coordinator answered at the endpoint before the join deadline."""
 
-    code = "HF302"
 
-
-class CoordinatorLostError(PeerError):
+class CoordinatorLostError(PeerError, code="HF303"):
     """The coordinator was lost and did not come back."""
 
-    code = "HF303"
 
-
-class ProtocolError(PeerError):
+class ProtocolError(PeerError, code="HF304"):
     """A peer sent bytes that violate the protocol."""
 
-    code = "HF304"
 
-
-class AuthenticationError(PeerError):
+class AuthenticationError(PeerError, code="HF305"):
     """A peer could not prove that it knows the job token, or a frame's MAC is wrong."""
 
-    code = "HF305"
 
-
-class SupersededError(PeerError):
+class SupersededError(PeerError, code="HF309"):
     """The scheduler requeued the job but could not end the processes of its earlier start: they end by themselves."""
 
-    code = "HF309"
 
-
-class SnapshotError(HoldfastError):
+class SnapshotError(HoldfastError, code="HF400"):
     """The saved state of a training job, or the disk that holds it."""
 
-    code = "HF400"
     fault = Fault.STORAGE
     exit_code = EXIT_FAILURE
 
 
-class SnapshotDamagedError(SnapshotError):
+class SnapshotDamagedError(SnapshotError, code="HF401"):
     """A snapshot is damaged: a file is missing, truncated, changed or exchanged. The snapshot is set aside."""
 
-    code = "HF401"
 
-
-class NoValidSnapshotError(SnapshotError):
+class NoValidSnapshotError(SnapshotError, code="HF402"):
     """The folder has damaged or unfinished snapshots and no valid one: training does not start from scratch unasked."""
 
-    code = "HF402"
 
-
-class SnapshotBusyError(SnapshotError):
+class SnapshotBusyError(SnapshotError, code="HF403"):
     """Another job uses the snapshot folder, or took it over from this one."""
 
-    code = "HF403"
 
-
-class SnapshotWriteError(SnapshotError):
+class SnapshotWriteError(SnapshotError, code="HF404"):
     """A snapshot could not be written: disk full, read-only, file too large. Older snapshots are unchanged."""
 
-    code = "HF404"
 
-
-class SnapshotIncompleteError(SnapshotError):
+class SnapshotIncompleteError(SnapshotError, code="HF405"):
     """Not every rank's part of a snapshot was written in time; it was not committed."""
 
-    code = "HF405"
 
-
-class SnapshotGoneError(SnapshotError):
+class SnapshotGoneError(SnapshotError, code="HF406"):
     """The snapshot was removed while it was read, by the retention of a running job or by a user."""
 
-    code = "HF406"
 
-
-class SnapshotVersionError(SnapshotError):
+class SnapshotVersionError(SnapshotError, code="HF407"):
     """The snapshot was written by a newer holdfast. It is not changed."""
 
-    code = "HF407"
+
+class SnapshotFolderError(SnapshotWriteError, code="HF408"):
+    """The snapshot folder of a running job was removed, renamed or unmounted. It is not created again."""
 
 
-class SnapshotFolderError(SnapshotWriteError):
-    """The snapshot folder of a running job was removed, renamed or unmounted. No new folder is made."""
-
-    code = "HF408"
-
-
-class SnapshotMemoryError(SnapshotError):
+class SnapshotMemoryError(SnapshotError, code="HF410"):
     """The memory tier cannot be used: /dev/shm is missing or too small for two copies of the state."""
 
-    code = "HF410"
 
-
-class SaverLostError(SnapshotWriteError):
+class SaverLostError(SnapshotWriteError, code="HF411"):
     """The process that writes snapshots died before it had written this one. The next save starts another."""
 
-    code = "HF411"
 
-
-class InternalError(HoldfastError):
+class InternalError(HoldfastError, code="HF901"):
     """A broken invariant. Carries the last events and commands."""
 
-    code = "HF901"
 
-
-class SupervisorLostError(InternalError):
+class SupervisorLostError(InternalError, code="HF903"):
     """The process that holds the workers of a node ends again and again, or cannot be started again."""
-
-    code = "HF903"

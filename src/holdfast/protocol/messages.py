@@ -14,9 +14,18 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
 
-from holdfast.protocol.bounds import ITEMS_MAX, WORKERS_PER_NODE_MAX, Count, LocalRank, Period, Port, Rank, Seconds
 from holdfast.protocol.outcome import Failure, Outcome
-from holdfast.protocol.policy import NodeSpec
+from holdfast.protocol.policy import (
+    ITEMS_MAX,
+    WORKERS_PER_NODE_MAX,
+    Count,
+    LocalRank,
+    NodeSpec,
+    Period,
+    Port,
+    Rank,
+    Seconds,
+)
 from holdfast.protocol.rank_progress import RankProgress, RankSample
 
 OF_ONE_NODE = Meta(max_length=WORKERS_PER_NODE_MAX)
@@ -46,7 +55,7 @@ class AgentMessage(Struct, frozen=True, array_like=True, tag=True):
 
 
 class Question(Enum):
-    """What a command on a node may ask of the whole job. A closed set."""
+    """The questions about the whole job that a command on a node may ask."""
 
     STATUS = "status"
     STACKS = "stacks"

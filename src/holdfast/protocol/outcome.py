@@ -6,8 +6,8 @@ from enum import Enum
 
 from msgspec import Struct
 
-from holdfast.protocol.bounds import Count, ExitCode, LocalRank, Rank, Seconds, Words
 from holdfast.protocol.errors import EXIT_FAILURE, EXIT_SIGNAL_BASE, HoldfastError
+from holdfast.protocol.policy import Count, ExitCode, LocalRank, Rank, Seconds, Words
 from holdfast.protocol.rank_progress import Finding, RankStory
 
 TEXT_BYTES_MAX = 16_384

@@ -1,12 +1,79 @@
-"""The definition of a job and the time limits of the control plane: plain data, fixed before the job starts."""
+"""What all parts of the control plane share: bounds of the numbers in messages, the definition of a job and its time
+limits, which are fixed before the job starts, and an event, a command and growing pauses of both machines. PURE.
+
+The decoders of protocol.codec check every message against the bounds. A number that no honest peer can send ends its
+sender's connection and never reaches a machine. Bounds that depend on the job are checked in coordinator.admission.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import Enum
+from typing import Annotated, TypeAlias
 
-from msgspec import Struct
+from msgspec import Meta, Struct
 
-from holdfast.protocol.bounds import Rank, Words, Workers
+WORKERS_PER_NODE_MAX = 4096
+RANKS_MAX = 2**31 - 1
+LINE_MAX = 2**31 - 1
+COUNT_MAX = 2**62
+"""COUNT_MAX + 1 still fits into every message and into the 64 bits of a board's word."""
+SECONDS_MAX = 1e12
+EXIT_CODE_MAX = 2**32
+ITEMS_MAX = 64
+"""Limit of entries in a table or list of texts that a peer sends."""
+
+Workers: TypeAlias = Annotated[int, Meta(ge=0, le=WORKERS_PER_NODE_MAX)]
+LocalRank: TypeAlias = Annotated[int, Meta(ge=0, lt=WORKERS_PER_NODE_MAX)]
+Rank: TypeAlias = Annotated[int, Meta(ge=0, le=RANKS_MAX)]
+Count: TypeAlias = Annotated[int, Meta(ge=0, le=COUNT_MAX)]
+Line: TypeAlias = Annotated[int, Meta(ge=-1, le=LINE_MAX)]
+"""Line of a source file; -1 or 0: none."""
+Port: TypeAlias = Annotated[int, Meta(ge=1, le=65_535)]
+PortOrNone: TypeAlias = Annotated[int, Meta(ge=0, le=65_535)]
+Seconds: TypeAlias = Annotated[float, Meta(ge=0, le=SECONDS_MAX)]
+"""Neither NaN nor infinite."""
+Period: TypeAlias = Annotated[float, Meta(ge=0.001, le=SECONDS_MAX)]
+"""Interval of something periodic."""
+ExitCode: TypeAlias = Annotated[int, Meta(ge=-1024, le=EXIT_CODE_MAX)]
+Words: TypeAlias = Annotated[dict[str, str], Meta(max_length=ITEMS_MAX)]
+
+
+class Tick(Struct, frozen=True):
+    """Event: a deadline given by next_deadline() has passed."""
+
+
+class Note(Struct, frozen=True):
+    """Command: write a decision and its reason into the journal."""
+
+    event: str
+    fields: dict[str, object]
+
+
+GROWTH = 2.0
+PAUSE_S_MAX = 60.0
+
+
+@dataclass(slots=True)
+class Pauses:
+    """Times at which a wait is reported again: soon at first, then after growing pauses."""
+
+    first_s: float
+    at_s: float
+    """When the next report is due."""
+    pause_s: float
+
+    @classmethod
+    def begin(cls, now: float, first_s: float) -> Pauses:
+        return cls(first_s, now + first_s, first_s)
+
+    def due(self, now: float) -> bool:
+        """Whether a report is due now; if so, the next pause begins."""
+        if now < self.at_s:
+            return False
+        self.pause_s = min(GROWTH * self.pause_s, max(PAUSE_S_MAX, self.first_s))
+        self.at_s = now + self.pause_s
+        return True
 
 
 class Grow(Enum):
@@ -59,7 +126,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     settle_s: float = 2.0
     """With min_nodes or more: quiet time after the newest arrival before the world is formed."""
     last_call_s: float = 30.0
-    """With min_nodes or more: never wait longer than this for more (rdzv-conf last_call_timeout)."""
+    """With min_nodes or more: maximum wait for more nodes (rdzv-conf last_call_timeout)."""
     gather_s: float = 0.5
     """Arrivals at a running job are gathered this long before it is regrouped for them."""
     lease_s: float = 6.0

@@ -12,7 +12,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from holdfast.protocol.bounds import Count, Line, LocalRank, Rank, Seconds
+from holdfast.protocol.policy import Count, Line, LocalRank, Rank, Seconds
 
 
 class Stage(Enum):
@@ -110,7 +110,7 @@ class JobView(Struct, frozen=True, kw_only=True):
 
 FRAMES_MAX = 64
 THREADS_MAX = 8
-"""Of one worker, beside the main thread."""
+"""Limit of threads of one worker, without the main thread."""
 THREAD_FRAMES_MAX = 16
 
 

@@ -1,28 +1,327 @@
-"""One connection without its socket: preamble, handshake, seal, frames, messages. PURE.
+"""One connection without its socket: preamble, handshake, then sealed frames with messages. PURE.
 
-Knows the order of events on a connection. The shells on both sides are thin, and the property tests feed it any bytes
-in any chunks.
+Knows this side's job and the peer's claims about its own; knows no sockets, time or randomness (nonces are arguments).
+The shells on both sides are thin, and the property tests feed it any bytes in any chunks. The handshake:
+
+    agent  Hello ──▶  coordinator           without a token
+           ◀── Accepted | Refusal
+
+    agent  Hello ──▶  coordinator           with a job token
+           ◀── Challenge | Refusal          the coordinator proves first that it knows the token
+           Proof ──▶                        or Refusal; only now the job is compared
+           ◀── Accepted | Refusal           Accepted and all that follows carry a MAC
+
+A refusal is final and readable for every protocol version. It names the values of both sides, but never the token. If
+the job has a token, only a peer that has proved the token gets these values.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Generic, TypeVar
 
+import msgspec
 from msgspec import Struct
 
-from holdfast.protocol.codec import encode
-from holdfast.protocol.errors import AuthenticationError, HoldfastError, ProtocolError
-from holdfast.protocol.framing import (
+from holdfast.protocol.codec import (
     FRAME_BYTES_MAX,
     HELLO_BYTES_MAX,
     PREAMBLE_BYTES,
+    PROTOCOL_VERSION,
     FrameReader,
+    encode,
     frame,
+    one_line,
     preamble,
     read_preamble,
 )
-from holdfast.protocol.handshake import Handshake
+from holdfast.protocol.errors import AuthenticationError, HoldfastError, ProtocolError, RefusedError
+from holdfast.protocol.policy import JobSpec, NodeSpec
+
+if TYPE_CHECKING:
+    from holdfast.protocol.seal import Seal
+
+NONCE_BYTES = 32
+REFUSAL_MARK = b"REFUSED\n"
+"""Start of a refusal; no MessagePack array begins with it. Code, newline and text follow. Fixed for all versions."""
+REFUSAL_CHARS_MAX = 1000
+SHOWN_CHARS_MAX = 64
+"""Texts of a peer are cut to this length before they are shown."""
+
+
+class Fingerprint(Struct, frozen=True, array_like=True):
+    """Values that must be the same on all nodes of a job."""
+
+    min_nodes: int
+    max_nodes: int
+    backend: str
+    fixed_ranks: bool
+    requeues: int = 0
+
+    def __str__(self) -> str:
+        nodes = str(self.max_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
+        ranks = ", fixed ranks" if self.fixed_ranks else ""
+        life = f", requeued {self.requeues} times" if self.requeues else ""
+        return f"--nnodes {nodes}, backend {_shown(self.backend)}{ranks}{life}"
+
+
+class Hello(Struct, frozen=True, array_like=True, tag="hello"):
+    """The first message of an agent; `on_connection` of the listener gets it too."""
+
+    version: int
+    run_id: str
+    fingerprint: Fingerprint
+    host: str
+    member: str
+    nonce: bytes
+    has_token: bool
+
+
+class Challenge(Struct, frozen=True, array_like=True, tag="challenge"):
+    nonce: bytes
+    proof: bytes
+
+
+class Proof(Struct, frozen=True, array_like=True, tag="proof"):
+    proof: bytes
+
+
+class Accepted(Struct, frozen=True, array_like=True, tag="accepted"):
+    version: int
+
+
+T = TypeVar("T")
+_encoder = msgspec.msgpack.Encoder()
+_hello_decoder = msgspec.msgpack.Decoder(Hello)
+_proof_decoder = msgspec.msgpack.Decoder(Proof)
+_answer_decoder: msgspec.msgpack.Decoder[Challenge | Accepted] = msgspec.msgpack.Decoder(Challenge | Accepted)
+_accepted_decoder = msgspec.msgpack.Decoder(Accepted)
+
+
+class Handshake:
+    """One side of the handshake, for a Session. It ends with `done` or with `error`."""
+
+    speaks_first = False
+
+    def __init__(self, token: bytes | None) -> None:
+        self._token = token
+        self.done = False
+        self.error: HoldfastError | None = None
+        self.seal: Seal | None = None
+
+    def opening(self) -> list[bytes]:
+        """Payloads to send before anything was received."""
+        return []
+
+    def meet(self, version: int) -> list[bytes]:
+        """The peer's preamble has arrived."""
+        raise NotImplementedError
+
+    def receive(self, payload: bytes) -> list[bytes]:
+        """Take a payload; returns what to send now. Never raises: see `error`."""
+        try:
+            if self.done or self.error is not None:
+                raise ProtocolError("the handshake is over")
+            return self._receive(payload)
+        except HoldfastError as error:
+            self.error = error
+            return []
+
+    def _receive(self, payload: bytes) -> list[bytes]:
+        raise NotImplementedError
+
+
+class ClientHandshake(Handshake):
+    """The agent's side. Its `error` is a RefusedError (final) or a ProtocolError."""
+
+    speaks_first = True
+
+    def __init__(self, job: JobSpec, node: NodeSpec, token: bytes | None, nonce: bytes) -> None:
+        super().__init__(token)
+        self._name = f"{_shown(node.host)} (this node)"
+        self._hello = _encoder.encode(
+            Hello(
+                version=PROTOCOL_VERSION,
+                run_id=_portable(job.run_id),
+                fingerprint=fingerprint_of(job),
+                host=node.host,
+                member=node.member,
+                nonce=nonce,
+                has_token=token is not None,
+            )
+        )
+
+    def opening(self) -> list[bytes]:
+        return [self._hello]
+
+    def meet(self, version: int) -> list[bytes]:
+        if version != PROTOCOL_VERSION:
+            self.error = RefusedError(_version_text(ours=version, theirs=PROTOCOL_VERSION, name=self._name))
+        return []
+
+    def _receive(self, payload: bytes) -> list[bytes]:
+        refusal = read_refusal(payload)
+        if refusal is not None:
+            raise RefusedError(refusal[1])
+        if self.seal is not None:
+            _decode(_accepted_decoder, self.seal.open(payload))
+            self.done = True
+            return []
+        answer = _decode(_answer_decoder, payload)
+        if isinstance(answer, Challenge):
+            return self._answer_challenge(answer)
+        if self._token is not None:
+            raise RefusedError(_token_presence_text(name=self._name, has_token=True))
+        self.done = True
+        return []
+
+    def _answer_challenge(self, challenge: Challenge) -> list[bytes]:
+        if self._token is None or len(challenge.nonce) != NONCE_BYTES:
+            raise ProtocolError("an unexpected challenge")
+        from holdfast.protocol.seal import Seal, prove, same, transcript  # hashing is loaded only for a token
+
+        said = transcript(self._hello, challenge.nonce)
+        if not same(challenge.proof, prove(self._token, "coordinator", said)):
+            # The coordinator gets the reason for its log. It says nothing that a stranger does not know already.
+            text = _token_differs_text(self._name)
+            self.error = RefusedError(text)
+            return [write_refusal(AuthenticationError.code, text)]
+        self.seal = Seal(self._token, "agent", said)
+        return [_encoder.encode(Proof(prove(self._token, "agent", said)))]
+
+
+class ServerHandshake(Handshake):
+    """The coordinator's side. After `done` it has the `hello`; the text of its `error` is safe for the log."""
+
+    def __init__(self, job: JobSpec, token: bytes | None, nonce: bytes) -> None:
+        super().__init__(token)
+        self._job = job
+        self._nonce = nonce
+        self._said = b""
+        self.hello: Hello | None = None
+
+    def meet(self, version: int) -> list[bytes]:
+        if version == PROTOCOL_VERSION:
+            return []
+        return self._refuse(RefusedError(_version_text(ours=PROTOCOL_VERSION, theirs=version, name="the node")))
+
+    def _receive(self, payload: bytes) -> list[bytes]:
+        return self._hear_hello(payload) if self.hello is None else self._hear_proof(payload)
+
+    def _hear_hello(self, payload: bytes) -> list[bytes]:
+        hello = _decode(_hello_decoder, payload)
+        if len(hello.nonce) != NONCE_BYTES:
+            raise ProtocolError("a hello with a malformed nonce")
+        self.hello = hello
+        contradiction = self._contradiction(hello) if self._token is None else self._unproven(hello)
+        if contradiction is not None:
+            return self._refuse(RefusedError(contradiction))
+        if self._token is None:
+            self.done = True
+            return [_encoder.encode(Accepted(PROTOCOL_VERSION))]
+        from holdfast.protocol.seal import prove, transcript  # hashing is loaded only for a token
+
+        self._said = transcript(payload, self._nonce)
+        return [_encoder.encode(Challenge(self._nonce, prove(self._token, "coordinator", self._said)))]
+
+    def _hear_proof(self, payload: bytes) -> list[bytes]:
+        assert self._token is not None  # without a token the handshake is over with the hello
+        assert self.hello is not None
+        from holdfast.protocol.seal import Seal, prove, same
+
+        refusal = read_refusal(payload)
+        if refusal is not None:
+            self.error = AuthenticationError(refusal[1])
+            return []
+        proof = _decode(_proof_decoder, payload)
+        if not same(proof.proof, prove(self._token, "agent", self._said)):
+            return self._refuse(AuthenticationError(_token_differs_text(_shown(self.hello.host))))
+        contradiction = self._contradiction(self.hello)
+        if contradiction is not None:
+            return self._refuse(RefusedError(contradiction))
+        self.seal = Seal(self._token, "coordinator", self._said)
+        self.done = True
+        return [self.seal.seal(_encoder.encode(Accepted(PROTOCOL_VERSION)))]
+
+    def _unproven(self, hello: Hello) -> str | None:
+        """Why to refuse a peer that has not proved the token yet, without any value of the job; None: no reason."""
+        name = _shown(hello.host)
+        if hello.version != PROTOCOL_VERSION:
+            return _version_text(ours=PROTOCOL_VERSION, theirs=hello.version, name=name)
+        return None if hello.has_token else _token_presence_text(name=name, has_token=False)
+
+    def _contradiction(self, hello: Hello) -> str | None:
+        """Why this node cannot belong to this job, most important first; None: it can."""
+        name = _shown(hello.host)
+        if hello.version != PROTOCOL_VERSION:
+            return _version_text(ours=PROTOCOL_VERSION, theirs=hello.version, name=name)
+        if hello.run_id != _portable(self._job.run_id):
+            return (
+                f"this endpoint serves the job with --rdzv-id {_shown(self._job.run_id)}, "
+                f"but {name} asks for {_shown(hello.run_id)}"
+            )
+        ours = fingerprint_of(self._job)
+        if hello.fingerprint != ours:
+            return f"the nodes were started differently: the coordinator with {ours}; {name} with {hello.fingerprint}"
+        if hello.has_token != (self._token is not None):
+            return _token_presence_text(name=name, has_token=hello.has_token)
+        return None
+
+    def _refuse(self, error: HoldfastError) -> list[bytes]:
+        self.error = error
+        return [write_refusal(error.code, str(error))]
+
+
+def fingerprint_of(job: JobSpec) -> Fingerprint:
+    return Fingerprint(job.min_nodes, job.max_nodes, job.backend, job.fixed_ranks, job.requeues)
+
+
+def write_refusal(code: str, text: str) -> bytes:
+    return REFUSAL_MARK + f"{code}\n{text[:REFUSAL_CHARS_MAX]}".encode("utf-8", "replace")
+
+
+def read_refusal(payload: bytes) -> tuple[str, str] | None:
+    """(code, text) without control characters; None: the payload is not a refusal."""
+    if not payload.startswith(REFUSAL_MARK):
+        return None
+    code, _, text = payload[len(REFUSAL_MARK) :].decode("utf-8", "replace").partition("\n")
+    return one_line(code[:16]), one_line(text[:REFUSAL_CHARS_MAX]) or "the coordinator gave no reason"
+
+
+def _version_text(*, ours: int, theirs: int, name: str) -> str:
+    return (
+        f"the coordinator speaks version {ours} of the protocol, {name} version {theirs}; "
+        "install the same holdfast on all nodes"
+    )
+
+
+def _token_presence_text(*, name: str, has_token: bool) -> str:
+    advice = "set HOLDFAST_TOKEN or --rdzv-conf token_file= on all nodes, or on none"
+    if has_token:
+        return f"{name} has a job token, the coordinator has none; {advice}"
+    return f"the coordinator has a job token, {name} has none; {advice}"
+
+
+def _token_differs_text(name: str) -> str:
+    return f"the job token of {name} and that of the coordinator differ"
+
+
+def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:
+    try:
+        return decoder.decode(payload)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"a malformed handshake: {error}") from None
+
+
+def _portable(text: str) -> str:
+    """The text with invalid UTF-8 bytes escaped: arguments of the command line may contain some."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _shown(text: str) -> str:
+    """A peer's text for a log line: short, quoted, without control characters."""
+    return repr(text if len(text) <= SHOWN_CHARS_MAX else text[:SHOWN_CHARS_MAX] + "…")
+
 
 Received = TypeVar("Received")
 

@@ -67,8 +67,8 @@ def claim(endpoint: Endpoint, *, standalone: bool = False, is_host: bool | None 
     must = is_host is True or standalone or endpoint.port == 0
     if is_host is False and not standalone:
         if endpoint.port == 0:
-            raise EndpointError(f"the endpoint {endpoint} has port 0 (pick a free one), but is_host forbids to host")
-        return _connect(endpoint, "is_host forbids to host")
+            raise EndpointError(f"the endpoint {endpoint} has port 0 (any free port), but is_host forbids hosting")
+        return _connect(endpoint, "is_host forbids hosting")
     addresses = _LOOPBACK if standalone else _addresses(endpoint.host)
     if not addresses and not must:
         return _connect(endpoint, f"{endpoint.host} does not resolve yet")
@@ -81,7 +81,7 @@ def claim(endpoint: Endpoint, *, standalone: bool = False, is_host: bool | None 
         return _hosted(listening)
     if is_host is not True:
         if endpoint.port == 0:
-            raise EndpointError(f"the endpoint {endpoint} has port 0 (pick a free one), but is not on this machine")
+            raise EndpointError(f"the endpoint {endpoint} has port 0 (any free port), but is not on this machine")
         return _connect(endpoint, f"{endpoint.host} is not an address of this machine")
     listening = _listen_somewhere(_WILDCARD, endpoint.port)
     if isinstance(listening, str) or not listening:

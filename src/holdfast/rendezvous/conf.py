@@ -1,18 +1,73 @@
-"""Parses `--rdzv-endpoint` and `--rdzv-conf` by torchrun's grammar into typed values. PURE.
+"""The rendezvous backends by name, and `--rdzv-endpoint` and `--rdzv-conf` by torchrun's grammar as typed values.
 
-Knows the keys of each backend and their meaning for holdfast.
+Knows the keys of each backend and their meaning for holdfast; opens no socket.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec.structs import replace
 
 from holdfast.protocol.errors import EndpointError, RendezvousConfigError
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.policy import Limits
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+GROUP = "holdfast.rendezvous"
+"""Entry points of this group are backends; contract: third_party.py."""
+
+
+class RegisteredBackend(NamedTuple):
+    default_port: int | None
+    """None: the endpoint must name one."""
+
+
+BACKENDS = {
+    "c10d": RegisteredBackend(default_port=29400),
+    "static": RegisteredBackend(default_port=None),
+    "etcd": RegisteredBackend(default_port=2379),
+    "etcd-v2": RegisteredBackend(default_port=2379),
+}
+"""The built-in backends. Packages cannot use their names."""
+
+
+def is_built_in(name: str) -> bool:
+    return name in BACKENDS
+
+
+def check_backend(name: str) -> None:
+    """Raises RendezvousConfigError for a name that is neither built in nor known from an installed package."""
+    if is_built_in(name):
+        return
+    installed = {entry.name for entry in installed_backends()}
+    if name in installed:
+        return
+    import difflib  # only for a mistyped name
+
+    known = [*BACKENDS, *sorted(installed - BACKENDS.keys())]
+    nearest = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+    hint = f"did you mean {nearest[0]}?" if nearest else f"known are {', '.join(known)}"
+    raise RendezvousConfigError(f"--rdzv-backend {name!r} is unknown; {hint}")
+
+
+def default_port(name: str) -> int | None:
+    """The default port of a built-in backend; None: the endpoint must name one."""
+    return BACKENDS[name].default_port
+
+
+def installed_backends() -> list[EntryPoint]:
+    """The backends of installed packages. Reading the metadata of all packages takes milliseconds, so this is only done
+    for a name that is not built in, or for a message that lists the names.
+    """
+    from importlib.metadata import entry_points
+
+    return list(entry_points(group=GROUP))
+
 
 PORT_MAX = 65535
 
@@ -118,88 +173,72 @@ def parse_conf(text: str) -> dict[str, str]:
     return conf
 
 
-def get_int(conf: Conf, key: str) -> int | None:
-    """None when the key is not there. Raises RendezvousConfigError unless it is an int literal."""
-    value = conf.get(key)
-    if value is None:
-        return None
+def whole_number(key: str, text: str) -> int:
     try:
-        return int(value)
+        return int(text)
     except ValueError:
-        raise RendezvousConfigError(f"--rdzv-conf {key}={value}: not a whole number") from None
+        raise RendezvousConfigError(f"--rdzv-conf {key}={text}: not a whole number") from None
 
 
-def get_seconds(conf: Conf, key: str) -> float | None:
-    """None when the key is not there. Raises RendezvousConfigError unless it is a positive number."""
-    value = conf.get(key)
-    if value is None:
-        return None
+def seconds(key: str, text: str) -> float:
     try:
-        seconds = float(value)
+        value = float(text)
     except ValueError:
-        raise RendezvousConfigError(f"--rdzv-conf {key}={value}: not a number of seconds") from None
-    if not 0 < seconds <= SECONDS_MAX:
-        raise RendezvousConfigError(f"--rdzv-conf {key}={value}: must be positive (and at most a year)")
-    return seconds
-
-
-def get_whole_seconds(conf: Conf, key: str) -> float | None:
-    """None when the key is not there. Raises RendezvousConfigError unless it is a positive int literal."""
-    value = get_int(conf, key)
-    return None if value is None else get_seconds({key: str(value)}, key)
-
-
-def get_positive_int(conf: Conf, key: str) -> int | None:
-    value = get_int(conf, key)
-    if value is not None and value < 1:
-        raise RendezvousConfigError(f"--rdzv-conf {key}={conf[key]}: must be positive")
+        raise RendezvousConfigError(f"--rdzv-conf {key}={text}: not a number of seconds") from None
+    if not 0 < value <= SECONDS_MAX:
+        raise RendezvousConfigError(f"--rdzv-conf {key}={text}: must be positive (and at most a year)")
     return value
 
 
-def get_bool(conf: Conf, key: str) -> bool | None:
-    """None when the key is not there. Raises RendezvousConfigError unless it is one of torchrun's words."""
-    value = conf.get(key)
-    if value is None:
-        return None
-    if value.lower() in TRUE_WORDS:
-        return True
-    if value.lower() in FALSE_WORDS:
-        return False
-    raise RendezvousConfigError(f"--rdzv-conf {key}={value}: neither true (1, t, yes, y) nor false (0, f, no, n)")
+def whole_seconds(key: str, text: str) -> float:
+    return seconds(key, str(whole_number(key, text)))
 
 
-def get_text(conf: Conf, key: str) -> str | None:
-    return conf.get(key)
+def positive_number(key: str, text: str) -> int:
+    value = whole_number(key, text)
+    if value < 1:
+        raise RendezvousConfigError(f"--rdzv-conf {key}={text}: must be positive")
+    return value
 
 
-def get_store_type(conf: Conf, key: str) -> str | None:
-    value = conf.get(key)
-    if value is None or value.lower() == "tcp":
-        return value
-    if value.lower() == "file":
+def flag(key: str, text: str) -> bool:
+    """One of torchrun's words for true and false."""
+    if text.lower() in TRUE_WORDS | FALSE_WORDS:
+        return text.lower() in TRUE_WORDS
+    raise RendezvousConfigError(f"--rdzv-conf {key}={text}: neither true (1, t, yes, y) nor false (0, f, no, n)")
+
+
+def plain_text(_: str, text: str) -> str:
+    return text
+
+
+def store_type(key: str, text: str) -> str:
+    if text.lower() == "tcp":
+        return text
+    if text.lower() == "file":
         raise RendezvousConfigError(
             "--rdzv-conf store_type=file is not supported: agents meet at an address; use --rdzv-endpoint HOST:PORT "
             "of one of the nodes, or --standalone on a single node"
         )
-    raise RendezvousConfigError(f"--rdzv-conf {key}={value}: must be tcp")
+    raise RendezvousConfigError(f"--rdzv-conf {key}={text}: must be tcp")
 
 
-def get_protocol(conf: Conf, key: str) -> str | None:
-    value = conf.get(key)
-    if value is not None and value not in ("http", "https"):
-        raise RendezvousConfigError(f"--rdzv-conf {key}={value}: must be http or https")
-    return value
+def protocol(key: str, text: str) -> str:
+    if text not in ("http", "https"):
+        raise RendezvousConfigError(f"--rdzv-conf {key}={text}: must be http or https")
+    return text
 
 
-def get_lease_ttl(conf: Conf, key: str) -> int | None:
-    value = get_int(conf, key)
-    if value is not None and not LEASE_TTL_S_MIN <= value <= LEASE_TTL_S_MAX:
+def lease_ttl(key: str, text: str) -> int:
+    value = whole_number(key, text)
+    if not LEASE_TTL_S_MIN <= value <= LEASE_TTL_S_MAX:
         limits = f"{LEASE_TTL_S_MIN} to {LEASE_TTL_S_MAX}"
-        raise RendezvousConfigError(f"--rdzv-conf {key}={value}: a lease in etcd lasts {limits} whole seconds")
+        raise RendezvousConfigError(f"--rdzv-conf {key}={text}: a lease in etcd lasts {limits} whole seconds")
     return value
 
 
-Getter = Callable[[Conf, str], Value | None]
+Parser = Callable[[str, str], Value]
+"""Gets key and value of an entry of the configuration. Raises RendezvousConfigError."""
 
 THIRD_PARTY = "third-party"
 """Name for any backend of an installed package: holdfast's keys that it has in addition to its own."""
@@ -207,55 +246,55 @@ THIRD_PARTY = "third-party"
 SLOW_PER_REPORT = 4
 """Ranks that may only be slow are reported after this many times hang_report."""
 
-_OURS: dict[str, Getter] = {
-    "token_file": get_text,
-    "lease": get_seconds,
-    "hang_report": get_seconds,
-    "hang_report_max": get_seconds,
+_OURS: dict[str, Parser] = {
+    "token_file": plain_text,
+    "lease": seconds,
+    "hang_report": seconds,
+    "hang_report_max": seconds,
 }
-_DYNAMIC: dict[str, Getter] = {
-    "join_timeout": get_whole_seconds,
-    "last_call_timeout": get_whole_seconds,
-    "heartbeat_timeout": get_whole_seconds,
-    "keep_alive_interval": get_whole_seconds,
-    "keep_alive_max_attempt": get_positive_int,
-    "settle": get_seconds,
+_DYNAMIC: dict[str, Parser] = {
+    "join_timeout": whole_seconds,
+    "last_call_timeout": whole_seconds,
+    "heartbeat_timeout": whole_seconds,
+    "keep_alive_interval": whole_seconds,
+    "keep_alive_max_attempt": positive_number,
+    "settle": seconds,
     **_OURS,
 }
-_ETCD: dict[str, Getter] = {
-    "protocol": get_protocol,
-    "endpoints": get_text,
-    "etcd_prefix": get_text,
-    "lease_ttl": get_lease_ttl,
-    "user": get_text,
-    "password": get_text,
-    "password_file": get_text,
+_ETCD: dict[str, Parser] = {
+    "protocol": protocol,
+    "endpoints": plain_text,
+    "etcd_prefix": plain_text,
+    "lease_ttl": lease_ttl,
+    "user": plain_text,
+    "password": plain_text,
+    "password_file": plain_text,
 }
-KEYS: dict[str, dict[str, Getter]] = {
-    "c10d": {**_DYNAMIC, "is_host": get_bool, "store_type": get_store_type},
-    "static": {"timeout": get_whole_seconds, **_OURS},
+KEYS: dict[str, dict[str, Parser]] = {
+    "c10d": {**_DYNAMIC, "is_host": flag, "store_type": store_type},
+    "static": {"timeout": whole_seconds, **_OURS},
     "etcd-v2": {
         **_DYNAMIC,
         **_ETCD,
-        "ssl_cert": get_text,
-        "ssl_cert_key": get_text,
-        "ca_cert": get_text,
+        "ssl_cert": plain_text,
+        "ssl_cert_key": plain_text,
+        "ca_cert": plain_text,
     },
     "etcd": {
-        "timeout": get_whole_seconds,
-        "last_call_timeout": get_whole_seconds,
+        "timeout": whole_seconds,
+        "last_call_timeout": whole_seconds,
         **_ETCD,
-        "cert": get_text,
-        "key": get_text,
-        "cacert": get_text,
-        "settle": get_seconds,
+        "cert": plain_text,
+        "key": plain_text,
+        "cacert": plain_text,
+        "settle": seconds,
         **_OURS,
     },
-    THIRD_PARTY: {**_DYNAMIC, "lease_ttl": get_lease_ttl},
+    THIRD_PARTY: {**_DYNAMIC, "lease_ttl": lease_ttl},
 }
 """The known keys by backend, each with its parser."""
 
-_IDLE: dict[str, Getter] = {"close_timeout": get_whole_seconds, "read_timeout": get_whole_seconds}
+_IDLE: dict[str, Parser] = {"close_timeout": whole_seconds, "read_timeout": whole_seconds}
 _IDLE_BY_BACKEND = {"c10d": _IDLE, "etcd-v2": _IDLE}
 """Keys of torchrun for waits that holdfast does not have: checked as torchrun does, then reported as without effect."""
 
@@ -280,7 +319,7 @@ def in_its_words(backend: str, conf: Conf) -> Conf:
     for other, own in _SAME.items():
         if other in conf and own not in conf and own in KEYS[backend] and other not in KEYS[backend]:
             try:
-                get_whole_seconds(conf, other)
+                whole_seconds(other, conf[other])
             except RendezvousConfigError:
                 return conf
             return {own if key == other else key: value for key, value in conf.items()}
@@ -289,12 +328,13 @@ def in_its_words(backend: str, conf: Conf) -> Conf:
 
 def read_conf(backend: str, conf: Conf) -> dict[str, Value]:
     """The known keys with their typed values. Raises RendezvousConfigError on the first bad value."""
-    values: dict[str, Value] = {}
-    for key, getter in (KEYS[backend] | _IDLE_BY_BACKEND.get(backend, {})).items():
-        value = getter(conf, key)
-        if value is not None:
-            values[key] = value
-    return values
+    parsers = KEYS[backend] | _IDLE_BY_BACKEND.get(backend, {})
+    return {key: parse(key, conf[key]) for key, parse in parsers.items() if key in conf}
+
+
+def read_is_host(conf: Conf) -> bool | None:
+    """`is_host` of c10d; None: not given."""
+    return flag("is_host", conf["is_host"]) if "is_host" in conf else None
 
 
 def unknown_key_notices(backend: str, conf: Conf, *, name: str = "", own: Collection[str] = ()) -> list[str]:
@@ -310,10 +350,10 @@ def unknown_key_notices(backend: str, conf: Conf, *, name: str = "", own: Collec
         if key in known:
             continue
         if key in idle:
-            notices.append(f"--rdzv-conf {key} has no effect: holdfast has nothing to wait for there")
+            notices.append(f"--rdzv-conf {key} has no effect: holdfast has no such wait")
             continue
         if _SAME.get(key) in conf:
-            notices.append(f"--rdzv-conf {key} has no effect: {_SAME[key]} says the same, and counts")
+            notices.append(f"--rdzv-conf {key} has no effect: {_SAME[key]} has the same meaning and is used")
             continue
         nearest = _nearest(backend, key, known)
         hint = f"; did you mean {nearest}?" if nearest else ""
@@ -335,45 +375,32 @@ def _nearest(backend: str, key: str, known: Collection[str]) -> str | None:
 
 def limits_from_conf(backend: str, conf: Conf, base: Limits) -> Limits:
     """`base` with the values of the configuration. Raises RendezvousConfigError on any bad value."""
-    conf = in_its_words(backend, conf)
-    read_conf(backend, conf)
-    seconds = {key: get_seconds(conf, key) for key in KEYS[backend] if key in _SECONDS}
+    values = read_conf(backend, in_its_words(backend, conf))
+    numbers = {key: float(value) for key, value in values.items() if not isinstance(value, str)}
     limits = base
     if backend in ("static", "etcd"):
-        limits = replace(limits, join_s=seconds.get("timeout") or STATIC_JOIN_S)
-    elif join_s := seconds.get("join_timeout"):
+        limits = replace(limits, join_s=numbers.get("timeout", STATIC_JOIN_S))
+    elif join_s := numbers.get("join_timeout"):
         limits = replace(limits, join_s=join_s)
-    if last_call_s := seconds.get("last_call_timeout"):
+    if last_call_s := numbers.get("last_call_timeout"):
         limits = replace(limits, last_call_s=last_call_s)
-    if settle_s := seconds.get("settle"):
+    if settle_s := numbers.get("settle"):
         limits = replace(limits, settle_s=settle_s)
-    if hang_report_s := seconds.get("hang_report"):
+    if hang_report_s := numbers.get("hang_report"):
         look_gap_s = min(limits.look_gap_s, hang_report_s / 2)
         slow_report_s = SLOW_PER_REPORT * hang_report_s
         limits = replace(limits, hang_report_s=hang_report_s, look_gap_s=look_gap_s, slow_report_s=slow_report_s)
-    if hang_report_max_s := seconds.get("hang_report_max"):
+    if hang_report_max_s := numbers.get("hang_report_max"):
         limits = replace(limits, hang_report_max_s=hang_report_max_s)
-    return _patience(backend, conf, seconds.get("heartbeat_timeout"), limits)
+    return _patience(numbers, limits)
 
 
-_SECONDS = frozenset(
-    {
-        "timeout",
-        "join_timeout",
-        "last_call_timeout",
-        "settle",
-        "heartbeat_timeout",
-        "lease",
-        "hang_report",
-        "hang_report_max",
-    }
-)
-
-
-def _patience(backend: str, conf: Conf, heartbeat_s: float | None, limits: Limits) -> Limits:
+def _patience(numbers: Mapping[str, float], limits: Limits) -> Limits:
     """The limits with lease and fence. `lease` has priority over torchrun's interval times attempts. A given
     `heartbeat_timeout` is the age of an unanswered ping at which an agent kills its workers."""
-    lease_s = get_seconds(conf, "lease") or _keep_alive_s(backend, conf)
+    lease_s, heartbeat_s = numbers.get("lease"), numbers.get("heartbeat_timeout")
+    if lease_s is None and numbers.keys() & {"keep_alive_interval", "keep_alive_max_attempt"}:
+        lease_s = numbers.get("keep_alive_interval", 5.0) * numbers.get("keep_alive_max_attempt", 3.0)
     fence_s = limits.fence_s if lease_s is None else lease_s * FENCE_PER_LEASE
     if heartbeat_s is not None:
         fence_s = heartbeat_s if lease_s is None else min(fence_s, heartbeat_s)
@@ -382,14 +409,3 @@ def _patience(backend: str, conf: Conf, heartbeat_s: float | None, limits: Limit
         return limits
     ping_interval_s = min(limits.ping_interval_s, lease_s / PINGS_PER_LEASE, fence_s * FENCE_PER_LEASE / 2)
     return replace(limits, lease_s=lease_s, fence_s=fence_s, ping_interval_s=ping_interval_s)
-
-
-def _keep_alive_s(backend: str, conf: Conf) -> float | None:
-    """torchrun's interval times attempts; None: neither is given."""
-    if "keep_alive_interval" not in KEYS[backend]:
-        return None
-    interval_s = get_seconds(conf, "keep_alive_interval")
-    attempts = get_positive_int(conf, "keep_alive_max_attempt")
-    if interval_s is None and attempts is None:
-        return None
-    return (interval_s or 5.0) * (attempts or 3)

@@ -1,6 +1,6 @@
 """Election of the coordinator by etcd or by a third party's shared value: records, interfaces and the choice of one.
 
-etcd.py implements the lease in etcd, shared_value.py the lease in a third party's value. Both are needed: etcd counts a
+etcd.py implements the lease in etcd, third_party.py the lease in a third party's value. Both are needed: etcd counts a
 lease from its last renewal and renews it without a write. A lease in a value starts to count when another node first
 reads it, so a silent host is replaced up to one lease later, and each renewal is a write, which etcd would keep in its
 history.
@@ -16,12 +16,9 @@ from typing import Protocol, TypeVar
 import msgspec
 from msgspec import Struct
 
-from holdfast.protocol.errors import BackendError, EtcdUnreachableError, HoldfastError, RendezvousConfigError
-from holdfast.protocol.options import Endpoint, EtcdOptions, RunOptions, ThirdPartyOptions
-from holdfast.rendezvous.conf import KEYS, THIRD_PARTY, Conf, read_conf
-from holdfast.rendezvous.third_party import Backend, Place, SharedValue
+from holdfast.protocol.errors import EtcdUnreachableError, HoldfastError
+from holdfast.protocol.options import Endpoint, EtcdOptions, RunOptions
 
-LEASE_TTL_S = 5
 RECORD_BYTES_MAX = 4096
 SHOWN_CHARS_MAX = 60
 CALL_S_MAX = 1.0
@@ -90,15 +87,15 @@ def read_record(
 ) -> Record:
     """The record in a value. Raises `fault` if this job did not write it. `where` and `remedy` are for the message."""
     if len(value) > RECORD_BYTES_MAX:
-        raise fault(f"{where} holds {len(value)} bytes that are not holdfast's{remedy}")
+        raise fault(f"{where} has {len(value)} bytes that holdfast did not write{remedy}")
     try:
         record = msgspec.json.decode(value, type=kind)
     except msgspec.DecodeError:  # ValidationError too
         shown = value[:SHOWN_CHARS_MAX].decode("utf-8", "replace")
-        raise fault(f"{where} holds what holdfast did not write: {shown!r}{remedy}") from None
+        raise fault(f"{where} has a value that holdfast did not write: {shown!r}{remedy}") from None
     owner = getattr(record, "run_id", "")
     if owner != run_id:
-        raise fault(f"{where} holds the record of the job {owner!r}, not of {run_id!r}{remedy}")
+        raise fault(f"{where} has the record of the job {owner!r}, not of {run_id!r}{remedy}")
     return record
 
 
@@ -121,7 +118,7 @@ def election_for(options: RunOptions) -> Election | None:
     if options.etcd is not None:
         return EtcdElection(options.etcd, options.job.run_id)
     if options.third_party is not None:
-        from holdfast.rendezvous.registry import load_third_party
+        from holdfast.rendezvous.third_party import ValueElection, load_third_party
 
         name = options.job.backend
         return ValueElection(name, load_third_party(name), options.third_party, options.job.run_id)
@@ -143,60 +140,6 @@ class EtcdElection:
 
     def own_address(self) -> str:
         return address_towards(self._etcd.endpoints)
-
-
-class ValueElection:
-    def __init__(self, name: str, backend: Backend, options: ThirdPartyOptions, run_id: str) -> None:
-        from holdfast.rendezvous.shared_value import ValueWatch
-
-        self._name = name
-        self._backend = backend
-        self._place = Place(options.endpoint, run_id, options.conf)
-        self._watch = ValueWatch(options.lease_ttl_s)
-        self.lease_ttl_s: float = options.lease_ttl_s
-        self.by_loopback = "no route leads out of this machine"
-
-    def open_api(self) -> Api:
-        from holdfast.rendezvous.shared_value import ValueApi
-
-        return ValueApi(self._name, open_value(self._name, self._backend, self._place), self._place.run_id, self._watch)
-
-    def own_address(self) -> str:
-        from holdfast.rendezvous.shared_value import ask
-
-        value = open_value(self._name, self._backend, self._place)
-        try:
-            return ask(self._name, value.local_address) or address_of_default_route()
-        finally:
-            value.close()
-
-
-def open_value(name: str, backend: Backend, place: Place) -> SharedValue:
-    """The backend's value. Raises RendezvousConfigError, or BackendError when the backend breaks its contract."""
-    from holdfast.rendezvous.shared_value import ask
-
-    try:
-        value = ask(name, lambda: backend.open(place), passing=(ValueError,))
-    except ValueError as error:
-        raise RendezvousConfigError(f"--rdzv-backend {name}: {error}") from None
-    if not isinstance(value, SharedValue):
-        raise BackendError(f"rendezvous backend {name}: open() must return a SharedValue, not {value!r:.60}")
-    return value
-
-
-def read_third_party(name: str, backend: Backend, endpoint: str, run_id: str, conf: Conf) -> ThirdPartyOptions:
-    """The options of an election by this backend, after the backend has checked them.
-
-    Raises RendezvousConfigError, EndpointError or BackendError.
-    """
-    taken = sorted(KEYS[THIRD_PARTY].keys() & set(backend.conf_keys))
-    if taken:
-        raise RendezvousConfigError(f"--rdzv-backend {name}: its conf_keys {', '.join(taken)} are holdfast's own")
-    own = {key: value for key, value in conf.items() if key in backend.conf_keys}
-    lease_ttl_s = read_conf(THIRD_PARTY, conf).get("lease_ttl", LEASE_TTL_S)
-    assert isinstance(lease_ttl_s, int)
-    open_value(name, backend, Place(endpoint, run_id, own)).close()
-    return ThirdPartyOptions(endpoint=endpoint, conf=own, lease_ttl_s=lease_ttl_s)
 
 
 def address_towards(endpoints: tuple[Endpoint, ...]) -> str:

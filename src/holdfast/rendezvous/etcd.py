@@ -1,4 +1,4 @@
-"""etcd: its options (`--rdzv-conf`, TLS) and the coordinator's lease in it. The APIs are etcd_v2.py and etcd_v3.py.
+"""etcd: its options (`--rdzv-conf`, TLS) and the coordinator's lease in it. The clients are in etcd_stores.py.
 
 The lease consists of two keys with a time to live. `<prefix>/<run id>/coordinator` lives for one lease and names the
 leader and its address. `<prefix>/<run id>/memory` outlives the leader and has the constraints for the next one. A new
@@ -22,9 +22,8 @@ import msgspec
 
 from holdfast.protocol.errors import EtcdError, EtcdUnreachableError, RendezvousConfigError
 from holdfast.protocol.options import Endpoint, EtcdOptions
-from holdfast.rendezvous.conf import Conf, parse_endpoint, read_conf
+from holdfast.rendezvous.conf import Conf, default_port, parse_endpoint, read_conf
 from holdfast.rendezvous.elections import CALL_S_MAX, Api, Leader, Memory, Record, read_record
-from holdfast.rendezvous.registry import default_port
 
 PASSWORD_BYTES_MAX = 4096
 _FILES = {
@@ -71,13 +70,9 @@ def open_api(options: EtcdOptions, run_id: str) -> Api:
 
 
 def _open_store(options: EtcdOptions, key: str) -> Store:
-    if options.api == "v2":
-        from holdfast.rendezvous.etcd_v2 import StoreV2
+    from holdfast.rendezvous.etcd_stores import StoreV2, open_v3
 
-        return StoreV2(options)
-    from holdfast.rendezvous.etcd_v3 import open_v3
-
-    return open_v3(options, key)
+    return StoreV2(options) if options.api == "v2" else open_v3(options, key)
 
 
 def leader_key(options: EtcdOptions, run_id: str) -> str:
@@ -171,7 +166,7 @@ class EtcdLeaderLease:
                 self._memory_version = version
                 self.previous_leader = memory if found is not None else None
                 return
-        raise EtcdUnreachableError(f"the key {self._api.memory_key} changes all the time")
+        raise EtcdUnreachableError(f"the key {self._api.memory_key} keeps changing")
 
     def _is_ours(self) -> bool:
         """Whether the leader's key still has this agent's record; stores its version."""
@@ -228,10 +223,10 @@ def read_etcd_conf(backend: str, conf: Conf, endpoint: Endpoint) -> EtcdOptions:
     tls = values.get("protocol") == "https"
     idle = [_FILES[backend][field] for field, path in files.items() if path is not None]
     if idle and not tls:
-        raise RendezvousConfigError(f"--rdzv-conf {idle[0]} needs protocol=https beside it")
+        raise RendezvousConfigError(f"--rdzv-conf {idle[0]} needs protocol=https, too")
     if files["key_file"] is not None and files["cert_file"] is None:
         names = _FILES[backend]
-        raise RendezvousConfigError(f"--rdzv-conf {names['key_file']} needs {names['cert_file']} beside it")
+        raise RendezvousConfigError(f"--rdzv-conf {names['key_file']} needs {names['cert_file']}, too")
     lease_ttl_s = values.get("lease_ttl", 5)
     assert isinstance(lease_ttl_s, int)
     return EtcdOptions(
@@ -270,7 +265,7 @@ def _password(conf: Conf) -> str | None:
     if path is None:
         return given
     if given is not None:
-        raise RendezvousConfigError("--rdzv-conf password and password_file both; leave one out")
+        raise RendezvousConfigError("--rdzv-conf password and password_file are both given; remove one")
     try:
         with open(path, encoding="utf-8") as file:
             return file.read(PASSWORD_BYTES_MAX).rstrip("\r\n")
@@ -318,16 +313,18 @@ def why_closed(endpoint: Endpoint, context: ssl.SSLContext | None) -> EtcdError 
 
 
 def untrusted(endpoint: Endpoint, why: str) -> EtcdError:
-    return EtcdError(f"the certificate of etcd at {endpoint} does not hold (rdzv-conf cacert, etcd-v2: ca_cert): {why}")
+    return EtcdError(
+        f"the certificate of etcd at {endpoint} is not trusted (rdzv-conf cacert, etcd-v2: ca_cert): {why}"
+    )
 
 
 def _refused(endpoint: Endpoint, reason: str) -> EtcdError:
     if "ALERT" in reason and ("CERTIFICATE" in reason or "UNKNOWN_CA" in reason):
         remedy = "rdzv-conf cert and key, etcd-v2: ssl_cert and ssl_cert_key"
-        return EtcdError(f"etcd at {endpoint} wants a client certificate that it trusts ({remedy}): {reason}")
+        return EtcdError(f"etcd at {endpoint} requires a client certificate that it trusts ({remedy}): {reason}")
     if reason in ("WRONG_VERSION_NUMBER", "HTTP_REQUEST"):
         return _without_tls(endpoint)
-    return EtcdError(f"no TLS with etcd at {endpoint}: {reason}")
+    return EtcdError(f"TLS with etcd at {endpoint} failed: {reason}")
 
 
 def _without_tls(endpoint: Endpoint) -> EtcdError:

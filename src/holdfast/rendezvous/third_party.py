@@ -1,4 +1,6 @@
-"""What a rendezvous backend from outside has to offer: one small value that all nodes of a job can read and replace.
+"""Rendezvous backends of other packages: their interface, and the election by the value that they offer.
+
+A backend offers one small value that all nodes of a job can read and replace:
 
     class Backend(holdfast.rendezvous.third_party.Backend):
         conf_keys = ("token",)
@@ -9,30 +11,48 @@
     [project.entry-points."holdfast.rendezvous"]
     mine = "my_package:Backend"
 
-`holdfast run --rdzv-backend=mine --rdzv-endpoint=… train.py` then elects the node that hosts the coordinator by that
-value: the node that first replaces an empty one, or one that has not changed for a lease, is in charge and goes on
-changing it (see shared_value.py). The backend needs no lease, clock or time-out of its own. How to write one:
-docs/rendezvous.md.
+`holdfast run --rdzv-backend=mine --rdzv-endpoint=… train.py` then elects the node that hosts the coordinator. It is the
+first node that replaces an empty value, or a value that has not changed for one lease. The backend needs no lease,
+clock or time-out of its own. docs/rendezvous.md explains how to write one.
+
+The leader changes the value periodically (`beat`). Each other agent measures by its own clock for how long it has seen
+the present value. The leader steps down before one lease has passed, by its own clock (runtime/leadership.py). No
+clock of another machine and no time-out of the storage is trusted.
 """
 
 from __future__ import annotations
 
+import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Mapping
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import TYPE_CHECKING, ClassVar, NamedTuple, TypeVar
 
-from holdfast.rendezvous.conf import parse_endpoint
+import msgspec
+from msgspec import Struct
+from msgspec.structs import replace
+
+from holdfast.protocol.errors import BackendError, BackendUnreachableError, HoldfastError, RendezvousConfigError
+from holdfast.protocol.options import ThirdPartyOptions
+from holdfast.rendezvous.conf import KEYS, THIRD_PARTY, Conf, installed_backends, parse_endpoint, read_conf
+from holdfast.rendezvous.elections import Api, Leader, Memory, address_of_default_route, read_record
+
+if TYPE_CHECKING:
+    from importlib.metadata import EntryPoint
+
+LEASE_TTL_S = 5
+Answer = TypeVar("Answer")
 
 
 class Place(NamedTuple):
-    """Where and for whom to open the value."""
+    """Which value to open."""
 
     endpoint: str
-    """--rdzv-endpoint as given, trimmed: an address, a path, a URL … Its form is the backend's own; may be empty."""
+    """--rdzv-endpoint as given, trimmed: an address, a path, a URL … The backend defines its form; may be empty."""
     run_id: str
-    """--rdzv-id: any text; jobs with different ids must not see each other's value."""
+    """--rdzv-id: any text. Jobs with different ids must not see each other's value."""
     conf: Mapping[str, str]
-    """Those of the backend's `conf_keys` that --rdzv-conf gives."""
+    """The values of --rdzv-conf for the backend's `conf_keys`."""
 
     def host_and_port(self, default_port: int | None) -> tuple[str, int]:
         """The endpoint read as `host[:port]`, as the built-in backends do. Raises EndpointError."""
@@ -41,42 +61,307 @@ class Place(NamedTuple):
 
 
 class SharedValue(ABC):
-    """At most 4 KiB that all nodes see alike. Used by one thread at a time, not always the same one.
+    """A value of at most 4 KiB, the same for all nodes. Used by one thread at a time, not always by the same one.
 
-    Every method blocks and should give up after about a second. It raises OSError (ConnectionError, TimeoutError …)
-    when trying again may help; any other exception ends this node's part in the job.
+    Every method may block and should give up after about a second. It raises OSError (ConnectionError, TimeoutError …)
+    when another attempt may succeed; any other exception ends this node's part of the job.
     """
 
     @abstractmethod
     def read(self) -> bytes | None:
-        """The newest value; None or empty when there is none. One that is a little old costs time, never safety."""
+        """The newest value; None or empty: there is none. A value that is a little old costs time, but is safe."""
 
     @abstractmethod
     def swap(self, old: bytes | None, new: bytes) -> bool:
-        """Replace `old` by `new` if the value is still `old`, as one step that no other node can come between.
+        """Atomically replace `old` by `new` if the value is still `old`.
 
-        `old` None: if there is no value, or an empty one. `new` empty: the job is over, the value may be deleted.
-        False: it was not `old`, and nothing was changed. No two values that holdfast writes are ever equal.
+        `old` None: there is no value, or an empty one. `new` empty: the job is over, the value may be deleted.
+        False: the value was not `old`, and nothing was changed. holdfast never writes two equal values.
         """
 
     def local_address(self) -> str | None:
-        """The address under which the other nodes reach this one, if the backend can tell: that from which it reached
-        its server, say. None: that of the default route. --local-addr comes before both."""
+        """The address at which the other nodes reach this one, if the backend knows it, for example from its connection
+        to a server. None: the address of the default route is used. --local-addr has priority over both."""
         return None
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """Nobody will use it any more."""
+        """The value will not be used any more."""
 
 
 class Backend(ABC):
-    """The entry point names a class derived from this one; it is made without arguments."""
+    """Base class of backends. The entry point names a derived class, which is called without arguments."""
 
     conf_keys: ClassVar[Collection[str]] = ()
-    """--rdzv-conf keys that `open` understands, beside holdfast's own (join_timeout, lease_ttl …)."""
+    """The --rdzv-conf keys of this backend, in addition to holdfast's own (join_timeout, lease_ttl …)."""
 
     @abstractmethod
     def open(self, place: Place) -> SharedValue:
-        """Cheap: nothing is connected to yet. Also called, and closed again, to judge the command line.
+        """Make the value without connecting to anything. Also called, and closed again, to check the command line.
 
-        Raises ValueError, with words for the person who typed it, when the endpoint or a key cannot be meant.
+        Raises ValueError, with a message for the user, when the endpoint or a key is invalid.
         """
+
+
+def load_third_party(name: str) -> Backend:
+    """The backend that an installed package offers under this name.
+
+    Raises RendezvousConfigError, naming the package, if there is none, if two packages use the name, or if the entry
+    point cannot be loaded or is not a Backend.
+    """
+    entry = _entry_point(name)
+    who = f"--rdzv-backend {name!r} ({_offer(entry)})"
+    try:
+        offered = entry.load()
+        made = offered() if callable(offered) else offered
+    except HoldfastError:
+        raise
+    except Exception as error:  # foreign code may raise anything; the message names the package
+        raise RendezvousConfigError(f"{who} cannot be loaded: {type(error).__name__}: {error}") from error
+    if not isinstance(made, Backend):
+        kind = type(made).__name__
+        raise RendezvousConfigError(f"{who} is a {kind}, not a holdfast.rendezvous.third_party.Backend")
+    keys = made.conf_keys
+    if isinstance(keys, str) or not all(isinstance(key, str) for key in keys):
+        raise RendezvousConfigError(f"{who}: conf_keys must be a collection of names, not {keys!r}")
+    return made
+
+
+def _entry_point(name: str) -> EntryPoint:
+    offers = {entry.value: entry for entry in installed_backends() if entry.name == name}
+    if not offers:
+        raise RendezvousConfigError(f"--rdzv-backend {name!r}: no installed package offers it")
+    if len(offers) > 1:
+        both = " and ".join(sorted(_offer(entry) for entry in offers.values()))
+        raise RendezvousConfigError(f"--rdzv-backend {name!r} is offered by {both}; uninstall one of them")
+    return next(iter(offers.values()))
+
+
+def _offer(entry: EntryPoint) -> str:
+    package = f" of {entry.dist.name}" if entry.dist is not None else ""
+    return f"{entry.value}{package}"
+
+
+class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The value: the leader, and the constraints for the next one."""
+
+    holdfast: int = 1
+    run_id: str
+    address: str
+    port: int
+    identity: str
+    """Used once, so that two leases differ."""
+    beat: int = 0
+    """Grows with every change, so that no two values are alike."""
+    held: bool = True
+    """False: the holder has released it."""
+    generation: int = 0
+    tail_s: float = 0.0
+
+
+class ValueWatch:
+    """Measures for how long this agent has seen the present value. Shared by all its clients, in any thread."""
+
+    def __init__(self, lease_ttl_s: float, clock: Callable[[], float] | None = None) -> None:
+        self._lease_ttl_s = lease_ttl_s
+        self._clock = clock or _clock_s
+        self._value = b""
+        self._since_s = 0.0
+        self._lock = threading.Lock()
+
+    def expired(self, value: bytes) -> bool:
+        """Whether this value, which was just read, has been there for a whole lease."""
+        with self._lock:
+            now_s = self._clock()
+            if value != self._value:
+                self._value, self._since_s = value, now_s
+            return now_s - self._since_s >= self._lease_ttl_s
+
+
+class ValueApi:
+    """One client; implements Api of elections.py. Raises BackendError or BackendUnreachableError."""
+
+    notice = ""
+
+    def __init__(self, name: str, value: SharedValue, run_id: str, watch: ValueWatch) -> None:
+        """`name` of the backend, for messages."""
+        self._name = name
+        self._value = value
+        self._run_id = run_id
+        self._watch = watch
+
+    def leader(self) -> Leader | None:
+        found = self._look()
+        if found is None or not self._is_held(*found):
+            return None
+        record = found[1]
+        return Leader(run_id=record.run_id, address=record.address, port=record.port, identity=record.identity)
+
+    def take(self, me: Leader) -> ValueLeaderLease | None:
+        found = self._look()
+        if found is not None and self._is_held(*found):
+            return None
+        before = found[1] if found is not None else None
+        mine = Record(
+            run_id=me.run_id,
+            address=me.address,
+            port=me.port,
+            identity=me.identity,
+            generation=before.generation if before is not None else 0,
+            tail_s=before.tail_s if before is not None else 0.0,
+        )
+        if not self.swap(found[0] if found is not None else None, encode(mine)):
+            return None
+        memory = None
+        if before is not None:
+            memory = Memory(run_id=before.run_id, generation=before.generation, tail_s=before.tail_s)
+        return ValueLeaderLease(self, mine, memory)
+
+    def close(self) -> None:
+        self._ask(self._value.close)
+
+    # For the leader lease
+
+    def read(self) -> bytes | None:
+        """The value; None also for an empty one."""
+        value = self._ask(self._value.read)
+        if value is not None and not isinstance(value, bytes):
+            raise BackendError(f"{self._who}: read() must return bytes or None, not {value!r:.60}")
+        return value or None
+
+    def swap(self, old: bytes | None, new: bytes) -> bool:
+        answer = self._ask(lambda: self._value.swap(old, new))
+        if not isinstance(answer, bool):
+            raise BackendError(f"{self._who}: swap() must return True or False, not {answer!r:.60}")
+        return answer
+
+    def decode(self, value: bytes) -> Record:
+        return read_record(Record, self._who, value, self._run_id, BackendError)
+
+    @property
+    def _who(self) -> str:
+        return f"rendezvous backend {self._name}"
+
+    def _look(self) -> tuple[bytes, Record] | None:
+        value = self.read()
+        return None if value is None else (value, self.decode(value))
+
+    def _is_held(self, value: bytes, record: Record) -> bool:
+        expired = self._watch.expired(value)
+        return record.held and not expired
+
+    def _ask(self, question: Callable[[], Answer]) -> Answer:
+        return ask(self._name, question)
+
+
+def ask(name: str, question: Callable[[], Answer], *, passing: tuple[type[Exception], ...] = ()) -> Answer:
+    """Calls a third party's code.
+
+    Raises BackendUnreachableError for OSError, exceptions of a `passing` class unchanged, BackendError for all others.
+    """
+    try:
+        return question()
+    except HoldfastError:
+        raise
+    except passing:
+        raise
+    except OSError as error:
+        text = error.strerror or str(error) or type(error).__name__
+        raise BackendUnreachableError(f"rendezvous backend {name}: {text}") from error
+    except Exception as error:  # foreign code may raise anything; the message names the backend
+        raise BackendError(f"rendezvous backend {name} failed: {type(error).__name__}: {error}") from error
+
+
+class ValueLeaderLease:
+    """The lease of this agent, which holds the value as long as it has this agent's identity."""
+
+    def __init__(self, api: ValueApi, record: Record, previous_leader: Memory | None) -> None:
+        self._api = api
+        self._record = record
+        self.previous_leader = previous_leader
+
+    def renew(self) -> bool:
+        return self._write(self._record)
+
+    def remember(self, memory: Memory) -> bool:
+        return self._write(replace(self._record, generation=memory.generation, tail_s=memory.tail_s))
+
+    def resign(self, memory: Memory | None) -> None:
+        if memory is None:
+            self._swap(b"")
+        else:
+            self._write(replace(self._record, held=False, generation=memory.generation, tail_s=memory.tail_s))
+
+    def _write(self, record: Record) -> bool:
+        fresh = replace(record, beat=self._record.beat + 1)
+        if not self._swap(encode(fresh)):
+            return False
+        self._record = fresh
+        return True
+
+    def _swap(self, new: bytes) -> bool:
+        if self._api.swap(encode(self._record), new):
+            return True
+        # An earlier swap may have succeeded without its answer: only this agent writes its identity.
+        value = self._api.read()
+        if value is None:
+            return new == b""
+        if value == new:
+            return True
+        return self._api.decode(value).identity == self._record.identity and self._api.swap(value, new)
+
+
+def encode(record: Record) -> bytes:
+    return msgspec.json.encode(record)
+
+
+def _clock_s() -> float:
+    """A clock that continues while the process is stopped or the machine sleeps."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
+
+
+class ValueElection:
+    def __init__(self, name: str, backend: Backend, options: ThirdPartyOptions, run_id: str) -> None:
+        self._name = name
+        self._backend = backend
+        self._place = Place(options.endpoint, run_id, options.conf)
+        self._watch = ValueWatch(options.lease_ttl_s)
+        self.lease_ttl_s: float = options.lease_ttl_s
+        self.by_loopback = "no route leads out of this machine"
+
+    def open_api(self) -> Api:
+        return ValueApi(self._name, open_value(self._name, self._backend, self._place), self._place.run_id, self._watch)
+
+    def own_address(self) -> str:
+        value = open_value(self._name, self._backend, self._place)
+        try:
+            return ask(self._name, value.local_address) or address_of_default_route()
+        finally:
+            value.close()
+
+
+def open_value(name: str, backend: Backend, place: Place) -> SharedValue:
+    """The backend's value. Raises RendezvousConfigError, or BackendError when the backend breaks its contract."""
+    try:
+        value = ask(name, lambda: backend.open(place), passing=(ValueError,))
+    except ValueError as error:
+        raise RendezvousConfigError(f"--rdzv-backend {name}: {error}") from None
+    if not isinstance(value, SharedValue):
+        raise BackendError(f"rendezvous backend {name}: open() must return a SharedValue, not {value!r:.60}")
+    return value
+
+
+def read_third_party(name: str, backend: Backend, endpoint: str, run_id: str, conf: Conf) -> ThirdPartyOptions:
+    """The options of an election by this backend, after the backend has checked them.
+
+    Raises RendezvousConfigError, EndpointError or BackendError.
+    """
+    taken = sorted(KEYS[THIRD_PARTY].keys() & set(backend.conf_keys))
+    if taken:
+        raise RendezvousConfigError(
+            f"--rdzv-backend {name}: its conf_keys {', '.join(taken)} are reserved for holdfast"
+        )
+    own = {key: value for key, value in conf.items() if key in backend.conf_keys}
+    lease_ttl_s = read_conf(THIRD_PARTY, conf).get("lease_ttl", LEASE_TTL_S)
+    assert isinstance(lease_ttl_s, int)
+    open_value(name, backend, Place(endpoint, run_id, own)).close()
+    return ThirdPartyOptions(endpoint=endpoint, conf=own, lease_ttl_s=lease_ttl_s)

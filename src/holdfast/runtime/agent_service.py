@@ -45,11 +45,10 @@ from holdfast.agent.events import Dialed, DialFailed, Event, LinkLost, PassSigna
 from holdfast.coordinator.ending import Judge
 from holdfast.metrics import observing
 from holdfast.protocol.errors import EXIT_FAILURE
-from holdfast.protocol.machines import Note, Tick
 from holdfast.protocol.messages import Answer, FromAgent, FromCoordinator, Waiting
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Failure, Outcome, fault_outcome
-from holdfast.protocol.policy import NodeSpec
+from holdfast.protocol.policy import NodeSpec, Note, Tick
 from holdfast.protocol.rank_progress import Examine, JobView, RankProgress
 from holdfast.runtime.control import Control
 from holdfast.runtime.control_handlers import ControlRequests, OwnNode

@@ -26,11 +26,10 @@ from holdfast.protocol.errors import (
     ProtocolError,
     UnresolvedHostError,
 )
-from holdfast.protocol.handshake import NONCE_BYTES, ClientHandshake
 from holdfast.protocol.messages import FromCoordinator
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.policy import JobSpec, NodeSpec
-from holdfast.protocol.session import Session
+from holdfast.protocol.session import NONCE_BYTES, ClientHandshake, Session
 from holdfast.rendezvous.bind import who_holds
 from holdfast.runtime.driver import describe, run_detached
 

@@ -25,7 +25,7 @@ from holdfast.protocol.outcome import Outcome
 from holdfast.runtime import running
 from holdfast.runtime.driver import run_detached
 from holdfast.runtime.run_folder import Journal, RunFolder
-from holdfast.runtime.running import Reply
+from holdfast.runtime.running import NodeEnd, Reply
 
 REQUEST_BYTES_MAX = 4096
 REQUEST_S_MAX = 5.0
@@ -43,15 +43,6 @@ class ControlRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ask: Question | None = None
     """None: the question how the agent ends, answered at its end."""
-
-
-class NodeEnd(msgspec.Struct, frozen=True):
-    """How this node's part of the job ended."""
-
-    kind: str
-    exit_code: int
-    message: str
-    cause: str
 
 
 Answerer = Callable[[Question], Awaitable[Reply]]

@@ -17,13 +17,11 @@ import socket
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from holdfast.protocol.codec import decode_from_agent
+from holdfast.protocol.codec import STORE_MAGIC, decode_from_agent, read_preamble
 from holdfast.protocol.errors import HoldfastError, ProtocolError
-from holdfast.protocol.framing import STORE_MAGIC, read_preamble
-from holdfast.protocol.handshake import Hello, ServerHandshake
 from holdfast.protocol.messages import FromAgent
 from holdfast.protocol.policy import JobSpec
-from holdfast.protocol.session import Session
+from holdfast.protocol.session import Hello, ServerHandshake, Session
 from holdfast.runtime.connection import HANDSHAKE_S_MAX, Connection, fresh_nonce, plain_address, tune
 
 ARRIVALS_MAX = 4096

@@ -36,11 +36,10 @@ from holdfast.protocol.errors import (
     RefusedError,
     RendezvousConfigError,
 )
-from holdfast.protocol.machines import Note, Tick
 from holdfast.protocol.messages import Ask, Finish, FromAgent, FromCoordinator, Looked
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import fault_outcome
-from holdfast.protocol.policy import NodeSpec
+from holdfast.protocol.policy import NodeSpec, Note, Tick
 from holdfast.protocol.rank_progress import Examine
 from holdfast.runtime.control_handlers import Answers
 from holdfast.runtime.driver import Driver

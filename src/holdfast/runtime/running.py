@@ -21,9 +21,9 @@ from typing import TypeVar
 import msgspec
 
 from holdfast.linux import process_stat
+from holdfast.protocol.codec import clean
 from holdfast.protocol.errors import ControlRefusedError, ControlSilentError, NoRunError
 from holdfast.protocol.messages import Question
-from holdfast.protocol.words import clean
 
 ANSWER_S_MAX = 5.0
 STACKS_S_MAX = 12.0
@@ -247,6 +247,15 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
             return clean(msgspec.json.decode(self.body, type=kind))
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise ControlRefusedError(f"the answer is of another version of holdfast: {error}") from None
+
+
+class NodeEnd(msgspec.Struct, frozen=True):
+    """How this node's part of the job ended."""
+
+    kind: str
+    exit_code: int
+    message: str
+    cause: str
 
 
 class Call:

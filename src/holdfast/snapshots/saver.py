@@ -274,6 +274,8 @@ class Saver:
             self._gone[worker.local_rank] = worker.generation
         if worker.local_rank >= 0 and not worker.left:
             self._crashed = True
+            for text in worker.failures[-1:]:  # it has asked for another save since the earlier ones, and got them
+                self._news_to_agent(text)
             self._keep_news(worker.local_rank, *worker.failures)
 
     def _regrouped(self, generation: int) -> None:

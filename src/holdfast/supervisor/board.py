@@ -21,8 +21,8 @@ from pathlib import Path
 
 from holdfast.agent.events import Event, WorkersProgress, WorkersSeen
 from holdfast.protocol import board_layout as layout
-from holdfast.protocol.bounds import COUNT_MAX
 from holdfast.protocol.messages import Start
+from holdfast.protocol.policy import COUNT_MAX
 from holdfast.protocol.rank_progress import RankProgress, RankSample, Stage
 from holdfast.supervisor.stack_sampler import StackSampler
 

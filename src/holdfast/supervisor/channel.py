@@ -18,7 +18,7 @@ import msgspec
 from msgspec import Meta, Struct
 
 from holdfast import seqpacket
-from holdfast.protocol.bounds import Count, Seconds
+from holdfast.protocol.policy import Count, Seconds
 from holdfast.runtime.control import CREDENTIALS
 
 BACKLOG = 4096

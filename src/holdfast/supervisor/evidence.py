@@ -25,8 +25,8 @@ from typing import Any
 from msgspec import Struct, structs
 
 from holdfast.linux import GroupLimits
-from holdfast.protocol.bounds import COUNT_MAX
 from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure
+from holdfast.protocol.policy import COUNT_MAX
 from holdfast.runtime.run_folder import WorkerStreams
 
 ERROR_FILE_BYTES_MAX = 4 * 1024 * 1024
@@ -248,7 +248,7 @@ def _told(fact: Callable[[], str]) -> str:
 
 def interfaces() -> str:
     """`eth0 10.0.0.5, docker0 172.17.0.1; try NCCL_SOCKET_IFNAME=eth0`."""
-    from holdfast.doctor.system import default_interface
+    from holdfast.doctor.facts import default_interface
 
     up = {name: address for _, name in socket.if_nameindex() if (address := _address(name))}
     if not up:

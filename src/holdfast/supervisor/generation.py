@@ -20,11 +20,10 @@ from holdfast.agent.agent_state import Work
 from holdfast.agent.events import Event, RegroupRefused, ReplacementsReady, WorkerEnded, WorkersAble
 from holdfast.protocol.board_layout import BOARD_VARIABLE, REPLACEMENT_VARIABLE, channel_name
 from holdfast.protocol.messages import Assign, Start
-from holdfast.protocol.options import RunOptions
+from holdfast.protocol.options import RunOptions, worker_environment
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.policy import Survive
 from holdfast.protocol.rank_progress import RankProgress
-from holdfast.protocol.worker_env import worker_environment
 from holdfast.runtime.run_folder import Journal, WorkerStreams
 from holdfast.supervisor.board import Board, Phases
 from holdfast.supervisor.channel import (

@@ -26,7 +26,7 @@ import select
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from holdfast import seqpacket
@@ -105,11 +105,14 @@ class ServiceProcess:
         return ""
 
     def drop(self) -> None:
-        """Close the socket, which ends the process."""
-        if self._control is not None:
-            self._loop.remove_reader(self._control)
-            self._control.close()
-            self._control = None
+        """Close the socket, which ends the process. What it has sent before is passed on: the supervisor may report its
+        end first."""
+        control, self._control = self._control, None
+        if control is not None:
+            self._loop.remove_reader(control)
+            with closing(control), suppress(BlockingIOError):
+                while received := seqpacket.receive(control):
+                    self._on_packet(received[0])
 
     def _readable(self) -> None:
         assert self._control is not None

@@ -121,7 +121,7 @@ def script_argv(options: RunOptions) -> list[str]:
 
 
 def common_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[str, str]:
-    """Variables that all workers get and that libraries read at import (see protocol/worker_env.py)."""
+    """Variables that all workers get and that libraries read at import (see `worker_environment`)."""
     common = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
     if options.omp_num_threads is not None:
         common["OMP_NUM_THREADS"] = str(options.omp_num_threads)

@@ -1,12 +1,10 @@
 """holdfast's coordinator for plain torchrun: `torchrun --rdzv-backend=holdfast …`.
 
-torch imports this module at every start of torchrun, whatever the backend, because it loads every entry point of its
-group `torchrun.handlers`. So nothing is imported here, and nothing can fail, before a handler is requested.
+torch loads every entry point of its group `torchrun.handlers`, so it imports this module at every start of torchrun.
+This module therefore imports nothing, and nothing can fail, before a handler is requested.
 
-    handler.py      torch's interface: stores, errors. The only file here that imports torch
-    members.py      the thread beside torchrun's, and the requests between the two
-    member.py       the agent's machine and its link, with torchrun instead of our worker group
-    settings.py     torchrun's parameters as ours
+    handler.py      torch's interface: stores, errors. Only this file imports torch
+    member.py       the agent's machine in a thread beside torchrun's, and torchrun's parameters as our options
 """
 
 from __future__ import annotations

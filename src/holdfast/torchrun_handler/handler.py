@@ -1,6 +1,6 @@
-"""torch's rendezvous interface over a Membership: real stores, new for each generation, and torch's own errors.
+"""torch's rendezvous interface over a HandlerMembership: a new store for each generation, and torch's own errors.
 
-Knows torch; knows nothing of asyncio, sockets' protocols or the coordinator.
+Knows torch; knows nothing of asyncio, protocols or the coordinator.
 """
 
 from __future__ import annotations
@@ -25,15 +25,14 @@ from torch.distributed.elastic.rendezvous import (
 
 from holdfast.protocol.errors import JoinTimeoutError
 from holdfast.protocol.outcome import OutcomeKind
-from holdfast.torchrun_handler.member import Formed, OverError
-from holdfast.torchrun_handler.members import HandlerMembership
-from holdfast.torchrun_handler.settings import BACKEND, options_from
+from holdfast.torchrun_handler.member import BACKEND, Formed, HandlerMembership, OverError, options_from
 
 CONNECT_S = 3.0
-"""One attempt to reach a generation's store; between attempts it checks whether the generation is still wanted."""
+"""Limit of one attempt to connect to a generation's store. Between attempts the handler checks whether the generation
+is still current."""
 CONNECT_S_MAX = 60.0
 STORE_S_MAX = 300.0
-"""One operation on the store; torch's own default."""
+"""Limit of one operation on the store: torch's default."""
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +55,7 @@ class HoldfastRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch's ty
 
     @property
     def use_agent_store(self) -> bool:
-        """Whether workers use each generation's store too, as with c10d; torch's own switch turns it off."""
+        """Whether the workers use each generation's store too, as with c10d. torch's own switch turns it off."""
         return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
 
     def next_rendezvous(self) -> RendezvousInfo:
@@ -68,7 +67,7 @@ class HoldfastRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch's ty
                 return self._info(formed, store)
 
     def num_nodes_waiting(self) -> int:
-        """1 when this generation must be stopped, for any reason: torchrun has no other signal for it."""
+        """1 when this generation must be stopped for any reason: torchrun knows no other signal for that."""
         return 1 if self._membership.regroup else 0
 
     def is_closed(self) -> bool:
@@ -78,7 +77,8 @@ class HoldfastRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch's ty
         self._membership.end("the rendezvous was closed")
 
     def shutdown(self) -> bool:
-        """torchrun calls this after success and after failure: only the exception in flight distinguishes them."""
+        """End the membership. torchrun calls this after success and after failure; only the exception that is being
+        handled distinguishes them."""
         error = sys.exception()
         return self._membership.end("" if error is None else f"{type(error).__name__}")
 
@@ -89,7 +89,7 @@ class HoldfastRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch's ty
             raise _as_torchs(error) from None
 
     def _open(self, formed: Formed, deadline_s: float) -> Store | None:
-        """The generation's store. None when the generation was abandoned meanwhile. Raises
+        """Open the generation's store. None: the generation was abandoned meanwhile. Raises
         RendezvousConnectionError."""
         if formed.listening is not None:
             return TCPStore(

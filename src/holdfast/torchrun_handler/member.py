@@ -1,23 +1,26 @@
 """One torchrun agent as a member of a job: our agent's machine and link, with torchrun instead of our worker group.
 
     StartWorkers    ─►  what next_rendezvous returns
-    SignalWorkers   ─►  `regroup` is True, which torchrun asks for ten times a second; it then stops its workers
-    KillTree        ─►  the same; answered with TreeGone when torchrun has stopped them
-    next_rendezvous ─►  torchrun has no worker alive: WorkerEnded, a failure unless the machine had ordered the stop
+    SignalWorkers   ─►  `regroup` is True. torchrun reads it ten times a second and then stops its workers
+    KillTree        ─►  the same; TreeGone is reported when torchrun has stopped them
+    next_rendezvous ─►  torchrun has no living worker: WorkerEnded, a failure unless the machine had ordered the stop
 
-Runs on a loop in its own thread (members.py); imports no torch. Decides nothing.
+The member runs on an event loop in its own thread. torchrun's thread blocks in `HandlerMembership.next` and reads
+`regroup`; signals that torchrun handles still interrupt it. Imports no torch and decides nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import os
 import signal
 import socket
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
 from contextlib import suppress
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from holdfast.agent import commands as do
 from holdfast.agent.agent_machine import AgentMachine
@@ -34,24 +37,69 @@ from holdfast.agent.events import (
     WorkerEnded,
     WorkersHeld,
 )
+from holdfast.coordinator.ending import UNBOUNDED
 from holdfast.diagnosis.causes import judge
 from holdfast.protocol.errors import EXIT_FAILURE, EXIT_REQUEUE, HoldfastError, PeerError
-from holdfast.protocol.machines import Tick
 from holdfast.protocol.messages import Assign, FromCoordinator, Start, Stop
-from holdfast.protocol.options import RunOptions
+from holdfast.protocol.options import CommandKind, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.outcome import Failure, Outcome
-from holdfast.protocol.policy import NodeSpec
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
+from holdfast.rendezvous.conf import default_port, limits_from_conf, parse_endpoint, read_is_host, unknown_key_notices
 from holdfast.runtime.driver import Driver, Troubles, fault_of
+from holdfast.runtime.inherited import read_token
 from holdfast.runtime.rendezvous_client import CoordinatorLink, RendezvousClient
 from holdfast.runtime.run_folder import Journal
+
+BACKEND = "holdfast"
+LIKE = "c10d"
+"""Endpoint and --rdzv-conf keys are those of `holdfast run` with this backend."""
+NEVER = UNBOUNDED
+"""Each torchrun agent counts its own restarts. The coordinator's budget must not end the job earlier."""
+INJECTED = frozenset({"timeout", "rank"})
+"""torchrun adds these to every configuration. As with its own c10d backend, `join_timeout` is the one that is used."""
+
+
+class Parameters(Protocol):
+    """The part of torch's RendezvousParameters that is read here."""
+
+    endpoint: str
+    run_id: str
+    min_nodes: int
+    max_nodes: int
+    local_addr: str | None
+    config: Mapping[str, Any]
+
+
+def options_from(params: Parameters) -> RunOptions:
+    """Raises EndpointError, RendezvousConfigError or EnvironmentValueError."""
+    conf = {str(key): str(value) for key, value in params.config.items() if key not in INJECTED}
+    return RunOptions(
+        job=JobSpec(
+            run_id=params.run_id,
+            min_nodes=params.min_nodes,
+            max_nodes=params.max_nodes,
+            backend=BACKEND,
+            max_restarts=NEVER,
+        ),
+        limits=limits_from_conf(LIKE, conf, Limits(identical_failures_max=NEVER)),
+        nproc=1,  # the coordinator sees a node as one worker: torchrun gives its workers their ranks itself
+        command=WorkerCommand(kind=CommandKind.PROGRAM, target="torchrun"),
+        logs=LogOptions(log_dir=None),
+        endpoint=parse_endpoint(params.endpoint, default_port(LIKE)),
+        is_host=read_is_host(conf),
+        token=read_token(conf.get("token_file"), os.environ),
+        local_addr=params.local_addr,
+        notices=tuple(unknown_key_notices(LIKE, conf, name=BACKEND)),
+    )
+
 
 INCARNATION_BYTES = 4
 BACKLOG = 4096
 """Workers that may connect to the store before torchrun serves it; the kernel has its own maximum."""
 END_S_MAX = 5.0
-"""At the end: how long to wait for the others' ends when the coordinator is on another node."""
+"""How long to wait at the end for the other nodes when the coordinator is on another node."""
 HOST_END_S_MAX = 300.0
-"""The same where the coordinator is here, and would end with us. torchrun's own exit barrier is as patient."""
+"""The same when the coordinator is on this node and would end with it. torchrun's exit barrier waits as long."""
 
 
 class Formed(NamedTuple):
@@ -63,11 +111,11 @@ class Formed(NamedTuple):
     master_addr: str
     master_port: int
     listening: socket.socket | None
-    """On the node that hosts the store: already listens at master_port; belongs to the receiver."""
+    """On the node that hosts the store: a socket that listens at master_port. The receiver owns it."""
 
 
 class OverError(HoldfastError):
-    """There will be no further generation for this node; the text says how the job, or its part in it, ended."""
+    """This node gets no further generation. The text says how the job, or this node's part of it, ended."""
 
     code = "HF300"
 
@@ -123,7 +171,7 @@ class HandlerMember:
         return self._ended.done()
 
     def want(self, waiter: Future[Formed]) -> None:
-        """torchrun has no worker alive and asks for the next generation. The waiter gets OverError if there is none."""
+        """torchrun has no living worker and wants the next generation. The waiter gets OverError if there is none."""
         self._waiter = waiter
         if self._ended.done():
             self._refuse_waiter()
@@ -131,23 +179,23 @@ class HandlerMember:
         self._workers_gone(EXIT_FAILURE, "its torchrun starts its workers again")
 
     def end(self, failure: str) -> None:
-        """torchrun has no worker alive and will not ask again: they succeeded, or (`failure`) the job must end."""
+        """torchrun has no living worker and will not ask again: they succeeded, or (`failure`) the job must end."""
         if self._ended.done() or self._ending:
             return
         self._ending = True
         if self._assign is None:
             self.leave()
             return
-        # 75 ends the job for all, whatever else is going on, as closing a rendezvous of torchrun's does.
+        # Exit code 75 ends the job on all nodes in any state, as closing a rendezvous of torchrun does.
         self._workers_gone(EXIT_REQUEUE if failure else 0, failure)
         here = self._rendezvous.coordinator is not None
         self._loop.call_later(HOST_END_S_MAX if here else END_S_MAX, self.leave)
 
     def leave(self) -> None:
-        """Leave, and let the others form a generation without us."""
+        """Leave the job; the other nodes form a generation without this one."""
         if not self._ended.done():
             self._ending = True
-            # As Ctrl-C: at once. There is no safe point to wait for.
+            # As Ctrl-C, at once: torchrun's workers have no safe points.
             self._feed(Signalled(signal.SIGINT, "its torchrun has ended", kills=""))
             self._workers_gone(EXIT_FAILURE, "its torchrun has ended")
 
@@ -171,7 +219,7 @@ class HandlerMember:
             self._troubles.met(context)
 
     def _workers_gone(self, exit_code: int, text: str) -> None:
-        """No worker of torchrun is alive. `exit_code` 0: they succeeded."""
+        """Report that torchrun has no living worker. `exit_code` 0: they succeeded."""
         assign, self._assign = self._assign, None
         if assign is None:
             return
@@ -210,7 +258,7 @@ class HandlerMember:
                 self._start(assign, start)
             case do.SignalWorkers(_, to_end):
                 self.regroup = self.regroup or to_end
-            case do.HoldWorkers(generation):  # torchrun's workers know no safe point: they are stopped where they are
+            case do.HoldWorkers(generation):  # torchrun's workers have no safe points: they are stopped where they are
                 self._feed(WorkersHeld(generation, reached=0))
             case do.KillTree(generation):
                 self.regroup = True
@@ -256,7 +304,7 @@ class HandlerMember:
         if waiter is None or not waiter.set_running_or_notify_cancel():
             if listening is not None:
                 listening.close()
-            self._loop.call_soon(self.leave)  # whoever asked was interrupted, and is about to end
+            self._loop.call_soon(self.leave)  # the thread that asked was interrupted, and torchrun is about to end
             return
         waiter.set_result(formed)
 
@@ -311,7 +359,118 @@ class HandlerMember:
 
 
 def listen(*, loopback_only: bool) -> socket.socket:
-    """A listening socket for the store, at a free port. Raises OSError."""
+    """Open a listening socket for the store, at a free port. Raises OSError."""
     if loopback_only or not socket.has_dualstack_ipv6():
         return socket.create_server(("127.0.0.1" if loopback_only else "", 0), backlog=BACKLOG)
     return socket.create_server(("", 0), family=socket.AF_INET6, dualstack_ipv6=True, backlog=BACKLOG)
+
+
+LEAVE_S_MAX = 2.0
+"""Time limit at the exit of the interpreter for the message to the other nodes."""
+JOIN_S_MAX = HOST_END_S_MAX + 15.0
+"""Longer than every wait of the member."""
+
+
+class HandlerMembership:
+    """Runs a member in a thread beside torchrun's. Starts with the first `next`."""
+
+    def __init__(self, options: RunOptions, say: Callable[[str], None]) -> None:
+        self._options = options
+        self._say = say
+        self._member: HandlerMember | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+        self._ready = threading.Event()
+        self._lock = threading.Lock()
+        self._gone = False
+        """The loop accepts no more calls: from now on any thread may call the member."""
+        self._closed = False
+
+    @property
+    def regroup(self) -> bool:
+        """torchrun must stop its workers and ask for the next generation."""
+        return self._member is not None and self._member.regroup
+
+    @property
+    def over(self) -> bool:
+        """There will be no further generation."""
+        return self._closed or (self._member is not None and self._member.over)
+
+    def next(self) -> Formed:
+        """Block until this node has its place in a new generation. The other nodes learn that it has no living worker.
+
+        Raises OverError when there will be no new generation, or InternalError.
+        """
+        waiter: Future[Formed] = Future()
+        if self._thread is None:
+            self._begin(waiter)
+        else:
+            self._post(lambda member: member.want(waiter), otherwise=waiter.cancel)
+        try:
+            return waiter.result()
+        except BaseException:  # a signal: nothing will use the result
+            waiter.cancel()
+            raise
+
+    def end(self, failure: str = "") -> bool:
+        """torchrun will not ask again: its workers succeeded, or (`failure`) the job must end on all nodes.
+
+        Blocks until the other nodes are informed. False: this took too long and still goes on.
+        """
+        self._closed = True
+        if self._thread is None:
+            return True
+        self._post(lambda member: member.end(failure))
+        return self._join(JOIN_S_MAX)
+
+    def _leave(self) -> None:
+        """A signal ended torchrun, which does nothing more."""
+        self._post(lambda member: member.leave())
+        self._join(LEAVE_S_MAX)
+
+    def _begin(self, waiter: Future[Formed]) -> None:
+        # A daemon thread: when torchrun ends without `end`, its exit waits at most LEAVE_S_MAX.
+        self._thread = threading.Thread(target=self._run, args=(waiter,), name="holdfast-member", daemon=True)
+        self._thread.start()
+        self._ready.wait()
+        atexit.register(self._leave)
+
+    def _run(self, waiter: Future[Formed]) -> None:
+        try:
+            asyncio.run(self._live(waiter))
+        except Exception as error:
+            if not waiter.done():  # the member could not be created
+                waiter.set_exception(error)
+            raise
+        finally:
+            self._ready.set()
+
+    async def _live(self, waiter: Future[Formed]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._member = HandlerMember(self._options, self._say)
+        self._member.want(waiter)  # before the first dial: a generation may be formed at once
+        self._ready.set()
+        try:
+            await self._member.live()
+        finally:
+            with self._lock:
+                self._gone = True
+            await asyncio.sleep(0)  # run the calls that were posted until now
+
+    def _post(self, action: Callable[[HandlerMember], None], otherwise: Callable[[], object] = lambda: None) -> None:
+        member, loop = self._member, self._loop
+        if member is None or loop is None:
+            otherwise()
+            return
+        with self._lock:
+            if not self._gone:
+                loop.call_soon_threadsafe(action, member)
+                return
+        action(member)
+
+    def _join(self, limit_s: float) -> bool:
+        if self._thread is None:
+            return True
+        self._thread.join(limit_s)
+        atexit.unregister(self._leave)
+        return not self._thread.is_alive()

@@ -88,6 +88,14 @@ def _noting(order: Order, number: int) -> Any:
     return note
 
 
+def _sizes(wrapper: DistributedDataParallel) -> list[int]:
+    """Limits of the buckets after the first backward pass, as the reducer has them."""
+    listed: list[int] = list(getattr(wrapper, "bucket_bytes_cap_list", ()))  # newer versions of torch
+    cap: int = wrapper.bucket_bytes_cap
+    first: int = dist._DEFAULT_FIRST_BUCKET_BYTES if wrapper.bucket_bytes_cap_default else cap
+    return listed or [first, cap]
+
+
 @contextlib.contextmanager
 def _in_order(wrapper: DistributedDataParallel, order: Order) -> Iterator[None]:
     """The reducer that is made in this block has the buckets that a reducer makes after a pass in this order."""
@@ -96,8 +104,9 @@ def _in_order(wrapper: DistributedDataParallel, order: Order) -> Iterator[None]:
         return
     assign = dist._compute_bucket_assignment_by_size
 
-    def in_order(parameters: list[Any], limits: list[int], sparse: list[bool], *_: Any) -> Any:
-        found = assign([parameters[each] for each in order], limits, [sparse[each] for each in order], order)
+    def in_order(parameters: list[Any], _: list[int], sparse: list[bool], *__: Any) -> Any:
+        sizes = _sizes(wrapper)  # those it is called with are for the first pass: one bucket without a limit
+        found = assign([parameters[each] for each in order], sizes, [sparse[each] for each in order], order)
         return tuple(list(reversed(part)) for part in found)  # DDP reverses both: its own order is that of the forward
 
     dist._compute_bucket_assignment_by_size = in_order

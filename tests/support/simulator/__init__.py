@@ -1,1 +1,1 @@
-"""Manual clock, fake network and simulated clusters, shipped so that users can test their policies."""
+"""The product's machines in virtual time: clock, network, one shell, drawn and scripted worlds, checkers."""

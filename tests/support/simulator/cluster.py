@@ -14,21 +14,20 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from random import Random
 
-from holdfast.agent.agent_machine import AgentMachine
-from holdfast.coordinator.coordinator_machine import CoordinatorMachine
-from holdfast.protocol.outcome import Evidence, Outcome, OutcomeKind, Verdict
-from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec, Survive
+from holdfast.agent import commands as do
+from holdfast.coordinator import coordinator_state as cstate
+from holdfast.protocol.messages import Stop, StopReason
+from holdfast.protocol.outcome import Outcome, OutcomeKind
+from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec, Note, Survive, Tick
 from tests.support.simulator.checkers import BrokenPromiseError, WorldChecker
 from tests.support.simulator.clock import Agenda, ManualClock
-from tests.support.simulator.coordinator_node import SimCoordinator
+from tests.support.simulator.drawn import DrawnAgent
 from tests.support.simulator.faults import FaultOptions, plan_faults
 from tests.support.simulator.network import FakeNetwork
-from tests.support.simulator.nodes import SimAgent
-from tests.support.simulator.stalls import Stall, simple_examine
+from tests.support.simulator.nodes import World
+from tests.support.simulator.stalls import Stall
 
 STORY_LINES_MAX = 60
-STANDSTILL_EVENTS_MAX = 10_000
-"""So many events at one instant of virtual time: somebody asks for a Tick again and again."""
 
 
 @dataclass(frozen=True)
@@ -57,35 +56,14 @@ class SimOptions:
     """After the last fault every agent must have ended within this."""
 
 
-def simple_judge(evidence: Evidence) -> Verdict:
-    """The first report is the culprit. Enough for simulations."""
-    first = evidence.failures[0] if evidence.failures else evidence.hung
-    cause = f"exit code {first.exit_code}" if first else f"lost {', '.join(evidence.lost_nodes)}"
-    return Verdict(
-        code=evidence.hang.code if evidence.hang else "HF200",
-        cause=evidence.hang.text if evidence.hang else cause,
-        culprit=first,
-        generation=evidence.generation,
-        restarts=evidence.restarts,
-        gave_up=evidence.gave_up,
-    )
-
-
-class SimCluster:
+class SimCluster(World):
     """Nodes `n0` (where the endpoint is) to `n<k-1>`, a network between them, and a plan of faults."""
 
     def __init__(
         self, seed: int, nodes: int, options: SimOptions, *, story_lines_max: int | None = STORY_LINES_MAX
     ) -> None:
         """`story_lines_max`: how much of the story a broken promise carries; None: all of it."""
-        self.seed = seed
-        self.options = options
-        self.random = Random(seed)
-        self.clock = ManualClock()
-        self.agenda = Agenda(self.clock)
-        self.network = FakeNetwork(self.agenda, self.random, delay_s_max=options.delay_s_max)
-        self.checker = WorldChecker()
-        self.job = JobSpec(
+        job = JobSpec(
             run_id=f"sim{seed}",
             min_nodes=options.min_nodes,
             max_nodes=options.max_nodes,
@@ -96,26 +74,25 @@ class SimCluster:
             survive=options.survive,
             min_ranks=options.min_ranks,
         )
+        self.random = Random(seed)
+        network = FakeNetwork(Agenda(ManualClock()), self.random, delay_s_max=options.delay_s_max)
+        super().__init__(job, options.limits, network)
+        self.seed = seed
+        self.options = options
+        self.checker = WorldChecker()
         self.asks = options.asks
         self.stalls: dict[tuple[int, int], Stall] = {}
         """By (coordinator that assigned it, generation)."""
-        self.hosts = [f"n{i}" for i in range(nodes)]
+        self.hosts += [f"n{i}" for i in range(nodes)]
         self.nproc = {host: self.random.randint(1, options.nproc_max) for host in self.hosts}
-        self.agents: dict[str, SimAgent] = {}
-        self.coordinator: SimCoordinator | None = None
-        self.coordinators = 0
-        self.outcomes: dict[str, Outcome] = {}
-        """The newest outcome of each host's agent."""
+        self.agents: dict[str, DrawnAgent] = {}
         self.kinds: Counter[OutcomeKind] = Counter()
         """How all agents ended, those of hosts that came back included."""
         self.lost_links: dict[str, float] = {}
         self.coordinator_died_s = 0.0
         self.story: deque[str] = deque(maxlen=story_lines_max)
-        self.events = 0
         self.regroups = 0
         """How often workers of a node went on in another generation."""
-        self._instant_s = 0.0
-        self._instant_events = 0
         self.last_fault_s = 0.0
         for host in self.hosts:
             self.agenda.at(self.random.uniform(0.0, 1.0), lambda host=host: self.boot(host))  # type: ignore[misc]
@@ -126,9 +103,7 @@ class SimCluster:
     def run(self) -> dict[str, Outcome]:
         """Until nothing is left to happen. Raises BrokenPromiseError."""
         try:
-            while self.agenda.step():
-                self.events += 1
-                self._check_that_time_passes()
+            while self.step():
                 if self.clock.now > self.last_fault_s + self.options.settle_s_max and self.agents:
                     raise BrokenPromiseError(f"still running: {', '.join(self.agents)}")
         except AssertionError as error:
@@ -137,19 +112,35 @@ class SimCluster:
             raise BrokenPromiseError(self.tell(f"nothing left to happen, yet {', '.join(self.agents)} did not end"))
         return self.outcomes
 
-    def _check_that_time_passes(self) -> None:
-        if self.clock.now > self._instant_s:
-            self._instant_s, self._instant_events = self.clock.now, 0
-        self._instant_events += 1
-        if self._instant_events > STANDSTILL_EVENTS_MAX:
-            raise BrokenPromiseError(f"time stands still: {STANDSTILL_EVENTS_MAX} events at one instant")
-
     def tell(self, problem: str) -> str:
         lines = "\n  ".join(self.story)
         return f"seed {self.seed} at {self.clock.now:.3f} s: {problem}\n  {lines}"
 
     def log(self, who: str, text: str) -> None:
         self.story.append(f"{self.clock.now:9.3f} {who}: {text}")
+
+    def trace(self, who: str, what: object) -> None:
+        match what:
+            case Note(event, fields):
+                self.log(who, f"{event} {fields}")
+                if event == "hang" and self.coordinator is not None:
+                    self._found_hung(self.coordinator.machine.generation)
+            case do.Say(text):
+                self.log(who, f"says: {text}")
+            case cstate.DropLink(link, reason):
+                self.log(who, f"drops link {link}: {reason}")
+            case cstate.Conclude(outcome):
+                self.log(who, f"concludes {outcome.kind.value}: {outcome.message}")
+            case Stop(generation, StopReason.HUNG):
+                agent = self.agents.get(who)
+                if agent is not None and agent.generation == generation:
+                    self.checker.ended_as_hung(generation, agent.still_s, self.limits.hang_timeout_s)
+
+    def _found_hung(self, generation: int) -> None:
+        """A worker of the world must not go on by itself, or must not have before it was stopped: a coordinator that stood
+        still finds the hang later."""
+        agents = [agent for agent in self.agents.values() if agent.generation == generation]
+        self.checker.found_hung(generation, hangs=any(agent.stands_still for agent in agents))
 
     # ---------------------------------------------------------------- life of hosts
 
@@ -158,47 +149,34 @@ class SimCluster:
         if host in self.agents:
             return
         self.log(host, "boots")
-        self.agents[host] = SimAgent(self, host)
-        self.agents[host].begin()
-
-    def claim(self, host: str) -> None:
-        """As before every attempt to reach the coordinator: whoever can bind the endpoint hosts it."""
-        if host == self.hosts[0] and self.coordinator is None:
-            self.coordinators += 1
-            self.coordinator = SimCoordinator(self, host, self.coordinators)
+        node = NodeSpec(
+            member=f"{host}#{self.events + 1}",
+            host=host,
+            nproc=self.nproc[host],
+            node_rank=self.hosts.index(host) if self.options.fixed_ranks else None,
+            hosts_coordinator=host == self.hosts[0],
+        )
+        self.agents[host] = DrawnAgent(self, node)
+        self.agents[host].handle(Tick())
 
     def crash(self, host: str, *, silent: bool) -> None:
-        """Kill the agent (its supervisor kills the workers); `silent`: the whole machine, nobody is told."""
-        agent = self.agents.pop(host, None)
-        if agent is None:
-            return
-        self.log(host, "loses power" if silent else "its agent is killed")
-        agent.die(silent=silent)
-        if self.coordinator is not None and self.coordinator.host == host:
-            self.coordinator.die(silent=silent)
-            self.coordinator_died_s = self.clock.now
-            self.coordinator = None
+        if host in self.agents:
+            self.log(host, "loses power" if silent else "its agent is killed")
+            super().crash(host, silent=silent)
 
-    def end_coordinator(self) -> None:
-        """The coordinator is gone, its agent is not."""
+    def end_coordinator(self, *, silent: bool = False) -> None:
         if self.coordinator is not None:
             self.log("coordinator", "ends")
-            self.coordinator.die(silent=False)
             self.coordinator_died_s = self.clock.now
-            self.coordinator = None
+        super().end_coordinator(silent=silent)
 
     def agent_ended(self, host: str, outcome: Outcome) -> None:
         self.log(host, f"ends: {outcome.kind.value} {outcome.exit_code}")
-        self.outcomes[host] = outcome
         self.kinds[outcome.kind] += 1
-        self.agents.pop(host, None)
-        if self.coordinator is not None and self.coordinator.host == host:
-            self.coordinator.retire()
+        super().agent_ended(host, outcome)
 
-    def coordinator_retired(self, coordinator: SimCoordinator) -> None:
-        if self.coordinator is coordinator:
-            self.coordinator_died_s = self.clock.now
-            self.coordinator = None
+    def link_lost(self, host: str) -> None:
+        self.lost_links[host] = self.clock.now
 
     def cut_off(self, coordinator: int) -> set[str]:
         """Hosts whose link broke so recently that their workers may lawfully still be dying.
@@ -212,19 +190,6 @@ class SimCluster:
             if self.clock.now - self.coordinator_died_s <= fence:
                 cut |= strangers
         return cut
-
-    def machine_for(self, host: str, incarnation: int, *, hosts_coordinator: bool) -> AgentMachine:
-        node = NodeSpec(
-            member=f"{host}#{incarnation}",
-            host=host,
-            nproc=self.nproc[host],
-            node_rank=self.hosts.index(host) if self.options.fixed_ranks else None,
-            hosts_coordinator=hosts_coordinator,
-        )
-        return AgentMachine(node, self.options.limits, self.clock.now)
-
-    def coordinator_machine(self) -> CoordinatorMachine:
-        return CoordinatorMachine(self.job, self.options.limits, simple_judge, self.clock.now, examine=simple_examine)
 
     def succeeded(self) -> bool:
         return OutcomeKind.SUCCEEDED in self.kinds

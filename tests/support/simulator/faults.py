@@ -12,7 +12,7 @@ from holdfast.protocol.errors import EXIT_REQUEUE
 
 if TYPE_CHECKING:
     from tests.support.simulator.cluster import SimCluster
-    from tests.support.simulator.nodes import SimAgent
+    from tests.support.simulator.drawn import DrawnAgent
 
 
 @dataclass(frozen=True)
@@ -95,6 +95,7 @@ class _Faults:
     def pause_coordinator(self) -> None:
         coordinator = self.cluster.coordinator
         if coordinator is not None:
+            self.cluster.log("coordinator", "stands still")
             coordinator.pause(self._later([0.5, 3.0, 5.0, 8.0, 20.0]))
 
     def stall(self, *, hangs: bool) -> None:
@@ -139,7 +140,7 @@ class _Faults:
     def _some_host(self) -> str:
         return self.cluster.random.choice(self.cluster.hosts)
 
-    def _some_agent(self) -> SimAgent | None:
+    def _some_agent(self) -> DrawnAgent | None:
         return self.cluster.agents.get(self._some_host())
 
     def _reboot_later(self, host: str) -> None:

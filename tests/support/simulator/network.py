@@ -27,11 +27,11 @@ class FakeEnd:
         if self.open:
             self._link.carry(self, message)
 
-    def close(self) -> None:
+    def close(self, reason: str = "closed by the other side") -> None:
         """Close on purpose: the other end sees it; this end gets no on_closed."""
         if self.open:
             self.open = False
-            self._link.carry_close(self, "closed by the other side")
+            self._link.carry_close(self, reason)
 
     def vanish(self) -> None:
         """The host lost power: nobody is told."""
@@ -74,7 +74,7 @@ class FakeLink:
 
     def reset(self) -> None:
         """Both ends lose the connection although both hosts live."""
-        for end in (self.a, self.b):
+        for end in (self.b, self.a):
             self._network.agenda.after(self._network.delay(), lambda end=end: end._arrive_close("connection reset"))  # type: ignore[misc]
 
     def release(self) -> None:
@@ -123,11 +123,11 @@ class FakeNetwork:
         return link
 
     def silent(self, a: str, b: str) -> bool:
-        return a != b and frozenset((a, b)) in self._cut
+        return frozenset((a, b)) in self._cut
 
     def partition(self, side: set[str], others: set[str]) -> None:
         """Nothing passes between the two sides, and nobody is told."""
-        self._cut |= {frozenset((a, b)) for a in side for b in others if a != b}
+        self._cut |= {frozenset((a, b)) for a in side for b in others}
 
     def heal(self) -> None:
         self._cut.clear()

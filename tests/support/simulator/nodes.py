@@ -1,144 +1,158 @@
-"""The agent's shell in the simulation: what runtime/ does with asyncio and processes, done with the agenda and pretend
-workers.
+"""The shell of the simulation: what runtime/ does with asyncio and processes, done with an agenda and a fake network.
+
+    World           hosts by name; the endpoint is the first one's, so its agent hosts the coordinator
+    SimCoordinator  a CoordinatorMachine on a host
+    SimAgent        an AgentMachine on a host; what its pretend workers do is said by a subclass
+
+Every machine's invariants are checked after every event.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Any
 
 from holdfast.agent import commands as do
 from holdfast.agent import events as ev
+from holdfast.agent.agent_machine import AgentMachine
+from holdfast.agent.agent_state import Work
+from holdfast.coordinator import coordinator_state as cstate
+from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.protocol.errors import CoordinatorUnreachableError
-from holdfast.protocol.machines import Note, Tick
-from holdfast.protocol.messages import Assign, Stop, StopReason
-from tests.support.simulator.network import FakeEnd
-from tests.support.simulator.workers import SIGKILL, SimWorkers
+from holdfast.protocol.messages import Assign
+from holdfast.protocol.outcome import Evidence, Failure, Outcome, Verdict
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
+from tests.support.simulator.checkers import BrokenPromiseError
+from tests.support.simulator.network import FakeEnd, FakeNetwork
+from tests.support.simulator.stalls import simple_examine
 
-if TYPE_CHECKING:
-    from tests.support.simulator.cluster import SimCluster
+STANDSTILL_EVENTS_MAX = 10_000
+"""So many events at one instant of virtual time: somebody asks for a Tick again and again."""
+COORDINATOR_RANK = 1
+LINGER_S = 2.0
+"""The coordinator stays for so long after its host's agent, as in production."""
 
 
-class SimAgent(SimWorkers):
-    """An AgentMachine on a host, with pretend workers."""
+def simple_judge(evidence: Evidence) -> Verdict:
+    """The first report is the culprit. Enough for simulations."""
+    first = evidence.failures[0] if evidence.failures else evidence.hung
+    cause = f"exit code {first.exit_code}" if first else f"lost {', '.join(evidence.lost_nodes)}"
+    return Verdict(
+        code=evidence.hang.code if evidence.hang else "HF200",
+        cause=evidence.hang.text if evidence.hang else cause,
+        culprit=first,
+        generation=evidence.generation,
+        restarts=evidence.restarts,
+        gave_up=evidence.gave_up,
+    )
 
-    def __init__(self, cluster: SimCluster, host: str) -> None:
-        super().__init__(cluster, host)
-        self.machine = cluster.machine_for(host, self.incarnation, hosts_coordinator=host == cluster.hosts[0])
-        self._end: FakeEnd | None = None
+
+class World:
+    """Hosts, their agents, the coordinator, the network between them, and the time. A subclass says what happens."""
+
+    def __init__(self, job: JobSpec, limits: Limits, network: FakeNetwork) -> None:
+        self.job = job
+        self.limits = limits
+        self.network = network
+        self.agenda = network.agenda
+        self.clock = network.agenda.clock
+        self.hosts: list[str] = []
+        self.agents: dict[str, Any] = {}
+        """The SimAgent of each host that has one."""
+        self.coordinator: SimCoordinator | None = None
+        self.coordinators = 0
+        self.outcomes: dict[str, Outcome] = {}
+        """The newest outcome of each host's agent."""
+        self.events = 0
+        self._agents = 0
+        self._instant_s = 0.0
+        self._instant_events = 0
+
+    def trace(self, who: str, what: object) -> None:
+        """A host or "coordinator", and its command, its new phase, or the message that it gets."""
+
+    def step(self) -> bool:
+        """Do what is next; False when there is nothing. Raises BrokenPromiseError when time stands still."""
+        if not self.agenda.step():
+            return False
+        self.events += 1
+        if self.clock.now > self._instant_s:
+            self._instant_s, self._instant_events = self.clock.now, 0
+        self._instant_events += 1
+        if self._instant_events > STANDSTILL_EVENTS_MAX:
+            raise BrokenPromiseError(f"time stands still: {STANDSTILL_EVENTS_MAX} events at one instant")
+        return True
+
+    def next_rank(self) -> int:
+        """Of Ticks for the same time the coordinator's comes first, then the oldest agent's."""
+        self._agents += 1
+        return COORDINATOR_RANK + self._agents
+
+    def agent_machine(self, node: NodeSpec) -> AgentMachine:
+        return AgentMachine(node, self.limits, self.clock.now)
+
+    def coordinator_machine(self) -> CoordinatorMachine:
+        return CoordinatorMachine(self.job, self.limits, simple_judge, self.clock.now, examine=simple_examine)
+
+    def claim(self, host: str) -> None:
+        """As before every attempt to reach the coordinator: whoever can bind the endpoint hosts it."""
+        if host == self.hosts[0] and self.coordinator is None:
+            self.coordinators += 1
+            self.coordinator = SimCoordinator(self, host, self.coordinators)
+
+    def crash(self, host: str, *, silent: bool) -> None:
+        """Kill the agent (its supervisor kills the workers); `silent`: the whole machine, nobody is told."""
+        self.agents.pop(host).die(silent=silent)
+        if self.coordinator is not None and self.coordinator.host == host:
+            self.end_coordinator(silent=silent)
+
+    def end_coordinator(self, *, silent: bool = False) -> None:
+        """The coordinator is gone. Where it ends alone, its agent is not."""
+        if self.coordinator is not None:
+            self.coordinator.die(silent=silent)
+            self.coordinator = None
+
+    def agent_ended(self, host: str, outcome: Outcome) -> None:
+        self.outcomes[host] = outcome
+        self.agents.pop(host, None)
+        coordinator = self.coordinator
+        if coordinator is None or coordinator.host != host:
+            return
+        if coordinator.machine.outcome is None:
+            self.end_coordinator()
+        else:
+            self.agenda.after(LINGER_S, lambda: self.end_coordinator() if self.coordinator is coordinator else None)
+
+    def link_lost(self, host: str) -> None:
+        """One end of this host's link has seen it break."""
+
+
+class Shell:
+    """Event, machine, commands, timer."""
+
+    def __init__(self, world: World, who: str, machine: Any, rank: int) -> None:
+        self.world = world
+        self.who = who
+        self.machine = machine
+        self.alive = True
+        self._rank = rank
         self._armed_s: float | None = None
 
-    def begin(self) -> None:
-        self.handle(Tick())
-
-    # ---------------------------------------------------------------- commands
-
-    def handle(self, event: ev.Event) -> None:
+    def handle(self, event: Any) -> None:
         if not self.alive:
             return
-        out = self.machine.handle(self.cluster.clock.now, event)
+        out = self.machine.handle(self.world.clock.now, event)
         self.machine.check_invariants()
+        self._handled()
         for command in out:
+            self.world.trace(self.who, command)
             self._do(command)
         self._arm()
 
-    def _do(self, command: do.Command) -> None:
-        match command:
-            case do.Dial(_):
-                self.cluster.agenda.after(self.cluster.network.delay(), self._dial)
-            case do.Send(message):
-                if self._end is not None:
-                    self._end.send(message)
-            case do.HangUp(_):
-                if self._end is not None:
-                    self._end.close()
-                    self._end = None
-            case do.Prepare(assign):
-                self._prepare(assign)
-            case do.StartWorkers(assign, _):
-                self._start_workers(assign)
-            case do.RegroupWorkers(assign, safe_point):
-                self._regroup(assign, safe_point)
-            case do.ContinueWorkers(assign, _):
-                self._continue_workers(assign)
-            case do.StartReplacements(generation, local_ranks):
-                self._start_replacements(generation, local_ranks)
-            case do.SignalWorkers(signum):
-                for local_rank in sorted(self.workers - self._raised):
-                    self._worker_ends_soon(local_rank, -signum, self.cluster.random.choice([0.002, 0.05, 2.0, 60.0]))
-            case do.HoldWorkers(generation):
-                self._hold(generation)
-            case do.ReleaseWorkers(generation, safe_point):
-                self._release(generation, safe_point)
-            case do.LookAtWorkers(generation, number):
-                delay_s = self.cluster.random.choice([0.01, 0.01, 0.01, 0.5, 0.5, 1.5, 1.5, 7.0])
-                self.cluster.agenda.after(delay_s, lambda: self._looked(generation, number))
-            case do.KillTree(generation):
-                self.cluster.agenda.after(0.01, lambda: self._kill_tree(generation))
-            case do.Say(text):
-                self.cluster.log(self.host, f"says: {text}")
-            case Note(event, fields):
-                self.cluster.log(self.host, f"{event} {fields}")
-            case do.Exit(outcome):
-                self.alive = False
-                self.cluster.agent_ended(self.host, outcome)
+    def _handled(self) -> None:
+        """The machine is in its new state."""
 
-    def _dial(self) -> None:
-        cluster = self.cluster
-        if not self.alive:
-            return
-        cluster.claim(self.host)
-        coordinator = cluster.coordinator
-        if coordinator is None or not coordinator.alive or cluster.network.silent(self.host, coordinator.host):
-            error = CoordinatorUnreachableError
-            self.handle(ev.DialFailed(error.code, error.exit_code, "connection refused", final=False))
-            return
-        link = cluster.network.connect(self.host, coordinator.host)
-        self._end = link.a
-        link.a.on_message = self._received
-        link.a.on_closed = self._link_lost
-        self.coordinator_number = coordinator.number
-        coordinator.accept(link.b, self.host)
-        self.handle(ev.Dialed())
-
-    def _received(self, message: object) -> None:
-        if isinstance(message, Stop) and message.reason is StopReason.HUNG and message.generation == self.generation:
-            still_s = (
-                self.cluster.clock.now - self._stall.since_s if self._stall is not None and self.stands_still else 0.0
-            )
-            self.cluster.checker.ended_as_hung(self.generation, still_s, self.cluster.options.limits.hang_timeout_s)
-        self.handle(ev.Received(message))  # type: ignore[arg-type]
-
-    def _link_lost(self, reason: str) -> None:
-        self._end = None
-        self.cluster.lost_links[self.host] = self.cluster.clock.now
-        self.handle(ev.LinkLost(reason))
-
-    def _prepare(self, assign: Assign) -> None:
-        self.cluster.checker.assigned(self.coordinator_number, self.host, self._count(assign), assign)
-        port = 40_000 + assign.generation if assign.hosts_store else None
-        self.cluster.agenda.after(
-            self.cluster.random.uniform(0.0, 0.02), lambda: self.handle(ev.NodePrepared(assign.generation, port))
-        )
-
-    def die(self, *, silent: bool) -> None:
-        """The agent is gone; its supervisor needs a moment to kill the workers (none if the machine lost power)."""
-        self.alive = False
-        if self._end is not None:
-            if silent:
-                self._end.vanish()
-            else:
-                self._end.close()
-
-        def gone() -> None:
-            for local_rank in sorted(self.workers):
-                self.worker_ends(self.generation, local_rank, -SIGKILL)
-            self.replacements.clear()
-
-        if silent:
-            gone()
-        else:
-            self.cluster.lost_links[self.host] = self.cluster.clock.now
-            self.cluster.agenda.after(0.01, gone)
+    def _do(self, command: Any) -> None:
+        raise NotImplementedError
 
     def _arm(self) -> None:
         deadline = self.machine.next_deadline()
@@ -151,4 +165,174 @@ class SimAgent(SimWorkers):
                 self._armed_s = None
                 self.handle(Tick())
 
-        self.cluster.agenda.at(deadline, tick)
+        self.world.agenda.at(deadline, tick, rank=self._rank)
+
+
+class SimCoordinator(Shell):
+    """A CoordinatorMachine on a host."""
+
+    def __init__(self, world: World, host: str, number: int) -> None:
+        super().__init__(world, "coordinator", world.coordinator_machine(), COORDINATOR_RANK)
+        self.host = host
+        self.number = number
+        self._ends: dict[int, FakeEnd] = {}
+        self._links = 0
+        self._phase = self.machine.phase
+        self._unhandled: list[cstate.Event] | None = None
+        """While paused: what has come in the meantime."""
+        self._arm()
+
+    def accept(self, end: FakeEnd, peer: str) -> None:
+        self._links += 1
+        link = self._links
+        self._ends[link] = end
+        end.on_message = lambda message: self.handle(cstate.Heard(link, message))  # type: ignore[arg-type]
+        end.on_closed = lambda reason: self._closed(link, peer, reason)
+        local = peer == self.host
+        address = "127.0.0.1" if local else f"10.0.0.{self.world.hosts.index(peer) + 1}"
+        self.handle(cstate.LinkOpened(link, address, "127.0.0.1" if local else "10.0.0.1", local=local))
+
+    def _closed(self, link: int, peer: str, reason: str) -> None:
+        self._ends.pop(link, None)
+        self.world.link_lost(peer)
+        self.handle(cstate.LinkClosed(link, reason))
+
+    def die(self, *, silent: bool) -> None:
+        self.alive = False
+        for end in self._ends.values():
+            if silent:
+                end.vanish()
+            else:
+                end.close("connection reset")
+
+    def pause(self, pause_s: float) -> None:
+        """The process stands still; what comes waits in its sockets."""
+        if self._unhandled is not None or not self.alive:
+            return
+        self._unhandled = []
+
+        def resume() -> None:
+            waiting, self._unhandled = self._unhandled, None
+            for event in waiting or ():
+                self.handle(event)
+
+        self.world.agenda.after(pause_s, resume)
+
+    def handle(self, event: cstate.Event) -> None:
+        if self._unhandled is not None:
+            self._unhandled.append(event)
+        else:
+            super().handle(event)
+
+    def _handled(self) -> None:
+        if self.machine.phase is not self._phase:
+            self._phase = self.machine.phase
+            self.world.trace(self.who, self._phase)
+
+    def _do(self, command: cstate.Command) -> None:
+        match command:
+            case cstate.Tell(link, message) if link in self._ends:
+                self._ends[link].send(message)
+            case cstate.DropLink(link) if link in self._ends:
+                self._ends.pop(link).close()
+
+
+class SimAgent(Shell):
+    """An AgentMachine on a host, with pretend workers."""
+
+    def __init__(self, world: World, node: NodeSpec) -> None:
+        super().__init__(world, node.host, world.agent_machine(node), world.next_rank())
+        self.host = node.host
+        self.nproc = node.nproc
+        self.coordinator_number = 0
+        self.assign: Assign | None = None
+        self.workers: set[int] = set()
+        """Local ranks of those that are alive."""
+        self._end: FakeEnd | None = None
+
+    def die(self, *, silent: bool) -> None:
+        """The agent is gone; its supervisor kills the workers."""
+        self.alive = False
+        if self._end is not None:
+            if silent:
+                self._end.vanish()
+            else:
+                self._end.close()
+
+    def _do(self, command: do.Command) -> None:
+        match command:
+            case do.Dial():
+                self.world.agenda.after(self.world.network.delay(), self._dial)
+            case do.Send(message):
+                if self._end is not None:
+                    self._end.send(message)
+            case do.HangUp():
+                if self._end is not None:
+                    self._end.close()
+                    self._end = None
+            case do.Prepare(assign):
+                self.assign = assign
+                self.prepare(assign)
+            case do.Exit(outcome):
+                self.alive = False
+                self.world.agent_ended(self.host, outcome)
+            case _:
+                self.do_with_workers(command)
+
+    def _dial(self) -> None:
+        world = self.world
+        if not self.alive:
+            return
+        world.claim(self.host)
+        coordinator = world.coordinator
+        silent = world.network.silent(self.host, world.hosts[0])
+        if coordinator is None or not coordinator.alive or silent:
+            error, reason = CoordinatorUnreachableError, "no answer" if silent else "connection refused"
+            self.handle(ev.DialFailed(error.code, error.exit_code, reason, final=False))
+            return
+        link = world.network.connect(self.host, coordinator.host)
+        self._end = link.a
+        link.a.on_message = self._received
+        link.a.on_closed = self._link_lost
+        self.coordinator_number = coordinator.number
+        coordinator.accept(link.b, self.host)
+        self.handle(ev.Dialed())
+
+    def _received(self, message: object) -> None:
+        self.world.trace(self.host, message)
+        self.handle(ev.Received(message))  # type: ignore[arg-type]
+
+    def _link_lost(self, reason: str) -> None:
+        self._end = None
+        self.world.link_lost(self.host)
+        self.handle(ev.LinkLost(reason))
+
+    # ---------------------------------------------------------------- pretend workers
+
+    def prepare(self, assign: Assign) -> None:
+        """Phase one: ends with `prepared`."""
+        raise NotImplementedError
+
+    def prepared(self, assign: Assign) -> None:
+        port = 40_000 + assign.generation if assign.hosts_store else None
+        self.handle(ev.NodePrepared(assign.generation, port))
+
+    def do_with_workers(self, command: do.Command) -> None:
+        """Whatever else the machine wants: start, hold, regroup, replace, signal, look at and kill workers."""
+        raise NotImplementedError
+
+    def taking_part(self, assign: Assign) -> set[int]:
+        """Local ranks of the workers that have a place there."""
+        return set(range(self.nproc) if assign.local_ranks is None else assign.local_ranks)
+
+    def failure(self, local_rank: int, exit_code: int) -> Failure:
+        """The bare one."""
+        assert self.assign is not None
+        return Failure(
+            rank=self.assign.rank_base + self.assign.place(local_rank),
+            local_rank=local_rank,
+            host=self.host,
+            pid=1000 + local_rank,
+            exit_code=exit_code,
+            after_stop=self.machine.work in (Work.STOPPING, Work.KILLING),
+        )

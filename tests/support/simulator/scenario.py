@@ -37,48 +37,15 @@ import signal
 from collections.abc import Callable, Iterable
 
 from holdfast.agent import commands as do
+from holdfast.agent.events import Signalled, StoreDied
 from holdfast.coordinator import coordinator_state as cstate
 from holdfast.coordinator.coordinator_state import Phase
-from holdfast.protocol.machines import Note
-from holdfast.protocol.messages import (
-    Abandon,
-    Able,
-    Assign,
-    CannotRegroup,
-    Drain,
-    DrainTo,
-    Finish,
-    Held,
-    Join,
-    Joined,
-    Leave,
-    Look,
-    Looked,
-    Notice,
-    Ping,
-    Pong,
-    Prepared,
-    Progress,
-    Quit,
-    Refuse,
-    Regroup,
-    Replace,
-    ReplacementFailed,
-    ReplacementReady,
-    Resume,
-    Start,
-    Stop,
-    Stopped,
-    StoreLost,
-    Waiting,
-    WorkerDone,
-    WorkersFailed,
-)
+from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import Outcome
-from holdfast.protocol.policy import Grow, JobSpec, Limits, Survive
+from holdfast.protocol.policy import Grow, JobSpec, Limits, Note, Survive
 from holdfast.protocol.rank_progress import Stage
 from holdfast.text import spans
-from tests.support.simulator.pair import Pair
+from tests.support.simulator.scripted import ScriptedAgent, ScriptedWorld
 
 INDENT = "    "
 TOLD = ("kind", "code", "culprits", "still_s", "text")
@@ -105,7 +72,7 @@ def play(lines: list[str]) -> str:
 class _Scenario:
     def __init__(self) -> None:
         self.text: list[str] = []
-        self._pair: Pair | None = None
+        self._world: ScriptedWorld | None = None
         self._said_s = 0.0
 
     def play(self, line: str) -> None:
@@ -117,67 +84,60 @@ class _Scenario:
         named = dict(word.split("=", 1) for word in words[1:] if "=" in word)
         try:
             if verb == "job":
-                self._pair = _job(plain, named, self._trace)
+                self._world = _job(plain, named, self._trace)
             else:
                 self._act(verb, plain, named)
         except (KeyError, IndexError, ValueError, AssertionError) as error:
             raise ScenarioError(f"{line!r}: {error!r}\n" + "\n".join(self.text)) from error
 
     def _act(self, verb: str, plain: list[str], named: dict[str, str]) -> None:
-        pair = self._pair
-        if pair is None:
+        world = self._world
+        if world is None:
             raise ScenarioError("a scenario begins with `job MIN:MAX`")
         match verb:
             case "boot":
-                _boot(pair, plain, named)
+                _boot(world, plain, named)
             case "advance":
-                pair.advance(float(plain[0].removesuffix("s")))
-            case "done":
-                ranks = [int(plain[1])] if len(plain) > 1 else sorted(pair.agents[plain[0]].workers)
-                for local_rank in ranks:
-                    pair.worker_ends(plain[0], local_rank, 0)
-            case "fail":
-                pair.worker_ends(plain[0], int(plain[1]), int(named["exit"]), named.get("type", ""))
-            case "spoil":
-                pair.replacement_ends(plain[0], int(plain[1]), int(named["exit"]))
-            case "prepared":
-                pair.prepared(plain[0])
-            case "cannot":
-                pair.prepare_fails(plain[0], " ".join(plain[1:]))
+                world.advance(float(plain[0].removesuffix("s")))
             case "kill" | "power":
-                pair.kill(plain[0], silent=verb == "power")
+                world.crash(plain[0], silent=verb == "power")
             case "silence":
-                pair.silence(plain[0])
+                world.network.partition({plain[0]}, {world.hosts[0]})
             case "heal":
-                pair.heal()
+                world.network.heal()
             case "reset":
-                pair.reset(plain[0])
-            case "signal":
-                pair.send_signal(plain[0], signal.Signals[plain[1]], preempt="preempt" in plain)
-            case "reached":
-                pair.agents[plain[0]].reached = int(plain[1])
-            case "drained":
-                pair.drained(plain[0])
+                world.network.reset(plain[0], world.hosts[0])
             case "coordinator":
-                pair.end_coordinator()
+                world.end_coordinator()
             case "stop" | "end":
-                pair.quit(drain=verb == "stop")
-            case "store":
-                pair.store_dies(plain[0])
+                world.quit(drain=verb == "stop")
+            case "steps":
+                for host in plain[:-1]:
+                    world.agents[host].progress(Stage.STEPPING, int(plain[-1]))
+                    world.settle()
+            case "meets":
+                for host in plain:
+                    world.agents[host].progress(Stage.MEETING)
+                    world.settle()
+            case "able":
+                for host in plain:
+                    world.agents[host].able()
+                    world.settle()
             case _:
-                _watch(pair, verb, plain)
+                _agent_acts(world.agents[plain[0]], verb, plain[1:], named, world.settle)
+        world.settle()
 
     def _trace(self, who: str, what: object) -> None:
         line = _describe(who, what)
-        if not line or self._pair is None:
+        if not line or self._world is None:
             return
-        if self._pair.now > self._said_s:
-            self._said_s = self._pair.now
+        if self._world.clock.now > self._said_s:
+            self._said_s = self._world.clock.now
             self.text.append(f"{INDENT}@{self._said_s:g}")
         self.text.append(INDENT + line.replace("\n", " | "))
 
 
-def _job(plain: list[str], named: dict[str, str], trace: Callable[[str, object], None]) -> Pair:
+def _job(plain: list[str], named: dict[str, str], trace: Callable[[str, object], None]) -> ScriptedWorld:
     least, _, most = plain[0].partition(":")
     fixed = "fixed" in plain
     job = JobSpec(
@@ -199,13 +159,13 @@ def _job(plain: list[str], named: dict[str, str], trace: Callable[[str, object],
         drain_s=float(named.get("drain", "20")),
         hang_timeout_s=float(named.get("hang", "300")),
     )
-    return Pair(job, limits, trace)
+    return ScriptedWorld(job, limits, trace)
 
 
-def _boot(pair: Pair, plain: list[str], named: dict[str, str]) -> None:
+def _boot(world: ScriptedWorld, plain: list[str], named: dict[str, str]) -> None:
     for host in plain:
         if host not in ("slow", "stubborn"):
-            pair.boot(
+            world.boot(
                 host,
                 nproc=int(named.get("nproc", "1")),
                 node_rank=int(named["rank"]) if "rank" in named else None,
@@ -213,28 +173,44 @@ def _boot(pair: Pair, plain: list[str], named: dict[str, str]) -> None:
                 holds_prepare="slow" in plain,
                 stubborn="stubborn" in plain,
             )
+            world.settle()
 
 
-def _watch(pair: Pair, verb: str, plain: list[str]) -> None:
-    """What workers do and where they are."""
+def _agent_acts(
+    agent: ScriptedAgent, verb: str, plain: list[str], named: dict[str, str], settle: Callable[[], None]
+) -> None:
+    """What one agent and its workers do and where they are."""
     match verb:
-        case "steps":
-            for host in plain[:-1]:
-                pair.progress(host, Stage.STEPPING, int(plain[-1]))
-        case "meets":
-            for host in plain:
-                pair.progress(host, Stage.MEETING)
-        case "able":
-            for host in plain:
-                pair.able(host)
+        case "done":
+            for local_rank in [int(plain[0])] if plain else sorted(agent.workers):
+                agent.worker_ends(local_rank, 0)
+                settle()
+        case "fail":
+            agent.worker_ends(int(plain[0]), int(named["exit"]), named.get("type", ""))
         case "ready":
-            pair.ready(plain[0])
+            agent.ready()
+        case "spoil":
+            agent.replacement_ends(int(plain[0]), int(named["exit"]))
         case "refuse":
-            pair.refuses(plain[0], " ".join(plain[1:]))
+            agent.refuses(" ".join(plain))
+        case "prepared":
+            assert agent.assign is not None
+            agent.prepared(agent.assign)
+        case "cannot":
+            agent.prepare_fails(" ".join(plain))
+        case "signal":
+            signum = signal.Signals[plain[0]]
+            agent.handle(Signalled(signum, signum.name, "preempt" in plain))
+        case "reached":
+            agent.reached = int(plain[0])
+        case "drained":
+            agent.drained()
+        case "store":
+            agent.handle(StoreDied(agent.generation))
         case "place":
-            pair.agents[plain[0]].places[int(plain[1])] = plain[2]
+            agent.places[int(plain[0])] = plain[1]
         case "reach":
-            pair.agents[plain[0]].reach = (f"{plain[0]} cannot reach the store: {' '.join(plain[1:])}",)
+            agent.reach = (f"{agent.host} cannot reach the store: {' '.join(plain)}",)
         case _:
             raise ScenarioError(f"no such verb: {verb}")
 
@@ -281,41 +257,41 @@ def _describe(who: str, what: object) -> str:
 
 
 def _message(message: object) -> str:
-    if isinstance(message, Ping | Pong):
+    if isinstance(message, msg.Ping | msg.Pong):
         return ""
     return _from_agent(message) or _from_coordinator(message)
 
 
 def _from_agent(message: object) -> str:
     match message:
-        case Join(node, _, _, running):
+        case msg.Join(node, _, _, running):
             return f"join {node.member}" + (f" running {running.generation}" if running is not None else "")
-        case Prepared(generation, port):
+        case msg.Prepared(generation, port):
             return f"prepared {generation}" + (f" port={port}" if port else "")
-        case WorkerDone(generation, local_rank):
+        case msg.WorkerDone(generation, local_rank):
             return f"done {generation} local_rank={local_rank}"
-        case WorkersFailed(generation, failures, evidence_follows):
+        case msg.WorkersFailed(generation, failures, evidence_follows):
             text = " ".join(f"rank={f.rank} exit={f.exit_code}" for f in failures)
             return f"failed {generation} {text}" + ", evidence follows" * evidence_follows
-        case Stopped(generation):
+        case msg.Stopped(generation):
             return f"stopped {generation}"
-        case StoreLost(generation):
+        case msg.StoreLost(generation):
             return f"store lost {generation}"
-        case Leave(reason, drain):
+        case msg.Leave(reason, drain):
             return f"leave: {reason}" + (", to drain" if drain else "")
-        case Held(generation, reached):
+        case msg.Held(generation, reached):
             return f"held {generation} at {reached}"
-        case Progress(generation, ranks):
+        case msg.Progress(generation, ranks):
             return f"progress {generation} {ranks[0].stage.value} {ranks[0].steps}"
-        case Able(generation, local_ranks):
+        case msg.Able(generation, local_ranks):
             return f"able {generation} {_ranks(local_ranks)}"
-        case ReplacementReady(generation, local_ranks):
+        case msg.ReplacementReady(generation, local_ranks):
             return f"ready {generation} {_ranks(local_ranks)}"
-        case ReplacementFailed(generation, failures):
+        case msg.ReplacementFailed(generation, failures):
             return f"replacement failed {generation} {_ranks(failure.local_rank for failure in failures)}"
-        case CannotRegroup(generation, text):
+        case msg.CannotRegroup(generation, text):
             return f"cannot regroup {generation}: {text}"
-        case Looked(generation, number, samples, reach):
+        case msg.Looked(generation, number, samples, reach):
             places = " ".join(sample.frames[0].function for sample in samples)
             return f"looked {generation} #{number}: {places or 'nobody'}" + "".join(f"; {text}" for text in reach)
     return ""
@@ -323,47 +299,47 @@ def _from_agent(message: object) -> str:
 
 def _from_coordinator(message: object) -> str:
     match message:
-        case Drain(generation, text):
+        case msg.Drain(generation, text):
             return f"drain {generation}: {text}"
-        case DrainTo(generation, safe_point):
+        case msg.DrainTo(generation, safe_point):
             return f"drain {generation} to {safe_point}"
-        case Look(generation, number, store):
+        case msg.Look(generation, number, store):
             return f"look {generation} #{number}" + " and try the store" * store
-        case Notice(text):
+        case msg.Notice(text):
             return f"notice: {text.splitlines()[0]}"
-        case Quit(drain, by):
+        case msg.Quit(drain, by):
             return f"quit, {'saving first' if drain else 'at once'}: {by}"
-        case Regroup(assign, safe_point, text):
+        case msg.Regroup(assign, safe_point, text):
             return f"regroup {_place(assign)} at {safe_point}: {text}" + (" store" * assign.hosts_store)
-        case Replace(generation, local_ranks):
+        case msg.Replace(generation, local_ranks):
             return f"replace {generation} {_ranks(local_ranks)}"
-        case Resume(generation):
+        case msg.Resume(generation):
             return f"resume {generation}"
-        case Abandon(generation):
+        case msg.Abandon(generation):
             return f"abandon {generation}"
-        case Joined():
+        case msg.Joined():
             return "joined"
-        case Waiting(text):
+        case msg.Waiting(text):
             return text
-        case Assign():
+        case msg.Assign():
             return f"assign {_assigned(message)}"
-        case Start(generation, address, port):
+        case msg.Start(generation, address, port):
             return f"start {generation} at {address}:{port}"
-        case Stop(generation, reason, text, following):
+        case msg.Stop(generation, reason, text, following):
             then = f"; then {_assigned(following)}" if following is not None else ""
             return f"stop {generation} {reason.value}: {text}{then}"
-        case Finish(outcome):
+        case msg.Finish(outcome):
             return f"finish {_outcome(outcome)}"
-        case Refuse(code, text):
+        case msg.Refuse(code, text):
             return f"refuse {code}: {text}"
     raise ScenarioError(f"no text for {message!r}")
 
 
-def _assigned(assign: Assign) -> str:
+def _assigned(assign: msg.Assign) -> str:
     return f"{_place(assign)} restarts={assign.restart_count}" + " store" * assign.hosts_store
 
 
-def _place(assign: Assign) -> str:
+def _place(assign: msg.Assign) -> str:
     return (
         f"generation {assign.generation}: node {assign.group_rank} of {assign.group_world_size}, "
         f"ranks from {assign.rank_base} of {assign.world_size}"

@@ -1,8 +1,8 @@
 """Makes one verdict of the failures of a generation: the primary failure with its cause, and the consequences.
 
-exception_text reads the text of a failure, blame finds the culprit, rules has the table of causes and of codes, find
-finds the cause, rendezvous compares several failures. Pure. The order of arrival at the coordinator is evidence, the
-clocks of nodes are not. The text of a failure counts more: a rank that reports broken connections to peers is a victim.
+exception_text reads the text of a failure, blame finds the culprit, find its cause in the table rules.toml, verdict
+compares several failures. Pure. The order of arrival at the coordinator is evidence, the clocks of nodes are not. The
+text of a failure counts more: a rank that reports broken connections to peers is a victim.
 """
 
 from __future__ import annotations

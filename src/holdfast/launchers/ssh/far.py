@@ -1,13 +1,13 @@
-"""What runs on the far side of one ssh connection: reports its host, then guards the agent for as long as it lives.
+"""The far side of one ssh connection: reports facts about its host, then guards the agent as long as it lives.
 
-Sent as text to a bare `python`, so it imports nothing of ours before it is told to start, and works with whatever
-Python and holdfast are there: that they differ is for the launcher to say. Reads lines of JSON and words from standard
-input, answers with marked lines on standard output. Values of variables come this way and stand in no command line.
+It is sent as text to a bare `python`, so it imports nothing of holdfast before it is told to start, and works with any
+Python and holdfast: the launcher judges the differences. It reads lines of JSON and words from standard input, and
+answers with marked lines on standard output. Values of variables come this way and are on no command line.
 
     request ► facts ► (beat | signal N)* ► go ► (beat | signal N | kill)* ► end
     end of input, or silence: the connection is lost
 
-This process stays small and does nothing but wait: the agent is its child, and the agent's output goes to ssh directly.
+This process stays small and only waits: the agent is its child and writes directly to ssh.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ if TYPE_CHECKING:
     from typing import Any
 
 SILENCE_S = 15.0
-"""The launcher sends a beat every few seconds; without any for so long it is gone (a cut cable sends no end of
-file)."""
+"""The launcher sends a beat every few seconds. Without one for so long it is lost: a cut cable sends no EOF."""
 LOSS_GRACE_S = 5.0
-"""A lost agent is asked to end, and killed after this."""
+"""An agent without a launcher gets SIGTERM, and SIGKILL after this."""
 REPLACE_S = 10.0
-"""So long an agent that an earlier connection has left behind may take to be gone."""
+"""Limit for the end of an agent that an earlier connection has left behind."""
 TELL_S = 10.0
-"""The last message waits so long to be read."""
+"""Limit for the last message to be read."""
 FILE_BYTES_MAX = 1 << 20
 HEADER_BYTES_MAX = 4096
 
@@ -46,11 +45,11 @@ class LauncherLines:
         self.fd = fd
         self.rest = b""
         self.waiting: list[bytes] = []
-        """Came together with what `next` has returned."""
+        """Lines that came together with the one that `next` returned."""
         self.ended = False
 
     def receive(self) -> list[bytes]:
-        """What has come since, as whole lines. Blocks when there is nothing."""
+        """The new whole lines. Blocks when there are none."""
         try:
             data = os.read(self.fd, 65536)
         except OSError:
@@ -86,7 +85,7 @@ def main() -> int:
         return 0
     lock = take_over(go["lock"])
     if lock is None:
-        tell(mark, {"end": None, "text": "an earlier agent of this run does not leave it"})
+        tell(mark, {"end": None, "text": "an earlier agent of this run is still on this host"})
         return 1
     report, tells = os.pipe()
     parent = os.getpid()
@@ -97,15 +96,15 @@ def main() -> int:
     guard = Guard(pid, words, lock, go["detach"])
     code = guard.watch()
     end = {"end": code, **read_report(report)}
-    if code and guard.lost and not guard.detach:  # it ended for that: no end of the job's, if anybody still hears it
-        end = {"end": None, "text": f"no word from the launcher for {SILENCE_S:g} s"}
+    if code and guard.lost and not guard.detach:  # it ended because of the lost launcher: not an end of the job
+        end = {"end": None, "text": f"no message from the launcher for {SILENCE_S:g} s"}
     del held  # until here: the agent has bound the same port beside it
     tell(mark, end)
     return code
 
 
 def take_environment(request: dict[str, Any]) -> None:
-    """Be as the agent is to be, so that what is found here is what it will find."""
+    """Set the agent's environment here, so that this process finds what the agent will find."""
     os.environ.update(request["env"])
     sys.path[:] = [folder for folder in sys.path if folder]  # `-c` puts the current folder first
     folders = os.environ.get("PYTHONPATH", "").split(":")
@@ -119,7 +118,7 @@ def take_environment(request: dict[str, Any]) -> None:
 
 
 def gather(request: dict[str, Any]) -> tuple[socket.socket | None, dict[str, Any]]:
-    """What the launcher compares, and a socket that keeps a port free for the coordinator."""
+    """The facts that the launcher compares, and a socket that keeps a port free for the coordinator."""
     facts: dict[str, Any] = {
         "host": socket.gethostname(),
         "python": ".".join(map(str, sys.version_info[:3])),
@@ -140,7 +139,9 @@ def gather(request: dict[str, Any]) -> tuple[socket.socket | None, dict[str, Any
     try:
         held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(("", 0))  # bound and not listening: no other process gets it by chance, and the agent can bind it too
+        held.bind(
+            ("", 0)
+        )  # bound, not listening: no other process gets the port by chance, and the agent can bind it too
         facts["port"] = held.getsockname()[1]
     except OSError:
         pass
@@ -156,7 +157,7 @@ def gather(request: dict[str, Any]) -> tuple[socket.socket | None, dict[str, Any
 
 
 def look_at_script(path: str, program: bool) -> tuple[str, str]:
-    """Its hash, and what is wrong with it."""
+    """The hash of the script, and its problem."""
     if not path:
         return "", ""
     if program:
@@ -184,7 +185,7 @@ def holdfast_version() -> str:
 
 
 def torch_version() -> str:
-    """Of the torch that an import would find, without importing it."""
+    """Version of the torch that an import would find, without importing it."""
     for folder in sys.path:
         try:
             with open(os.path.join(folder, "torch", "version.py")) as file:
@@ -222,11 +223,11 @@ def machine() -> str:
 
 
 def agent(go: dict[str, Any], parent: int, tells: int, close: list[int]) -> int:
-    """In the child: an ordinary agent, whose end is also reported through `tells`. Returns its exit code."""
+    """In the child: an ordinary agent that also reports its end through `tells`. Returns its exit code."""
     signal.set_wakeup_fd(-1)
     for fd in close:
         os.close(fd)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # it is 0 already, as that was the lowest free one
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # already 0, the lowest free descriptor
     os.set_inheritable(0, True)
     if not go["detach"]:
         die_with(parent)
@@ -242,7 +243,7 @@ def agent(go: dict[str, Any], parent: int, tells: int, close: list[int]) -> int:
 
 
 def die_with(parent: int) -> None:
-    """A guard that is killed takes its agent along (and the agent's supervisor all the rest)."""
+    """End the agent when its guard is killed; the agent's supervisor then ends the workers."""
     import ctypes
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
@@ -251,7 +252,7 @@ def die_with(parent: int) -> None:
 
 
 class Guard:
-    """Waits for the agent's end, the launcher's words, and their absence."""
+    """Waits for the end of the agent, for the launcher's messages, and for their absence."""
 
     def __init__(self, pid: int, words: LauncherLines, lock: socket.socket, detach: bool) -> None:
         self.pid, self.words, self.lock, self.detach = pid, words, lock, detach
@@ -306,14 +307,14 @@ class Guard:
                 self.signal(signal.SIGKILL)
 
     def lose(self) -> None:
-        """The launcher is gone, or the way to it."""
+        """The launcher, or the connection to it, is lost."""
         self.lost = True
         if not self.detach:
             self.signal(signal.SIGTERM)
             self.kill_at = time.monotonic() + LOSS_GRACE_S
 
     def leave(self) -> None:
-        """Another connection of the same launcher wants this host for itself."""
+        """Leave the host to another connection of the same launcher."""
         caller, _ = self.lock.accept()
         with caller:
             who = caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -326,8 +327,8 @@ class Guard:
 
 
 def take_over(name: str) -> socket.socket | None:
-    """The right to be this run's only agent on this host: an abstract socket, gone with its holder. None: not to be
-    had."""
+    """Become this run's only agent on this host: bind an abstract socket, which ends with its process. None: an earlier
+    agent holds it."""
     end = time.monotonic() + REPLACE_S
     while time.monotonic() < end:
         lock = socket.socket(socket.AF_UNIX)
@@ -345,7 +346,7 @@ def take_over(name: str) -> socket.socket | None:
 
 
 def read_report(fd: int) -> dict[str, Any]:
-    """What the agent reported of its end: nothing if it was killed."""
+    """The agent's report of its end; empty: it was killed."""
     os.set_blocking(fd, False)
     try:
         report: dict[str, Any] = json.loads(os.read(fd, 65536))  # one write of less than a pipe holds
@@ -355,7 +356,7 @@ def read_report(fd: int) -> dict[str, Any]:
 
 
 def tell(mark: str, message: dict[str, Any]) -> None:
-    """One marked line, whatever comes before it; given up when it is not read."""
+    """Write one marked line. Give up when it is not read in time."""
     data = (mark + json.dumps(message) + "\n").encode()
     signal.setitimer(signal.ITIMER_REAL, TELL_S)  # its signal ends this process
     try:

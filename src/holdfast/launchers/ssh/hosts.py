@@ -1,7 +1,7 @@
-"""Determines the hosts: `a:8,user@b,[fe80::1]:4`, hostfiles, filtered by --include and --exclude, or the output of the
-user's own program (--host-discovery).
+"""The hosts of a job: as the user names them, as they report themselves, and which differences prevent the start.
 
-Raises HostsError with what is wrong and where. Knows the words for a host, and how to run that program; no ssh.
+Hosts come from `a:8,user@b,[fe80::1]:4` or a hostfile, filtered by --include and --exclude, or from the user's own
+program (--host-discovery). LaunchSpec is what the launcher is asked to do. Raises HostsError. Knows no ssh.
 """
 
 from __future__ import annotations
@@ -14,19 +14,173 @@ import signal
 from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from holdfast.protocol.errors import HostsError
 from holdfast.runtime.inherited import without_secrets
 from holdfast.supervisor.processes import PR_SET_PDEATHSIG, prctl
-from holdfast.text import listed
+from holdfast.text import is_loopback, listed
+
+SHOWN_CHARACTERS = 12
+"""Of a hash."""
+
+
+class Expected(Struct, frozen=True, kw_only=True):
+    """The state that every host must have. Empty: this machine does not know it, so the first host's value counts."""
+
+    python: str = ""
+    holdfast: str = ""
+    torch: str = ""
+    script: str = ""
+    """SHA-256 of the script."""
+    path: str = ""
+    """The script as on the command line; empty: there is no file to compare (a module)."""
+    cwd: str = ""
+    interpreter: str = ""
+    """Path of the Python on the hosts."""
+
+
+class LaunchSpec(Struct, frozen=True, kw_only=True):
+    """A job on several hosts."""
+
+    hosts: tuple[HostSpec, ...]
+    """Empty with discovery."""
+    discovery: str = ""
+    """A program that prints the current hosts."""
+    min_nodes: int
+    max_nodes: int
+    nproc: int | None = None
+    """Workers on a host without slots; None: each host decides (gpu, auto …)."""
+    expected: Expected
+    program: bool = False
+    """The script is a program (--no-python)."""
+    environ: dict[str, str] = {}
+    """Variables that are sent to the hosts, with the job's token."""
+    line: Callable[[HostSpec, int | None, str], list[str]]
+    """Makes the far agent's command line from the host, its preferred group rank and the endpoint (empty: none)."""
+    endpoint: str = ""
+    """The endpoint as given; empty: a port of the first host."""
+    alone: bool = False
+    """A job of one node, without a rendezvous."""
+    detach: bool = False
+    ssh: tuple[str, ...] = ("ssh",)
+    """The ssh command with the user's options."""
+    lock: str
+    """A unique secret name, the same for all connections of this run."""
+    signals: tuple[int, ...] = ()
+    """Signals that end the job (--signals-to-handle, --preempt-signal)."""
+
+
+class AgentExit(Struct, frozen=True, kw_only=True):
+    """How one agent ended."""
+
+    code: int | None = None
+    """Its exit code; None: the connection was lost, so it is unknown."""
+    kind: str = ""
+    """Its outcome's kind; empty when it reported none."""
+    text: str = ""
+    """The last screen, or why the connection was lost."""
+
+
+class HostFacts(Struct, frozen=True, kw_only=True):
+    """Facts about one host, from far.py."""
+
+    host: str
+    """Its own host name."""
+    python: str
+    holdfast: str = ""
+    """Version there; empty: not installed."""
+    torch: str = ""
+    script: str = ""
+    """SHA-256; empty for modules and programs."""
+    trouble: str = ""
+    """`cwd: …` or `script: …`: what is missing there, and why."""
+    cores: int = 0
+    gpus: int = 0
+    machine: str = ""
+    """An id of the machine: equal for two names of one machine."""
+    address: str = ""
+    """Address at which ssh reached it."""
+    client: str = ""
+    """Address of the ssh client, as seen there."""
+    port: int = 0
+    """A free port, kept for the coordinator."""
+
+
+def expected_from(expected: Expected, first: HostFacts) -> Expected:
+    """Take from the first host what this machine does not know: it needs no torch, and with --cwd no script."""
+    return structs.replace(
+        expected,
+        python=expected.python or first.python,
+        torch=expected.torch or first.torch,
+        script=expected.script or first.script,
+    )
+
+
+def problems(spec: HostSpec, facts: HostFacts, expected: Expected, nproc: int | None) -> list[str]:
+    """The reasons why this host cannot take part, one line each. `nproc`: workers there; None: the host decides."""
+    found = []
+    if not facts.holdfast:
+        found.append(f"holdfast is not installed for {expected.interpreter} there; install the same environment")
+    elif facts.holdfast != expected.holdfast:
+        found.append(f"holdfast {facts.holdfast} there, {expected.holdfast} here")
+    if facts.python != expected.python:
+        found.append(f"Python {facts.python} there, {expected.python} elsewhere")
+    if facts.torch != expected.torch:
+        found.append(f"torch {facts.torch or 'is not installed'} there, {expected.torch or 'none'} elsewhere")
+    kind, _, why = facts.trouble.partition(": ")
+    if kind == "cwd":
+        found.append(f"the working folder {expected.cwd} cannot be entered there ({why}); --cwd names another")
+    elif kind == "script":
+        found.append(f"the training script {expected.path} cannot be read there ({why}); copy it there")
+    elif facts.script != expected.script:
+        found.append(
+            f"the training script {expected.path} is another one there "
+            f"({facts.script[:SHOWN_CHARACTERS]}, elsewhere {expected.script[:SHOWN_CHARACTERS]}); copy it there"
+        )
+    if nproc is not None and facts.cores and nproc > facts.cores:
+        found.append(f"{nproc} workers, but {facts.cores} CPU core{'s' if facts.cores > 1 else ''} there")
+    return [f"host {spec}: {text}" for text in found]
+
+
+def remarks(spec: HostSpec, facts: HostFacts, nproc: int | None) -> list[str]:
+    """Warnings about this host, which do not prevent the start."""
+    if nproc is not None and 0 < facts.gpus < nproc:
+        return [f"host {spec}: {nproc} workers, but {facts.gpus} GPU{'s' if facts.gpus > 1 else ''} there"]
+    return []
+
+
+def same_machine(hosts: Sequence[tuple[HostSpec, HostFacts]]) -> list[tuple[HostSpec, str]]:
+    """Hosts that are the same machine as an earlier one, each with a message."""
+    seen: dict[str, HostSpec] = {}
+    found = []
+    for spec, facts in hosts:
+        other = seen.setdefault(facts.machine, spec)
+        if other is not spec:
+            text = f"host {spec} is the same machine as {other} ({facts.host}); name it once, with all its slots"
+            found.append((spec, text))
+    return found
+
+
+def meeting_address(first: HostFacts, others: Sequence[HostFacts]) -> str:
+    """The address at which the other hosts reach the first host; empty: unknown.
+
+    It is the address at which ssh reached it. If that is loopback, the first host is the launcher's own machine, and
+    the other hosts know the launcher's address.
+    """
+    if not is_loopback(first.address):
+        return first.address
+    if not others:
+        return first.address
+    return next((each.client for each in others if each.client and not is_loopback(each.client)), "")
+
 
 HOSTS_MAX = 4096
 SLOTS_DIGITS_MAX = 6
 IGNORED_KEYS = ("max_slots", "max-slots")
-"""Of Open MPI's hostfiles: how far a host may be oversubscribed, which we never do."""
+"""Keys of Open MPI's hostfiles about oversubscription, which holdfast does not do."""
 ASK_EVERY_S = 3.0
-"""From one answer to the next question."""
+"""Interval from one answer to the next call."""
 ANSWER_S = 10.0
 ANSWER_BYTES_MAX = 1 << 20
 
@@ -35,14 +189,14 @@ class HostSpec(Struct, frozen=True):
     """One host as the user names it."""
 
     name: str
-    """What ssh is given: a name of ssh_config, a host name or an address (without brackets), perhaps `user@` before
-    it."""
+    """The argument of ssh: a name of ssh_config, a host name or an address (without brackets), perhaps after
+    `user@`."""
     slots: int | None = None
     """Workers there; None: as --nproc-per-node says."""
 
     @property
     def host(self) -> str:
-        """Without the user: two names with the same one are the same host."""
+        """The name without the user: equal names are the same host."""
         return self.name.rpartition("@")[2].lower()
 
     def __str__(self) -> str:
@@ -59,7 +213,7 @@ def parse_host(text: str, where: str) -> HostSpec:
     if rest.startswith("["):
         host, closed, tail = rest[1:].partition("]")
         if not closed or ":" not in host or (tail and not tail.startswith(":")):
-            raise HostsError(f"{where}: {text!r} is no host; an IPv6 address is written [address] or [address]:slots")
+            raise HostsError(f"{where}: {text!r} is not a host; write an IPv6 address as [address] or [address]:slots")
         slots = tail[1:] if tail else None
     elif rest.count(":") > 1:
         raise HostsError(f"{where}: {text!r}: write an IPv6 address in brackets: [{rest}]")
@@ -72,13 +226,13 @@ def parse_host(text: str, where: str) -> HostSpec:
             or part.startswith("-")
             or not all(each.isprintable() and each not in " '\"`$\\/;|&<>" for each in part)
         ):
-            raise HostsError(f"{where}: {text!r} has no usable {what} name; write host, host:slots or user@host:slots")
+            raise HostsError(f"{where}: {text!r} has no valid {what} name; write host, host:slots or user@host:slots")
     return HostSpec(user + at + host, None if slots is None else parse_slots(slots, text, where))
 
 
 def parse_slots(slots: str, text: str, where: str) -> int:
     if not (slots.isascii() and slots.isdecimal() and len(slots) <= SLOTS_DIGITS_MAX and int(slots) > 0):
-        raise HostsError(f"{where}: {text[:80]!r}: slots are workers on that host, a number from 1")
+        raise HostsError(f"{where}: {text[:80]!r}: slots must be the number of workers on that host, 1 or more")
     return int(slots)
 
 
@@ -91,7 +245,7 @@ def parse_list(text: str, where: str = "--hosts") -> list[HostSpec]:
 
 
 def parse_file(text: str, where: str) -> list[HostSpec]:
-    """One host a line, as Open MPI (`host slots=8`), DeepSpeed and `host:8` have it; # begins a comment."""
+    """One host per line: `host slots=8` as in Open MPI and DeepSpeed, or `host:8`; # begins a comment."""
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -104,17 +258,17 @@ def parse_file(text: str, where: str) -> list[HostSpec]:
             if key == "slots" and equals and spec.slots is None:
                 spec = HostSpec(spec.name, parse_slots(value, line.strip(), place))
             elif key not in IGNORED_KEYS:
-                raise HostsError(f"{place}: {word!r} is not understood; a line is `host`, `host slots=8` or `host:8`")
+                raise HostsError(f"{place}: {word!r} is not valid; a line is `host`, `host slots=8` or `host:8`")
         found.append(spec)
     return checked(found, where)
 
 
 def checked(hosts: list[HostSpec], where: str) -> list[HostSpec]:
-    """Raises HostsError for a host that is there twice."""
+    """Raises HostsError for a host that is listed twice, or for too many hosts."""
     seen: dict[str, HostSpec] = {}
     for spec in hosts:
         if spec.host in seen:
-            raise HostsError(f"{where}: host {spec.host} is there twice; give its slots once, as in {spec.host}:8")
+            raise HostsError(f"{where}: host {spec.host} is listed twice; write its slots once, as in {spec.host}:8")
         seen[spec.host] = spec
     if len(hosts) > HOSTS_MAX:
         raise HostsError(f"{where}: {len(hosts)} hosts, at most {HOSTS_MAX}")
@@ -122,7 +276,7 @@ def checked(hosts: list[HostSpec], where: str) -> list[HostSpec]:
 
 
 def select(hosts: Sequence[HostSpec], include: str, exclude: str) -> list[HostSpec]:
-    """What is left of them: --include keeps only these, --exclude leaves these out; `*` and `?` as in file names.
+    """The hosts that --include and --exclude leave; `*` and `?` as in file names.
 
     >>> [spec.name for spec in select(parse_list("n1,n2,m1"), "n*", "n2")]
     ['n1']
@@ -142,14 +296,14 @@ def select(hosts: Sequence[HostSpec], include: str, exclude: str) -> list[HostSp
 
 
 def die_with_launcher() -> None:
-    """Runs in the child, before ssh or the program that discovers hosts: without its launcher it ends, and so the far
-    side learns of it."""
+    """In the child, before it becomes ssh or the discovery program: end it when the launcher ends, so that the far side
+    notices."""
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Discovery:
-    """The user's program, which is asked every few seconds, held to a limit, and believed when it ends with 0 and its
-    lines are understood. Otherwise its last answer stays true, and the trouble is said once."""
+    """Calls the user's discovery program every few seconds, with a time limit. Its answer counts if it exits with 0 and
+    all lines are valid. Otherwise the last answer stays valid, and the problem is reported once."""
 
     def __init__(self, program: str, say: Callable[[str], None]) -> None:
         self._program = program
@@ -158,7 +312,7 @@ class Discovery:
         self._named = False
 
     async def ask(self) -> list[HostSpec] | None:
-        """The hosts; None when there is no answer to believe."""
+        """The current hosts; None: there is no valid answer."""
         try:
             hosts = await self._hosts()
         except (HostsError, OSError, TimeoutError) as error:
@@ -172,8 +326,8 @@ class Discovery:
 
     async def _hosts(self) -> list[HostSpec]:
         hosts = parse_file(await self._output(), f"--host-discovery {self._program}")
-        if self._named and not hosts:  # rather a slip of the program's than all of them gone at once
-            raise HostsError(f"--host-discovery {self._program} names no host any more")
+        if self._named and not hosts:  # more probably an error of the program than the loss of all hosts
+            raise HostsError(f"--host-discovery {self._program} no longer names any host")
         return hosts
 
     async def _output(self) -> str:
@@ -191,7 +345,7 @@ class Discovery:
                 data = await self._all(process.stdout)
                 code = await process.wait()
         except BaseException:
-            with contextlib.suppress(ProcessLookupError):  # all that it has started: it may have ended before them
+            with contextlib.suppress(ProcessLookupError):  # also what it has started: it may have ended first
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
             raise

@@ -1,8 +1,8 @@
 """Runs a job on several hosts from this machine: starts an agent on each, and decides when the job is over.
 
-Every host that is wanted is a Place. Places are brought up together at first, because the first one decides where all
-meet; later each for itself: a host that was lost is tried again, one that appears is started, one that disappears is
-asked to leave. What a world is, and when it goes on without somebody, the agents decide among themselves.
+Each wanted host is a RemoteHost. At the start all log in together, because the first host decides the endpoint. Later
+each host is handled alone: a lost one is tried again, a new one is started, a removed one is asked to leave. The agents
+decide among themselves which nodes form a generation.
 """
 
 from __future__ import annotations
@@ -15,9 +15,12 @@ import secrets
 import signal
 from collections.abc import Sequence
 
-from holdfast.launchers.ssh.facts import (
+from holdfast.launchers.ssh.hosts import (
+    ASK_EVERY_S,
     AgentExit,
+    Discovery,
     Expected,
+    HostSpec,
     LaunchSpec,
     expected_from,
     meeting_address,
@@ -25,44 +28,42 @@ from holdfast.launchers.ssh.facts import (
     remarks,
     same_machine,
 )
-from holdfast.launchers.ssh.hosts import ASK_EVERY_S, Discovery, HostSpec
-from holdfast.launchers.ssh.screen import Screen
-from holdfast.launchers.ssh.session import BEAT_S, SshSession
+from holdfast.launchers.ssh.session import BEAT_S, Screen, SshSession
 from holdfast.protocol.errors import EXIT_FAILURE, EXIT_SIGNAL_BASE, HostDiffersError, HostsError
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.outcome import OutcomeKind
 
 LOGINS_MAX = 64
-"""Logins at the same time: each costs this machine some cryptography."""
+"""Logins at the same time: each costs processor time for cryptography."""
 TURNED_AWAY_PAUSES_S = (0.5, 1.0, 2.0, 4.0)
-"""Before a login is tried again that was one too many for sshd or a jump host; varied, so that not all come at once."""
+"""Pauses before a login is repeated that was one too many for sshd or a jump host; varied at random."""
 AGAIN_FIRST_S, AGAIN_MAX_S = 2.0, 60.0
-"""A host that was lost is tried again after this, doubling."""
+"""Pause before a lost host is tried again; it doubles."""
 KILL_S = 5.0
-"""After the second Ctrl-C: the far sides have this long to kill everything and report it."""
+"""Limit after the second Ctrl-C for the far sides to kill everything and report it."""
 CONSOLE_STALL_S_MAX = 10.0
-"""At the end, after Ctrl-C too: for so long a console may take nothing."""
+"""Limit at the end, also after Ctrl-C, for a console that accepts no output."""
 PROBLEMS_SHOWN_MAX = 12
 JOB_ENDS = (OutcomeKind.SUCCEEDED.value, OutcomeKind.FAILED.value, OutcomeKind.NO_QUORUM.value)
-"""Ends of the job, not of one node's part in it."""
+"""Outcomes of the whole job, not of one node's part of it."""
 
 
-def run(order: LaunchSpec, run_id: str) -> int:
+def run(launch: LaunchSpec, run_id: str) -> int:
     """Run the job. Returns its exit code. Raises HostsError before any start."""
-    return asyncio.run(_run(order, run_id))
+    return asyncio.run(_run(launch, run_id))
 
 
-async def _run(order: LaunchSpec, run_id: str) -> int:
+async def _run(launch: LaunchSpec, run_id: str) -> int:
     allow_descriptors()
     screen = Screen(f"\x1eholdfast {secrets.token_hex(8)} ")
     try:
-        return await Launcher(order, run_id, screen).run()
+        return await Launcher(launch, run_id, screen).run()
     finally:
         screen.close(CONSOLE_STALL_S_MAX)
 
 
 def allow_descriptors() -> None:
-    """As many as the system allows: three a host, and shells often start with 1024."""
+    """Raise the limit of descriptors: each host needs three, and shells often start with 1024."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
@@ -74,43 +75,43 @@ class RemoteHost:
     def __init__(self, spec: HostSpec, index: int | None) -> None:
         self.spec = spec
         self.index = index
-        """The group rank it wishes for."""
+        """Its preferred group rank."""
         self.session: SshSession | None = None
         self.task: asyncio.Task[None] | None = None
         self.wanted = True
-        """False: it has disappeared from the hosts there are."""
+        """False: discovery no longer names it."""
         self.staying = False
-        """It has disappeared, but cannot be spared."""
+        """Discovery no longer names it, but the job needs it."""
         self.over = False
-        """Its agent has ended for its own reason: it is not started again."""
+        """Its agent has ended for a reason of its own and is not started again."""
         self.again_s = 0.0
-        """Before the next attempt."""
+        """Pause before the next attempt."""
         self.trouble = ""
-        """What the last attempt failed of."""
+        """Why the last attempt failed."""
 
 
 class Launcher:
     """Runs one job."""
 
-    def __init__(self, order: LaunchSpec, run_id: str, screen: Screen) -> None:
-        self._order = order
+    def __init__(self, launch: LaunchSpec, run_id: str, screen: Screen) -> None:
+        self._launch = launch
         self._run_id = run_id
         self._screen = screen
         self._places: dict[str, RemoteHost] = {}
         self._ends: list[tuple[HostSpec, AgentExit]] = []
-        self._expected: Expected = order.expected
-        self._endpoint = order.endpoint
+        self._expected: Expected = launch.expected
+        self._endpoint = launch.endpoint
         self._meets_at = ""
-        """The host whose agent hosts the coordinator, where this launcher chose it."""
+        """The host whose agent hosts the coordinator, if this launcher chose it."""
         self._said: set[str] = set()
-        """Lines of the beginning."""
+        """Messages of the start that were shown."""
         self._changed = asyncio.Event()
         self._logins = asyncio.Semaphore(LOGINS_MAX)
-        self._discovery = Discovery(order.discovery, screen.say) if order.discovery else None
+        self._discovery = Discovery(launch.discovery, screen.say) if launch.discovery else None
         self._signalled = 0
-        """The first signal that is to end the job."""
+        """The first signal that ends the job."""
         self._cause: AgentExit | None = None
-        """The end of one agent that made us stop the others."""
+        """The end of the agent because of which the others were stopped."""
         self._over = asyncio.Event()
         """The job has ended, or must end: no further agent is started."""
         self._main: asyncio.Task[int] | None = None
@@ -130,7 +131,7 @@ class Launcher:
             if not self._signalled:
                 raise
             return EXIT_SIGNAL_BASE + self._signalled
-        except BaseExceptionGroup as group:  # a task group's; its first error is reported
+        except BaseExceptionGroup as group:  # the task group's; its first error is reported
             raise group.exceptions[0] from None
         finally:
             for signum in handled:
@@ -141,7 +142,7 @@ class Launcher:
 
     async def _begin(self) -> None:
         """Log in to all hosts at once, compare them, send the first host's port to all. Raises HostsError."""
-        for index, spec in enumerate(self._order.hosts):
+        for index, spec in enumerate(self._launch.hosts):
             self._places[spec.host] = RemoteHost(spec, index)
         while True:
             if self._discovery is not None:
@@ -153,9 +154,9 @@ class Launcher:
             errors += self._compare([each for each in self._places.values() if each.session is not None])
             ready = [each for each in self._places.values() if each.session is not None]
             self._judge([error for error in errors if error is not None], len(ready))
-            if len(ready) >= self._order.min_nodes:
+            if len(ready) >= self._launch.min_nodes:
                 break
-            self._say_once(f"{len(ready)} of at least {self._order.min_nodes} hosts are here; waiting for more")
+            self._say_once(f"{len(ready)} of at least {self._launch.min_nodes} hosts are ready; waiting for more")
             await asyncio.sleep(ASK_EVERY_S)
         self._choose_endpoint(ready)
         for place in ready:
@@ -164,7 +165,7 @@ class Launcher:
 
     async def _log_in(self, place: RemoteHost) -> HostsError | None:
         for pause_s in (*TURNED_AWAY_PAUSES_S, None):
-            session = SshSession(place.spec, self._order, self._screen, self._run_id)
+            session = SshSession(place.spec, self._launch, self._screen, self._run_id)
             try:
                 async with self._logins:
                     await session.start()
@@ -178,7 +179,7 @@ class Launcher:
         return None
 
     def _compare(self, ready: Sequence[RemoteHost]) -> list[HostsError | None]:
-        """What differs; hosts with trouble are let go."""
+        """Compare the hosts. Those with a problem are released."""
         told = [(each, each.session.facts) for each in ready if each.session is not None and each.session.facts]
         if not told:
             return []
@@ -199,7 +200,7 @@ class Launcher:
         return errors
 
     def _same_machine(self, places: Sequence[RemoteHost]) -> list[tuple[RemoteHost, str]]:
-        """Those whose host is an earlier one's, by another name: only one agent of a run can be there."""
+        """Hosts that are the same machine as an earlier one: a machine can have only one agent of a run."""
         told = [(each.spec, each.session.facts) for each in places if each.session and each.session.facts]
         return [(self._places[spec.host], text) for spec, text in same_machine(told)]
 
@@ -209,19 +210,19 @@ class Launcher:
             place.task = asyncio.ensure_future(session.close())
 
     def _nproc(self, spec: HostSpec) -> int | None:
-        return spec.slots if spec.slots is not None else self._order.nproc
+        return spec.slots if spec.slots is not None else self._launch.nproc
 
     def _judge(self, errors: Sequence[HostsError], ready: int) -> None:
-        """Raises unless the job may begin, or has reason to wait, without those hosts."""
+        """Raise the errors unless the job may start, or wait, without those hosts."""
         if not errors:
             return
         lines = [line for error in errors for line in str(error).splitlines()]
         if len(lines) > PROBLEMS_SHOWN_MAX:
             lines = [*lines[:PROBLEMS_SHOWN_MAX], f"and {len(lines) - PROBLEMS_SHOWN_MAX} more"]
-        elastic = self._order.min_nodes < self._order.max_nodes
-        if self._discovery is not None or (elastic and ready >= self._order.min_nodes):
+        elastic = self._launch.min_nodes < self._launch.max_nodes
+        if self._discovery is not None or (elastic and ready >= self._launch.min_nodes):
             for line in lines:
-                self._say_once(f"{line}; going on without it")
+                self._say_once(f"{line}; continuing without it")
             return
         raise type(errors[0])("\n".join(lines))
 
@@ -231,14 +232,14 @@ class Launcher:
             self._screen.say(line)
 
     def _choose_endpoint(self, ready: Sequence[RemoteHost]) -> None:
-        if self._endpoint or self._order.alone:
+        if self._endpoint or self._launch.alone:
             return
         told = [each.session.facts for each in ready if each.session is not None and each.session.facts is not None]
         first, others = told[0], told[1:]
         address = meeting_address(first, others)
         if not address or not first.port:
             raise HostsError(
-                f"host {ready[0].spec} does not know under which address the others reach it; name one: --rdzv-endpoint"
+                f"host {ready[0].spec} does not know its address for the other hosts; give one: --rdzv-endpoint"
             )
         self._endpoint = str(Endpoint(host=address, port=first.port))
         self._meets_at = ready[0].spec.host
@@ -268,7 +269,7 @@ class Launcher:
                 place.task = tasks.create_task(self._stay(place))
             elif not place.wanted:
                 del self._places[place.spec.host]
-            elif not self._over.is_set() and not place.over and running < self._order.max_nodes:
+            elif not self._over.is_set() and not place.over and running < self._launch.max_nodes:
                 running += 1
                 place.task = tasks.create_task(self._come_back(place))
 
@@ -283,7 +284,7 @@ class Launcher:
         if place.again_s == 0 or loop.time() > began_s + AGAIN_MAX_S:
             place.again_s = AGAIN_FIRST_S
         if end.code is None and not self._over.is_set() and place.wanted:
-            then = "goes on" if self._order.detach else "ends by itself"
+            then = "continues" if self._launch.detach else "ends by itself"
             self._screen.say(f"lost the ssh connection to {place.spec} ({end.text}); what runs there {then}")
         elif end.code is not None and self._was_killed(end) and place.wanted:
             self._screen.say(f"the agent on {place.spec} was killed (exit code {end.code}); it is started again")
@@ -294,13 +295,13 @@ class Launcher:
             if end.kind in JOB_ENDS:
                 self._over.set()
             self._stop_if_too_few(place.spec, end)
-        if self._order.detach and end.code is None:
+        if self._launch.detach and end.code is None:
             place.over = True
         place.task = None
         self._changed.set()
 
     def _was_killed(self, end: AgentExit) -> bool:
-        """By a user on that host, or for lack of memory: not by a decision of the job."""
+        """Whether a user on that host or the kernel (out of memory) killed it, and not the job."""
         return not self._over.is_set() and not end.kind and (end.code or 0) > EXIT_SIGNAL_BASE
 
     async def _come_back(self, place: RemoteHost) -> None:
@@ -319,13 +320,13 @@ class Launcher:
                 error = HostDiffersError("\n".join(found)) if found else None
             if error is not None:
                 if str(error) != place.trouble:
-                    self._screen.say(f"{error}; it is tried again")
+                    self._screen.say(f"{error}; retrying")
                 place.trouble = str(error)
                 await self._close(place)
             elif self._over.is_set() or not place.wanted:
                 await self._close(place)
             elif place.session is not None:
-                self._screen.say(f"{place.spec} takes part")
+                self._screen.say(f"{place.spec} joins")
                 place.trouble = ""
                 place.session.go(place.index, self._endpoint)
         place.task = None
@@ -337,12 +338,12 @@ class Launcher:
             await session.close()
 
     def _stop_if_too_few(self, spec: HostSpec, end: AgentExit) -> None:
-        """An agent that ended for a reason of its own does not come back: the others need not wait for it."""
+        """Stop the job if too few hosts are left: an agent that ended for its own reason is not started again."""
         able = sum(not each.over for each in self._places.values())
-        if self._over.is_set() or self._discovery is not None or not 0 < able < self._order.min_nodes:
+        if self._over.is_set() or self._discovery is not None or not 0 < able < self._launch.min_nodes:
             return
         self._screen.say(
-            f"{spec} has ended ({end.code}), and {able} of {self._order.min_nodes} hosts are too few: stopping"
+            f"{spec} has ended ({end.code}), and {able} of {self._launch.min_nodes} hosts are too few: stopping"
         )
         self._cause = end
         self._over.set()
@@ -367,7 +368,7 @@ class Launcher:
         hosts = await self._discovery.ask()
         if hosts is None:
             if first and not self._places:
-                raise HostsError("--host-discovery has to work once for a job to begin")
+                raise HostsError("--host-discovery must succeed once before the job can start")
             return
         found = {spec.host: spec for spec in hosts}
         for host, place in list(self._places.items()):
@@ -377,18 +378,18 @@ class Launcher:
                 place.staying = False
         for host, spec in found.items():
             place_there = self._places.get(host)
-            if place_there is None and (not first or len(self._places) < self._order.max_nodes):
+            if place_there is None and (not first or len(self._places) < self._launch.max_nodes):
                 self._places[host] = RemoteHost(spec, None)
         self._changed.set()
 
     def _dismiss(self, place: RemoteHost) -> None:
-        """It is not there any more, or not as it was: its workers save and leave."""
+        """Discovery no longer names this host, or names it differently: its workers save and leave."""
         if not place.wanted or place.staying:
             return
         if place.spec.host == self._meets_at and self._endpoint and place.session is not None:
             place.staying = True
             self._screen.say(
-                f"{place.spec} is no longer among the hosts, but the others meet there: it stays until the job ends "
+                f"{place.spec} is no longer among the hosts, but the coordinator is there: it stays until the job ends "
                 "(with --rdzv-backend etcd it could leave)"
             )
             return
@@ -403,17 +404,17 @@ class Launcher:
     # ---------------------------------------------------------------- signals
 
     def _install_signals(self, loop: asyncio.AbstractEventLoop) -> list[int]:
-        """What was ignored when we were started (nohup's SIGHUP) stays ignored."""
+        """Signals that were ignored at our start (SIGHUP with nohup) stay ignored."""
         handled = []
-        for signum in {*self._order.signals, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}:
+        for signum in {*self._launch.signals, signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2}:
             if signal.getsignal(signum) is not signal.SIG_IGN:
-                ends = signum in self._order.signals or signum in (signal.SIGINT, signal.SIGTERM)
+                ends = signum in self._launch.signals or signum in (signal.SIGINT, signal.SIGTERM)
                 loop.add_signal_handler(signum, self._on_end_signal if ends else self._signal_all, signum)
                 handled.append(int(signum))
         return handled
 
     def _on_end_signal(self, signum: int) -> None:
-        detaching = self._order.detach and signum == signal.SIGHUP
+        detaching = self._launch.detach and signum == signal.SIGHUP
         first, self._signalled = not self._signalled, self._signalled or signum
         self._over.set()
         name = signal.Signals(signum).name
@@ -422,7 +423,7 @@ class Launcher:
             assert self._main is not None
             self._main.cancel()
         elif first:
-            self._screen.say(f"{name}: stopping on all hosts; once more kills at once")
+            self._screen.say(f"{name}: stopping on all hosts; a second one kills at once")
             self._signal_all(signum)
             self._drop_when_stalled(-1)
         else:
@@ -433,7 +434,7 @@ class Launcher:
             asyncio.get_running_loop().call_later(KILL_S, self._give_up)
 
     def _drop_when_stalled(self, before: int) -> None:
-        """A console that takes nothing does not keep back how the agents ended."""
+        """Drop output if the console accepts none, so that it does not delay the reports of the agents' ends."""
         now = self._screen.written_bytes
         if now == before:
             self._screen.drop()
@@ -446,7 +447,7 @@ class Launcher:
                 place.session.signal(signum)
 
     def _give_up(self) -> None:
-        """A host that does not even answer: the end of ssh ends what is there, when it can."""
+        """Stop waiting for hosts that do not answer. The end of ssh ends what runs there, if it can."""
         assert self._main is not None
         self._main.cancel()
 
@@ -454,7 +455,7 @@ class Launcher:
 
     def _tell_end(self) -> int:
         """Show the end once, and return the job's exit code."""
-        chosen = chosen_end(self._ends, [spec.host for spec in self._order.hosts])
+        chosen = chosen_end(self._ends, [spec.host for spec in self._launch.hosts])
         if chosen is None:
             if self._signalled:
                 return EXIT_SIGNAL_BASE + self._signalled
@@ -472,7 +473,7 @@ class Launcher:
 
 
 def chosen_end(ends: Sequence[tuple[HostSpec, AgentExit]], order: Sequence[str]) -> tuple[HostSpec, AgentExit] | None:
-    """Of all agents' ends the job's own; else the first host's that is not a success."""
+    """The job's own outcome among the agents' ends; else the first host's that is not a success."""
 
     def place(told: tuple[HostSpec, AgentExit]) -> tuple[bool, bool, int]:
         spec, end = told

@@ -1,10 +1,15 @@
-"""One host: an ssh client on this machine, and through it far.py and its agent on the other.
+"""One host: an ssh client on this machine, and through it far.py and its agent; and the console that shows all hosts.
 
-    start() ► Facts ► go() ► beats, signals ► wait() ► End
+    start() ► HostFacts ► go() ► beats, signals ► wait() ► AgentExit
 
-Knows processes, pipes, the words between the two sides, and why ssh did not get there, from its own words (explain());
-knows nothing of other hosts. The system's ssh decides how a
-host is reached: configuration, keys, jumps. It can never ask: no terminal, no password, no unknown key.
+    Screen ── Console (one thread)
+       └── Feed per host and stream: reads ssh's pipe only when the console has room, so a stalled terminal
+           delays only what is shown; on the hosts the log files are the queue
+
+The system's ssh decides how a host is reached: configuration, keys, jumps. It never asks: no terminal, no password, no
+unknown key. `explain` converts ssh's own messages into ours. The console shows whole lines in order of arrival. Lines
+with the mark of this run are far.py's messages and are not shown. The agents' own lines (`holdfast: …`) are shown with
+the host's name; equal lines of several agents are shown once.
 """
 
 from __future__ import annotations
@@ -16,20 +21,168 @@ import os
 import re
 import shlex
 import signal
-from collections.abc import Sequence
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from holdfast.launchers.ssh.facts import AgentExit, HostFacts, LaunchSpec
-from holdfast.launchers.ssh.hosts import HostSpec, die_with_launcher
-from holdfast.launchers.ssh.screen import Feed, Screen
+from holdfast.launchers.ssh.hosts import AgentExit, HostFacts, HostSpec, LaunchSpec, die_with_launcher
 from holdfast.protocol.errors import HostUnreachableError
+from holdfast.supervisor.console import SAY_PREFIX, Console, ConsoleStream
+from holdfast.supervisor.log_fold import LineCutter
+
+CHUNK_BYTES_MAX = 64 * 1024
+ONCE_S = 3.0
+"""Equal lines of another host within this time are not shown again."""
+HELD_BYTES_MAX = 16 * 1024
+"""Limit for the output before the far side's first message: greetings, or ssh's errors."""
+
+_PREFIX = SAY_PREFIX.encode()
+
+
+class Screen:
+    """The console of a job on several hosts."""
+
+    def __init__(self, mark: str) -> None:
+        self.console = Console()
+        self.mark = mark.encode()
+        self._told: dict[bytes, tuple[str, float]] = {}
+        self.drops = False
+        """Output for which the console has no room is read and dropped."""
+
+    def say(self, text: str) -> None:
+        self.console.say(text)
+
+    def feed(
+        self, fd: int, host: str, *, error: bool, told: Callable[[bytes], None], ended: Callable[[], None]
+    ) -> Feed:
+        """Show the output from this descriptor, which the feed then owns. `told` gets the marked lines, and `ended` is
+        called when all is read; both in the console's thread."""
+        feed = Feed(fd, self.console.err if error else self.console.out, self, host, told, ended)
+        self.console.attach(feed)
+        return feed
+
+    def edit(self, lines: bytes, host: str, now: float) -> bytes:
+        """The lines to show: agents' own lines with the host's name, and only once."""
+        if _PREFIX not in lines:
+            return lines
+        return b"".join(self._edit_line(line, host, now) for line in lines.splitlines(keepends=True))
+
+    def _edit_line(self, line: bytes, host: str, now: float) -> bytes:
+        if not line.startswith(_PREFIX):
+            return line
+        words = line[len(_PREFIX) :]
+        who, until = self._told.get(words, ("", 0.0))
+        if who and who != host and now < until:
+            return b""
+        self._told = {text: one for text, one in self._told.items() if now < one[1]}
+        self._told[words] = (host, now + ONCE_S)
+        return _PREFIX + host.encode() + b": " + words
+
+    @property
+    def written_bytes(self) -> int:
+        return sum(stream.written_bytes for stream in {self.console.out, self.console.err})
+
+    def drop(self) -> None:
+        """Stop waiting for the console: the hosts' reports of their end come after the output that it does not take."""
+        self.drops = True
+        self.console.wake()
+
+    def close(self, stall_s: float) -> None:
+        self.console.close(stall_s)
+
+
+class Feed:
+    """One pipe from ssh. All except the constructor, `held` and `show` belongs to the console's thread."""
+
+    def __init__(
+        self,
+        fd: int,
+        stream: ConsoleStream,
+        screen: Screen,
+        host: str,
+        told: Callable[[bytes], None],
+        ended: Callable[[], None],
+    ) -> None:
+        os.set_blocking(fd, False)
+        self.progress = 0
+        self.last = ""
+        """The last line that was read."""
+        self._fd: int | None = fd
+        self._stream = stream
+        self._screen = screen
+        self._host = host
+        self._tell = told
+        self._tell_ended = ended
+        self._cutter = LineCutter()
+        self._lock = threading.Lock()
+        self._held: deque[bytes] | None = deque()
+        self._held_bytes = 0
+
+    def held(self) -> str:
+        """The output before `show`."""
+        with self._lock:
+            return b"".join(self._held or ()).decode(errors="replace")
+
+    def show(self) -> None:
+        """Show the output from now on. Output before this was greetings."""
+        with self._lock:
+            self._held = None
+
+    def fileno(self) -> int | None:
+        return self._fd if self._stream.free or self._screen.drops or self._held is not None else None
+
+    def pump(self, now: float) -> float | None:
+        while (fd := self._fd) is not None and self.fileno() is not None:
+            try:
+                data = os.read(fd, CHUNK_BYTES_MAX)
+            except BlockingIOError:
+                return None
+            except OSError:
+                data = b""
+            self.progress += 1
+            self._take(self._cutter.feed(data) if data else self._cutter.flush(), now)
+            if not data:
+                self.close()
+        return None
+
+    def _take(self, lines: bytes, now: float) -> None:
+        if self._screen.mark in lines:
+            lines = b"".join(map(self._unmarked, lines.splitlines(keepends=True)))
+        if not lines:
+            return
+        self.last = lines[lines.rfind(b"\n", 0, -1) + 1 :].decode(errors="replace")
+        with self._lock:
+            if self._held is not None:
+                self._held.append(lines)
+                self._held_bytes += len(lines)
+                while self._held_bytes > HELD_BYTES_MAX:
+                    self._held_bytes -= len(self._held.popleft())
+                return
+        if self._stream.free or not self._screen.drops:
+            self._stream.put(self._screen.edit(lines, self._host, now))
+
+    def _unmarked(self, line: bytes) -> bytes:
+        before, mark, words = line.partition(self._screen.mark)
+        if mark:
+            self._tell(words)
+            return before + b"\n" if before else b""
+        return line
+
+    def close(self) -> None:
+        fd, self._fd = self._fd, None
+        if fd is not None:
+            with contextlib.suppress(OSError):
+                os.close(fd)
+            self._tell_ended()
+
 
 SHOWN_CHARACTERS_MAX = 240
 TOO_OLD = "too old for holdfast: Python "
-"""What a Python says that cannot even read far.py."""
+"""Message of a Python that is too old to read far.py."""
 
 _KEY_FILE = re.compile(r"Offending \S+ key in (\S+)")
 _UNREACHABLE = re.compile(
@@ -43,15 +196,15 @@ _NOISE = re.compile(r"^(?:@+.*|Warning: Permanently added .*|\s*|\*\*.*)$")
 
 FAR = Path(__file__).with_name("far.py")
 CONNECT_S = 10
-"""Limit for the other machine's answer (ssh's ConnectTimeout, whole seconds)."""
+"""Limit for the answer of the other machine (ssh's ConnectTimeout, whole seconds)."""
 LOGIN_S = 30.0
-"""Until the far side has reported its host: a login may be slow, but not without limit."""
+"""Limit until the far side has reported its host: a login may be slow."""
 ALIVE_INTERVAL_S, ALIVE_COUNT_MAX = 3, 3
-"""A connection that carries nothing back for so many such intervals is lost (ssh's ServerAlive…)."""
+"""A connection without an answer for so many intervals is lost (ssh's ServerAlive…)."""
 BEAT_S = 3.0
 """Interval of the heartbeats to the far side; well below its SILENCE_S."""
 LAST_WORDS_S = 2.0
-"""ssh has ended, but its pipes not: some master connection of the user's holds them open."""
+"""Limit for ssh's pipes after its end: a master connection of the user may keep them open."""
 END_S = 2.0
 """SIGTERM to SIGKILL, for ssh."""
 
@@ -61,18 +214,18 @@ OPTIONS = {
     "ConnectTimeout": CONNECT_S,
     "ServerAliveInterval": ALIVE_INTERVAL_S,
     "ServerAliveCountMax": ALIVE_COUNT_MAX,
-    "ControlMaster": "no",  # one that runs is used; none is left behind
+    "ControlMaster": "no",  # an existing one is used; no new one is left behind
     "ClearAllForwardings": "yes",  # ports of the user's interactive sessions
     "RemoteCommand": "none",
     "ForwardX11": "no",
 }
-"""What a launcher needs whatever the user's configuration says; all else is left as configured."""
+"""Options that the launcher needs in every configuration; the others stay as the user configured them."""
 
 
 def client_line(
     spec: HostSpec, interpreter: str, source_bytes: int, run_id: str, ssh: Sequence[str] = ("ssh",)
 ) -> list[str]:
-    """The ssh command. The far command is understood by every login shell; it shows in `ps` and holds no value."""
+    """The ssh command. Every login shell understands the far command. It is visible in `ps` and contains no secret."""
     read = (
         f'import os,sys;sys.version_info<(3,8) and sys.exit("{TOO_OLD}"+sys.version.split()[0]);'
         f's=b"";n={source_bytes};exec("while len(s)<n: s+=os.read(0,n-len(s)) or exit(0)");exec(s)'
@@ -84,19 +237,19 @@ def client_line(
 
 
 def client_environment() -> dict[str, str]:
-    """No prompts, not even from the clients that it starts for jump hosts, which ignore BatchMode."""
+    """The environment of ssh: no prompts, also not from its clients for jump hosts, which ignore BatchMode."""
     return {**os.environ, "SSH_ASKPASS_REQUIRE": "never"}
 
 
 class SshSession:
     """One connection, used once."""
 
-    def __init__(self, spec: HostSpec, order: LaunchSpec, screen: Screen, run_id: str) -> None:
+    def __init__(self, spec: HostSpec, launch: LaunchSpec, screen: Screen, run_id: str) -> None:
         self.spec = spec
         self.facts: HostFacts | None = None
         self.turned_away = False
-        """The host, or the way to it, has too many logins at once."""
-        self._order = order
+        """Whether the host, or a jump host, has too many logins at once."""
+        self._launch = launch
         self._screen = screen
         self._run_id = run_id
         self._loop = asyncio.get_running_loop()
@@ -109,18 +262,18 @@ class SshSession:
         self._all_read = asyncio.Event()
 
     async def start(self) -> HostFacts:
-        """Log in and ask. Raises HostUnreachableError; the connection is closed then."""
+        """Log in and get the facts. On HostUnreachableError the connection is closed."""
         source = FAR.read_bytes()
-        expected = self._order.expected
+        expected = self._launch.expected
         request = {
             "mark": self._screen.mark.decode(),
-            "env": self._order.environ,
+            "env": self._launch.environ,
             "cwd": expected.cwd,
             "script": expected.path,
-            "program": self._order.program,
+            "program": self._launch.program,
         }
         try:
-            await self._spawn(client_line(self.spec, expected.interpreter, len(source), self._run_id, self._order.ssh))
+            await self._spawn(client_line(self.spec, expected.interpreter, len(source), self._run_id, self._launch.ssh))
             self._write(source + json.dumps(request).encode() + b"\n")
             self.facts = await self._introduction(expected.interpreter)
         except BaseException:
@@ -140,7 +293,7 @@ class SshSession:
                 stdout=pipes[0][1],
                 stderr=pipes[1][1],
                 env=client_environment(),
-                start_new_session=True,  # Ctrl-C is ours to pass on, and there is no terminal to ask at
+                start_new_session=True,  # the launcher passes Ctrl-C on, and ssh has no terminal for questions
                 preexec_fn=die_with_launcher,
             )
         except OSError as error:
@@ -176,7 +329,7 @@ class SshSession:
         raise HostUnreachableError(explain(self.spec, err, code, interpreter, LOGIN_S, out))
 
     async def _drained(self) -> None:
-        """ssh has ended: what it wrote last has been read."""
+        """Wait until all output of ssh, which has ended, is read."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._all_read.wait(), LAST_WORDS_S)
 
@@ -184,9 +337,9 @@ class SshSession:
         """Order the far side to start its agent."""
         self._went = True
         message = {
-            "argv": self._order.line(self.spec, index, endpoint),
-            "lock": self._order.lock,
-            "detach": self._order.detach,
+            "argv": self._launch.line(self.spec, index, endpoint),
+            "lock": self._launch.lock,
+            "detach": self._launch.detach,
         }
         self._write(json.dumps(message).encode() + b"\n")
 
@@ -210,13 +363,12 @@ class SshSession:
         await self.close()
         if self._end is not None:
             return self._end
-        if 0 < code < 255 and self._went:  # 0 without a last word is no success: ssh went into the background
+        if 0 < code < 255 and self._went:  # 0 without a report is no success: ssh went into the background
             return AgentExit(code=code)
         return AgentExit(text=parting_words(self._feeds[1].last) or f"ssh ended with {code}")
 
     async def close(self) -> None:
-        """End the ssh client, if it still runs; the far side takes that for a lost connection, unless it never got the
-        order to start."""
+        """End the ssh client if it still runs. For a far side that has started its agent this is a lost connection."""
         process = self._process
         if process is None:
             return
@@ -234,7 +386,7 @@ class SshSession:
             feed.close()
 
     def _write(self, data: bytes) -> None:
-        """Dropped where ssh has ended: its end is noticed elsewhere."""
+        """Write to ssh. Dropped if ssh has ended, which `wait` notices."""
         assert self._process is not None
         assert self._process.stdin is not None
         if self._process.returncode is None and not self._process.stdin.is_closing():
@@ -269,17 +421,17 @@ class SshSession:
                 self._introduced.set_result(msgspec.convert(message, HostFacts))
         except (TypeError, msgspec.ValidationError) as error:
             if not self._introduced.done():
-                self._introduced.set_exception(HostUnreachableError(f"host {self.spec}: it talks nonsense: {error}"))
+                self._introduced.set_exception(HostUnreachableError(f"host {self.spec}: malformed answer: {error}"))
 
 
 def is_turned_away(text: str) -> bool:
-    """By sshd, before it had anything to do with us: it has too many logins at once (MaxStartups), of which a jump host
-    sees those to all others."""
+    """Whether sshd refused the connection at its start: too many logins at once (MaxStartups). A jump host sees the
+    logins to all other hosts."""
     return _TURNED_AWAY.search(text) is not None
 
 
 def explain(spec: HostSpec, text: str, code: int | None, python: str, limit_s: float, out: str = "") -> str:
-    """`text`: ssh's stderr; `code`: its exit code, None: it was given up after `limit_s`; `out`: what came to
+    """Why a login failed. `text`: ssh's stderr; `code`: its exit code, None: abandoned after `limit_s`; `out`: its
     stdout."""
     return f"host {spec}: {_why(spec, text, code, python, limit_s, out)}"
 
@@ -291,10 +443,10 @@ def _why(spec: HostSpec, text: str, code: int | None, python: str, limit_s: floa
     if "IDENTIFICATION HAS CHANGED" in text:
         found = _KEY_FILE.search(text)
         where = f" (known by {found[1]})" if found else ""
-        fix = f"if it is right: ssh-keygen -R {spec.host}"
-        return f"its host key has changed{where}: a new machine, or somebody in between; {fix}"
+        fix = f"if this is expected: ssh-keygen -R {spec.host}"
+        return f"its host key has changed{where}: it is a new machine, or somebody intercepts the connection; {fix}"
     if "Host key verification failed" in text:
-        return f"its host key is not known here yet; log in once by hand to check it: ssh {spec}"
+        return f"its host key is not known here; log in once by hand to check it: ssh {spec}"
     if "Permission denied" in text or "Too many authentication failures" in text:
         trial = f"ssh -o BatchMode=yes {spec} true"
         return f"no login without a password ({said}); set up a key or an agent until `{trial}` works"
@@ -303,19 +455,19 @@ def _why(spec: HostSpec, text: str, code: int | None, python: str, limit_s: floa
     if code == 255 and _UNREACHABLE.search(text):
         return f"cannot be reached by ssh ({said})"
     if code == 255:
-        return f"ssh failed ({said or 'it does not say why'})"
+        return f"ssh failed ({said or 'without a message'})"
     if code in (126, 127):
         return f"{python} cannot be started there ({said}); the same Python environment must be at the same path"
     if code < 0:
         return f"ssh was killed by signal {-code}"
     if said.startswith(TOO_OLD):
         return f"{python} is Python {said.removeprefix(TOO_OLD)} there; install the same environment"
-    reason = said or last_words(out) or "nor did anybody else"
-    return f"{python} ended with {code} there before it said anything ({reason})"
+    reason = said or last_words(out) or "without a message"
+    return f"{python} ended with {code} there before it reported anything ({reason})"
 
 
 def last_words(text: str) -> str:
-    """The last line that says something.
+    """The last line with information.
 
     >>> last_words("Warning: Permanently added 'a'.\\nssh: no.\\r\\n")
     'ssh: no'
@@ -325,7 +477,7 @@ def last_words(text: str) -> str:
 
 
 def parting_words(line: str) -> str:
-    """What ssh says of a connection that it has lost; empty when the line is not ssh's.
+    """ssh's message about a lost connection; empty: the line is not from ssh.
 
     >>> parting_words("Timeout, server n1 not responding.\\r")
     'Timeout, server n1 not responding'

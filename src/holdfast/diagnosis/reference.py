@@ -1,0 +1,258 @@
+"""Reference for users: the explanation of every code that holdfast prints (errors, verdicts, hangs, the doctor's
+findings), and the table of events with a check of records against it.
+
+Pure and offline. The texts are in codes.toml and events.toml, which are read on first use, and in protocol/errors.py.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import signal
+from collections.abc import Iterator, Mapping
+from enum import Enum
+from functools import cache
+from typing import Any, TypeGuard
+
+import msgspec
+from msgspec import Struct
+
+from holdfast.protocol import errors
+from holdfast.protocol.errors import Fault, HoldfastError
+from holdfast.text import read_table
+
+NEAREST_MAX = 3
+FOUND_MAX = 8
+EMPTY_WORD = re.compile(
+    r"a|an|and|as|at|by|error|exit|exited|code|status|failed|for|from|in|is|it|job|of|on|or|rank|the|to|was|with"
+)
+"""Words that a search ignores."""
+
+
+class Explanation(Struct, frozen=True, kw_only=True):
+    code: str
+    name: str
+    """A few words."""
+    cause: str
+    evidence: str
+    """The observation behind the code."""
+    fix: str
+    exit_code: int | None = None
+    """Exit code of the command that prints it; None: the worker's own, or none at all."""
+
+
+def everything() -> dict[str, Explanation]:
+    """All codes in order."""
+    found = {error.code: _of_error(error) for error in all_errors()}
+    return dict(sorted((found | verdict_texts() | finding_texts()).items()))
+
+
+@cache
+def _table() -> dict[str, Any]:
+    return read_table(__file__, "codes.toml")
+
+
+def headings() -> dict[str, str]:
+    """Headings of groups of codes, by their first characters."""
+    return dict(_table()["headings"])
+
+
+def verdict_texts() -> dict[str, Explanation]:
+    """The codes of verdicts."""
+    return {code: Explanation(code=code, **texts) for code, texts in _table()["verdicts"].items()}
+
+
+def finding_texts() -> dict[str, Explanation]:
+    """The codes of the doctor's findings. The beginning of the cause serves as name."""
+    return {
+        code: Explanation(code=code, name=re.split(r"[.:] |\.$", texts["cause"])[0], **texts)
+        for code, texts in _table()["doctor"].items()
+    }
+
+
+def nearest(code: str) -> list[str]:
+    """Similar codes: the same number in another series, a different digit, words of a name."""
+    known = everything()
+    word = code.strip().lower()
+    named = [each.code for each in known.values() if len(word) > 3 and word in f"{each.name} {each.cause}".lower()]
+    digits = re.sub(r"\D", "", code)
+    guess = f"HF{digits}" if digits else code.upper()
+    close = difflib.get_close_matches(guess, known, n=NEAREST_MAX, cutoff=0.5)
+    return list(dict.fromkeys([*named, *close]))[:NEAREST_MAX]
+
+
+def search(text: str) -> list[Explanation]:
+    """Explanations with all these words, best match first. An exit code also means its signal: 137 is SIGKILL."""
+    words = {word for word in re.findall(r"[a-z0-9_]+", text.lower()) if not EMPTY_WORD.fullmatch(word)}
+    number = re.search(r"(?:exit code|exit status|code|status|signal)\W*(-?\d+)|^\W*(-?\d+)\W*$", text.lower())
+    exit_code = None
+    if number is not None:
+        exit_code = int(number[1] or number[2])
+        words -= {str(abs(exit_code)), "signal"}
+        words |= {name.lower() for name in [_signal_of(exit_code, text)] if name}
+    found = []
+    for each in everything().values():
+        heads, rest = each.name.lower(), f"{each.cause} {each.evidence} {each.fix}".lower()
+        points = sum(3 * (word in heads) + (word in rest) for word in words)
+        whole = all(word in heads or word in rest for word in words)
+        if exit_code is not None and each.exit_code == exit_code:
+            points += 5
+        if points and (whole or (exit_code is not None and each.exit_code == exit_code)):
+            found.append((-points, each.code, each))
+    return [each for _, _, each in sorted(found, key=lambda found: found[:2])][:FOUND_MAX]
+
+
+def _signal_of(number: int, text: str) -> str:
+    """`SIGKILL` for 137, -9 and `signal 9`."""
+    number = number - 128 if number > 128 else -number if number < 0 else number if "signal" in text.lower() else 0
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return ""
+
+
+def normal(code: str) -> str:
+    """`HF211` for `hf211`, `211` and `HF211:`."""
+    digits = re.fullmatch(r"(?:hf)?(\d{3}):?", code.strip().lower())
+    return f"HF{digits[1]}" if digits else code
+
+
+def all_errors(root: type[HoldfastError] = HoldfastError) -> Iterator[type[HoldfastError]]:
+    """All classes of protocol/errors.py, the root first. Subclasses in other modules have their parent's code."""
+    yield root
+    for child in root.__subclasses__():
+        if child.__module__ == errors.__name__:
+            yield from all_errors(child)
+
+
+def _of_error(error: type[HoldfastError]) -> Explanation:
+    text = " ".join((error.__doc__ or "").split())
+    said = _table()["faults"][error.fault.value]
+    worker = error.fault is Fault.WORKER
+    return Explanation(
+        code=error.code,
+        name=text.partition(". ")[0].rstrip("."),
+        cause=f"{text} At fault: {said['whose']}.",
+        evidence=said["evidence"],
+        fix=said["fix"],
+        exit_code=None if worker else error.exit_code,
+    )
+
+
+# --- events -----------------------------------------------------------------------------------------------------------
+
+
+class ValueKind(Enum):
+    """Type of a value in JSON, as docs/events.md names it."""
+
+    TEXT = "text"
+    WHOLE = "whole number"
+    NUMBER = "number"
+    FLAG = "true or false"
+    TEXTS = "list of texts"
+    WHOLES = "list of whole numbers"
+    NUMBERS = "list of numbers"
+    ITEMS = "list"
+    TABLE = "object"
+
+
+class Field(Struct, frozen=True, array_like=True):
+    name: str
+    kind: ValueKind
+    words: str
+    """Meaning of the value, with its unit."""
+    optional: bool = False
+    """The field may be missing."""
+    null: bool = False
+    """The value may be null."""
+
+
+class EventKind(Struct, frozen=True, forbid_unknown_fields=True):
+    name: str
+    when: str
+    fields: tuple[Field, ...] = ()
+
+
+class EventGroup(Struct, frozen=True, forbid_unknown_fields=True):
+    """The events that one part of holdfast writes."""
+
+    title: str
+    event: tuple[EventKind, ...]
+
+
+class EventTable(Struct, frozen=True):
+    always: tuple[Field, ...]
+    """The fields of every record."""
+    group: tuple[EventGroup, ...]
+
+
+@cache
+def event_table() -> EventTable:
+    """The whole table."""
+    found = read_table(__file__, "events.toml")
+    for part in found["titles"]:
+        for event in found[part].values():
+            fields = event.get("fields", ())
+            event["fields"] = [found["shared"][field] if isinstance(field, str) else field for field in fields]
+    groups = [
+        {"title": title, "event": [{"name": name, **event} for name, event in found[part].items()]}
+        for part, title in found["titles"].items()
+    ]
+    return msgspec.convert({"always": found["always"], "group": groups}, EventTable)
+
+
+@cache
+def events() -> dict[str, EventKind]:
+    """All events by name."""
+    return {kind.name: kind for group in event_table().group for kind in group.event}
+
+
+def problems(record: Mapping[str, Any]) -> Iterator[str]:
+    """How a record of events.jsonl differs from the table, in words; nothing if it does not."""
+    kind = events().get(record.get("event", ""))
+    if kind is None:
+        yield f"unknown event {record.get('event')!r}"
+        return
+    fields = {field.name: field for field in (*event_table().always, *kind.fields)}
+    for name, value in record.items():
+        field = fields.get(name)
+        if field is None:
+            yield f"{kind.name}: unknown field {name!r}"
+        elif not (fits(value, field.kind) or (field.null and value is None)):
+            yield f"{kind.name}: {name} is no {field.kind.value}: {value!r}"
+    for name, field in fields.items():
+        if name not in record and not field.optional:
+            yield f"{kind.name}: no {name}"
+
+
+def is_readable(record: object) -> TypeGuard[dict[str, Any]]:
+    """Whether all known fields have the types of the table, so that a reader must only expect missing fields. The
+    record may have more fields and may be an event of another version."""
+    if not isinstance(record, dict) or not isinstance(record.get("event"), str) or "time" not in record:
+        return False
+    kind = events().get(record["event"])
+    return all(
+        field.name not in record or fits(record[field.name], field.kind) or (field.null and record[field.name] is None)
+        for field in (*event_table().always, *(kind.fields if kind is not None else ()))
+    )
+
+
+def fits(value: object, kind: ValueKind) -> bool:
+    """Whether the value has this type. JSON's true is not a number."""
+    match kind:
+        case ValueKind.TEXT:
+            return isinstance(value, str)
+        case ValueKind.WHOLE:
+            return isinstance(value, int) and not isinstance(value, bool)
+        case ValueKind.NUMBER:
+            return isinstance(value, int | float) and not isinstance(value, bool)
+        case ValueKind.FLAG:
+            return isinstance(value, bool)
+        case ValueKind.ITEMS:
+            return isinstance(value, list)
+        case ValueKind.TABLE:
+            return isinstance(value, dict)
+    part = {ValueKind.TEXTS: ValueKind.TEXT, ValueKind.WHOLES: ValueKind.WHOLE, ValueKind.NUMBERS: ValueKind.NUMBER}[
+        kind
+    ]
+    return isinstance(value, list) and all(fits(each, part) for each in value)

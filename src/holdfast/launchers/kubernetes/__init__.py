@@ -1,1 +1,0 @@
-"""Kubernetes: manifests of a job."""

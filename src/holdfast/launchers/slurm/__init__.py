@@ -1,1 +1,0 @@
-"""Slurm: batch scripts, and what a step tells its tasks."""

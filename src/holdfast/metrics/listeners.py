@@ -1,0 +1,316 @@
+"""Two listeners of the journal: TorchEvents (`--event-log-handler console`) and Vitals (metrics and health checks).
+
+TorchEvents writes torchelastic's events as JSON lines. Names, sources and metadata keys are those of torch 2.13
+(torch.distributed.elastic.events). Vitals collects the facts about this agent once a second, on the agent's loop.
+Each second a new `VitalsSample` replaces the old one. Other threads read only the newest, so no thread waits for
+another. Knows the journal's events; knows nothing about HTTP.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from msgspec import Struct, structs
+
+from holdfast.protocol.options import CommandKind, RunOptions
+from holdfast.protocol.rank_progress import JobView, RankProgress
+
+PREFIX = "torchelastic.worker.status."
+
+
+class TorchEvents:
+    """Converts the journal's events. `write` gets each event as one line without the newline."""
+
+    def __init__(self, options: RunOptions, write: Callable[[str], None]) -> None:
+        self._options = options
+        self._write = write
+        self._host = socket.gethostname()
+        self._began_s = self._free_s = time.monotonic()
+        """`_free_s`: since when this node has had no workers."""
+        self._world: Mapping[str, Any] = {}
+        self._total_s = 0
+        """torchrun's total_run_time: 0 until the workers have ended."""
+
+    def heard(self, event: str, fields: Mapping[str, Any]) -> None:
+        match event:
+            case "generation" if "local_ranks" in fields:  # torchrun knows no workers that go on
+                self._world = fields
+            case "generation":
+                duration_ms = (time.monotonic() - self._free_s) * 1000
+                self._tell("RENDEZVOUS", duration_ms=duration_ms)  # with the previous world's values, as in torchrun
+                self._tell("ASSIGN_WORKER_RANKS", duration_ms=0.0)
+                self._world = fields
+            case "worker_started":
+                self._tell("START", worker=fields)
+            case "worker_ended":
+                self._free_s = time.monotonic()
+                self._total_s = int(self._free_s - self._began_s)
+                if fields["exit_code"] == 0:
+                    self._tell("SUCCEEDED", worker=fields)
+                elif fields["stopped"]:
+                    self._tell("TERMINATED", worker=fields)
+            case "worker_failed" if not fields["after_stop"]:
+                error = {"message": {"message": fields["message"], "errorCode": fields["exit_code"]}}
+                self._tell("FAILED", worker=fields, raw_error=json.dumps(error))
+            case "ended":
+                self._tell("SUCCEEDED" if fields["exit_code"] == 0 else "FAILED")
+
+    def _tell(
+        self,
+        state: str,
+        *,
+        worker: Mapping[str, Any] | None = None,
+        raw_error: str | None = None,
+        duration_ms: float | None = None,
+    ) -> None:
+        world, options = self._world, self._options
+        more: dict[str, object] = {
+            "group_world_size": world.get("group_world_size"),
+            "entry_point": self._entry_point(),
+        }
+        if worker is not None:
+            # All nodes nearly always have the same role: then the ranks of the role are those of the job.
+            more |= {
+                "local_rank": worker["local_rank"],
+                "role_rank": worker["rank"],
+                "role_world_size": world.get("world_size"),
+                "exit_code": worker.get("exit_code"),
+                "worker_pid": worker["pid"],
+            }
+        metadata = {
+            "run_id": options.job.run_id,
+            "global_rank": worker["rank"] if worker is not None else None,
+            "group_rank": world.get("group_rank"),
+            "worker_id": str(worker["pid"]) if worker is not None else None,
+            "role": options.role,
+            "hostname": self._host,
+            "state": state,
+            "total_run_time": self._total_s,
+            "rdzv_backend": options.job.backend,
+            "raw_error": raw_error,
+            "metadata": json.dumps(more),
+            "agent_restarts": world.get("restart_count", 0),
+            "duration_ms": duration_ms,
+        }
+        event = {
+            "name": PREFIX + state,
+            "source": "WORKER" if worker is not None else "AGENT",
+            "timestamp": int(time.time() * 1000),
+            "metadata": metadata,
+        }
+        self._write(json.dumps(event))
+
+    def _entry_point(self) -> str:
+        """torchrun's entry_point: the name of the executable."""
+        command = self._options.command
+        program = command.target if command.kind is CommandKind.PROGRAM else command.python or sys.executable
+        return os.path.basename(program)
+
+
+BEAT_S = 1.0
+STALL_S = 15.0
+"""A loop without a turn for this long counts as stalled, for example by a disk, a debugger or a lack of CPU time."""
+assert STALL_S > 5 * BEAT_S
+STEP_WINDOW_S = 30.0
+"""The duration of a step is averaged over this time."""
+LOOKS_MAX = 64
+
+
+class RankFacts(Struct, frozen=True, kw_only=True):
+    """Facts about one worker of this node."""
+
+    rank: int
+    local_rank: int
+    stage: str
+    steps_total: int
+    """Steps of this local rank in all generations since the start of the agent."""
+    own_s_total: float
+    step_s: float | None
+    """Mean duration of the steps in the last STEP_WINDOW_S; None: there were none."""
+    age_s: float
+
+
+class VitalsSample(Struct, frozen=True, kw_only=True):
+    taken_s: float
+    """Time of the sample by the loop's clock. Its age shows how long the agent has been stalled."""
+    run_id: str
+    node: str
+    generation: int = 0
+    restart_count: int = 0
+    world_size: int = 0
+    wanted: int = 0
+    """Number of workers of this node in this generation."""
+    alive: int = 0
+    phases_s: dict[str, float] = {}
+    """Durations of the phases of the newest start."""
+    exits: dict[str, int] = {}
+    """Number of workers of this node that have ended, by exit code."""
+    failures: dict[str, int] = {}
+    """Number of generations that failed, by code of the verdict; only on the coordinator's node."""
+    regroups: int = 0
+    """Number of generations that running workers have formed."""
+    ranks: tuple[RankFacts, ...] = ()
+    job: JobView | None = None
+    """Only on the coordinator's node."""
+    ended: str = ""
+    """How the job ended, in one word; empty: it has not ended."""
+    exit_code: int = 0
+
+
+class Vitals:
+    """Listens to the journal and looks at the workers. One per agent; `facts` may be read by any thread."""
+
+    def __init__(
+        self,
+        run_id: str,
+        node: str,
+        look: Callable[[], tuple[RankProgress, ...]],
+        view: Callable[[], JobView | None],
+        fault: Callable[[str, Exception], None],
+    ) -> None:
+        """`fault` gets the first error in this class; the job continues."""
+        self._fault = fault
+        self._faulty = False
+        self._loop = asyncio.get_running_loop()
+        self._look, self._view = look, view
+        self._known: dict[str, Any] = {}
+        self._exits: dict[str, int] = {}
+        self._failures: dict[str, int] = {}
+        self._phases_s: dict[str, float] = {}
+        self._regroups = 0
+        self._ranks: dict[int, int] = {}
+        """The rank of each local rank that takes part."""
+        self._carried: dict[int, tuple[int, float]] = {}
+        """Steps and own seconds of earlier generations, by local rank."""
+        self._seen: dict[int, RankProgress] = {}
+        self._looks: deque[tuple[float, dict[int, int]]] = deque(maxlen=LOOKS_MAX)
+        self._timer: asyncio.TimerHandle | None = None
+        self.facts = VitalsSample(taken_s=self._loop.time(), run_id=run_id, node=node)
+
+    def start(self) -> None:
+        self._beat()
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _beat(self) -> None:
+        try:
+            self._gather()
+        except Exception as error:  # noqa: BLE001 - an error in an observer must not end the job
+            self.facts = structs.replace(self.facts, taken_s=self._loop.time())
+            if not self._faulty:
+                self._faulty = True
+                self._fault("vitals", error)
+        self._timer = self._loop.call_later(BEAT_S, self._beat)
+
+    # ---------------------------------------------------------------- what the journal tells
+
+    def heard(self, event: str, fields: Mapping[str, Any]) -> None:
+        """A listener of the journal, on the agent's loop."""
+        match event:
+            case "generation":
+                self._carry()
+                survivors = fields.get("local_ranks")
+                self._regroups += survivors is not None
+                places = range(fields["nproc"]) if survivors is None else survivors
+                self._ranks = {local_rank: fields["rank_base"] + place for place, local_rank in enumerate(places)}
+                self._known |= {
+                    "generation": fields["generation"],
+                    "restart_count": fields["restart_count"],
+                    "world_size": fields["world_size"],
+                    "wanted": fields["nproc"],
+                    "alive": 0 if survivors is None else len(survivors),
+                }
+            case "worker_started":
+                self._known["alive"] = self._known.get("alive", 0) + 1
+            case "worker_ended":
+                self._known["alive"] = max(0, self._known.get("alive", 0) - 1)
+                if fields["exit_code"] == 0:
+                    self._known["wanted"] = max(0, self._known.get("wanted", 0) - 1)
+                code = str(fields["exit_code"])
+                self._exits[code] = self._exits.get(code, 0) + 1
+            case "coordinator.verdict":
+                self._failures[fields["code"]] = self._failures.get(fields["code"], 0) + 1
+            case "phases":
+                self._phases_s = {
+                    name[:-2]: seconds for name, seconds in fields.items() if name.endswith("_s") and name != "until_s"
+                }
+            case "ended":
+                self._known |= {"ended": fields["kind"], "exit_code": fields["exit_code"]}
+                self._gather()
+                return
+            case _:
+                return
+
+    def _carry(self) -> None:
+        """A generation is over: add its steps to the totals."""
+        for local_rank, seen in self._seen.items():
+            steps, own_s = self._carried.get(local_rank, (0, 0.0))
+            self._carried[local_rank] = (steps + seen.steps, own_s + seen.own_s)
+        self._seen = {}
+        self._looks.clear()
+
+    # ---------------------------------------------------------------- what a look tells
+
+    def _gather(self) -> None:
+        now = self._loop.time()
+        if not self._known.get("ended"):
+            self._seen |= {each.local_rank: each for each in self._look()}
+        self._looks.append((now, {local_rank: each.steps for local_rank, each in self._seen.items()}))
+        while len(self._looks) > 2 and now - self._looks[0][0] > STEP_WINDOW_S:
+            self._looks.popleft()
+        self.facts = VitalsSample(
+            taken_s=now,
+            run_id=self.facts.run_id,
+            node=self.facts.node,
+            phases_s=self._phases_s,
+            exits=dict(self._exits),
+            failures=dict(self._failures),
+            regroups=self._regroups,
+            ranks=tuple(self._rank(each) for _, each in sorted(self._seen.items())),
+            job=self._view(),
+            **self._known,
+        )
+
+    def _rank(self, seen: RankProgress) -> RankFacts:
+        steps, own_s = self._carried.get(seen.local_rank, (0, 0.0))
+        began_s, first = self._looks[0][0], self._looks[0][1].get(seen.local_rank, 0)
+        made = seen.steps - first
+        return RankFacts(
+            rank=self._ranks.get(seen.local_rank, seen.local_rank),
+            local_rank=seen.local_rank,
+            stage=seen.stage.value,
+            steps_total=steps + seen.steps,
+            own_s_total=own_s + seen.own_s,
+            step_s=(self._looks[-1][0] - began_s) / made if made > 0 else None,
+            age_s=seen.age_s,
+        )
+
+
+def health(facts: VitalsSample, now_s: float) -> dict[str, object]:
+    """`alive`: the agent's loop is not stalled, and its job has not failed. `ready`: also every local worker runs."""
+    stalled_s = max(0.0, now_s - facts.taken_s)
+    failed = bool(facts.ended) and facts.exit_code != 0
+    status = "stalled" if stalled_s > STALL_S else "failed" if failed else facts.ended or "ok"
+    alive = status not in ("stalled", "failed")
+    return {
+        "status": status,
+        "alive": alive,
+        "ready": alive and not facts.ended and 0 < facts.wanted <= facts.alive,
+        "run_id": facts.run_id,
+        "node": facts.node,
+        "generation": facts.generation,
+        "workers": facts.alive,
+        "workers_wanted": facts.wanted,
+        "stalled_s": round(stalled_s, 1),
+        "step_age_s": min((round(each.age_s, 1) for each in facts.ranks), default=None),
+    }

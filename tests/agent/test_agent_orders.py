@@ -1,0 +1,279 @@
+"""What an agent is asked for: to end, to look at its workers, to say something; and how it looks for the coordinator."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from msgspec import structs
+
+from holdfast.agent import commands as do
+from holdfast.agent import events as ev
+from holdfast.agent.agent_state import Work
+from holdfast.protocol import messages as msg
+from holdfast.protocol.outcome import OutcomeKind
+from holdfast.protocol.policy import Limits, Tick
+from holdfast.protocol.rank_progress import RankProgress, RankSample, Stage
+from tests.agent.agent_desk import (
+    LIMITS,
+    NPROC,
+    Desk,
+    assign,
+    cleaned,
+    cut_off_running,
+    dialing,
+    draining,
+    held,
+    holding,
+    idle,
+    joining,
+    killing,
+    preparing,
+    running,
+    stopping,
+)
+
+STOP = msg.Quit(drain=True, by="holdfast stop")
+KILL = msg.Quit(drain=False, by="holdfast kill")
+
+
+def test_stop_holds_the_workers_at_their_safe_point() -> None:
+    desk = running()
+    desk.hear(STOP)
+    assert desk.has(do.HoldWorkers)
+    desk.give(ev.WorkersHeld(1, 6))
+    assert desk.sent() == [msg.Leave("holdfast stop", drain=True)]
+
+
+def test_stop_ends_workers_that_know_no_safe_point_as_sigterm_does() -> None:
+    desk = running()
+    desk.hear(STOP)
+    desk.give(ev.WorkersHeld(1, 0))
+    assert do.SignalWorkers(signal.SIGTERM) in desk.done
+    desk.all_end()
+    desk.give(ev.TreeGone(1))
+    assert (desk.machine.outcome.kind, desk.machine.outcome.exit_code) == (OutcomeKind.SIGNALLED, 143)
+    assert "holdfast stop" in desk.machine.outcome.message
+
+
+def test_stop_said_twice_is_no_kill() -> None:
+    desk = running()
+    desk.hear(STOP)
+    desk.hear(STOP)
+    assert not desk.has(do.KillTree)
+
+
+@pytest.mark.parametrize("state", [running, draining, stopping])
+def test_kill_asks_nobody(state) -> None:
+    desk: Desk = state()
+    desk.hear(KILL)
+    assert desk.has(do.KillTree)
+    desk.give(ev.TreeGone(1))
+    assert desk.has(do.Exit)
+    assert desk.machine.outcome.exit_code == 137
+
+
+def test_kill_after_stop() -> None:
+    desk = running()
+    desk.hear(STOP)
+    desk.hear(KILL)
+    assert desk.has(do.KillTree)
+
+
+@pytest.mark.parametrize("state", [joining, idle, preparing])
+@pytest.mark.parametrize("quit_", [STOP, KILL])
+def test_without_workers_there_is_nothing_to_wait_for(state, quit_: msg.Quit) -> None:
+    desk: Desk = state()
+    desk.hear(quit_)
+    desk.wait(LIMITS.fence_s / 4)
+    assert desk.machine.outcome is not None
+
+
+@pytest.mark.parametrize(
+    ("state", "signum", "limit_s"),
+    [
+        (running, signal.SIGINT, LIMITS.stop_grace_s),
+        (running, signal.SIGTERM, LIMITS.drain_s + LIMITS.stop_grace_s),
+        (holding, signal.SIGTERM, LIMITS.drain_s + LIMITS.stop_grace_s),
+        (draining, signal.SIGINT, LIMITS.stop_grace_s),
+        (stopping, signal.SIGINT, LIMITS.stop_grace_s),
+    ],
+)
+def test_the_first_signal_is_answered_at_once_with_what_comes_and_for_how_long(state, signum, limit_s) -> None:
+    desk: Desk = state()
+    desk.give(ev.Signalled(signum, signum.name))
+    (said,) = (command.text for command in desk.done if isinstance(command, do.Say))
+    assert said.startswith(f"{signum.name}: ")
+    assert f"up to {limit_s:.0f} s; again kills them at once" in said
+    desk.give(ev.Signalled(signum, signum.name))
+    assert not desk.has(do.Say)
+
+
+@pytest.mark.parametrize("state", [joining, idle, preparing])
+def test_without_workers_a_signal_needs_no_patience_and_no_words(state) -> None:
+    desk: Desk = state()
+    desk.give(ev.Signalled(signal.SIGINT, "SIGINT"))
+    assert not desk.has(do.Say)
+
+
+def test_whoever_stops_a_job_from_elsewhere_is_named_and_again_is_a_kill() -> None:
+    desk = running()
+    desk.hear(STOP)
+    (said,) = (command.text for command in desk.done if isinstance(command, do.Say))
+    assert said.startswith("holdfast stop: ")
+    assert said.endswith("`holdfast kill` kills them at once")
+
+
+def test_a_signal_that_nobody_at_a_console_sent_is_not_answered() -> None:
+    desk = running()
+    desk.give(ev.Signalled(signal.SIGINT, "its torchrun has ended", kills=""))
+    assert not desk.has(do.Say)
+
+
+# --- progress is passed on, looks are answered, notices are said, a hang gets no long grace ------------------------------
+
+
+RANKS = tuple(RankProgress(rank, Stage.STEPPING, 7, 0.5, 1.5) for rank in range(NPROC))
+
+
+@pytest.mark.parametrize("state", [running, held])
+def test_progress_is_passed_on_while_they_work(state) -> None:
+    desk: Desk = state()
+    desk.give(ev.WorkersProgress(1, RANKS))
+    assert desk.sent() == [msg.Progress(1, RANKS)]
+
+
+@pytest.mark.parametrize("state", [idle, stopping, killing, cut_off_running])
+def test_nothing_is_told_of_workers_that_are_not_at_work_or_to_nobody(state) -> None:
+    desk: Desk = state()
+    desk.give(ev.WorkersProgress(1, RANKS))
+    assert desk.sent() == []
+
+
+def test_nothing_is_told_of_an_older_generation() -> None:
+    desk = running()
+    desk.give(ev.WorkersProgress(2, RANKS))
+    assert desk.sent() == []
+
+
+def test_the_board_knows_no_ends_but_the_agent_does() -> None:
+    desk = running()
+    desk.give(ev.WorkerEnded(1, 1, None))
+    desk.give(ev.WorkersProgress(1, RANKS))
+    (message,) = desk.sent()
+    assert isinstance(message, msg.Progress)
+    assert [rank.stage for rank in message.ranks] == [Stage.STEPPING, Stage.DONE]
+
+
+def test_a_look_is_taken_and_answered() -> None:
+    desk = running()
+    desk.hear(msg.Look(1, 5, store=True))
+    assert desk.done == [do.LookAtWorkers(1, 5, True)]
+    samples = (RankSample(0, 4711, "S", 1.0),)
+    desk.give(ev.WorkersSeen(1, 5, samples, ("a cannot reach b",)))
+    assert desk.sent() == [msg.Looked(1, 5, samples, ("a cannot reach b",))]
+
+
+@pytest.mark.parametrize("state", [idle, killing, cleaned])
+def test_where_there_is_nobody_to_look_at_the_answer_comes_at_once(state) -> None:
+    desk: Desk = state()
+    desk.hear(msg.Look(1, 5))
+    assert desk.sent() == [msg.Looked(1, 5)]
+
+
+def test_another_generation_is_not_looked_at() -> None:
+    desk = running()
+    desk.hear(msg.Look(2, 5))
+    assert desk.sent() == [msg.Looked(2, 5)]
+
+
+def test_a_look_that_ends_after_the_link_did_is_told_to_nobody() -> None:
+    desk = running()
+    desk.hear(msg.Look(1, 5))
+    desk.give(ev.LinkLost("reset"))
+    desk.give(ev.WorkersSeen(1, 5, ()))
+    assert desk.sent() == []
+
+
+def test_a_notice_is_said() -> None:
+    desk = running()
+    desk.hear(msg.Notice("rank 3 hangs\nits stacks are there"))
+    assert desk.done == [do.Say("rank 3 hangs\nits stacks are there")]
+
+
+def test_after_a_hang_the_grace_is_short() -> None:
+    desk = running()
+    desk.hear(msg.Stop(1, msg.StopReason.HUNG, "rank 3 hangs"))
+    assert do.SignalWorkers(signal.SIGTERM) in desk.done
+    assert desk.machine.work is Work.STOPPING
+    assert not any(isinstance(command, do.KillTree) for command in desk.wait(LIMITS.hang_grace_s - 0.1))
+    assert any(isinstance(command, do.KillTree) for command in desk.wait(0.2))
+
+
+def test_a_grace_that_is_shorter_still_counts() -> None:
+    desk = running()
+    desk.machine.limits = Limits(stop_grace_s=1.0)
+    desk.hear(msg.Stop(1, msg.StopReason.HUNG, "rank 3 hangs"))
+    assert any(isinstance(command, do.KillTree) for command in desk.wait(1.1))
+
+
+# --- how an agent looks for the coordinator: pauses, when it gives up, and which node it has lost ---------------------
+
+
+def test_pauses_between_attempts_grow_to_the_limit() -> None:
+    desk = dialing()
+    times = []
+    while desk.now < 8.0:
+        desk.give(ev.DialFailed("HF302", 1, "connection refused", final=False))
+        due = desk.machine.next_deadline()
+        assert due is not None
+        times.append(round(due - desk.now, 3))
+        desk.now = due
+        desk.give(Tick())
+        if not desk.has(do.Dial):  # it was time to say something
+            desk.now += times[-1]
+            desk.give(Tick())
+    assert times[:4] == [0.1, 0.2, 0.4, 0.5]
+    assert max(times) == LIMITS.connect_retry_max_s
+
+
+def test_it_gives_up_at_the_join_deadline_and_says_why() -> None:
+    desk = dialing()
+    while desk.machine.outcome is None:
+        desk.give(ev.DialFailed("HF110", 2, "no such host", final=False))
+        due = desk.machine.next_deadline()
+        if due is not None:
+            desk.now = due
+            desk.give(Tick())
+    assert desk.now == 60.0
+    outcome = desk.machine.outcome
+    assert (outcome.kind, outcome.code, outcome.exit_code) == (OutcomeKind.NO_QUORUM, "HF110", 2)
+    assert outcome.message == "no such host (tried for 60 s)"
+
+
+def test_the_node_that_had_the_coordinator_is_named_with_its_ranks() -> None:
+    desk = idle()
+    desk.hear(structs.replace(assign(1), led_by="b (ranks 2-3)"))
+    said = [command.text for command in desk.give(ev.LinkLost("connection reset")) if isinstance(command, do.Say)]
+    assert said == ["lost the coordinator on b (ranks 2-3): connection reset; trying to reach it again"]
+    desk.give(Tick())
+    desk.give(ev.Dialed())
+    (join,) = desk.sent()
+    assert isinstance(join, msg.Join)
+    assert join.led_by == "b (ranks 2-3)"
+    desk.give(ev.LinkLost("connection reset"))
+    while desk.machine.outcome is None:
+        desk.give(ev.DialFailed("HF302", 1, "connection refused", final=False))
+        due = desk.machine.next_deadline()
+        if due is not None:
+            desk.now = due
+            desk.give(ev.TreeGone(1) if desk.has(do.KillTree) else Tick())
+    outcome = desk.machine.outcome
+    assert outcome.message == "lost b (ranks 2-3), which had the coordinator: it did not come back within 60 s"
+    assert outcome.verdict.lost_nodes == ("b (ranks 2-3)",)
+
+
+def test_a_final_refusal_is_not_repeated() -> None:
+    desk = dialing()
+    desk.give(ev.DialFailed("HF111", 2, "another job", final=True))
+    assert desk.has(do.Exit)

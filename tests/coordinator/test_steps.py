@@ -1,0 +1,267 @@
+"""Steps as the coordinator sees them: durations, own parts, training time, and who is slow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from holdfast.coordinator.stragglers import Straggler, Stragglers
+from holdfast.coordinator.throughput import STEPS_TO_COUNT, WINDOWS_MAX, Throughput
+from holdfast.protocol.rank_progress import RankProgress, Stage
+
+NODES = [("a#1", "a", (0, 1)), ("b#1", "b", (0,))]
+
+
+def throughput(began_s: float = 100.0) -> Throughput:
+    return Throughput(NODES, began_s, 60.0)
+
+
+def steps(local_rank: int, number: int, age_s: float = 0.0, own_s: float = 0.0) -> RankProgress:
+    return RankProgress(local_rank, Stage.STEPPING, number, age_s, own_s)
+
+
+def test_a_rank_is_found_by_its_node_and_its_place_there() -> None:
+    world = throughput()
+    assert [(pace.rank, pace.host, pace.local_rank) for pace in world.ranks] == [(0, "a", 0), (1, "a", 1), (2, "b", 0)]
+    assert world.of("b#1", 0) is world.ranks[2]
+    for member, local_rank in (("a#1", 2), ("b#1", 1), ("a#1", -1), ("c#1", 0)):
+        assert world.of(member, local_rank) is None
+
+
+def test_a_rank_counts_from_its_third_step_on() -> None:
+    world = throughput()
+    for number in range(STEPS_TO_COUNT):
+        world.heard("a#1", [steps(0, number)], 101.0 + number)
+        assert world.newest_s is None
+    world.heard("a#1", [steps(0, STEPS_TO_COUNT, 0.25)], 110.0)
+    assert world.newest_s == 109.75
+
+
+def test_the_same_steps_again_are_no_progress() -> None:
+    world = throughput()
+    assert world.heard("a#1", [steps(0, 50), steps(1, 50)], 110.0)
+    assert not world.heard("a#1", [steps(0, 50, 1.01), steps(1, 50, 0.99)], 111.0)
+    assert world.newest_s == 110.0
+    assert world.heard("a#1", [steps(0, 50, 2.0), steps(1, 51)], 112.0)
+
+
+def test_steps_from_before_the_generation_was_ours_are_as_old_as_it() -> None:
+    world = throughput(began_s=100.0)
+    world.heard("a#1", [steps(0, 900, age_s=75.0)], 101.0)
+    assert world.newest_s == 100.0
+
+
+def test_the_median_step_is_that_of_the_last_minute() -> None:
+    world = throughput()
+    now = done = 0.0
+    for duration in [9.0] * 20 + [0.5] * 600:
+        now, done = now + duration, done + 1
+        world.heard("b#1", [steps(0, int(done), own_s=done * 0.1)], 100.0 + now)
+    assert world.ranks[2].step_s == pytest.approx(0.5)
+    assert world.ranks[2].own_step_s == pytest.approx(0.1)
+    assert len(world.ranks[2].windows) == WINDOWS_MAX
+
+
+def test_a_pause_is_no_step() -> None:
+    """One evaluation of five minutes among ordinary steps does not move the median."""
+    world = throughput()
+    now = 100.0
+    for number in range(4, 100):
+        now += 300.0 if number == 50 else 1.0
+        world.heard("b#1", [steps(0, number)], now)
+    assert world.step_s() == pytest.approx(1.0)
+
+
+def test_a_rough_value_is_there_before_the_first_window_is_over() -> None:
+    world = throughput()
+    assert world.ranks[2].step_s == 0.0
+    world.heard("b#1", [steps(0, 10)], 101.0)
+    world.heard("b#1", [steps(0, 20, own_s=0.5)], 102.0)
+    assert world.ranks[2].step_s == pytest.approx(0.1)
+
+
+def test_training_time_leaves_out_what_is_too_long_for_a_step() -> None:
+    world = throughput()
+    for at_s in (110.0, 111.0, 112.0, 412.0, 413.0):
+        world.heard("b#1", [steps(0, int(at_s))], at_s)
+    assert world.training_s == pytest.approx(3.0)
+
+
+def test_several_ranks_train_at_the_same_time() -> None:
+    world = throughput()
+    for at_s in (110.0, 111.0, 112.0):
+        world.heard("a#1", [steps(0, int(at_s)), steps(1, int(at_s))], at_s)
+        world.heard("b#1", [steps(0, int(at_s))], at_s)
+    assert world.training_s == pytest.approx(2.0)
+
+
+def test_stages_are_counted() -> None:
+    world = throughput()
+    assert not world.grouping
+    assert world.heard("a#1", [RankProgress(0, Stage.MEETING)], 105.0)
+    assert world.grouping
+    assert world.stage_newest_s == 105.0
+    assert not world.heard("a#1", [RankProgress(0, Stage.MEETING)], 106.0)
+    assert world.heard("a#1", [RankProgress(0, Stage.READY)], 107.0)
+    assert not world.grouping
+    assert sum(world.in_stage.values()) == 3
+
+
+def test_who_has_ended_makes_no_progress() -> None:
+    world = throughput()
+    world.heard("b#1", [steps(0, 9)], 110.0)
+    world.enter(world.ranks[2], Stage.DONE, 111.0)
+    assert not world.heard("b#1", [steps(0, 12)], 112.0)
+    assert not world.heard("a#1", [RankProgress(0, Stage.DONE)], 112.0), "an end is no step"
+    assert [pace.rank for pace in world.alive()] == [1]
+
+
+@pytest.mark.parametrize("nonsense", [steps(0, -5), steps(99, 50), steps(-1, 50), steps(0, 50, age_s=-7.0)])
+def test_nonsense_harms_nobody(nonsense: RankProgress) -> None:
+    world = throughput()
+    world.heard("b#1", [nonsense], 110.0)
+    assert world.newest_s in (None, 110.0)
+
+
+def test_beats_of_a_rank_that_makes_no_steps_meanwhile_are_progress() -> None:
+    """An evaluation says by beat() that it goes on."""
+    world = throughput()
+    world.heard("a#1", [steps(0, 50)], 110.0)
+    assert world.heard("a#1", [RankProgress(0, Stage.STEPPING, 50, 0.5, 0.0, beats=1)], 200.0)
+    assert (world.newest_s, world.ranks[0].newest_s) == (199.5, 199.5)
+    assert not world.heard("a#1", [RankProgress(0, Stage.STEPPING, 50, 1.5, 0.0, beats=1)], 201.0)
+    assert world.ranks[0].step_s == 0.0, "a beat is no step"
+
+
+def test_an_optimizer_that_begins_after_beats_is_counted_from_its_first_step() -> None:
+    world = throughput()
+    for second in range(1, 21):
+        world.heard("b#1", [RankProgress(0, Stage.STEPPING, second * 100, beats=second * 100)], 100.0 + second)
+    for second in range(1, 21):
+        assert world.heard("b#1", [RankProgress(0, Stage.STEPPING, second, beats=2000)], 120.0 + second)
+    assert world.newest_s == 140.0
+    assert (world.ranks[2].steps, world.ranks[2].step_s) == (20, pytest.approx(1.0))
+
+
+def test_the_steps_that_do_not_count_tell_how_long_one_is_until_one_counts() -> None:
+    """Steps of ten minutes: after the third one nobody shall wonder a minute later."""
+    world = throughput()
+    for number in (1, 2, 3):
+        world.heard("b#1", [steps(0, number)], 100.0 + 600.0 * number)
+    assert world.newest_s == 1900.0
+    assert world.step_s() == pytest.approx(600.0)
+    world.heard("b#1", [steps(0, 4)], 1960.0)
+    assert world.step_s() == pytest.approx(60.0)
+
+
+# --- who is slow, and who is not: tables over pretend steps -----------------------------------------------------------
+
+
+STEP_S = 0.1
+Own = Callable[[int, float], float]
+"""(Rank, seconds since the start) -> seconds of its own in a step."""
+
+
+def run(own: Own, seconds: float, *, nodes: int = 2, nproc: int = 2, step_s: float = STEP_S) -> list[Straggler]:
+    """All that is told of a world whose ranks make a step every step_s together; told once a second."""
+    world = Throughput([(f"n{n}#1", f"n{n}", range(nproc)) for n in range(nodes)], 0.0, 60.0)
+    stragglers = Stragglers(5.0)
+    spent = [0.0] * (nodes * nproc)
+    told: list[Straggler] = []
+    made = 0
+    for second in range(1, int(seconds) + 1):
+        fresh = int(second / step_s) - made
+        made += fresh
+        for rank in range(len(spent)):
+            spent[rank] += fresh * own(rank, float(second))
+        for n in range(nodes):
+            ranks = [
+                RankProgress(local, Stage.STEPPING, made, second - made * step_s, spent[n * nproc + local])
+                for local in range(nproc)
+            ]
+            if not world.heard(f"n{n}#1", ranks, float(second)):
+                continue
+            for pace in world.of_member(f"n{n}#1"):
+                stragglers.heard(pace)
+            told += stragglers.news()
+    return told
+
+
+@pytest.mark.parametrize(
+    ("own", "why"),
+    [
+        (lambda rank, s: 0.05, "all alike"),
+        (lambda rank, s: 0.05 + 0.02 * (rank == 1), "1.4 times the others"),
+        (lambda rank, s: 0.002 + 0.002 * (rank == 1), "twice the others, by 2 ms of a step of 100"),
+        (lambda rank, s: 0.05 + 0.04 * (rank == 1 and s < 10), "for two windows only"),
+        (lambda rank, s: 0.05 + 0.04 * (rank == int(s / 6) % 4), "each in its turn"),
+        (lambda rank, s: 0.0, "nobody calls backward"),
+    ],
+)
+def test_nobody_is_named(own: Own, why: str) -> None:
+    assert run(own, 60.0) == [], why
+
+
+def test_a_slow_rank_is_named_once_with_both_numbers() -> None:
+    (told,) = run(lambda rank, s: 0.08 if rank == 2 else 0.05, 60.0)
+    assert (told.code, told.host, told.ranks, told.over) == ("HF250", "n1", (2,), False)
+    assert (told.own_s, told.peers_s, told.step_s) == pytest.approx((0.08, 0.05, 0.1))
+    assert told.text == (
+        "rank 2 on n1 is slow: 80 ms of its own in each step of 100 ms, the others 50 ms; everybody waits for it"
+    )
+
+
+def test_the_other_one_of_two_is_not_slow() -> None:
+    (told,) = run(lambda rank, s: 0.08 if rank == 0 else 0.02, 60.0, nodes=1)
+    assert told.ranks == (0,)
+
+
+def test_three_windows_are_needed() -> None:
+    assert run(lambda rank, s: 0.08 if rank == 2 else 0.05, 15.0) == []
+    assert len(run(lambda rank, s: 0.08 if rank == 2 else 0.05, 20.0)) == 1
+
+
+def test_slow_steps_are_compared_over_twenty_of_them() -> None:
+    assert run(lambda rank, s: 1.6 if rank == 2 else 1.0, 110.0, step_s=2.0) == []
+    (told,) = run(lambda rank, s: 1.6 if rank == 2 else 1.0, 150.0, step_s=2.0)
+    assert told.ranks == (2,)
+
+
+def test_a_small_excess_counts_where_steps_are_short() -> None:
+    (told,) = run(lambda rank, s: 0.002 if rank == 3 else 0.001, 60.0, step_s=0.01)
+    assert told.ranks == (3,)
+
+
+def test_a_slow_node_is_named_as_a_whole() -> None:
+    (told,) = run(lambda rank, s: 0.08 if rank in (2, 3) else 0.05, 60.0)
+    assert (told.code, told.ranks) == ("HF251", (2, 3))
+    assert told.text.startswith("node n1 is slow: 80 ms")
+
+
+def test_a_rank_that_is_a_node_by_itself_is_named_as_a_rank() -> None:
+    (told,) = run(lambda rank, s: 0.08 if rank == 2 else 0.05, 60.0, nodes=3, nproc=1)
+    assert told.who == "rank 2 on n2"
+
+
+def test_it_is_told_when_it_is_over_and_when_it_comes_again() -> None:
+    told = run(lambda rank, s: 0.08 if rank == 2 and (s < 30 or s > 70) else 0.05, 120.0)
+    assert [(each.ranks, each.over) for each in told] == [((2,), False), ((2,), True), ((2,), False)]
+    assert told[1].text == "rank 2 on n1 is as fast as the others again"
+
+
+def test_who_has_ended_is_not_waited_for() -> None:
+    world = Throughput([("a#1", "a", range(3))], 0.0, 60.0)
+    stragglers = Stragglers(5.0)
+    told: list[Straggler] = []
+    for second in range(1, 60):
+        ranks = [RankProgress(0, Stage.STEPPING, second * 10, 0.0, second * 0.8)]
+        ranks += [RankProgress(rank, Stage.STEPPING, min(second, 8) * 10, 0.0, second * 0.3) for rank in (1, 2)]
+        world.heard("a#1", ranks[:2] if second > 8 else ranks, float(second))
+        for pace in world.ranks:
+            stragglers.heard(pace)
+        if second == 9:
+            stragglers.ended(2)
+            ranks[1] = RankProgress(1, Stage.STEPPING, second * 10, 0.0, second * 0.3)
+        told += stragglers.news()
+    assert told == [], "rank 1 has closed no window since"

@@ -1,0 +1,228 @@
+"""A training in which ranks are lost: survivor.py FOLDER CASE
+
+CASE is a JSON object; see `Case`. At the end each rank writes FOLDER/end.LOCAL_RANK, a JSON object. Its `counts` say how
+often each sample was trained: they are weights, so a sample that was lost, or whose gradients were counted twice, shows.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import hashlib
+import json
+import os
+import signal
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import holdfast.train as ht
+from holdfast.train import save as saving
+from holdfast.worker.regroup import Channel
+
+GLOBAL = 24
+FOLDER = Path(sys.argv[1])
+LOCAL_RANK = int(os.environ.get("LOCAL_RANK", "0"))
+
+
+@dataclass
+class Case:
+    steps: int = 16
+    """Of an epoch."""
+    epochs: int = 2
+    drawn: bool = True
+    """Dropout and batch normalization: another world computes something else."""
+    sharded: bool = False
+    processes: int = 0
+    """Of the data loader."""
+    meet: int = -1
+    """In this step all ranks meet between the optimizer's step and snaps.step()."""
+    group: int = -1
+    """In this step all ranks make another process group."""
+    disk: int = -1
+    """After this step all ranks save to the disk."""
+    faults: list[list[Any]] = field(default_factory=list)
+    """[local rank, where, step, what], see `reach`."""
+
+
+case = Case(**json.loads(sys.argv[2]))
+step = 0
+
+
+def reach(where: str, number: int | None = None) -> None:
+    """A place where something may happen to this rank: each fault happens once, whatever process is this rank then."""
+    at = step if number is None else number
+    for index, (rank, its_where, its_step, what) in enumerate(case.faults):
+        if (rank, its_where, its_step) == (LOCAL_RANK, where, at):
+            try:
+                (FOLDER / f"fault.{index}").touch(exist_ok=False)
+            except FileExistsError:
+                continue
+            suffer(what)
+
+
+def suffer(what: str) -> None:
+    match what:
+        case "kill":
+            in_loader = torch.utils.data.get_worker_info() is not None
+            os.kill(os.getppid() if in_loader else os.getpid(), signal.SIGKILL)
+        case "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "wait":
+            while not (FOLDER / f"go on after {step}").exists():
+                time.sleep(0.002)
+        case "compute":
+            while True:
+                sum(range(1000))
+        case "hold the lock":
+            ctypes.PyDLL(None).sleep(600)
+        case "bug":
+            raise ValueError("a bug of the program")
+        case "bug after release":
+            await_release()
+            raise ValueError("a bug of the program")
+        case "memory after release":
+            await_release()
+            raise torch.OutOfMemoryError("no memory is left")
+
+
+def await_release() -> None:
+    """A rank was lost, and the others were ordered to the gate."""
+    channels = [each for each in gc.get_objects() if isinstance(each, Channel)]
+    while not any(each.released for each in channels):
+        time.sleep(0.001)
+
+
+class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    fetched = 0
+
+    def __len__(self) -> int:
+        return case.steps * GLOBAL
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        self.fetched += 1
+        if torch.utils.data.get_worker_info() is None:
+            reach("loader")
+        else:
+            reach("loader's process", self.fetched)
+        return torch.sin(torch.arange(8.0) * (index + 1)), index
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        between = [nn.Dropout(0.3), nn.BatchNorm1d(32)] if case.drawn else []
+        self.first = nn.Linear(8, 32)
+        self.rest = nn.Sequential(nn.ReLU(), *between, nn.Linear(32, 33), nn.ReLU(), nn.Linear(33, 3))
+        self.counts = nn.Parameter(torch.zeros(case.steps * GLOBAL))
+        if not case.sharded:
+            self.first.weight.register_hook(self.in_backward)
+
+    def in_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        """Of the first layer: those of the others are on their way."""
+        reach("backward")
+        return gradient
+
+    def forward(self, rows: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+        within = self.first(rows)
+        reach("forward")
+        return self.rest(within).square().mean() + self.counts[index].mean()
+
+
+def in_saves() -> None:
+    """A rank may be lost when its part is copied, before the others learn of it."""
+    fill = saving.fill
+
+    def filled(*arguments: Any) -> bool:
+        done = fill(*arguments)
+        reach("save")
+        return done
+
+    saving.fill = filled
+
+
+def whole(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def digest(*tensors: torch.Tensor) -> str:
+    held = hashlib.sha256()
+    for each in tensors:
+        held.update(whole(each).numpy().tobytes())
+    return held.hexdigest()[:16]
+
+
+def main() -> None:
+    global step
+    torch.set_num_threads(1)
+    import faulthandler
+
+    faulthandler.register(signal.SIGUSR1)
+    in_saves()
+    with ht.process_group() as pg, ht.Snapshots(FOLDER / "runs", every=None, memory_every=5) as snaps:
+        torch.manual_seed(1)
+        net = Net()
+        model = fully_shard(net) if case.sharded else ht.ddp(net, pg, bucket_cap_mb=0.001)
+        torch.manual_seed(pg.rank)
+        counts = net.counts
+        others = [each for each in model.parameters() if each is not counts]
+        adam = torch.optim.Adam(others, lr=1e-2)
+        sgd = torch.optim.SGD([counts], lr=GLOBAL)
+        schedule = torch.optim.lr_scheduler.StepLR(adam, 5, 0.8)
+        loader = ht.DataLoader(
+            Rows(), batch_size=8, global_batch_size=GLOBAL, shuffle=True, seed=7, num_workers=case.processes
+        )
+        state = snaps.track(model=model, adam=adam, sgd=sgd, schedule=schedule, loader=loader)
+        snaps.resume()
+
+        @ht.survive(snaps)
+        def train() -> None:
+            global step
+            worlds.append(pg.world)
+            step = state.step
+            for _ in state.epochs(case.epochs):
+                for rows, index in loader:
+                    step = state.step
+                    reach("begin")
+                    if step == case.group:
+                        reach("group")
+                        dist.new_group()
+                    with ht.accumulate(model, loader) as micro:
+                        micro.backward(model(rows, index))
+                    adam.step()
+                    sgd.step()
+                    reach("optimizer")
+                    if step == case.meet:
+                        dist.barrier()
+                    for each in (adam, sgd):
+                        each.zero_grad()
+                    schedule.step()
+                    snaps.step()
+                    if state.step == case.disk:
+                        snaps.save()
+
+        worlds: list[int] = []
+        train()
+        moments = [value for each in adam.state.values() for value in each.values()]
+        end = {
+            "step": state.step,
+            "worlds": worlds,
+            "counts": sorted({round(each, 3) for each in whole(counts).tolist()}),
+            "weights": [whole(each).double().sum().item() for each in others],
+            "parameters": digest(*model.parameters(), *moments),
+            "buffers": digest(*model.buffers()),
+            "random": digest(torch.get_rng_state()),
+            "rates": schedule.get_last_lr(),
+        }
+        (FOLDER / f"end.{LOCAL_RANK}").write_text(json.dumps(end))
+
+
+main()

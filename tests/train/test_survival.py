@@ -1,0 +1,300 @@
+"""ht.survive: ranks are lost at every place of a training; the others go on in their processes, and nothing is lost.
+
+The test stands for the agent (tests/support/fake_agent.py).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore
+
+from tests.support.fake_agent import FakeAgent
+from tests.warm import Warm
+from tests.warm_jobs import WarmJobs
+
+SCRIPTS = Path(__file__).parent / "scripts"
+SURVIVOR = SCRIPTS / "survivor.py"
+UNDER_TORCHRUN = SCRIPTS / "under_torchrun.py"
+WORLD = (0, 1, 2)
+Ends = list[dict[str, Any]]
+
+pytestmark = [pytest.mark.xdist_group("torch survivors"), pytest.mark.timeout(240)]
+
+
+@pytest.fixture(scope="module")
+def jobs(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmJobs]:
+    TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a process's first one opens what stays open
+    modules = ("holdfast.train.survival", "holdfast.train.snapshots", "holdfast.train.guards")
+    with WarmJobs(warm, tmp_path_factory.mktemp("jobs"), *modules) as made:
+        yield made
+
+
+def started(jobs: WarmJobs, folder: Path, **case: Any) -> FakeAgent:
+    folder.mkdir(exist_ok=True)
+    agent = FakeAgent(jobs, folder, SURVIVOR, folder, json.dumps(case))
+    agent.start(WORLD)
+    return agent
+
+
+def finished(agent: FakeAgent, folder: Path, local_ranks: Collection[int] = WORLD) -> Ends:
+    """What each rank wrote at its end."""
+    assert agent.ended(local_ranks) == [0] * len(local_ranks), agent.logs()
+    found = [json.loads((folder / f"end.{each}").read_text()) for each in local_ranks]
+    assert len({each["parameters"] for each in found}) == 1, "all ranks have the same"
+    return found
+
+
+def undisturbed(jobs: WarmJobs, folder: Path, **case: Any) -> Ends:
+    with started(jobs, folder, **case) as agent:
+        return finished(agent, folder)
+
+
+def replaced(agent: FakeAgent, *lost: int) -> None:
+    """These ranks have ended: as with `--survive wait`, the others wait at the gate for the replacements."""
+    agent.ended(lost)
+    coming = agent.generation + 1
+    left = [each for each in WORLD if each not in lost]
+    agent.release(left)
+    agent.await_said(left, "gate", generation=coming)
+    ready(agent, *lost)
+    agent.release(lost)
+    agent.await_said(lost, "gate", generation=coming)
+    agent.go(WORLD)
+    agent.await_said(WORLD, "able", generation=coming)
+
+
+def shrunk(agent: FakeAgent, *left: int) -> None:
+    """These go on without the others."""
+    coming = agent.generation + 1
+    agent.release(left)
+    agent.await_said(left, "gate", generation=coming)
+    agent.go(left)
+    agent.await_said(left, "able", generation=coming)
+
+
+def grown(agent: FakeAgent, waits: Path, *lost: int) -> None:
+    """Replacements join between two steps; one of the others does none before this file is there."""
+    ready(agent, *lost)
+    coming = agent.generation + 1
+    agent.release(WORLD)
+    waits.touch()
+    agent.await_said(WORLD, "gate", generation=coming)
+    agent.go(WORLD)
+    agent.await_said(WORLD, "able", generation=coming)
+
+
+def ready(agent: FakeAgent, *lost: int) -> None:
+    agent.forget("ready")
+    for each in lost:
+        agent.replace(each, len(WORLD))
+    agent.await_said(lost, "ready")
+
+
+def lost_steps(agent: FakeAgent) -> dict[int, int]:
+    """How many steps the ranks of each generation had to do again."""
+    return {said["generation"]: said["steps_lost"] for _, said in agent.heard if said["is"] == "went_on"}
+
+
+@dataclass(frozen=True)
+class Used:
+    """What a process has."""
+
+    descriptors: int
+    threads: int
+    pages: int
+    """In memory."""
+
+    @classmethod
+    def by(cls, pid: int) -> Used:
+        place = Path(f"/proc/{pid}")
+        pages = int((place / "statm").read_text().split()[1])
+        return cls(len(os.listdir(place / "fd")), len(os.listdir(place / "task")), pages)
+
+
+def same(ends: Ends, others: Ends, but: str = "") -> None:
+    """Each rank ended as that one of another job did, but for the worlds it has seen."""
+    for own, other in zip(ends, others, strict=True):
+        assert [name for name in own if own[name] != other[name] and name not in ("worlds", but)] == []
+
+
+LOOP = [
+    (1, "forward", 2),
+    (2, "backward", 4),
+    (1, "optimizer", 7),
+    (1, "loader", 9),
+    (2, "group", 12),
+    (2, "backward", 18),
+    (1, "forward", 22),
+]
+SAVES = [(1, "save", 4), (2, "save", 11), (1, "loader's process", 30)]
+"""When only the memory is due, and in snaps.save()."""
+JOBS = {"the loop": ({"group": 12}, LOOP), "saves and loaders": ({"processes": 2, "disk": 12}, SAVES)}
+
+
+@pytest.mark.parametrize(("case", "losses"), JOBS.values(), ids=JOBS)
+def test_with_replacements_every_bit_is_that_of_an_undisturbed_job(
+    jobs: WarmJobs, tmp_path: Path, case: dict[str, Any], losses: list[tuple[int, str, int]]
+) -> None:
+    """Dropout, batch normalization, Adam and a scheduler; the others complete the step of the rank that was lost after
+    its optimizer's step."""
+    reference = undisturbed(jobs, tmp_path / "reference", **case)
+    assert [each["counts"] for each in reference] == [[-2.0]] * 3
+    faults = [[*each, "kill"] for each in losses]
+    with started(jobs, tmp_path / "lost", **case, faults=faults) as agent:
+        for rank, _, _ in losses:
+            replaced(agent, rank)
+        ends = finished(agent, tmp_path / "lost")
+        assert lost_steps(agent) == dict.fromkeys(range(2, len(losses) + 2), 0)
+    same(ends, reference)
+
+
+def test_rank_0_and_then_two_ranks_at_once(jobs: WarmJobs, tmp_path: Path) -> None:
+    """What rank 0's own batch did to the averages of batch normalization was in its memory alone: there the job goes on with
+    those of rank 1."""
+    reference = undisturbed(jobs, tmp_path / "reference")
+    places = [(0, "backward", 5), (0, "optimizer", 9), (1, "forward", 20), (2, "backward", 20)]
+    with started(jobs, tmp_path / "lost", faults=[[*each, "kill"] for each in places]) as agent:
+        for lost in [(0,), (0,), (1, 2)]:
+            replaced(agent, *lost)
+        ends = finished(agent, tmp_path / "lost")
+    same(ends, reference, but="buffers")
+
+
+def test_fewer_ranks_do_the_same_steps_until_replacements_join(jobs: WarmJobs, tmp_path: Path) -> None:
+    faults = [
+        [1, "forward", 3, "kill"],
+        [0, "begin", 5, "wait"],
+        [0, "backward", 7, "kill"],
+        [1, "begin", 9, "wait"],
+        [1, "optimizer", 11, "kill"],
+        [2, "forward", 12, "kill"],
+        [0, "begin", 14, "wait"],
+        [1, "backward", 16, "kill"],
+        [2, "begin", 16, "compute"],
+        [0, "begin", 18, "wait"],
+        [2, "backward", 20, "stop"],
+        [0, "begin", 22, "wait"],
+        [1, "backward", 24, "kill"],
+        [2, "forward", 24, "hold the lock"],
+    ]
+    (reference,) = {str(each["weights"]) for each in undisturbed(jobs, tmp_path / "reference", drawn=False)}
+    folder = tmp_path / "lost"
+    with started(jobs, folder, drawn=False, faults=faults) as agent:
+        agent.ended([1])
+        shrunk(agent, 0, 2)
+        grown(agent, folder / "go on after 5", 1)
+
+        agent.ended([0])
+        shrunk(agent, 1, 2)
+        grown(agent, folder / "go on after 9", 0)
+
+        agent.ended([1])
+        shrunk(agent, 0, 2)
+        agent.ended([2])
+        shrunk(agent, 0)
+        grown(agent, folder / "go on after 14", 1, 2)
+
+        agent.ended([1])
+        shrunk(agent, 0, 2)  # rank 2 computes, and is interrupted
+        grown(agent, folder / "go on after 18", 1)
+
+        agent.until((folder / "fault.10").exists, "rank 2 is stopped")
+        agent.release([0, 1])
+        agent.await_said([0, 1], "gate", generation=agent.generation + 1)
+        agent.kill(2)
+        shrunk(agent, 0, 1)
+        grown(agent, folder / "go on after 22", 2)
+
+        agent.ended([1])
+        agent.release([0, 2])
+        agent.await_said([0], "gate", generation=agent.generation + 1)
+        agent.kill(2)
+        agent.ended([2])
+        assert agent.said("gate", generation=agent.generation + 1) == {0}, "no thread of rank 2 could run"
+        shrunk(agent, 0)
+        ends = finished(agent, folder, [0])
+        assert set(lost_steps(agent).values()) == {0}
+    assert ends[0]["counts"] == [-2.0], "each sample was trained once in each epoch"
+    assert ends[0]["worlds"] == [2, 3, 2, 1, 3, 2, 3, 2, 3, 1]
+    assert ends[0]["weights"] == pytest.approx(json.loads(reference), rel=1e-3)
+
+
+def test_no_rank_has_the_state_of_a_completed_step(jobs: WarmJobs, tmp_path: Path) -> None:
+    """All have stepped, and none has come to snaps.step()."""
+    with started(jobs, tmp_path / "lost", meet=5, faults=[[1, "optimizer", 5, "kill"]]) as agent:
+        agent.ended([1])
+        agent.release([0, 2])
+        agent.await_said([0, 2], "gate", generation=2)
+        agent.go([0, 2])
+        agent.await_said([0, 2], "refuse")
+        (why,) = {message["why"] for _, message in agent.heard if message["is"] == "refuse"}
+        assert "every rank was between its optimizer's step and snaps.step()" in why
+        assert agent.said("able", generation=2) == set()
+
+
+def test_an_exception_of_the_program_is_no_loss(jobs: WarmJobs, tmp_path: Path) -> None:
+    with started(jobs, tmp_path / "lost", faults=[[1, "forward", 3, "bug"]]) as agent:
+        assert agent.ended([1]) == [1]
+        assert "ValueError: a bug of the program" in agent.logs()
+        assert agent.said("unable") >= {1}
+        assert agent.said("gate") == set()
+
+
+def test_neither_is_one_that_comes_with_a_loss(jobs: WarmJobs, tmp_path: Path) -> None:
+    faults = [
+        [1, "forward", 3, "kill"],
+        [0, "forward", 3, "bug after release"],
+        [2, "forward", 3, "memory after release"],
+    ]
+    with started(jobs, tmp_path / "lost", faults=faults) as agent:
+        agent.ended([1])
+        agent.release([0, 2])
+        assert agent.ended([0, 2]) == [1, 1]
+        assert "ValueError: a bug of the program" in agent.logs()
+        assert "OutOfMemoryError: no memory is left" in agent.logs()
+        assert agent.said("gate") == set()
+
+
+def test_a_sharded_model_makes_it_a_plain_call(jobs: WarmJobs, tmp_path: Path) -> None:
+    with started(jobs, tmp_path / "sharded", sharded=True, drawn=False) as agent:
+        ends = finished(agent, tmp_path / "sharded")
+        assert agent.heard == []
+    assert [(each["worlds"], each["counts"]) for each in ends] == [([3], [-2.0])] * 3
+
+
+def test_without_holdfast_it_is_a_plain_call(jobs: WarmJobs, tmp_path: Path) -> None:
+    lines = {"plain": (SURVIVOR,), "torchrun": (UNDER_TORCHRUN, "--standalone", "--nproc-per-node", "2", SURVIVOR)}
+    for name, line in lines.items():
+        (tmp_path / name).mkdir()
+        done = jobs.run(*line, tmp_path / name, "{}")
+        assert done.returncode == 0, done.stdout + done.stderr
+        ends = [json.loads(path.read_text()) for path in (tmp_path / name).glob("end.*")]
+        world = 1 if name == "plain" else 2
+        assert [(each["worlds"], each["counts"]) for each in ends] == [([world], [-2.0])] * world
+
+
+REGROUPS, WARM_UP = 100, 10
+GROWTH_MAX = 1.05
+
+
+def test_a_hundred_regroups_leave_nothing_behind(jobs: WarmJobs, tmp_path: Path) -> None:
+    (tmp_path / "lost").mkdir()
+    used: list[list[Used]] = []
+    with FakeAgent(jobs, tmp_path / "lost", SURVIVOR, tmp_path / "lost", json.dumps({"epochs": 10**6})) as agent:
+        agent.start([0, 1])
+        agent.await_said([0, 1], "able", generation=0)
+        for _ in range(REGROUPS):
+            shrunk(agent, 0, 1)
+            agent.await_said([0, 1], "went_on", generation=agent.generation)
+            used.append([Used.by(agent.workers[each].pid) for each in (0, 1)])
+    for early, late in zip(used[WARM_UP], used[-1], strict=True):
+        assert late.descriptors <= early.descriptors, used
+        assert late.threads <= early.threads, used
+        assert late.pages < early.pages * GROWTH_MAX, used
