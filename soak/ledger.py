@@ -98,7 +98,7 @@ def read(site: Path, samples: int) -> Record:
 
 
 def read_lives(path: Path) -> list[Life]:
-    """Of one process: one for each generation that it was in. None when it had not even begun."""
+    """Of one process: one for each generation that it was in; empty when it had not even begun."""
     lives: list[Life] = []
     life: Life | None = None
     for line in _lines(path):

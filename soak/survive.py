@@ -127,6 +127,8 @@ def main() -> None:
             group.summed([0])
 
         train()
+        if not snaps.stopping:
+            snaps.save(wait=True)  # else the savers of all nodes wait for each other, to write what is in memory
         training.LEDGER.note("finished", step=trainer.step)
     sys.stdout.flush()
 

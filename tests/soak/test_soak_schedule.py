@@ -89,25 +89,33 @@ def written(path: Path, *lines: dict[str, object], rest: str = "") -> Path:
 def test_a_life(tmp_path: Path) -> None:
     path = written(tmp_path / "a.jsonl", BORN, JOINED, BEGIN, END)
     path.with_suffix(".alive").write_text("0000000000009.250000\n")
-    life = ledger.read_life(path)
+    (life,) = ledger.read_lives(path)
     assert (life.host, life.generation, life.base, life.base_step, life.looked_s) == ("node2", "g", "s", 10, 5.5)
     assert life.steps == {11: ledger.Step(11, 0, 480, [3, 4], 7.0, 7.5, (4, 14))}
     assert (life.born_s, life.alive_s) == (5.0, 9.25)
 
 
+def test_a_process_in_two_generations_has_two_lives(tmp_path: Path) -> None:
+    again = {**JOINED, "generation": "h", "step": 11, "t": 8.0, "after": "g"}
+    path = written(tmp_path / "a.jsonl", BORN, JOINED, BEGIN, END, again, {**BEGIN, "step": 12, "t": 8.5})
+    first, second = ledger.read_lives(path)
+    assert (first.generation, first.after, list(first.steps), first.alive_s) == ("g", "", [11], 7.5)
+    assert (second.generation, second.after, second.base_step, list(second.steps)) == ("h", "g", 11, [12])
+
+
 def test_a_worker_that_was_killed_over_a_line(tmp_path: Path) -> None:
-    life = ledger.read_life(written(tmp_path / "a.jsonl", BORN, JOINED, BEGIN, rest='{"is":"end","t":7.'))
+    (life,) = ledger.read_lives(written(tmp_path / "a.jsonl", BORN, JOINED, BEGIN, rest='{"is":"end","t":7.'))
     assert life.steps[11].ended_s is None
     assert life.alive_s == 7.0
 
 
 def test_a_worker_that_was_killed_before_its_first_line(tmp_path: Path) -> None:
-    assert ledger.read_life(written(tmp_path / "a.jsonl", rest='{"is":"bo')) is None
+    assert ledger.read_lives(written(tmp_path / "a.jsonl", rest='{"is":"bo')) == []
 
 
 def test_a_file_that_is_no_ledger(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="does not begin with a fork"):
-        ledger.read_life(written(tmp_path / "a.jsonl", BEGIN))
+        ledger.read_lives(written(tmp_path / "a.jsonl", BEGIN))
 
 
 def test_a_snapshot_and_when_it_got_its_name(tmp_path: Path) -> None:
