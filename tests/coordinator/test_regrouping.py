@@ -252,6 +252,28 @@ def test_steps_are_counted_from_the_beginning_after_a_regroup() -> None:
     assert [(rank.rank, rank.steps) for rank in views["n2"]] == [(1, 0), (2, 0)]
 
 
+def test_workers_that_do_not_go_on_are_restarted() -> None:
+    desk = able()
+    desk.kill_worker(1)
+    desk.prepare(1, 2)
+    desk.able(1)
+    desk.wait(LIMITS.rejoin_s - 0.1)
+    assert desk.machine.phase is Phase.RUNNING
+    desk.wait(0.2)
+    assert refusal(desk) == "not every worker went on within 30 s"
+
+
+def test_workers_that_went_on_and_are_done_with_training_are_left_alone() -> None:
+    desk = able()
+    desk.kill_worker(1)
+    desk.prepare(1, 2)
+    desk.able(1)
+    desk.say(1, Able(desk.machine.generation, ()))  # its training function has returned already
+    desk.able(2)
+    desk.wait(LIMITS.rejoin_s + 1)
+    assert desk.machine.phase is Phase.RUNNING
+
+
 def test_users_see_that_workers_regroup() -> None:
     desk = able()
     desk.kill_worker(2)
