@@ -51,7 +51,7 @@ def script(kind: str, tmp_path: Path) -> Path:
     blocks = [
         block
         for block in re.findall(r"```python\n(.*?)```", DOCS.read_text(), re.S)
-        if "ht.process_group()" in block and BLOCKS[kind] in block
+        if "ht.process_group()" in block and BLOCKS[kind] in block and "@ht.survive" not in block
     ]
     assert len(blocks) == 1
     # Whether a batch is a pair is the one thing in which the two differ.

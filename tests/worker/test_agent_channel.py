@@ -64,9 +64,13 @@ def test_a_worker_is_released_waits_at_the_gate_and_goes_on(agent: AgentEnd) -> 
     assert channel.released is None
     agent.order(do="release", generation=2, cut=True)
     assert channel.await_release(limit_s(30)) == Release(2, cut=True)
-    agent.order(do="go", generation=2, environment={"RANK": "1"})
-    assert channel.await_go() == Go(2, {"RANK": "1"})
+    places: list[Go] = []
+    waiting = threading.Thread(target=lambda: places.append(channel.await_go()))
+    waiting.start()
     assert agent.next() == {"is": "gate", "generation": 2}
+    agent.order(do="go", generation=2, environment={"RANK": "1"})
+    waiting.join()
+    assert places == [Go(2, {"RANK": "1"})]
     assert channel.released is None
 
 
