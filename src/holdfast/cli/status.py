@@ -197,7 +197,7 @@ def kill_parser() -> Parser:
 def end_parser(command: str, description: str) -> Parser:
     made = Parser(prog=f"holdfast {command}", description=description)
     made.add_run()
-    made.add_argument("--no-wait", action="store_true", help="return as soon as all nodes are told")
+    made.add_argument("--no-wait", action="store_true", help="return as soon as all nodes have been asked")
     made.add_json()
     return made
 

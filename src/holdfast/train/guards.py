@@ -72,7 +72,7 @@ class Guards:
             self._warn(mistake, text)
 
     def renew(self, board: SharedFacts) -> None:
-        """The world has changed: every rank begins anew to count what it shares with the others."""
+        """The world has changed: every rank counts what it shares with the others from 0 again."""
         self._board = board
         self._saves = LoneSave(self._warn, board)
         self._losses = LossDiffers(self._warn, board)
