@@ -11,6 +11,7 @@ import array
 import json
 import os
 import socket
+import struct
 from collections import deque
 
 TYPE_CHECKING = False
@@ -25,6 +26,8 @@ PACKET_BYTES_MAX = 64 * 1024
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
 """Far above any environment the kernel would accept at exec."""
 DESCRIPTORS_MAX = 64
+CREDENTIALS = struct.Struct("3i")
+"""Of SO_PEERCRED: process, user, group."""
 LONG = b"0"
 """The packet of a message in a memory file."""
 
@@ -34,6 +37,13 @@ def pair() -> tuple[socket.socket, socket.socket]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     return ours, theirs
+
+
+def peer(sock: socket.socket) -> tuple[int, int]:
+    """Process and user at the other end of a unix socket when it connected; the process is 0 when it is not visible
+    here. Raises OSError."""
+    pid, uid, _gid = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+    return pid, uid
 
 
 def send(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:

@@ -9,7 +9,6 @@ import contextlib
 import os
 import signal
 import socket
-import struct
 import subprocess
 import time
 from collections.abc import Callable, Collection
@@ -201,8 +200,7 @@ class FakeAgent:
             while True:
                 connection, _ = self._listening.accept()
                 connection.setblocking(False)
-                credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-                pid = struct.unpack("3i", credentials)[0]
+                pid = seqpacket.peer(connection)[0]
                 local_rank = next(rank for rank, process in self.workers.items() if process.pid == pid)
                 self._channels[local_rank] = connection
         except BlockingIOError:

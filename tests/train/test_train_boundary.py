@@ -102,14 +102,14 @@ def test_the_schedule_and_the_numbers_of_a_step_that_was_interrupted_come_back(t
     assert torch.equal(torch.get_rng_state(), expected[2])
 
 
-def test_a_replacement_finds_the_numbers_of_the_last_two_steps(tmp_path: Path) -> None:
+def test_a_replacement_finds_the_numbers_of_the_last_three_steps(tmp_path: Path) -> None:
     record = TorchRecord(str(tmp_path / "record"))
     states = []
-    for step in range(3):
+    for step in range(4):
         torch.rand(1)
         states.append(torch.get_rng_state())
         record.write(step, states[-1])
     found = TorchRecord(str(tmp_path / "record"))
     assert found.read(0) is None
-    for step in (1, 2):
+    for step in (1, 2, 3):
         assert torch.equal(found.read(step), states[step])

@@ -217,3 +217,19 @@ def test_stages_in_their_order(board: Board) -> None:
         told.append(board.progress(time.monotonic_ns())[0].stage)
     assert told == [Stage.STARTING, Stage.MEETING, Stage.GROUPING, Stage.READY, Stage.STEPPING]
     assert board.progress(time.monotonic_ns() + 5_000_000_000)[1].age_s > 5, "before the first step: since the start"
+
+
+def test_a_regrouped_worker_counts_safe_points_and_steps_from_0() -> None:
+    board = Board(1)
+    rank = SafePoints(board.address(0))
+    steps = layout.slot(0) + layout.STEPS
+    rank.reach()
+    rank.reach()
+    board._words[steps] = 300
+    board.begin_again()
+    rank.begin_again()
+    assert (board.reached(), board.progress(0)[0].steps) == (0, 0)
+    rank.reach()
+    board._words[steps] += 1  # its optimizer makes another step
+    assert (board.reached(), board.progress(0)[0].steps) == (1, 1)
+    board.close()

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import os
 import socket
-import struct
 import sys
 import time
 from collections.abc import Awaitable, Callable
@@ -18,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from holdfast import seqpacket
 from holdfast.protocol.errors import ControlRefusedError, ControlSilentError
 from holdfast.protocol.messages import Question
 from holdfast.protocol.options import RunOptions
@@ -35,7 +35,6 @@ TAKE_S_MAX = 10.0
 CLIENTS_MAX = 32
 FAREWELL_S_MAX = 1.0
 """At the end: for answers in progress, and for the removal of socket and entry."""
-CREDENTIALS = struct.Struct("3i")
 
 
 class ControlRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -218,6 +217,4 @@ def _listen(path: str) -> socket.socket:
 
 
 def _peer_uid(writer: asyncio.StreamWriter) -> int:
-    told = writer.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
-    uid: int = CREDENTIALS.unpack(told)[1]
-    return uid
+    return seqpacket.peer(writer.get_extra_info("socket"))[1]

@@ -51,7 +51,6 @@ import os
 import re
 import select
 import socket
-import struct
 import sys
 import time
 from collections.abc import Iterator, Mapping
@@ -84,7 +83,6 @@ FINISH_LIMIT_S = 120.0
 """At the agent's end: how long to wait for saves in flight. A save that is not done then is an uncommitted attempt."""
 Packet = dict[str, Any]
 
-_CREDENTIALS = struct.Struct("3i")
 _PROGRAM = "import sys; sys.path.insert(0, {root!r}); from holdfast.snapshots.saver import main; main()"
 
 
@@ -311,12 +309,6 @@ def field(packet: Packet, name: str, kind: type[Any]) -> Any:
     if type(value) is not kind:
         raise ValueError(f"{name} is {value!r}, {kind.__name__} expected"[:200])
     return value
-
-
-def peer(sock: socket.socket) -> tuple[int, int]:
-    """Process and user at the other end when it connected; the process is 0 when it is not visible here."""
-    pid, uid, _gid = _CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size))
-    return pid, uid
 
 
 def listen(path: Path) -> socket.socket:

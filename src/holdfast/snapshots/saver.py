@@ -175,7 +175,7 @@ class Saver:
             sock, _ = self._listening.accept()
         except OSError:
             return False
-        pid, uid = memory_folder.peer(sock)
+        pid, uid = seqpacket.peer(sock)
         if uid != os.getuid():
             sock.close()
             return True

@@ -19,7 +19,6 @@ from msgspec import Meta, Struct
 
 from holdfast import seqpacket
 from holdfast.protocol.policy import Count, Seconds
-from holdfast.runtime.control import CREDENTIALS
 
 BACKLOG = 4096
 """All workers of a node may connect at once."""
@@ -146,7 +145,7 @@ class WorkerChannel:
             )
             return
         connection.setblocking(False)
-        pid, uid, _ = CREDENTIALS.unpack(connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
+        pid, uid = seqpacket.peer(connection)
         if uid in (0, os.geteuid()):
             self._admit(pid, connection)
         else:

@@ -234,24 +234,24 @@ class NumpysGenerator:
 
 
 class TorchRecord:
-    """torch's random numbers after each of the last two steps, in memory that outlives this process: a replacement on
-    this node goes on with those of the rank that it replaces."""
+    """torch's random numbers after each of the last RECORDS steps, in memory that outlives this process: a replacement
+    on this node goes on with those of the rank that it replaces."""
 
     def __init__(self, path: str) -> None:
         """Raises OSError when there is no memory."""
         state = torch.get_rng_state()
-        size_bytes = 2 * (WORD_BYTES + len(state))
+        size_bytes = RECORDS * (WORD_BYTES + len(state))
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, size_bytes)
             memory = memoryview(mmap.mmap(fd, size_bytes))
         finally:
             os.close(fd)
-        self._steps = memory[: 2 * WORD_BYTES].cast("Q")
-        bodies = memory[2 * WORD_BYTES :]
+        self._steps = memory[: RECORDS * WORD_BYTES].cast("Q")
+        bodies = memory[RECORDS * WORD_BYTES :]
         self._states = [
             torch.frombuffer(bodies, dtype=torch.uint8, count=len(state), offset=number * len(state))
-            for number in range(2)
+            for number in range(RECORDS)
         ]
         self._state_bytes = len(state)
         self._addresses = [each.data_ptr() for each in self._states]
@@ -266,15 +266,18 @@ class TorchRecord:
 
     def write(self, step: int, state: torch.Tensor) -> None:
         """May be called again for a step that is not complete."""
-        number = step & 1
+        number = step % RECORDS
         self._steps[number] = 0
         ctypes.memmove(self._addresses[number], state.data_ptr(), self._state_bytes)  # in a quarter of copy_'s time
         self._steps[number] = step + 1
 
     def read(self, step: int) -> torch.Tensor | None:
         """None: the states after this step were not recorded."""
-        number = step & 1
+        number = step % RECORDS
         return self._states[number].clone() if self._steps[number] == step + 1 else None
 
 
 WORD_BYTES = 8
+RECORDS = 3
+"""A lost rank may have completed a step that no other one has, and have done the forward pass of the next: the others
+go on from the step before."""

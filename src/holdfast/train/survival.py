@@ -213,16 +213,8 @@ class Survivor:
         began_s = time.monotonic()
         self._channel.arrive()
         try:
-            clean = not self._stepping
-            step = self._boundary.step
             self._boundary.rewind(self._snaps.state)
-            before = (self._group.rank, self._group.world)
-            peers = self._enter(self._channel.await_go())
-            own = Own(step, clean, before, self._boundary.seed, self._reducers.orders)
-            handed = Handed.share(self._snaps, peers, own)
-            self._reducers.connect(handed.orders)
-            handed.apply(self._snaps, self._group, peers, self._boundary, survived=True)
-            self._snaps._go_on(peers, self._generation, handed.schedule, handed.durable)
+            handed = self._go_on(step=self._boundary.step, clean=not self._stepping)
             self._boundary.mark(self._snaps.state.step)
             self._stepping = False
             self._news = {
@@ -235,6 +227,17 @@ class Survivor:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, all ranks restart
             self._refuse(error)
+
+    def _go_on(self, *, step: int, clean: bool) -> Handed:
+        """Wait for this rank's place in the next generation, take it, and agree with the other ranks on the state.
+        `step`, `clean`: see Own."""
+        before = (self._group.rank, self._group.world)
+        peers = self._enter(self._channel.await_go())
+        handed = Handed.share(self._snaps, peers, Own(step, clean, before, self._boundary.seed, self._reducers.orders))
+        self._reducers.connect(handed.orders)
+        handed.apply(self._snaps, self._group, peers, self._boundary, survived=step >= 0)
+        self._snaps._go_on(peers, self._generation, handed.schedule, handed.durable)
+        return handed
 
     def _enter(self, go: Go) -> Peers:
         """Join the world of this generation: environment, process group, models."""
@@ -258,13 +261,7 @@ class Survivor:
     def join(self) -> int:
         """A replacement takes its place among the others, in its `resume()`. Returns the step that it goes on from."""
         self._channel.say("ready")
-        peers = self._enter(self._channel.await_go())
-        before = (self._group.rank, self._group.world)
-        handed = Handed.share(self._snaps, peers, Own(-1, False, before, self._boundary.seed, []))
-        self._reducers.connect(handed.orders)
-        handed.apply(self._snaps, self._group, peers, self._boundary, survived=False)
-        self._snaps._go_on(peers, self._generation, handed.schedule, handed.durable)
-        return handed.step
+        return self._go_on(step=-1, clean=False).step
 
 
 def join(snaps: Snapshots) -> int:

@@ -129,10 +129,8 @@ class _Slot:
         return self._told
 
     def begin_again(self) -> None:
-        """All workers of a new generation count their safe points and steps from 0."""
+        """All workers of a new generation count their safe points from 0. The agent resets the board's words."""
         self._reached, self._told = 0, False
-        for word in (layout.REACHED, layout.TOLD, layout.STEPS, layout.OWN, layout.BEATS):
-            self._words[self._slot + word] = 0
 
     def _wait(self) -> None:
         import time
@@ -227,7 +225,7 @@ def should_stop() -> bool:
 
 
 def begin_again() -> None:
-    """This worker goes on in another generation: count safe points, steps and beats from 0. `ht.survive` calls it."""
+    """This worker goes on in another generation: count safe points from 0. `ht.survive` calls it."""
     _of_this_process().begin_again()
 
 

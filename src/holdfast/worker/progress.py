@@ -79,11 +79,11 @@ class _Pace:
         first = slot + layout.FIRST_STEP
         now_ns = time.monotonic_ns
         torch: Any = sys.modules["torch"]
-        ours, own_ns = True, 0
+        ours, count, own_ns = True, 0, 0
         since_ns = 0  # the end of the newest step or backward; 0 before the first step and inside a backward
 
         def step_is_done(*_: object) -> None:
-            nonlocal since_ns, own_ns
+            nonlocal count, since_ns
             # A step that is being compiled must not have our call in its graph: it does not count. Where torch is too
             # old to report compilation, no step counts.
             try:
@@ -91,12 +91,12 @@ class _Pace:
                     return
             except AttributeError:
                 return
+            count += 1
             since_ns = now_ns()
-            words[own] += own_ns
-            own_ns = 0
+            words[own] = own_ns
             words[last] = since_ns
-            words[steps] += 1  # the words themselves count: they begin at 0 again when the worker is regrouped
-            if not words[first]:
+            words[steps] = count
+            if count == 1:
                 words[first] = since_ns
 
         def around(original: Any) -> Any:

@@ -15,7 +15,6 @@ import ctypes
 import os
 import select
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -24,8 +23,6 @@ from typing import Any, NamedTuple
 from holdfast import seqpacket
 from holdfast.protocol.board_layout import BOARD_VARIABLE, REPLACEMENT_VARIABLE, channel_name
 
-CREDENTIALS = struct.Struct("3i")
-"""Of SO_PEERCRED: process, user, group."""
 UNINTERRUPTED_S = 0.5
 """After a release the main thread comes to the gate by itself, at its next collective operation or at the end of its
 step. After this time it is interrupted, unless an optimizer is at work."""
@@ -78,11 +75,10 @@ class AgentChannel:
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             connection.connect(channel_name(address))
-            credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size)
+            ours = seqpacket.peer(connection)[1] in (0, os.geteuid())  # another user may have taken the name
         except OSError:
-            connection.close()
-            return None
-        if CREDENTIALS.unpack(credentials)[1] not in (0, os.geteuid()):  # another user has taken the name
+            ours = False
+        if not ours:
             connection.close()
             return None
         return cls(connection)

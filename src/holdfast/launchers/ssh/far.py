@@ -1,6 +1,6 @@
 """The far side of one ssh connection: reports facts about its host, then guards the agent as long as it lives.
 
-It is sent as text to a bare `python`, so it imports nothing of holdfast before it is told to start, and works with any
+It is sent as text to a bare `python`, so it imports nothing of holdfast before the order to start, and works with any
 Python and holdfast: the launcher judges the differences. It reads lines of JSON and words from standard input, and
 answers with marked lines on standard output. Values of variables come this way and are on no command line.
 
