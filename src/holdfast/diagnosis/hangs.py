@@ -152,17 +152,19 @@ def _text(kind: HangKind, odd: Sequence[Where], others: Sequence[Where]) -> str:
     first, second = (_by_size(odd), _by_size(others)) if odd else (_by_size(others), [])
     first, second = first[:FIRST_PLACES_MAX], second[:OTHER_PLACES_MAX]
     together = kind is HangKind.STUCK and len(others) > 1
-    told = [_told(group, f"all {len(group)} ranks" if together else _names(group), detail=True) for group in first]
-    told += [_told(group, f"{len(group)} others" if len(group) > 1 else _names(group)) for group in second]
+    parts = [
+        _described(group, f"all {len(group)} ranks" if together else _names(group), detail=True) for group in first
+    ]
+    parts += [_described(group, f"{len(group)} others" if len(group) > 1 else _names(group)) for group in second]
     left = len(odd) + len(others) - sum(map(len, first + second))
     if left > 0:
-        told.append(f"{left} elsewhere")
+        parts.append(f"{left} elsewhere")
     if kind is HangKind.PAUSED and not odd:
-        told.append("no rank waits for another")
-    return "; ".join(told)
+        parts.append("no rank waits for another")
+    return "; ".join(parts)
 
 
-def _told(group: Sequence[Where], who: str, *, detail: bool = False) -> str:
+def _described(group: Sequence[Where], who: str, *, detail: bool = False) -> str:
     where = group[0]
     text = f"{who} {_verb(where, len(group))}{where.place}"
     if not detail:

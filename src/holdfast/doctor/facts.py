@@ -313,18 +313,18 @@ async def ask_torch(python: str, limit_s: float) -> TorchFacts:
     seconds = time.monotonic() - began
     if done.code is None:
         return TorchFacts(state=TorchState.SILENT, seconds=seconds)
-    told = last_json(done.out)
-    if told is None:
+    answer = last_json(done.out)
+    if answer is None:
         last = next((line for line in reversed(done.err.splitlines()) if line.strip()), "no word")
         error = f"its process ended with {done.code}: {last.strip()[:ERROR_CHARS_MAX]}"
         return TorchFacts(state=TorchState.BROKEN, error=error, seconds=seconds)
-    error = str(told.get("error", ""))
+    error = str(answer.get("error", ""))
     if error.startswith("ModuleNotFoundError: No module named 'torch'"):
         return TorchFacts(state=TorchState.ABSENT, seconds=seconds)
     if error:
         return TorchFacts(state=TorchState.BROKEN, error=error[:ERROR_CHARS_MAX], seconds=seconds)
     try:
-        return msgspec.convert({**told, "state": "ok", "seconds": seconds}, TorchFacts)
+        return msgspec.convert({**answer, "state": "ok", "seconds": seconds}, TorchFacts)
     except msgspec.ValidationError as invalid:
         return TorchFacts(state=TorchState.BROKEN, error=f"an odd answer: {invalid}", seconds=seconds)
 
@@ -333,11 +333,11 @@ def last_json(text: str) -> dict[str, Any] | None:
     """The last line that is a JSON object. Other lines may come from a sitecustomize."""
     for line in reversed(text.splitlines()):
         try:
-            told = json.loads(line)
+            answer = json.loads(line)
         except ValueError:
             continue
-        if isinstance(told, dict):
-            return told
+        if isinstance(answer, dict):
+            return answer
     return None
 
 
@@ -350,8 +350,8 @@ async def ask_smi() -> tuple[tuple[Gpu, ...], str]:
     if done.code is None:
         return (), f"no answer within {SMI_S_MAX:g} s"
     if done.code != 0:
-        said = (done.out.strip() or done.err.strip() or f"exit code {done.code}").splitlines()[0]
-        return (), "" if "No devices were found" in said else said[:ERROR_CHARS_MAX]
+        text = (done.out.strip() or done.err.strip() or f"exit code {done.code}").splitlines()[0]
+        return (), "" if "No devices were found" in text else text[:ERROR_CHARS_MAX]
     try:
         users = await run_bounded(["nvidia-smi", f"--query-compute-apps={USER_FIELDS}", *CSV], SMI_S_MAX)
     except OSError:

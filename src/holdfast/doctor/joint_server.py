@@ -294,17 +294,17 @@ def address(of: CheckedNode, seen_by: CheckedNode) -> str:
 
 def why_no_reduce(reports: Sequence[NodeReport | None], *, wanted: bool) -> str:
     """Why no all-reduce is made; empty: it is made. One that cannot succeed would only repeat known problems."""
-    told = [report for report in reports if report is not None]
-    without = [report.summary.host for report in told if not report.summary.has_torch]
+    received = [report for report in reports if report is not None]
+    without = [report.summary.host for report in received if not report.summary.has_torch]
     if not wanted:
         return "not requested"
     if len(reports) < 2:
         return "there is only one node"
-    if len(told) < len(reports):
+    if len(received) < len(reports):
         return "a node sent no report"
     if without:
         return f"no torch with gloo on {', '.join(without[:8])}"
-    if any(link.reached is not Reached.YES for report in told for link in report.links):
+    if any(link.reached is not Reached.YES for report in received for link in report.links):
         return "not all pairs work"
     return ""
 

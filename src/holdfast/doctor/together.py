@@ -88,8 +88,8 @@ def pairs(check: JointCheck) -> Iterator[DoctorFinding]:
     for one, other in bad[:PAIRS_NAMED_MAX]:
         there, back = by_ends.get((one, other)), by_ends.get((other, one))
         ends = (check.came[one], check.came[other])
-        said = [direction(ends, there), direction(ends[::-1], back)]
-        yield fatal("HF560", what, "; ".join(said), advice(ends, there, back))
+        both = [direction(ends, there), direction(ends[::-1], back)]
+        yield fatal("HF560", what, "; ".join(both), advice(ends, there, back))
     if len(bad) > PAIRS_NAMED_MAX:
         often = most_often(check, [(one, other) for one, other in bad])
         why = f"and {len(bad) - PAIRS_NAMED_MAX} more pairs; most often with {often}"
@@ -215,8 +215,8 @@ def clocks(check: JointCheck) -> Iterator[DoctorFinding]:
 
 
 def versions(check: JointCheck) -> Iterator[DoctorFinding]:
-    told = list(summaries(check))
-    if len(told) < 2:
+    known = list(summaries(check))
+    if len(known) < 2:
         return
     fix = "install the same environment or image on all nodes"
     parts: tuple[tuple[str, str, Callable[[Summary], str]], ...] = (
@@ -229,7 +229,7 @@ def versions(check: JointCheck) -> Iterator[DoctorFinding]:
     equal = []
     for code, part, read in parts:
         by_version: dict[str, list[str]] = {}
-        for host, summary in told:
+        for host, summary in known:
             by_version.setdefault(read(summary) or "none", []).append(host)
         if len(by_version) == 1:
             equal += [f"{part} {version}" for version in by_version if version != "none"]

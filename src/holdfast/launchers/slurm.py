@@ -119,12 +119,12 @@ def read_step(environ: Mapping[str, str], title_of: Callable[[str], str] = title
     if step_id >= STEP_IDS_OF_SLURM or is_inherited(environ, title_of(environ.get("SLURM_TASK_PID", ""))):
         return None
     nodes = expand(environ["SLURM_STEP_NODELIST"])
-    told = number(environ, "SLURM_STEP_NUM_NODES", len(nodes))
+    count = number(environ, "SLURM_STEP_NUM_NODES", len(nodes))
     node_rank = number(environ, "SLURM_NODEID")
-    if told != len(nodes) or node_rank >= told:
+    if count != len(nodes) or node_rank >= count:
         raise EnvironmentValueError(
             f"SLURM_STEP_NODELIST={environ['SLURM_STEP_NODELIST']} names {len(nodes)} nodes, "
-            f"but SLURM_STEP_NUM_NODES is {told} and SLURM_NODEID {node_rank}"
+            f"but SLURM_STEP_NUM_NODES is {count} and SLURM_NODEID {node_rank}"
         )
     array = "SLURM_ARRAY_TASK_ID"
     return SlurmStep(

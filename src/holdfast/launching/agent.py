@@ -95,8 +95,8 @@ def report(fd: int, outcome: Outcome | None, folder: str, error: HoldfastError |
 
     from holdfast.launching.agent_session import AgentReport
 
-    told = AgentReport(
+    answer = AgentReport(
         outcome=outcome, folder=folder, code=error.code if error else "", message=str(error) if error else ""
     )
     with os.fdopen(os.dup(fd), "wb") as pipe:
-        pipe.write(json.encode(told))
+        pipe.write(json.encode(answer))

@@ -376,12 +376,12 @@ def _read_error(body: bytes) -> BaseException:
     """The exception, caused by its remote traceback; only the traceback if the exception cannot be unpickled."""
     (length,) = TEXT_LENGTH.unpack_from(body)
     text = body[TEXT_LENGTH.size : TEXT_LENGTH.size + length].decode()
-    told = RemoteTracebackError(text)
+    remote = RemoteTracebackError(text)
     try:
         error = pickle.loads(body[TEXT_LENGTH.size + length :])
     except Exception:  # noqa: BLE001 - an empty text, or any error of its constructor
-        return told
+        return remote
     if not isinstance(error, BaseException):
-        return told
-    error.__cause__ = told
+        return remote
+    error.__cause__ = remote
     return error

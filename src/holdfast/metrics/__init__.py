@@ -235,8 +235,8 @@ def health_pages(vitals: Vitals) -> Pages:
     from holdfast.metrics.listeners import health
 
     def page(key: str) -> HttpResponse:
-        told = health(vitals.facts, time.monotonic())
-        return HttpResponse(200 if told[key] else 503, "application/json", json.dumps(told).encode() + b"\n")
+        state = health(vitals.facts, time.monotonic())
+        return HttpResponse(200 if state[key] else 503, "application/json", json.dumps(state).encode() + b"\n")
 
     def alive() -> HttpResponse:
         return page("alive")

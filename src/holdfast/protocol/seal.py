@@ -23,9 +23,9 @@ def transcript(hello: bytes, nonce: bytes) -> bytes:
     return hashlib.sha256(len(hello).to_bytes(4, "big") + hello + nonce).digest()
 
 
-def prove(token: bytes, role: Role, said: bytes) -> bytes:
+def prove(token: bytes, role: Role, transcript: bytes) -> bytes:
     """A proof that this side knows the token. The role prevents that a peer sends one side's proof back as its own."""
-    return hmac.digest(token, b"holdfast proof of " + role.encode() + b"\0" + said, "sha256")
+    return hmac.digest(token, b"holdfast proof of " + role.encode() + b"\0" + transcript, "sha256")
 
 
 def same(one: bytes, other: bytes) -> bool:
@@ -41,11 +41,11 @@ class Seal:
 
     __slots__ = ("_opened", "_receive_key", "_sealed", "_send_key")
 
-    def __init__(self, token: bytes, role: Role, said: bytes) -> None:
+    def __init__(self, token: bytes, role: Role, transcript: bytes) -> None:
         """`role` is that of this side."""
         other: Role = "coordinator" if role == "agent" else "agent"
-        self._send_key = _direction_key(token, role, said)
-        self._receive_key = _direction_key(token, other, said)
+        self._send_key = _direction_key(token, role, transcript)
+        self._receive_key = _direction_key(token, other, transcript)
         self._sealed = 0
         self._opened = 0
 
@@ -63,8 +63,8 @@ class Seal:
         return content
 
 
-def _direction_key(token: bytes, sender: Role, said: bytes) -> bytes:
-    return hmac.digest(token, b"holdfast frames from " + sender.encode() + b"\0" + said, "sha256")
+def _direction_key(token: bytes, sender: Role, transcript: bytes) -> bytes:
+    return hmac.digest(token, b"holdfast frames from " + sender.encode() + b"\0" + transcript, "sha256")
 
 
 def _mac(key: bytes, sequence: int, content: bytes) -> bytes:

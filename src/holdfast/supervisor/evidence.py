@@ -222,7 +222,7 @@ failure."""
 
 def facts_for(words: str, exit_code: int, log_file: str = "") -> dict[str, str]:
     """Facts by name, each a few words; empty where the words need none. `log_file`: names the disk that logs go to."""
-    told: dict[str, Callable[[], str]] = {
+    readers: dict[str, Callable[[], str]] = {
         "interfaces": interfaces,
         "shm": shm,
         "disks": partial(disks, os.path.dirname(log_file), words),
@@ -236,11 +236,11 @@ def facts_for(words: str, exit_code: int, log_file: str = "") -> dict[str, str]:
     asked = {name for name, signs in _WORDS.items() if any(sign in small for sign in signs)}
     if exit_code in (-signal.SIGBUS, 128 + signal.SIGBUS):
         asked.add("shm")
-    found = {name: _told(told[name]) for name in told if name in asked}
+    found = {name: _fact_text(readers[name]) for name in readers if name in asked}
     return {name: text[:FACT_CHARACTERS_MAX] for name, text in found.items() if text}
 
 
-def _told(fact: Callable[[], str]) -> str:
+def _fact_text(fact: Callable[[], str]) -> str:
     with contextlib.suppress(Exception):  # on any error here, the failure itself must still be reported
         return fact()
     return ""

@@ -168,15 +168,15 @@ class LogRouter:
     def tell_elsewhere(self, ranks: Iterable[int]) -> None:
         """The end of the newest attempt is known: hide the tracebacks of these ranks, because the verdict shows them or
         says where they are. Show all others."""
-        told = {rank: self._tracebacks[rank] for rank in ranks if self._tracebacks.get(rank)}
+        shown = {rank: self._tracebacks[rank] for rank in ranks if self._tracebacks.get(rank)}
         for group in self._last_groups:
-            group.told_elsewhere = told
+            group.shown_elsewhere = shown
         if self._attached:
             self._console.wake()
 
     def _tell_undecided(self) -> None:
         """Show the tracebacks of the newest attempt if no verdict on them came: none will come."""
-        if any(group.told_elsewhere is None for group in self._last_groups):
+        if any(group.shown_elsewhere is None for group in self._last_groups):
             self.tell_elsewhere(())
 
     def say(self, text: str) -> None:

@@ -252,7 +252,7 @@ class TailGroup:
         self._done = done
         self.ended = False
         """Set from any thread: no more will be written."""
-        self.told_elsewhere: dict[int, str] | None = None
+        self.shown_elsewhere: dict[int, str] | None = None
         """Set from any thread: tracebacks that are shown elsewhere, by rank. None: not known yet."""
         self.turn = 0
         self._opened = 0
@@ -300,10 +300,10 @@ class Lane:
             group = self._groups[0]
             over = group.ended  # read before the files: what is read afterwards is the final content
             group.open(watch)
-            told = group.told_elsewhere  # also read before the files
+            elsewhere = group.shown_elsewhere  # also read before the files
             due = None if self.sink.broken else self._show(group, now, over=over)
             if over and due is None and not self.sink.broken:
-                due = self._show_held(group, now, told)
+                due = self._show_held(group, now, elsewhere)
             if due is not None or not over:
                 return due
             group.close(watch)
@@ -387,15 +387,15 @@ class Lane:
                 dues.append(tail.held.due)
         return dues
 
-    def _show_held(self, group: TailGroup, now: float, told: dict[int, str] | None) -> float | None:
+    def _show_held(self, group: TailGroup, now: float, elsewhere: dict[int, str] | None) -> float | None:
         """No worker of this group lives: show the held tracebacks, except those shown elsewhere, once that is known."""
         held = [(tail, tail.held) for tail in group.tails if tail.held is not None and tail.held.due is not None]
         late = [each.due for _, each in held if each.due is not None and each.due > now]
-        if told is None and late:
+        if elsewhere is None and late:
             return min(late)
         blocks: list[bytes] = []
         for tail, each in held:
-            without = (told or {}).get(tail.rank, "") if tail.rank is not None else ""
+            without = (elsewhere or {}).get(tail.rank, "") if tail.rank is not None else ""
             self._put(group, tail, each.release(without), now, blocks)
         if group.fold is not None:
             blocks.append(group.fold.take())

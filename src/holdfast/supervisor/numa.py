@@ -74,10 +74,10 @@ def amd_gpus(sys: Path) -> tuple[str, ...]:
     try:
         for node in sorted(nodes.iterdir(), key=lambda path: int(path.name)):
             pairs = (line.split() for line in (node / "properties").read_text().splitlines())
-            told = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
-            if told.get("simd_count"):
-                place = told.get("location_id", 0)
-                address = f"{told.get('domain', 0):04x}:{place >> 8:02x}:{place >> 3 & 31:02x}.{place & 7}"
+            properties = {pair[0]: int(pair[1]) for pair in pairs if len(pair) == 2 and pair[1].isdecimal()}
+            if properties.get("simd_count"):
+                place = properties.get("location_id", 0)
+                address = f"{properties.get('domain', 0):04x}:{place >> 8:02x}:{place >> 3 & 31:02x}.{place & 7}"
                 found.append(address)
     except (OSError, ValueError):
         return ()

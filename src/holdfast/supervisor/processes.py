@@ -303,8 +303,8 @@ def moved_bytes(pid: int) -> int:
     while it copies. 0 where this cannot be read."""
     try:
         with open(f"/proc/{pid}/io", "rb") as file:
-            told = dict(line.split(b":") for line in file)
-        return sum(int(told[name]) for name in (b"rchar", b"wchar", b"read_bytes", b"write_bytes"))
+            counts = dict(line.split(b":") for line in file)
+        return sum(int(counts[name]) for name in (b"rchar", b"wchar", b"read_bytes", b"write_bytes"))
     except (OSError, ValueError, KeyError):
         return 0
 

@@ -303,7 +303,7 @@ class SaverHost:
             self._saver.send({"do": "finish"})
         except OSError:
             return
-        said = self._loop.call_later(
+        notice = self._loop.call_later(
             SAY_AFTER_S,
             self._on_notice,
             f"a snapshot is still being written; waiting for it, at most {FINISH_LIMIT_S:g} s.",
@@ -313,7 +313,7 @@ class SaverHost:
         except TimeoutError:
             self._on_notice(f"a snapshot was not written within {FINISH_LIMIT_S:g} s and is given up.")
         finally:
-            said.cancel()
+            notice.cancel()
 
     def _open(self) -> None:
         opened = None

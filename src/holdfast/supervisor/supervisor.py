@@ -391,13 +391,13 @@ class Supervisor:
         """The pipe is closed (exec worked) or holds the reason why exec failed."""
         pid = self._execs.pop(fd)
         self._poller.unregister(fd)
-        told = os.read(fd, 4096)
+        reason = os.read(fd, 4096)
         os.close(fd)
-        if not told:
+        if not reason:
             if self._kept[pid].key != fork_server.KEY:  # the fork server is internal: no event
                 self._out.add({"is": "started", "key": self._kept[pid].key, "pid": pid})
             return
-        number, _, text = told.decode(errors="replace").partition(" ")
+        number, _, text = reason.decode(errors="replace").partition(" ")
         key = self._kept.pop(pid).key
         if key == fork_server.KEY:
             self._fork_server.ended(_EXEC_FAILED)

@@ -67,12 +67,12 @@ class FailedSaves:
         """Another save was handed over."""
         self._open = True
 
-    def reported(self, said: Sequence[Reports], *, busy: bool) -> RankFailure | None:
+    def reported(self, reports_by_rank: Sequence[Reports], *, busy: bool) -> RankFailure | None:
         """The failure in the ranks' reports, which are in order of rank; `busy`: rank 0 still writes, or waits for
         other parts."""
         reports = [
             (code, text if rank == 0 else f"rank {rank}: {text}")
-            for rank, each in enumerate(said)
+            for rank, each in enumerate(reports_by_rank)
             for code, text in each
         ]
         for code, text in reports:
@@ -282,10 +282,10 @@ class Peers:
         begun_s = time.monotonic()
         warn_s, deadline_s = begun_s + self._guard_s, begun_s + self._patience_s
         while not self._store.check(here):
-            said = {each.decode() for each in self._take(hellos)}
-            for each in said - answered:
+            names = {each.decode() for each in self._take(hellos)}
+            for each in names - answered:
                 self._store.set(each, word)
-            answered |= said
+            answered |= names
             if time.monotonic() > deadline_s:
                 raise self._silence(here)
             if time.monotonic() > warn_s:
@@ -338,8 +338,8 @@ class Peers:
 
     def share(self, value: Any) -> list[Any]:
         """Every rank's value, by rank, at every rank."""
-        said: list[Any] = self.tell(self.gather(value))
-        return said
+        shared: list[Any] = self.tell(self.gather(value))
+        return shared
 
     @contextlib.contextmanager
     def calling(self, call: str, guard_s: float | None = None) -> Iterator[None]:

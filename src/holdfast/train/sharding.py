@@ -276,12 +276,12 @@ def plan(
     `shared`: tensors that are sharded or replicated; `own`: this rank's own, which it writes itself.
     """
     pieces = local_pieces(shared)
-    said = peers.gather([node, [_packed(piece) for piece in pieces]])
+    gathered = peers.gather([node, [_packed(piece) for piece in pieces]])
     shares: list[Any] = []
-    if said:
+    if gathered:
         try:
-            held = [[_unpacked(each) for each in packed] for _, packed in said]
-            shares = list(assign(held, [each for each, _ in said]))
+            held = [[_unpacked(each) for each in packed] for _, packed in gathered]
+            shares = list(assign(held, [each for each, _ in gathered]))
         except ShardingError as error:
             shares = [str(error)] * peers.world
     share = peers.tell_each(shares)

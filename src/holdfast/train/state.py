@@ -322,20 +322,20 @@ class Tracker:
 
     def compare(self, saved: Saved, rank: int, choice: Choice) -> Compared:
         """How what is to be restored fits: for `fitting.together`."""
-        told = _told(saved, rank)
-        there = {name for part in ("models", "optimizers", "others") for name in told[part]}
-        whole = choice.only is None or told.get("only") == sorted(choice.only)
+        text = _text_of(saved, rank)
+        there = {name for part in ("models", "optimizers", "others") for name in text[part]}
+        whole = choice.only is None or text.get("only") == sorted(choice.only)
         wanted = self.names() if whole or choice.only is None else set(choice.only)
         found = Compared(frozenset(wanted), self.names(), {name: [name] for name in sorted(wanted - there)})
         if whole:
             found.unexpected += sorted(there - found.held)
         for model in self._models:
             if model.name in wanted & there:
-                model.compare(saved, told["models"], there, found)
-        kinds = codec.section(told, "kinds")
+                model.compare(saved, text["models"], there, found)
+        kinds = codec.section(text, "kinds")
         for optimizer in self._optimizers:
             if optimizer.name in wanted & there:
-                optimizer.compare(_merged(saved, told, optimizer.name), told["models"], kinds, found)
+                optimizer.compare(_merged(saved, text, optimizer.name), text["models"], kinds, found)
         for name, each in self._others.items():
             was, kind = kinds.get(name), type(each).__name__
             if name in wanted & there and was not in (None, kind) and choice.strict:
@@ -351,26 +351,26 @@ class Tracker:
         for name, first in shared.tied.items():
             check_tied(saved, name, first)
         into = Targets(fill={name: each for name, each in shared.tensors.items() if name not in fit.missing})
-        told = _told(saved, rank)
+        text = _text_of(saved, rank)
         for optimizer in self._optimizers:
             if optimizer.name in fit.restored:
-                optimizer.targets(saved, _merged(saved, told, optimizer.name), told["models"], into)
+                optimizer.targets(saved, _merged(saved, text, optimizer.name), text["models"], into)
         return into
 
     def restore(self, saved: Saved, rank: int, world: int, filled: Mapping[str, torch.Tensor], fit: Fit) -> Restored:
         """Give everything its state, after `filled` (the targets) were."""
-        told = _told(saved, rank)
-        world_then: int = codec.expect(told.get("world"), int, "world")
+        text = _text_of(saved, rank)
+        world_then: int = codec.expect(text.get("world"), int, "world")
         for model in self._models:
             if model.name in fit.restored:
-                model.restore_rest(codec.section(told["models"], model.name), saved.fresh)
+                model.restore_rest(codec.section(text["models"], model.name), saved.fresh)
         for optimizer in self._optimizers:
             if optimizer.name in fit.restored:
-                optimizer.restore(_merged(saved, told, optimizer.name), told["models"], filled, saved.fresh)
+                optimizer.restore(_merged(saved, text, optimizer.name), text["models"], filled, saved.fresh)
         done = Restored(world_then)
         for name, each in self._others.items():
             if name in fit.restored:
-                state = codec.decode(told["others"][name], saved.fresh)
+                state = codec.decode(text["others"][name], saved.fresh)
                 if name in fit.optional:
                     done.before[name] = copy.deepcopy(each.state_dict())
                 try:
@@ -379,9 +379,9 @@ class Tracker:
                     if name not in fit.optional:
                         raise
                     done.refused[name] = str(error)
-        self.state.step = codec.expect(told.get("step"), int, "step")
-        self.state.epoch = codec.expect(told.get("epoch"), int, "epoch")
-        set_random_state(codec.decode(told["random"], saved.fresh), None if world == world_then else (rank, world))
+        self.state.step = codec.expect(text.get("step"), int, "step")
+        self.state.epoch = codec.expect(text.get("epoch"), int, "epoch")
+        set_random_state(codec.decode(text["random"], saved.fresh), None if world == world_then else (rank, world))
         return done
 
     def put_back(self, name: str, done: Restored) -> None:
@@ -389,7 +389,7 @@ class Tracker:
         self._others[name].load_state_dict(done.before[name])
 
 
-def _told(saved: Saved, rank: int) -> dict[str, Any]:
+def _text_of(saved: Saved, rank: int) -> dict[str, Any]:
     """The text that this rank goes on from: its own, or that of the rank whose place it takes."""
     texts = {text.get("rank"): text for text in saved.texts}
     if not texts:
@@ -407,14 +407,14 @@ def _told(saved: Saved, rank: int) -> dict[str, Any]:
     return found
 
 
-def _merged(saved: Saved, told: Mapping[str, Any], name: str) -> dict[str, Any]:
+def _merged(saved: Saved, text: Mapping[str, Any], name: str) -> dict[str, Any]:
     """An optimizer's part, with the states of all parameters that any rank had (a pipeline's differ)."""
-    mine = codec.section(told["optimizers"], name)
+    mine = codec.section(text["optimizers"], name)
     if not mine:
         raise ShardingError(f"the snapshot has nothing for {name}")
     state = dict(mine["state"])
-    for text in saved.texts:
-        for fqn, rest in codec.section(codec.section(text["optimizers"], name), "state").items():
+    for each in saved.texts:
+        for fqn, rest in codec.section(codec.section(each["optimizers"], name), "state").items():
             state.setdefault(fqn, rest)
     wanted = {fqn for group in mine["params"] for fqn in group}
     return {**mine, "state": {fqn: rest for fqn, rest in state.items() if fqn in wanted}}

@@ -54,13 +54,13 @@ class ResultFile:
         """Write an exception. Never raises: an exception that does not pickle is written as its text alone."""
         import cloudpickle
 
-        told = text.encode(errors="backslashreplace")
+        encoded = text.encode(errors="backslashreplace")
         try:
             pickled = cloudpickle.dumps(error, protocol=5)
         except Exception:  # noqa: BLE001 - the exception's own __reduce__ may raise anything
             pickled = b""
         self._file.seek(HEADER.size)
-        self._file.write(TEXT_LENGTH.pack(len(told)) + told + pickled)
+        self._file.write(TEXT_LENGTH.pack(len(encoded)) + encoded + pickled)
         self._seal(ERROR)
 
     def _seal(self, kind: bytes) -> None:

@@ -97,13 +97,13 @@ class Launcher:
         self._launch = launch
         self._run_id = run_id
         self._screen = screen
-        self._places: dict[str, RemoteHost] = {}
+        self._remotes: dict[str, RemoteHost] = {}
         self._ends: list[tuple[HostSpec, AgentExit]] = []
         self._expected: Expected = launch.expected
         self._endpoint = launch.endpoint
         self._meets_at = ""
         """The host whose agent hosts the coordinator, if this launcher chose it."""
-        self._said: set[str] = set()
+        self._shown: set[str] = set()
         """Messages of the start that were shown."""
         self._changed = asyncio.Event()
         self._logins = asyncio.Semaphore(LOGINS_MAX)
@@ -136,36 +136,36 @@ class Launcher:
         finally:
             for signum in handled:
                 loop.remove_signal_handler(signum)
-            await asyncio.gather(*(each.session.close() for each in self._places.values() if each.session is not None))
+            await asyncio.gather(*(each.session.close() for each in self._remotes.values() if each.session is not None))
 
     # ---------------------------------------------------------------- the beginning
 
     async def _begin(self) -> None:
         """Log in to all hosts at once, compare them, send the first host's port to all. Raises HostsError."""
         for index, spec in enumerate(self._launch.hosts):
-            self._places[spec.host] = RemoteHost(spec, index)
+            self._remotes[spec.host] = RemoteHost(spec, index)
         while True:
             if self._discovery is not None:
                 await self._discover(first=True)
-            waiting = [each for each in self._places.values() if each.session is None]
+            waiting = [each for each in self._remotes.values() if each.session is None]
             errors = await asyncio.gather(*map(self._log_in, waiting))
-            for place, error in zip(waiting, errors, strict=True):
-                place.trouble = str(error or "")
-            errors += self._compare([each for each in self._places.values() if each.session is not None])
-            ready = [each for each in self._places.values() if each.session is not None]
+            for remote, error in zip(waiting, errors, strict=True):
+                remote.trouble = str(error or "")
+            errors += self._compare([each for each in self._remotes.values() if each.session is not None])
+            ready = [each for each in self._remotes.values() if each.session is not None]
             self._judge([error for error in errors if error is not None], len(ready))
             if len(ready) >= self._launch.min_nodes:
                 break
             self._say_once(f"{len(ready)} of at least {self._launch.min_nodes} hosts are ready; waiting for more")
             await asyncio.sleep(ASK_EVERY_S)
         self._choose_endpoint(ready)
-        for place in ready:
-            assert place.session is not None
-            place.session.go(place.index, self._endpoint)
+        for remote in ready:
+            assert remote.session is not None
+            remote.session.go(remote.index, self._endpoint)
 
-    async def _log_in(self, place: RemoteHost) -> HostsError | None:
+    async def _log_in(self, remote: RemoteHost) -> HostsError | None:
         for pause_s in (*TURNED_AWAY_PAUSES_S, None):
-            session = SshSession(place.spec, self._launch, self._screen, self._run_id)
+            session = SshSession(remote.spec, self._launch, self._screen, self._run_id)
             try:
                 async with self._logins:
                     await session.start()
@@ -174,40 +174,40 @@ class Launcher:
                     return error
                 await asyncio.sleep(pause_s * random.uniform(0.5, 1.5))
             else:
-                place.session = session
+                remote.session = session
                 break
         return None
 
     def _compare(self, ready: Sequence[RemoteHost]) -> list[HostsError | None]:
         """Compare the hosts. Those with a problem are released."""
-        told = [(each, each.session.facts) for each in ready if each.session is not None and each.session.facts]
-        if not told:
+        with_facts = [(each, each.session.facts) for each in ready if each.session is not None and each.session.facts]
+        if not with_facts:
             return []
-        sound = next((facts for _, facts in told if not facts.trouble), told[0][1])
+        sound = next((facts for _, facts in with_facts if not facts.trouble), with_facts[0][1])
         self._expected = expected_from(self._expected, sound)
         errors: list[HostsError | None] = []
-        for place, facts in told:
-            found = problems(place.spec, facts, self._expected, self._nproc(place.spec))
+        for remote, facts in with_facts:
+            found = problems(remote.spec, facts, self._expected, self._nproc(remote.spec))
             if found:
-                place.trouble = "\n".join(found)
-                errors.append(HostDiffersError(place.trouble))
-                self._let_go(place)
-            for text in remarks(place.spec, facts, self._nproc(place.spec)):
+                remote.trouble = "\n".join(found)
+                errors.append(HostDiffersError(remote.trouble))
+                self._let_go(remote)
+            for text in remarks(remote.spec, facts, self._nproc(remote.spec)):
                 self._screen.say(text)
-        for place, text in self._same_machine(list(self._places.values())):
+        for remote, text in self._same_machine(list(self._remotes.values())):
             errors.append(HostsError(text))
-            self._let_go(place)
+            self._let_go(remote)
         return errors
 
     def _same_machine(self, places: Sequence[RemoteHost]) -> list[tuple[RemoteHost, str]]:
         """Hosts that are the same machine as an earlier one: a machine can have only one agent of a run."""
-        told = [(each.spec, each.session.facts) for each in places if each.session and each.session.facts]
-        return [(self._places[spec.host], text) for spec, text in same_machine(told)]
+        with_facts = [(each.spec, each.session.facts) for each in places if each.session and each.session.facts]
+        return [(self._remotes[spec.host], text) for spec, text in same_machine(with_facts)]
 
-    def _let_go(self, place: RemoteHost) -> None:
-        session, place.session = place.session, None
+    def _let_go(self, remote: RemoteHost) -> None:
+        session, remote.session = remote.session, None
         if session is not None:
-            place.task = asyncio.ensure_future(session.close())
+            remote.task = asyncio.ensure_future(session.close())
 
     def _nproc(self, spec: HostSpec) -> int | None:
         return spec.slots if spec.slots is not None else self._launch.nproc
@@ -227,15 +227,15 @@ class Launcher:
         raise type(errors[0])("\n".join(lines))
 
     def _say_once(self, line: str) -> None:
-        if line not in self._said:
-            self._said.add(line)
+        if line not in self._shown:
+            self._shown.add(line)
             self._screen.say(line)
 
     def _choose_endpoint(self, ready: Sequence[RemoteHost]) -> None:
         if self._endpoint or self._launch.alone:
             return
-        told = [each.session.facts for each in ready if each.session is not None and each.session.facts is not None]
-        first, others = told[0], told[1:]
+        facts = [each.session.facts for each in ready if each.session is not None and each.session.facts is not None]
+        first, others = facts[0], facts[1:]
         address = meeting_address(first, others)
         if not address or not first.port:
             raise HostsError(
@@ -251,95 +251,95 @@ class Launcher:
         while True:
             self._changed.clear()
             self._reconcile(tasks)
-            if not any(each.task is not None for each in self._places.values()):
+            if not any(each.task is not None for each in self._remotes.values()):
                 break
             await self._changed.wait()
         if finding is not None:
             finding.cancel()
 
     def _reconcile(self, tasks: asyncio.TaskGroup) -> None:
-        running = sum(each.task is not None for each in self._places.values())
-        for place in list(self._places.values()):
-            if place.task is not None and place.task.done():
-                place.task = None
+        running = sum(each.task is not None for each in self._remotes.values())
+        for remote in list(self._remotes.values()):
+            if remote.task is not None and remote.task.done():
+                remote.task = None
                 running -= 1
-            if place.task is not None:
+            if remote.task is not None:
                 continue
-            if place.session is not None:
-                place.task = tasks.create_task(self._stay(place))
-            elif not place.wanted:
-                del self._places[place.spec.host]
-            elif not self._over.is_set() and not place.over and running < self._launch.max_nodes:
+            if remote.session is not None:
+                remote.task = tasks.create_task(self._stay(remote))
+            elif not remote.wanted:
+                del self._remotes[remote.spec.host]
+            elif not self._over.is_set() and not remote.over and running < self._launch.max_nodes:
                 running += 1
-                place.task = tasks.create_task(self._come_back(place))
+                remote.task = tasks.create_task(self._come_back(remote))
 
-    async def _stay(self, place: RemoteHost) -> None:
+    async def _stay(self, remote: RemoteHost) -> None:
         """Wait until this host's agent, or the connection to it, has ended."""
-        session = place.session
+        session = remote.session
         assert session is not None
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         end = await session.wait()
-        place.session = None
-        if place.again_s == 0 or loop.time() > began_s + AGAIN_MAX_S:
-            place.again_s = AGAIN_FIRST_S
-        if end.code is None and not self._over.is_set() and place.wanted:
+        remote.session = None
+        if remote.again_s == 0 or loop.time() > began_s + AGAIN_MAX_S:
+            remote.again_s = AGAIN_FIRST_S
+        if end.code is None and not self._over.is_set() and remote.wanted:
             then = "continues" if self._launch.detach else "ends by itself"
-            self._screen.say(f"lost the ssh connection to {place.spec} ({end.text}); what runs there {then}")
-        elif end.code is not None and self._was_killed(end) and place.wanted:
-            self._screen.say(f"the agent on {place.spec} was killed (exit code {end.code}); it is started again")
+            self._screen.say(f"lost the ssh connection to {remote.spec} ({end.text}); what runs there {then}")
+        elif end.code is not None and self._was_killed(end) and remote.wanted:
+            self._screen.say(f"the agent on {remote.spec} was killed (exit code {end.code}); it is started again")
         elif end.code is not None:
-            if place.wanted or end.kind in JOB_ENDS:
-                self._ends.append((place.spec, end))
-            place.over = place.wanted or end.kind in JOB_ENDS
+            if remote.wanted or end.kind in JOB_ENDS:
+                self._ends.append((remote.spec, end))
+            remote.over = remote.wanted or end.kind in JOB_ENDS
             if end.kind in JOB_ENDS:
                 self._over.set()
-            self._stop_if_too_few(place.spec, end)
+            self._stop_if_too_few(remote.spec, end)
         if self._launch.detach and end.code is None:
-            place.over = True
-        place.task = None
+            remote.over = True
+        remote.task = None
         self._changed.set()
 
     def _was_killed(self, end: AgentExit) -> bool:
         """Whether a user on that host or the kernel (out of memory) killed it, and not the job."""
         return not self._over.is_set() and not end.kind and (end.code or 0) > EXIT_SIGNAL_BASE
 
-    async def _come_back(self, place: RemoteHost) -> None:
+    async def _come_back(self, remote: RemoteHost) -> None:
         """Start one host while others run; another attempt follows a failure."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._over.wait(), place.again_s)
-        place.again_s = min(max(place.again_s * 2, AGAIN_FIRST_S), AGAIN_MAX_S)
-        if not self._over.is_set() and place.wanted:
-            error = await self._log_in(place)
+            await asyncio.wait_for(self._over.wait(), remote.again_s)
+        remote.again_s = min(max(remote.again_s * 2, AGAIN_FIRST_S), AGAIN_MAX_S)
+        if not self._over.is_set() and remote.wanted:
+            error = await self._log_in(remote)
             if error is None:
-                assert place.session is not None
-                assert place.session.facts is not None
-                found = problems(place.spec, place.session.facts, self._expected, self._nproc(place.spec))
-                others = [each for each in self._places.values() if each is not place]
-                found += [text for same, text in self._same_machine([*others, place]) if same is place]
+                assert remote.session is not None
+                assert remote.session.facts is not None
+                found = problems(remote.spec, remote.session.facts, self._expected, self._nproc(remote.spec))
+                others = [each for each in self._remotes.values() if each is not remote]
+                found += [text for same, text in self._same_machine([*others, remote]) if same is remote]
                 error = HostDiffersError("\n".join(found)) if found else None
             if error is not None:
-                if str(error) != place.trouble:
+                if str(error) != remote.trouble:
                     self._screen.say(f"{error}; retrying")
-                place.trouble = str(error)
-                await self._close(place)
-            elif self._over.is_set() or not place.wanted:
-                await self._close(place)
-            elif place.session is not None:
-                self._screen.say(f"{place.spec} joins")
-                place.trouble = ""
-                place.session.go(place.index, self._endpoint)
-        place.task = None
+                remote.trouble = str(error)
+                await self._close(remote)
+            elif self._over.is_set() or not remote.wanted:
+                await self._close(remote)
+            elif remote.session is not None:
+                self._screen.say(f"{remote.spec} joins")
+                remote.trouble = ""
+                remote.session.go(remote.index, self._endpoint)
+        remote.task = None
         self._changed.set()
 
-    async def _close(self, place: RemoteHost) -> None:
-        session, place.session = place.session, None
+    async def _close(self, remote: RemoteHost) -> None:
+        session, remote.session = remote.session, None
         if session is not None:
             await session.close()
 
     def _stop_if_too_few(self, spec: HostSpec, end: AgentExit) -> None:
         """Stop the job if too few hosts are left: an agent that ended for its own reason is not started again."""
-        able = sum(not each.over for each in self._places.values())
+        able = sum(not each.over for each in self._remotes.values())
         if self._over.is_set() or self._discovery is not None or not 0 < able < self._launch.min_nodes:
             return
         self._screen.say(
@@ -351,9 +351,9 @@ class Launcher:
 
     async def _beat(self) -> None:
         while True:
-            for place in self._places.values():
-                if place.session is not None:
-                    place.session.beat()
+            for remote in self._remotes.values():
+                if remote.session is not None:
+                    remote.session.beat()
             await asyncio.sleep(BEAT_S)
 
     # ---------------------------------------------------------------- hosts that come and go
@@ -367,39 +367,39 @@ class Launcher:
         assert self._discovery is not None
         hosts = await self._discovery.ask()
         if hosts is None:
-            if first and not self._places:
+            if first and not self._remotes:
                 raise HostsError("--host-discovery must succeed once before the job can start")
             return
         found = {spec.host: spec for spec in hosts}
-        for host, place in list(self._places.items()):
-            if found.get(host) != place.spec:
-                self._dismiss(place)
+        for host, remote in list(self._remotes.items()):
+            if found.get(host) != remote.spec:
+                self._dismiss(remote)
             else:
-                place.staying = False
+                remote.staying = False
         for host, spec in found.items():
-            place_there = self._places.get(host)
-            if place_there is None and (not first or len(self._places) < self._launch.max_nodes):
-                self._places[host] = RemoteHost(spec, None)
+            known = self._remotes.get(host)
+            if known is None and (not first or len(self._remotes) < self._launch.max_nodes):
+                self._remotes[host] = RemoteHost(spec, None)
         self._changed.set()
 
-    def _dismiss(self, place: RemoteHost) -> None:
+    def _dismiss(self, remote: RemoteHost) -> None:
         """Discovery no longer names this host, or names it differently: its workers save and leave."""
-        if not place.wanted or place.staying:
+        if not remote.wanted or remote.staying:
             return
-        if place.spec.host == self._meets_at and self._endpoint and place.session is not None:
-            place.staying = True
+        if remote.spec.host == self._meets_at and self._endpoint and remote.session is not None:
+            remote.staying = True
             self._screen.say(
-                f"{place.spec} is no longer among the hosts, but the coordinator is there: it stays until the job ends "
-                "(with --rdzv-backend etcd it could leave)"
+                f"{remote.spec} is no longer among the hosts, but the coordinator is there: it stays until the job "
+                "ends (with --rdzv-backend etcd it could leave)"
             )
             return
-        place.wanted = False
-        if place.session is None:
-            if place.task is None:
-                del self._places[place.spec.host]
+        remote.wanted = False
+        if remote.session is None:
+            if remote.task is None:
+                del self._remotes[remote.spec.host]
             return
-        self._screen.say(f"{place.spec} is no longer among the hosts: it is asked to leave")
-        place.session.signal(signal.SIGTERM)
+        self._screen.say(f"{remote.spec} is no longer among the hosts: it is asked to leave")
+        remote.session.signal(signal.SIGTERM)
 
     # ---------------------------------------------------------------- signals
 
@@ -418,7 +418,7 @@ class Launcher:
         first, self._signalled = not self._signalled, self._signalled or signum
         self._over.set()
         name = signal.Signals(signum).name
-        going = any(each.session is not None and each.task is not None for each in self._places.values())
+        going = any(each.session is not None and each.task is not None for each in self._remotes.values())
         if not going or detaching:
             assert self._main is not None
             self._main.cancel()
@@ -428,9 +428,9 @@ class Launcher:
             self._drop_when_stalled(-1)
         else:
             self._screen.say(f"{name} again: killing on all hosts")
-            for place in self._places.values():
-                if place.session is not None:
-                    place.session.kill()
+            for remote in self._remotes.values():
+                if remote.session is not None:
+                    remote.session.kill()
             asyncio.get_running_loop().call_later(KILL_S, self._give_up)
 
     def _drop_when_stalled(self, before: int) -> None:
@@ -442,9 +442,9 @@ class Launcher:
             asyncio.get_running_loop().call_later(CONSOLE_STALL_S_MAX, self._drop_when_stalled, now)
 
     def _signal_all(self, signum: int) -> None:
-        for place in self._places.values():
-            if place.session is not None:
-                place.session.signal(signum)
+        for remote in self._remotes.values():
+            if remote.session is not None:
+                remote.session.signal(signum)
 
     def _give_up(self) -> None:
         """Stop waiting for hosts that do not answer. The end of ssh ends what runs there, if it can."""
@@ -461,10 +461,10 @@ class Launcher:
                 return EXIT_SIGNAL_BASE + self._signalled
             self._screen.say("lost the ssh connection to every host")
             return EXIT_FAILURE
-        told = {chosen[1].text}
+        shown = {chosen[1].text}
         for spec, end in self._ends:
-            if end.text and end.kind not in JOB_ENDS and end.text not in told:
-                told.add(end.text)
+            if end.text and end.kind not in JOB_ENDS and end.text not in shown:
+                shown.add(end.text)
                 self._screen.say(f"{spec.host}: {end.text.removeprefix('holdfast: ').splitlines()[0]}")
         if chosen[1].text:
             self._screen.console.say(chosen[1].text, prefix="")
@@ -475,8 +475,8 @@ class Launcher:
 def chosen_end(ends: Sequence[tuple[HostSpec, AgentExit]], order: Sequence[str]) -> tuple[HostSpec, AgentExit] | None:
     """The job's own outcome among the agents' ends; else the first host's that is not a success."""
 
-    def place(told: tuple[HostSpec, AgentExit]) -> tuple[bool, bool, int]:
-        spec, end = told
+    def place(entry: tuple[HostSpec, AgentExit]) -> tuple[bool, bool, int]:
+        spec, end = entry
         number = order.index(spec.host) if spec.host in order else len(order)
         return end.kind not in JOB_ENDS, not end.code, number
 

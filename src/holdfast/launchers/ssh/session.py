@@ -49,7 +49,7 @@ class Screen:
     def __init__(self, mark: str) -> None:
         self.console = Console()
         self.mark = mark.encode()
-        self._told: dict[bytes, tuple[str, float]] = {}
+        self._shown: dict[bytes, tuple[str, float]] = {}
         self.drops = False
         """Output for which the console has no room is read and dropped."""
 
@@ -57,11 +57,11 @@ class Screen:
         self.console.say(text)
 
     def feed(
-        self, fd: int, host: str, *, error: bool, told: Callable[[bytes], None], ended: Callable[[], None]
+        self, fd: int, host: str, *, error: bool, on_message: Callable[[bytes], None], on_end: Callable[[], None]
     ) -> Feed:
-        """Show the output from this descriptor, which the feed then owns. `told` gets the marked lines, and `ended` is
-        called when all is read; both in the console's thread."""
-        feed = Feed(fd, self.console.err if error else self.console.out, self, host, told, ended)
+        """Show the output from this descriptor, which the feed then owns. `on_message` gets the marked lines, `on_end`
+        is called when all is read; both in the console's thread."""
+        feed = Feed(fd, self.console.err if error else self.console.out, self, host, on_message, on_end)
         self.console.attach(feed)
         return feed
 
@@ -75,11 +75,11 @@ class Screen:
         if not line.startswith(_PREFIX):
             return line
         words = line[len(_PREFIX) :]
-        who, until = self._told.get(words, ("", 0.0))
+        who, until = self._shown.get(words, ("", 0.0))
         if who and who != host and now < until:
             return b""
-        self._told = {text: one for text, one in self._told.items() if now < one[1]}
-        self._told[words] = (host, now + ONCE_S)
+        self._shown = {text: one for text, one in self._shown.items() if now < one[1]}
+        self._shown[words] = (host, now + ONCE_S)
         return _PREFIX + host.encode() + b": " + words
 
     @property
@@ -104,8 +104,8 @@ class Feed:
         stream: ConsoleStream,
         screen: Screen,
         host: str,
-        told: Callable[[bytes], None],
-        ended: Callable[[], None],
+        on_message: Callable[[bytes], None],
+        on_end: Callable[[], None],
     ) -> None:
         os.set_blocking(fd, False)
         self.progress = 0
@@ -115,8 +115,8 @@ class Feed:
         self._stream = stream
         self._screen = screen
         self._host = host
-        self._tell = told
-        self._tell_ended = ended
+        self._on_message = on_message
+        self._on_end = on_end
         self._cutter = LineCutter()
         self._lock = threading.Lock()
         self._held: deque[bytes] | None = deque()
@@ -168,7 +168,7 @@ class Feed:
     def _unmarked(self, line: bytes) -> bytes:
         before, mark, words = line.partition(self._screen.mark)
         if mark:
-            self._tell(words)
+            self._on_message(words)
             return before + b"\n" if before else b""
         return line
 
@@ -177,7 +177,7 @@ class Feed:
         if fd is not None:
             with contextlib.suppress(OSError):
                 os.close(fd)
-            self._tell_ended()
+            self._on_end()
 
 
 SHOWN_CHARACTERS_MAX = 240
@@ -305,7 +305,7 @@ class SshSession:
                 os.close(theirs)
         self._open_feeds = len(pipes)
         self._feeds = [
-            self._screen.feed(mine, self.spec.host, error=error, told=self._told, ended=self._feed_ended)
+            self._screen.feed(mine, self.spec.host, error=error, on_message=self._on_message, on_end=self._feed_ended)
             for (mine, _), error in zip(pipes, (False, True), strict=True)
         ]
 
@@ -394,7 +394,7 @@ class SshSession:
 
     # ---------------------------------------------------------------- the console's thread
 
-    def _told(self, words: bytes) -> None:
+    def _on_message(self, words: bytes) -> None:
         try:
             message: dict[str, Any] = json.loads(words)
         except ValueError:
@@ -437,9 +437,9 @@ def explain(spec: HostSpec, text: str, code: int | None, python: str, limit_s: f
 
 
 def _why(spec: HostSpec, text: str, code: int | None, python: str, limit_s: float, out: str) -> str:
-    said = last_words(text)
+    last = last_words(text)
     if "Could not resolve hostname" in text:
-        return f"its name does not resolve ({said.rpartition(': ')[2]}); neither ssh_config nor DNS knows it"
+        return f"its name does not resolve ({last.rpartition(': ')[2]}); neither ssh_config nor DNS knows it"
     if "IDENTIFICATION HAS CHANGED" in text:
         found = _KEY_FILE.search(text)
         where = f" (known by {found[1]})" if found else ""
@@ -449,20 +449,20 @@ def _why(spec: HostSpec, text: str, code: int | None, python: str, limit_s: floa
         return f"its host key is not known here; log in once by hand to check it: ssh {spec}"
     if "Permission denied" in text or "Too many authentication failures" in text:
         trial = f"ssh -o BatchMode=yes {spec} true"
-        return f"no login without a password ({said}); set up a key or an agent until `{trial}` works"
+        return f"no login without a password ({last}); set up a key or an agent until `{trial}` works"
     if code is None:
-        return f"no login within {limit_s:g} s{f' ({said})' if said else ''}"
+        return f"no login within {limit_s:g} s{f' ({last})' if last else ''}"
     if code == 255 and _UNREACHABLE.search(text):
-        return f"cannot be reached by ssh ({said})"
+        return f"cannot be reached by ssh ({last})"
     if code == 255:
-        return f"ssh failed ({said or 'without a message'})"
+        return f"ssh failed ({last or 'without a message'})"
     if code in (126, 127):
-        return f"{python} cannot be started there ({said}); the same Python environment must be at the same path"
+        return f"{python} cannot be started there ({last}); the same Python environment must be at the same path"
     if code < 0:
         return f"ssh was killed by signal {-code}"
-    if said.startswith(TOO_OLD):
-        return f"{python} is Python {said.removeprefix(TOO_OLD)} there; install the same environment"
-    reason = said or last_words(out) or "without a message"
+    if last.startswith(TOO_OLD):
+        return f"{python} is Python {last.removeprefix(TOO_OLD)} there; install the same environment"
+    reason = last or last_words(out) or "without a message"
     return f"{python} ended with {code} there before it reported anything ({reason})"
 
 
