@@ -217,7 +217,7 @@ def _place(accumulation: _Accumulation, every: int | HasShare | None) -> tuple[i
 
 
 def forget_pending() -> None:
-    """The unfinished optimizer steps of all models are given up; their micro-batches come again."""
+    """Give up the unfinished optimizer steps of all models; their micro-batches are repeated."""
     _accumulations.clear()
 
 

@@ -49,7 +49,7 @@ class RankFailure:
 
     @property
     def message(self) -> str:
-        """The message for a person."""
+        """The message for users."""
         return f"{self.text}\n{self.row}" if self.row else self.text
 
 
@@ -156,7 +156,7 @@ class Schedule:
         self.look_at = step + 1
 
     def state(self) -> list[int]:
-        """For a rank that joins in the middle of the training: `follow`."""
+        """The state for a rank that joins during training: argument of `follow`."""
         return [self.durable_step, self.saved_step, self.look_at]
 
     def follow(self, state: Sequence[int]) -> None:

@@ -93,7 +93,7 @@ def can_settle() -> bool:
 
 
 def _page_runs(spans: Sequence[slice]) -> list[tuple[int, int]]:
-    """Whole pages that cover the spans, merged."""
+    """The whole pages that cover the spans; neighbouring runs are merged."""
     runs: list[tuple[int, int]] = []
     for span in sorted(spans, key=lambda each: each.start):
         begin = span.start // mmap.PAGESIZE * mmap.PAGESIZE
@@ -134,7 +134,7 @@ def copy_alike(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor])
 def _copy_plain(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
 ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-    """Copy what is nothing but bytes; returns the others."""
+    """Copy tensors of plain bytes; return the others."""
     blocks = array("Q"), array("Q"), array("Q")
     others: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
     for target, source in zip(targets, sources, strict=True):
@@ -152,8 +152,7 @@ def _copy_plain(
 def _copy_odd(
     targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]
 ) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor]]:
-    """Copy into targets that torch does not copy into along with others; returns the other targets, and their
-    sources."""
+    """Copy into targets that torch cannot copy in a batch; return the other targets and their sources."""
     odd = {number for number, each in enumerate(targets) if _is_odd(each)}
     for number in odd:
         with torch.inference_mode(targets[number].is_inference()):
@@ -175,7 +174,7 @@ def _is_odd(tensor: torch.Tensor) -> bool:
 
 
 def _copy_into_odd(target: torch.Tensor, source: torch.Tensor) -> None:
-    """StateMismatchError when items that share memory have different values."""
+    """Raises StateMismatchError when items that share memory have different values."""
     if torch._debug_has_internal_overlap(target) != _OVERLAP:
         target.copy_(source)
     else:

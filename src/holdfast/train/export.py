@@ -36,7 +36,7 @@ from holdfast.train.storage import is_dcp, load_all, load_nested
 
 
 def load(snapshot: Snapshot) -> dict[str, Any]:
-    """The whole state: by name of what was tracked, then as its state_dict. SnapshotError."""
+    """The whole state: a state_dict for each tracked name. Raises SnapshotError."""
     files = open_files(snapshot)
     try:
         saved = Saved([FilePart(file) for file in files])
@@ -50,7 +50,7 @@ def load(snapshot: Snapshot) -> dict[str, Any]:
 
 
 def to_torch(snapshot: Snapshot, path: Path) -> None:
-    """For torch.load."""
+    """Write a file for torch.load."""
     torch.save(load(snapshot), path)
 
 
@@ -74,7 +74,7 @@ def to_safetensors(snapshot: Snapshot, path: Path) -> None:
 
 
 def to_dcp(snapshot: Snapshot, path: Path) -> None:
-    """For torch.distributed.checkpoint.load."""
+    """Write a folder for torch.distributed.checkpoint.load."""
     from torch.distributed.checkpoint import CheckpointException, FileSystemWriter, save
 
     state = load(snapshot)
@@ -94,8 +94,8 @@ FORMATS: dict[str, Callable[[Snapshot, Path], None]] = {
 
 
 def export(folder: Path, to: Path, kind: str, step: int | None = None) -> Snapshot:
-    """Write the newest snapshot (of this step) there, whole or not at all; returns it. SnapshotError;
-    FileExistsError; OSError."""
+    """Write the newest snapshot, or that of this step, whole or not at all; return it. Raises SnapshotError,
+    FileExistsError, OSError."""
     committed = folders.survey(folder).committed
     found = [each for each in committed if step is None or each.step == step]
     if not found:

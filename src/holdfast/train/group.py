@@ -245,7 +245,7 @@ def _number(name: str, default: str) -> int:
 
 
 def _choose_device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
-    """Also makes it the current device, so that a plain "cuda" means this one."""
+    """Choose the device and make it the current one, so that a plain "cuda" means it."""
     device = torch.device(wanted if wanted is not None else "cuda" if torch.cuda.is_available() else "cpu")
     if device.type != "cuda":
         return device
@@ -267,7 +267,7 @@ def _device_in_use() -> torch.device:
 
 
 def _join(place: _Place, device: torch.device, connection: GroupConnection, name: str = "") -> None:
-    """`name`: of a world that is formed in living processes, which have a fresh store."""
+    """`name`: name of a world that is formed by running processes; they have a fresh store."""
     timeout_s = connection.timeout_s
     wait = {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)}
     with connection.sockets.noting():

@@ -68,7 +68,7 @@ class StaleEpoch:
         self._passes[sampler] = 0
 
     def begins(self, sampler: Any) -> None:
-        """One pass that was broken off is a look at the data; a complete one, or two, were training."""
+        """One pass that was left early is a look at the data; a complete one, or two of them, is training."""
         if not sampler.shuffle:
             return
         passes = self._passes.get(sampler, 0)
@@ -81,7 +81,7 @@ class StaleEpoch:
         self._passes[sampler] = passes + 1
 
     def ended(self, sampler: Any) -> Iterator[int]:
-        """No index; reached when all have been drawn."""
+        """Yields no index; runs when all have been drawn."""
         if sampler.shuffle and self._passes.get(sampler, 0):
             self._passes[sampler] += 1
         yield from ()
@@ -117,7 +117,7 @@ class LoneSave:
             self._board.count(self._suspect, 1)
 
     def optimizer_stepped(self) -> None:
-        """All ranks have met in the gradients' all-reduce: whoever saved before this step has said so."""
+        """All ranks have met in the gradients' all-reduce, so every save before this step was reported."""
         if not self._suspect:
             return
         saved_too = self._board.count(self._suspect)
@@ -195,7 +195,7 @@ class Unused:
         self._used.add(id(parameter))
 
     def optimizer_stepped(self) -> bool:
-        """True: nothing is left to look at."""
+        """Returns True when no more checks are needed."""
         if not self._used and self._hooks:
             return False  # another model's optimizer
         if self._hooks:
@@ -223,7 +223,7 @@ class Unused:
 
 
 class LossDiffers:
-    """A loss that was to be the same on all ranks is not: it was never all-reduced, or reduced to one rank only.
+    """A loss that should be the same on all ranks differs: it was not all-reduced, or reduced to one rank only.
 
     Looked at in the steps 1, 2, 4, 8 …
     """
@@ -235,7 +235,7 @@ class LossDiffers:
         self._open = ""
 
     def told(self, value: Any) -> None:
-        """Once per step, on every rank."""
+        """Called once per step on every rank."""
         if self._open and self._board.rank == 0:
             self._compare()
         self._steps += 1
@@ -283,7 +283,8 @@ def _first_with_gradient(output: Any) -> torch.Tensor | None:
 
 
 def _collectives() -> int:
-    """How many collectives this process has begun, in all groups. Only compared with itself."""
+    """Number of collectives that this process has begun, in all groups. Compared only with earlier numbers of this
+    process."""
     groups = list(getattr(dist.distributed_c10d, "_world").pg_map)  # noqa: B009 - torch's only list of groups
     total = 0
     for group in groups:

@@ -42,7 +42,7 @@ class Part(Protocol):
     def image(self) -> Image: ...
 
     def bytes_of(self, names: Sequence[str]) -> memoryview:
-        """Memory in which at least these entries are, at `image.spans`. SnapshotDamagedError."""
+        """Memory that contains at least these entries, at `image.spans`. Raises SnapshotDamagedError."""
         ...
 
 
@@ -50,7 +50,8 @@ class MemoryPart:
     """An image in memory."""
 
     def __init__(self, data: memoryview, image: Image, path: Path | None = None, offset: int = 0) -> None:
-        """`path`: the file whose bytes from `offset` on these are, if they are a file's."""
+        """`path`: the file from which these bytes are mapped, starting at `offset`; empty if they are not from a
+        file."""
         self.image = image
         self.path = path
         self.offset = offset
@@ -61,7 +62,7 @@ class MemoryPart:
 
 
 class FilePart:
-    """An image in a file; every byte is checked."""
+    """An image in a file. Every byte is checked against its digest."""
 
     def __init__(self, file: RankFile) -> None:
         self._file = file
@@ -75,7 +76,7 @@ class FilePart:
 
 
 def parts_of_slot(data: memoryview, path: Path | None = None) -> list[MemoryPart]:
-    """The one or two images of a memory slot. SnapshotDamagedError."""
+    """The one or two images of a memory slot. Raises SnapshotDamagedError."""
     parts: list[MemoryPart] = []
     begin = 0
     while begin < len(data):
@@ -112,13 +113,13 @@ class ReadPlan:
     """The plan for all other tensors."""
 
     def load(self) -> None:
-        """Fill the tensors. SnapshotDamagedError."""
+        """Fill the tensors. Raises SnapshotDamagedError."""
         self.saved.copy_whole(self.matching)
         self.saved.read_data(self.plan, self.planner)
 
 
 class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
-    """A saved state, from all ranks' images that are available."""
+    """A saved state, read from the available images of all ranks."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
@@ -130,7 +131,8 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
 
     @cached_property
     def pieces(self) -> dict[str, dict[tuple[int, ...], _Found]]:
-        """By key, then by offsets: where each piece is. Copies are left out; what was tied has all its names."""
+        """Where each piece is, by key and then by offsets. Copies are left out; tied tensors are listed under all their
+        names."""
         found: dict[str, dict[tuple[int, ...], _Found]] = {}
         for part in self._parts:
             described = _described(part.image)
@@ -146,7 +148,7 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
 
     @cached_property
     def texts(self) -> list[dict[str, Any]]:
-        """Each rank's state that is no tensor, with its static part, in the order of the parts."""
+        """State other than tensors of each rank, with its static part, in the order of the parts."""
         texts = []
         for part in self._parts:
             span = part.image.spans.get(TEXT)
@@ -157,7 +159,7 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
         return texts
 
     def whole_shape(self, key: str) -> tuple[tuple[int, ...], torch.dtype] | None:
-        """Shape and type of a saved tensor; None when there is none of this name."""
+        """Shape and dtype of a saved tensor; None if there is none of this name."""
         pieces = self.pieces.get(key)
         if not pieces:
             return None
@@ -165,7 +167,8 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
         return piece.whole, piece.dtype
 
     def prepare(self, targets: Mapping[str, torch.Tensor]) -> ReadPlan:
-        """Plan to fill these tensors, or this rank's shards of them. ShardingError when not all of it is at hand."""
+        """Plan to fill these tensors, or this rank's shards of them. Raises ShardingError when a part is not
+        available."""
         matching: list[tuple[torch.Tensor, _Found]] = []
         others: dict[str, torch.Tensor] = {}
         for key, tensor in targets.items():
@@ -179,7 +182,7 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
         return ReadPlan(self, matching, planner, plan)
 
     def match(self, key: str, tensor: torch.Tensor) -> _Found | None:
-        """The saved piece that is just what this process holds of this tensor; None when there is no such piece."""
+        """The saved piece with exactly the box of this tensor that this process holds, or None."""
         sizes = tuple(tensor.shape)
         offsets = (0,) * len(sizes)
         if isinstance(tensor, DTensor):
@@ -213,7 +216,7 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
         return [partial(mapping.copy_pages, *piece) for mapping in self._mapped.values() for piece in mapping.pieces()]
 
     def copy_whole(self, matching: Sequence[tuple[torch.Tensor, _Found]]) -> None:
-        """Copy pieces as they are. SnapshotDamagedError."""
+        """Copy pieces as they are. Raises SnapshotDamagedError."""
         for number, items in self._by_part((tensor, *found) for tensor, found in matching).items():
             part = self._parts[number]
             data = part.bytes_of([name for _, name, _ in items])
@@ -237,7 +240,7 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
             raise StateMismatchError(f"{key} has the shape {list(tensor.shape)}, and {list(found[0])} in the snapshot")
 
     def fresh(self, key: str) -> torch.Tensor:
-        """A saved tensor as a new one, whole, in main memory."""
+        """A saved tensor as a new, whole tensor in main memory."""
         found = self.whole_shape(key)
         if found is None:
             raise SnapshotDamagedError(f"the saved state refers to {key!r}, which is not there")
@@ -258,12 +261,12 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
     # --- torch's StorageReader ---
 
     def read_metadata(self, keys: Any = None, **_: Any) -> Metadata:
-        """torch's description of what is here (of these keys)."""
+        """torch's Metadata of the saved tensors (of these keys)."""
         wanted = self.pieces.keys() if keys is None else keys
         return Metadata({key: _storage_metadata(self.pieces[key]) for key in wanted if key in self.pieces})
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy what the plan wants to where the planner wants it."""
+        """Copy the pieces of the plan into the planner's tensors."""
         by_part = self._by_part(
             (item, *self.pieces[item.storage_index.fqn][tuple(item.storage_index.offset or ())]) for item in plan.items
         )
@@ -281,7 +284,7 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
         return done
 
     def reset(self, checkpoint_id: Any = None) -> None:
-        """Nothing is kept."""
+        """There is no state to reset."""
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
         """Nothing to do."""
@@ -298,7 +301,7 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
 
 
 def open_files(snapshot: Snapshot) -> list[RankFile]:
-    """All ranks' files of a snapshot; to be closed by the caller."""
+    """All ranks' files of a snapshot. The caller closes them."""
     files: list[RankFile] = []
     try:
         for rank in range(snapshot.manifest.world):
@@ -326,7 +329,7 @@ def piece_view(data: memoryview, span: slice, piece: Piece) -> torch.Tensor:
 
 
 def _quiet_frombuffer(data: memoryview, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
-    """torch warns, once, that nobody must write to such a tensor; nobody does."""
+    """Without torch's warning that such a tensor must not be written to: it never is."""
     import warnings
 
     with warnings.catch_warnings():

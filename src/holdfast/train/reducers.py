@@ -32,7 +32,7 @@ class Reducers:
 
     @property
     def orders(self) -> list[Order]:
-        """By module; empty before the first backward pass."""
+        """The order of parameters by module; empty before the first backward pass."""
         return [] if self._hooks else self._orders
 
     def observe(self) -> None:
@@ -52,13 +52,13 @@ class Reducers:
         self._hooks.clear()
 
     def forget(self) -> None:
-        """Stop to observe; what was noted of an unfinished pass does not count."""
+        """Stop observing. Records of an unfinished pass are dropped."""
         if self._hooks:
             self._orders.clear()
             self.observed()
 
     def disconnect(self) -> None:
-        """Drop what holds the old process group."""
+        """Drop all references to the old process group."""
         for wrapper in self._wrappers:
             for name in ("reducer", "logger", "process_group"):
                 wrapper.__dict__.pop(name, None)
@@ -75,7 +75,7 @@ class Reducers:
 
 
 def _parameters(wrapper: DistributedDataParallel) -> list[nn.Parameter]:
-    """In DDP's own order and numbering."""
+    """The parameters in DDP's own order and numbering."""
     parameters: list[nn.Parameter] = wrapper._build_params_for_reducer()[0]
     return parameters
 

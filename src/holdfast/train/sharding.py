@@ -69,7 +69,7 @@ class Piece:
 
     @property
     def name(self) -> str:
-        """Of its entry."""
+        """Name of this piece's entry in the slot."""
         return self.key if self.is_whole else f"{self.key}@{','.join(map(str, self.offsets))}"
 
     @property
@@ -81,14 +81,15 @@ class Piece:
 
     @property
     def described(self) -> list[Any] | None:
-        """For the header's metadata; None when the entry says it all."""
+        """Metadata for the header; None when the entry describes the piece completely."""
         if self.is_whole and self.dtype in CODES:
             return None
         return [self.key, self.offsets, self.sizes, self.whole, _dtype_name(self.dtype)]
 
     @classmethod
     def of_item(cls, item: WriteItem) -> Piece | None:
-        """What torch's planner wants written; None for nothing at all: a rank's part of a tensor too short for all."""
+        """The piece that torch's planner wants written. None: this rank has no part, because the tensor is too short
+        for all ranks."""
         data = item.tensor_data
         if data is None:
             raise ShardingError(f"{item.index.fqn} is no tensor")
@@ -99,13 +100,13 @@ class Piece:
 
     @classmethod
     def own(cls, key: str, tensor: torch.Tensor) -> Piece:
-        """A tensor that is this rank's own, or what it holds of it."""
+        """A tensor that belongs to this rank alone, or the part that it holds."""
         local = local_tensor(tensor)
         return cls(key, (0,) * local.dim(), tuple(local.shape), tuple(local.shape), local.dtype)
 
     @classmethod
     def of_entry(cls, entry: TensorEntry, described: Any) -> Piece:
-        """The piece in this entry. SnapshotDamagedError."""
+        """The piece in this entry. Raises SnapshotDamagedError."""
         if described is None:
             return cls(entry.name, (0,) * len(entry.shape), entry.shape, entry.shape, DTYPES[entry.dtype])
         try:
@@ -193,7 +194,7 @@ def local_pieces(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
 
 
 def _save_plan(pieces: Iterable[Piece]) -> SavePlan:
-    """For torch's planner; largest first, so that it deals them evenly."""
+    """The plan for torch's planner; largest pieces first, so that it distributes them evenly."""
     ordered = sorted(pieces, key=lambda piece: (-math.prod(piece.sizes) * piece.dtype.itemsize, piece.name))
     items = [
         WriteItem(
@@ -214,7 +215,8 @@ _Index = tuple[str, tuple[int, ...]]
 
 
 def _deal(held: Sequence[Sequence[Piece]]) -> list[set[_Index]]:
-    """By rank: what it writes, each piece once. ShardingError when something is missing or overlaps."""
+    """What each rank writes, in order of rank: each piece once. Raises ShardingError when a part is missing or
+    overlaps."""
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner({}, is_coordinator=True)
     try:
@@ -271,7 +273,7 @@ def plan(
     text_bytes: int,
     static: str,
 ) -> Layout:
-    """Agree with all ranks on who writes what. Called by all ranks together.
+    """Agree with all ranks on what each of them writes. All ranks call it. Raises ShardingError.
 
     `shared`: tensors that are sharded or replicated; `own`: this rank's own, which it writes itself.
     """
@@ -298,7 +300,7 @@ def plan(
 
 
 def image_of(pieces: Sequence[Piece], text_bytes: int, static: str) -> Image:
-    """The rank's file with these pieces and so much text."""
+    """Layout of the rank's file with these pieces and `text_bytes` of text."""
     described = {piece.name: piece.described for piece in pieces if piece.described is not None}
     entries = [piece.entry for piece in pieces]
     if text_bytes:
@@ -319,7 +321,7 @@ def _unpacked(packed: list[Any]) -> Piece:
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """What this process holds of it."""
+    """The part of this tensor that this process holds."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
@@ -331,7 +333,8 @@ class Places:
         self._kinds = [(view.dtype, view.shape) for view in views]
 
     def fill(self, tensors: Sequence[torch.Tensor]) -> bool:
-        """Copy each tensor into its place; complete when this returns. False, and nothing copied: they do not fit."""
+        """Copy each tensor into its place; complete when this returns. Returns False, without copying, if they do not
+        fit."""
         sources = []
         for (dtype, shape), tensor in zip(self._kinds, tensors, strict=True):
             local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor

@@ -36,7 +36,7 @@ from holdfast.train.tracked import Choice, Compared, Fit, Shared, Targets, Track
 
 
 def random_state() -> dict[str, Any]:
-    """Of those that are in use."""
+    """State of the random generators that are in use: Python, numpy if imported, torch on CPU and this GPU."""
     version, words, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, struct.pack(f"<{len(words)}I", *words), gauss],
@@ -51,8 +51,8 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], place: tuple[int, int] | None) -> None:
-    """`place`: None in the same world; otherwise (rank, world), and every rank gets a seed of its own, made from it
-    all."""
+    """Set the random generators. `place`: None in the same world; otherwise (rank, world), from which, with the saved
+    state, each rank gets a seed of its own."""
     if place is not None:
         rank, world = place
         seed = hashlib.sha256(state["torch"] + f"/{rank}/{world}".encode()).digest()
@@ -78,7 +78,7 @@ FORMAT = 1
 
 @dataclass
 class Collected:
-    """The state at one moment; tensors are the live ones, not copies."""
+    """The state at one moment. Tensors are the live ones, not copies."""
 
     shared: dict[str, torch.Tensor]
     own: dict[str, torch.Tensor]
@@ -93,7 +93,7 @@ class Collected:
 
 @dataclass
 class Restored:
-    """What came of a restore on one rank."""
+    """Result of a restore on one rank."""
 
     world_then: int
     refused: dict[str, str] = field(default_factory=dict)
@@ -166,7 +166,7 @@ def _refuse_fsdp1(name: str, module: nn.Module) -> None:
 
 
 def _checked(model: TrackedModel) -> TrackedModel:
-    """Said now, and not at the first save."""
+    """Check it now, so that the error does not come at the first save."""
     try:
         model.live()
     except TypeError as error:
@@ -200,7 +200,7 @@ class Tracker:
     whole."""
 
     def add(self, objects: Mapping[str, Any]) -> None:
-        """TrackingError for what cannot be tracked, and for a name that is taken."""
+        """Raises TrackingError for objects that cannot be tracked and for a name that is already used."""
         for name, each in objects.items():
             if "/" in name or name in self.names():
                 raise TrackingError(f"track({name}=…): the name is taken, or has a slash")
@@ -237,7 +237,7 @@ class Tracker:
 
     @property
     def others(self) -> Mapping[str, Any]:
-        """What is neither a model nor one of torch's optimizers, by name."""
+        """Objects that are neither models nor torch's optimizers, by name."""
         return self._others
 
     def regroup(self, rank: int, world: int) -> None:
@@ -246,11 +246,11 @@ class Tracker:
             each.regroup(rank, world)
 
     def positions(self) -> dict[str, dict[str, Any]]:
-        """Where loaders and samplers are, by name; equal on all ranks that have done the same steps."""
+        """Positions of loaders and samplers, by name; equal on all ranks that have done the same steps."""
         return {name: each.position() for name, each in self._followers().items()}
 
     def set_positions(self, positions: Mapping[str, Mapping[str, Any]]) -> None:
-        """Have loaders and samplers go on there."""
+        """Set the positions of loaders and samplers."""
         for name, each in self._followers().items():
             each.load_state_dict(positions[name])
 
@@ -269,7 +269,7 @@ class Tracker:
                 follow(epoch)
 
     def collect(self, rank: int, world: int) -> Collected:
-        """What there is to save now. codec.StateTypeError names what cannot be saved."""
+        """The state to save now. Raises codec.StateTypeError, naming the value that cannot be saved."""
         encoder = codec.Encoder(f"{OWN}{rank}/")
         parts = self._parts(encoder)
         tree = {
@@ -314,14 +314,15 @@ class Tracker:
         return parts
 
     def _kinds(self) -> dict[str, str]:
-        """Names of the classes of what cannot go on with the state of another class. Models may be wrapped."""
+        """Class names of optimizers and other objects, which need the state of their own class. Models may be
+        wrapped."""
         return {
             **{each.name: type(each.optimizer).__name__ for each in self._optimizers},
             **{name: type(each).__name__ for name, each in self._others.items()},
         }
 
     def compare(self, saved: Saved, rank: int, choice: Choice) -> Compared:
-        """How what is to be restored fits: for `fitting.together`."""
+        """How the snapshot fits the tracked objects: input of `tracked.together`."""
         text = _text_of(saved, rank)
         there = {name for part in ("models", "optimizers", "others") for name in text[part]}
         whole = choice.only is None or text.get("only") == sorted(choice.only)
@@ -390,7 +391,8 @@ class Tracker:
 
 
 def _text_of(saved: Saved, rank: int) -> dict[str, Any]:
-    """The text that this rank goes on from: its own, or that of the rank whose place it takes."""
+    """The text that this rank continues from: that of its number, modulo the number of ranks at the save. Raises
+    ShardingError."""
     texts = {text.get("rank"): text for text in saved.texts}
     if not texts:
         raise ShardingError("no rank's state is at hand")

@@ -49,7 +49,7 @@ class Encoder:
         """What the trees refer to, by name."""
 
     def encode(self, value: Any, path: str) -> Any:
-        """The tree for JSON. StateTypeError names the path of what cannot be stored."""
+        """The tree for JSON. Raises StateTypeError with the path of the value that cannot be stored."""
         return self._encode(value, path, 0)
 
     def _encode(self, value: Any, path: str, depth: int) -> Any:
@@ -107,7 +107,7 @@ class Encoder:
         return self._foreign(value, path, depth)
 
     def _foreign(self, value: Any, path: str, depth: int) -> Any:
-        """numpy's, known by their names: numpy itself may not be there. Then what is nearly plain."""
+        """Values of numpy, recognised by name because numpy may be missing; then values that are nearly plain."""
         kind = type(value)
         if kind.__module__ == "numpy" and hasattr(value, "dtype"):
             if kind.__name__ == "ndarray" and value.dtype.kind in ARRAY_KINDS:
@@ -139,7 +139,7 @@ class Encoder:
 
 
 def check_storable(path: str, tensor: torch.Tensor) -> None:
-    """StateTypeError for a tensor that is no array of items, or whose name is no text."""
+    """Raises StateTypeError for a tensor that is not an array of items, or whose name is not a string."""
     kind = ""
     if torch.nn.parameter.is_lazy(tensor):
         kind = "lazy"  # until its module has seen a batch
@@ -173,7 +173,7 @@ def _place_of(kind: type) -> str:
 
 
 def _class_at(place: str) -> Any:
-    """A class of the running program; None when it has none there. Nothing is imported, and nothing called."""
+    """The class of this name in the running program, or None. Imports nothing and calls nothing."""
     module, _, name = place.partition(":")
     found: Any = sys.modules.get(module)
     for each in name.split("."):
@@ -311,12 +311,12 @@ def dumps(tree: Any) -> bytes:
 
 
 def ready(tree: Any) -> msgspec.Raw:
-    """An encoded tree, written once: it may stand in other trees."""
+    """An encoded tree, serialised once; other trees may contain it."""
     return msgspec.Raw(dumps(tree))
 
 
 def loads(text: bytes | memoryview) -> Any:
-    """An encoded tree from text. SnapshotDamagedError."""
+    """Parse an encoded tree. Raises SnapshotDamagedError."""
     try:
         return json.loads(bytes(text))
     except (ValueError, RecursionError) as error:
@@ -324,13 +324,13 @@ def loads(text: bytes | memoryview) -> Any:
 
 
 def expect(tree: Any, kind: type, what: str) -> Any:
-    """`tree`, which must be a `kind`. SnapshotDamagedError."""
+    """`tree`, which must be a `kind`. Raises SnapshotDamagedError."""
     if not isinstance(tree, kind):
         raise SnapshotDamagedError(f"the saved state's {what} is a {type(tree).__name__}")
     return tree
 
 
 def section(tree: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """A part of the saved state, empty when it has none."""
+    """A part of the saved state; empty if it is missing. Raises SnapshotDamagedError if it is not a table."""
     found: dict[str, Any] = expect(tree.get(name, {}), dict, name)
     return found

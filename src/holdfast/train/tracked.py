@@ -32,7 +32,7 @@ NAMES_MAX = 8
 
 @dataclass(frozen=True)
 class Choice:
-    """What `resume()` was asked for; see there."""
+    """Arguments of `resume()`; see there."""
 
     strict: bool = True
     only: frozenset[str] | None = None
@@ -40,7 +40,7 @@ class Choice:
 
     @classmethod
     def of(cls, strict: bool, only: Iterable[str] | None, optional: Iterable[str]) -> Choice:
-        """One name may be given as it is."""
+        """Accept a single name instead of a sequence."""
         return cls(strict, None if only is None else _names(only), _names(optional))
 
 
@@ -79,7 +79,7 @@ class Fit:
 
 
 def together(peers: Peers, mine: Compared, choice: Choice) -> Fit:
-    """Put all ranks' findings together; every rank calls it. StateMismatchError, on all ranks alike."""
+    """Combine all ranks' findings. Every rank calls it; StateMismatchError is raised on all of them."""
     said = peers.share([mine.missing, mine.unexpected, mine.problems])
     missing: dict[str, list[str]] = {}
     problems: dict[str, str] = {}
@@ -130,7 +130,7 @@ def _mismatch(wrong: Sequence[str], lacking: Sequence[str], unexpected: Sequence
 
 
 def optimizer_problem(name: str, told: Mapping[str, Any], kind: str, defaults: Iterable[str], kinds: Any) -> str:
-    """Why this optimizer cannot go on with that state; empty when it can, as far as its class is concerned."""
+    """Why this optimizer cannot continue from that state; empty if its class allows it."""
     was = kinds.get(name)
     if was is not None:
         return "" if was == kind else f"{name} is a {kind} now, and a {was} in the snapshot"
@@ -147,7 +147,7 @@ def optimizer_problem(name: str, told: Mapping[str, Any], kind: str, defaults: I
 
 
 def groups_problem(name: str, now: Sequence[Sequence[str]], then: Sequence[Sequence[str]]) -> str:
-    """Why these parameter groups, given by names, are not those of the snapshot; empty when they are."""
+    """How these parameter groups, given by names, differ from those of the snapshot; empty: they do not."""
     if [sorted(each) for each in now] == [sorted(each) for each in then]:
         return ""
     counted = f"{name} has other parameter groups than the one in the snapshot: {len(now)}, then {len(then)}"
@@ -184,7 +184,7 @@ class Shared:
         self._names: dict[int, str] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Under this name, or as another name of what is there."""
+        """Add a tensor under this name, or the name as another one of a tensor that is already there."""
         codec.check_storable(name, tensor)
         first = self._names.setdefault(id(tensor), name)
         if first == name:
@@ -203,20 +203,20 @@ class TrackedModel:
         """Raw names of tensors that `state_dict` makes (an extra state): nobody can fill them in place."""
 
     def fqn(self, raw: str) -> str:
-        """Without what DDP, compile and activation checkpointing put in front."""
+        """The name without the prefixes of DDP, compile and activation checkpointing."""
         if raw not in self._names:
             found = _get_fqns(self.module, raw)
             self._names[raw] = next(iter(found)) if len(found) == 1 else raw
         return self._names[raw]
 
     def live(self) -> dict[str, Any]:
-        """Its state, not detached: parameters and buffers that are tied are known by being one object, on every rank
+        """The state, not detached: parameters and buffers that are tied are known by being one object, on every rank
         alike."""
         state: dict[str, Any] = self.module.state_dict(keep_vars=True)
         return state
 
     def collect(self, state: Mapping[str, Any], shared: Shared, encoder: codec.Encoder) -> Any:
-        """Adds the tensors of the live state; returns the rest, encoded."""
+        """Add the tensors of the live state to `shared`; return the rest, encoded."""
         rest = {}
         if self._made is None:
             live = {id(each) for each in (*self.module.parameters(), *self.module.buffers())}
@@ -230,7 +230,7 @@ class TrackedModel:
         return rest
 
     def compare(self, saved: Saved, told: Mapping[str, Any], there: Collection[str], found: Compared) -> None:
-        """Its tensors and other entries with those of the snapshot, which has the objects `there`."""
+        """Compare tensors and other entries with those of the snapshot, which contains the objects `there`."""
         shared = Shared()
         rest = {f"{self.name}.{fqn}" for fqn in self.collect(self.live(), shared, codec.Encoder())}
         held = {*shared.tensors, *shared.tied, *rest}
@@ -255,7 +255,7 @@ class TrackedModel:
                 break
 
     def restore_rest(self, rest: Mapping[str, Any], tensor: Callable[[str], torch.Tensor]) -> None:
-        """The tensors were filled in place."""
+        """Restore all that is not a tensor; the tensors were filled in place."""
         if rest:
             state = get_model_state_dict(self.module)
             state.update({fqn: codec.decode(value, tensor) for fqn, value in rest.items()})
@@ -297,7 +297,7 @@ class TrackedOptimizer:
         return [[self._known(names, each) for each in group["params"]] for group in self.optimizer.param_groups]
 
     def live(self) -> list[Any]:
-        """Everything that its state consists of."""
+        """All entries of the state."""
         held = self.optimizer.state
         return [
             *chain.from_iterable((*group["params"], None) for group in self.optimizer.param_groups),
@@ -307,7 +307,7 @@ class TrackedOptimizer:
         ]
 
     def groups(self, encoder: codec.Encoder) -> list[Any]:
-        """The options of its parameter groups, encoded."""
+        """Options of the parameter groups, encoded."""
         return [
             encoder.encode(
                 {key: value for key, value in group.items() if key not in ("params", "param_names")},
@@ -317,7 +317,7 @@ class TrackedOptimizer:
         ]
 
     def collect(self, shared: Shared, encoder: codec.Encoder) -> Any:
-        """Adds the tensors; returns the rest but for the groups' options, encoded."""
+        """Add the tensors to `shared`; return the rest without the groups' options, encoded."""
         state: dict[str, dict[str, Any]] = {}
         for group in self.optimizer.param_groups:
             for parameter in group["params"]:
@@ -341,7 +341,7 @@ class TrackedOptimizer:
     def compare(
         self, told: Mapping[str, Any], models: Collection[str], kinds: Mapping[str, str], found: Compared
     ) -> None:
-        """Its class and parameter groups with those of the snapshot, which has these models."""
+        """Compare class and parameter groups with those of the snapshot, which contains these models."""
         now = self._groups_in(models)
         kind = type(self.optimizer).__name__
         problem = optimizer_problem(self.name, told, kind, self.optimizer.defaults, kinds)
@@ -350,7 +350,7 @@ class TrackedOptimizer:
             found.problems[self.name] = problem
 
     def targets(self, saved: Saved, told: Mapping[str, Any], models: Collection[str], into: Targets) -> None:
-        """Tensors to fill: those that are there, and new ones for what a fresh optimizer does not have yet."""
+        """Tensors to fill: existing ones, and new ones for state that a fresh optimizer does not have yet."""
         names = self._named(models)
         parameters = {names[each]: each for group in self.optimizer.param_groups for each in group["params"]}
         for fqn, rest in codec.section(told, "state").items():
@@ -396,7 +396,7 @@ class TrackedOptimizer:
 
 
 def check_tied(saved: Saved, name: str, first: str) -> None:
-    """ShardingError when they are one tensor now and were two when they were saved."""
+    """Raises ShardingError when two names share a tensor now, and had one each when they were saved."""
     was, now = saved.pieces.get(name), saved.pieces.get(first)
     if was is None or was is now:
         return
@@ -434,7 +434,7 @@ def _target(saved: Saved, key: str, held: Any, parameter: torch.Tensor, into: Ta
 
 
 def _as_sharded(local: torch.Tensor, parameter: Any) -> torch.Tensor:
-    """As the parameter is."""
+    """Shard this tensor as the parameter is sharded."""
     tensor: torch.Tensor = DTensor.from_local(
         local,
         parameter.device_mesh,

@@ -42,7 +42,7 @@ _WORD = (1 << 64) - 1
 
 
 class BatchKey(NamedTuple):
-    """What torch's loader is asked for: one batch."""
+    """The key with which torch's loader requests one batch."""
 
     epoch: int
     samples: list[int]
@@ -104,7 +104,7 @@ def _seeded(dataset: Any, seed: int, enabled: bool) -> Seeded:
 
 
 def _reads_batches(dataset: Any) -> bool:
-    """A Subset has the method always, and gains by it only when the dataset below does."""
+    """A Subset always has the method; it helps only if the dataset below has it too."""
     while type(dataset) is Subset:
         dataset = dataset.dataset
     return callable(getattr(dataset, "__getitems__", None))
@@ -260,7 +260,7 @@ class DataLoader:
 
     @property
     def share(self) -> Share | None:
-        """What the batch that was handed out last is of its optimizer step: `.weight`, `.micro`, `.every`, `.last`."""
+        """The last batch's part in its optimizer step: `.weight`, `.micro`, `.every`, `.last`."""
         return self._share
 
     @property
@@ -324,7 +324,7 @@ class DataLoader:
         return self._position.state_dict()
 
     def keep_position(self) -> None:
-        """Somebody keeps the position: what a `for` leaves is left for the next one, unless `resumable=False`."""
+        """The position is saved: a `for` that is left early is continued by the next one, unless `resumable=False`."""
         if not self._decided:
             self._resumable = True
 
@@ -360,7 +360,7 @@ class DataLoader:
 def _planner(
     batch_size: int | None, every: int | None, global_batch_size: int | None, tail: Tail
 ) -> Callable[[int], GlobalBatch]:
-    """How optimizer steps are cut in a world of any size."""
+    """How optimizer steps are divided in a world of any size."""
     if global_batch_size is None:
         samples, count = 1 if batch_size is None else batch_size, 1 if every is None else every
         return lambda world: GlobalBatch.following(world, samples, count, tail)
@@ -411,7 +411,7 @@ def _tail(tail: Tail | None, *, drop_last: bool) -> Tail:
 
 
 def _source(dataset: Any, seed: int, *, shuffle: bool) -> tuple[int, str, Callable[[int], EpochOrder], Any]:
-    """Length, the order's name, the order of an epoch, and what is read by index."""
+    """Length, name of the order, order of an epoch, and the dataset that is read by index."""
     if isinstance(dataset, ShardedDataset):
         sizes = shard_sizes(dataset)
 

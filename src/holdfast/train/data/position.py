@@ -83,7 +83,7 @@ class Share:
 
     @property
     def scale(self) -> float:
-        """What the batch's mean loss has to be multiplied by before `backward()`."""
+        """Factor for the batch's mean loss before `backward()`."""
         return self.weight / self.every
 
     @property
@@ -94,11 +94,11 @@ class Share:
 
 
 class HasShare(Protocol):
-    """What `ht.accumulate` needs of a loader."""
+    """The part of a loader that `ht.accumulate` needs."""
 
     @property
     def share(self) -> Share | None:
-        """Of the batch that was handed out last; None before the first."""
+        """Share of the last batch; None before the first."""
 
     @property
     def every(self) -> int:
@@ -106,7 +106,7 @@ class HasShare(Protocol):
 
 
 class Ahead(HasShare, Protocol):
-    """What it needs besides, to make optimizer steps of several of a loader's."""
+    """What `ht.accumulate` needs in addition to combine several optimizer steps of a loader into one."""
 
     @property
     def is_kept(self) -> bool:
@@ -358,7 +358,7 @@ def _found() -> tuple[int, int]:
 
 
 class Position:
-    """Where a loader or sampler is. One mutator: the process that trains."""
+    """Position of a loader or sampler. Only the training process changes it."""
 
     def __init__(self, seed: int, length: int, order: str) -> None:
         self.seed = seed
@@ -375,7 +375,7 @@ class Position:
         """The epoch that was asked for had been trained to its end before the loaded state was saved."""
 
     def begin(self) -> bool:
-        """A pass over the rest of the epoch begins. False: nothing is left of it."""
+        """A pass over the rest of the epoch begins. Returns False if the epoch is finished."""
         self._in_hand = None
         behind, self._behind = self._behind, False
         return not behind
@@ -419,7 +419,7 @@ class Position:
         self._in_hand, self._as_loaded, self._behind = None, False, False
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain numbers and a word; the same on all ranks."""
+        """Plain numbers and a string; the same on all ranks."""
         if not self._told:
             self.settle()
         return {

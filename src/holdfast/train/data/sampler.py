@@ -114,7 +114,7 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         self.load_state_dict(self.state_dict())
 
     def position(self) -> dict[str, Any]:
-        """As `state_dict()`."""
+        """The position, as `state_dict()` returns it."""
         return self.state_dict()
 
     def note_trained(self, samples: int) -> None:

@@ -28,7 +28,7 @@ SHARDS_OPEN_MAX = 256
 
 
 class ShardedDataset(IterableDataset, abc.ABC):  # type: ignore[misc]
-    """What an iterable dataset has to tell so that it can be continued anywhere by any number of ranks.
+    """Base of an iterable dataset that any number of ranks can continue from any position.
 
         class Logs(ht.ShardedDataset):
             shard_sizes = [10_000] * 64                  # samples per shard; have more shards than ranks * workers
