@@ -23,6 +23,7 @@ import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -101,9 +102,14 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Scale the limits that tests have of their own, and have groups (`xdist_group`) keep together: pytest-xdist 3.8
-    writes a test's group where its id was before pytest 9.2, which looks elsewhere, and so groups are ignored."""
+    """Scale the limits that tests have of their own, skip groups named "torch …" without torch, and have groups
+    (`xdist_group`) keep together: pytest-xdist 3.8 writes a test's group where its id was before pytest 9.2, which looks
+    elsewhere, and so groups are ignored."""
+    has_torch = find_spec("torch") is not None
     for item in items:
+        group = item.get_closest_marker("xdist_group")
+        if group is not None and group.args[0].startswith("torch") and not has_torch:
+            item.add_marker(pytest.mark.skip("torch is not installed"))
         own = item.get_closest_marker("timeout")
         if own is not None:
             item.add_marker(pytest.mark.timeout(limit_s(own.args[0])), append=False)

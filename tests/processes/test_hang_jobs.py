@@ -152,7 +152,6 @@ while True:
 @pytest.mark.xdist_group("torch jobs")
 def test_with_torch_three_ranks_are_named(site) -> None:
     """One that comes late to init_process_group, then is slow, and then hangs."""
-    pytest.importorskip("torch")
     agent = site.start("--standalone", "--nproc-per-node", "2", *FAST, "--preload", "torch", site.script(TORCH))
     agent.says("waits in init_process_group at train.py:", 90)
     assert f"rank 1 on {HOST} is in time.sleep at train.py:" in agent.text

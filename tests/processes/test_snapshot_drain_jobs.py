@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from holdfast.snapshots import folder
-from holdfast.train import export
 
 pytestmark = [pytest.mark.xdist_group("torch jobs"), pytest.mark.timeout(240)]
 LIMIT_S = 90.0
@@ -81,6 +80,8 @@ def check(site: Any, worlds: list[int]) -> None:
 def last_state(runs: Path) -> dict[str, Any]:
     newest = folder.survey(runs).newest_valid
     assert newest is not None
+    from holdfast.train import export  # imports torch
+
     state: dict[str, Any] = export.load(newest)["loader"]
     return state
 

@@ -49,6 +49,7 @@ class Client:
 
     @classmethod
     async def start(cls) -> Client:
+        pytest.importorskip("torch")
         pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
         return cls(
             await asyncio.create_subprocess_exec(

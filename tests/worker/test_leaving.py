@@ -192,7 +192,6 @@ print(before > 1, len(os.listdir("/proc/self/task")) == before)
 
 @pytest.mark.xdist_group("torch jobs")
 def test_torchs_own_gloo_group_keeps_its_threads(tmp_path: Path) -> None:
-    pytest.importorskip("torch")
     script = tmp_path / "program.py"
     script.write_text(REAL)
     with socket.create_server(("127.0.0.1", 0)) as free:

@@ -19,7 +19,6 @@ from holdfast.supervisor.worker_command import BOOTSTRAP
 from tests.support.limits import limit_s
 from tests.warm import Warm
 
-pytest.importorskip("torch")
 pytestmark = pytest.mark.xdist_group("torch examples")  # one warm process for all
 
 SCRIPTS = Path(__file__).parent.parent / "processes" / "scripts"

@@ -17,8 +17,6 @@ from holdfast.worker.record import record
 from tests.support.limits import limit_s
 from tests.warm import Warm
 
-pytestmark = pytest.mark.xdist_group("torch examples")  # one warm process for all
-
 SCRIPT = """
 import sys
 {decorator}
@@ -52,6 +50,7 @@ def form(data: Any) -> Any:
     return [(key, form(value)) for key, value in data.items()] if isinstance(data, dict) else type(data)
 
 
+@pytest.mark.xdist_group("torch examples")  # one warm process for all
 def test_all_write_what_torch_writes(warm: Warm, tmp_path: Path) -> None:
     torchs = "from torch.distributed.elastic.multiprocessing.errors import record\n@record"
     ours = "from holdfast.worker.record import record\n@record"
