@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from holdfast.cli import main
-from holdfast.diagnosis.incidents import incidents
+from holdfast.diagnosis.history import incidents
 from holdfast.diagnosis.reference import events
 from tests.support.limits import limit_s
 

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 from holdfast.cli import main
-from holdfast.diagnosis.history import Activity, History, history
-from holdfast.diagnosis.incidents import incidents
+from holdfast.diagnosis.history import Activity, History, history, incidents
 from holdfast.diagnosis.page import POINTS_MAX, Block, bar, lines, thinned
 from tests.support.limits import limit_s
 

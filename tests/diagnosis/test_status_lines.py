@@ -8,8 +8,8 @@ from typing import Any
 import msgspec
 
 from holdfast import text
-from holdfast.diagnosis import status_lines as status
-from holdfast.diagnosis.status_lines import group, stack_lines, status_lines
+from holdfast.diagnosis import screen
+from holdfast.diagnosis.screen import group, stack_lines, status_lines
 from holdfast.protocol.rank_progress import Frame, JobView, NodeView, RankSample, RankView, Stage, Standing
 from holdfast.runtime.control_handlers import stacks_view
 
@@ -96,7 +96,7 @@ def test_nobody_there_yet() -> None:
 
 def test_small_words() -> None:
     assert doctest.testmod(text).failed == 0
-    assert doctest.testmod(status).failed == 0
+    assert doctest.testmod(screen).failed == 0
 
 
 # --- what `holdfast stacks` makes of the samples of all ranks ---------------------------------------------------------

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.doctor import TorchFacts, TorchState
 from holdfast.doctor.facts import (
     FactsRequest,
     ask_torch,
@@ -24,7 +25,6 @@ from holdfast.doctor.facts import (
     run_bounded,
     try_to_bind,
 )
-from holdfast.doctor.findings import TorchFacts, TorchState
 from holdfast.linux import GroupLimits
 from holdfast.protocol.options import Endpoint
 

@@ -11,8 +11,7 @@ from contextlib import asynccontextmanager
 
 import pytest
 
-from holdfast.doctor import joint_server, probe
-from holdfast.doctor.findings import (
+from holdfast.doctor import (
     DoctorFinding,
     Level,
     LocalFacts,
@@ -22,6 +21,8 @@ from holdfast.doctor.findings import (
     Summary,
     TorchFacts,
     TorchState,
+    joint_server,
+    probe,
 )
 from holdfast.doctor.joint import JointOptions, JointResult, check_together
 from holdfast.doctor.joint_server import BACKEND, Channel, Ready, Roster, SharedMessages, decode_from_server

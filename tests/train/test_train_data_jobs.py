@@ -14,8 +14,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from holdfast.train.data import GlobalBatch, Share, Tail
 from holdfast.train.data.loader import DataLoader
-from holdfast.train.data.position import GlobalBatch, Share, Tail
 from holdfast.train.data.sampler import DistributedSampler
 from holdfast.train.data.shards import ShardedDataset
 
@@ -343,7 +343,7 @@ def test_a_sampler_s_order_is_that_of_a_job_that_was_never_stopped(job):
 @pytest.mark.parametrize("how", ["plain", "told", "top"])
 def test_a_job_that_counts_one_batch_too_many_is_caught(how, monkeypatch):
     """The checker itself: a position that counts what was fetched loses samples, and is seen to."""
-    from holdfast.train.data.position import Position
+    from holdfast.train.data import Position
 
     settle = Position.settle
     monkeypatch.setattr(Position, "settle", lambda self: (settle(self), setattr(self, "cursor", self.cursor + 1))[0])

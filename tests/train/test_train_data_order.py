@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.protocol.errors import DataError, DataStateError
+from holdfast.train.data import ARRAY_LENGTH_MAX, ROUNDS, Feistel, GlobalBatch, Shuffled, order_of, philox
 from holdfast.train.data.loader import DataLoader
-from holdfast.train.data.position import ARRAY_LENGTH_MAX, ROUNDS, Feistel, GlobalBatch, Shuffled, order_of, philox
 from holdfast.train.data.shards import ShardedDataset, ShardOrder
 
 WORD = (1 << 64) - 1

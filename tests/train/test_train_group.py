@@ -21,7 +21,7 @@ from torch.utils.data import DistributedSampler
 import holdfast.train as ht
 from holdfast.protocol.errors import ProcessGroupError
 from holdfast.train import guards, mistakes
-from holdfast.train.data.position import GlobalBatch, Share
+from holdfast.train.data import GlobalBatch, Share
 from tests.warm import Warm
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -1,6 +1,6 @@
 """`holdfast report [RUN ...]`: how a run, running or ended, used its time, and how long each part of its starts took.
 
-Knows the output; diagnosis (history.py, incidents.py) knows the meaning of journals.
+Knows the output; diagnosis/history.py knows the meaning of journals.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def write_page(
     folders: Sequence[Path],
 ) -> None:
     """Write the page of --html. Raises UsageError when the file cannot be written."""
-    from holdfast.diagnosis.incidents import incidents
+    from holdfast.diagnosis.history import incidents
     from holdfast.diagnosis.page import PageContent, render
 
     end = first_outcome(folders)

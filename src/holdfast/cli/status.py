@@ -3,7 +3,7 @@
 `holdfast status` shows the job as its coordinator sees it, once or repeatedly; for a job that has ended, its last
 screen. `holdfast stacks` shows where all ranks are now, equal stacks once. `holdfast stop` ends the job on all nodes,
 as a signal to every agent would: workers save first. `holdfast kill` ends it at once, and nothing is saved.
-finding.py finds the job; diagnosis/status_lines.py makes the lines.
+finding.py finds the job; diagnosis/screen.py makes the lines.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ import msgspec
 
 from holdfast.cli.finding import end_of, ended_run, outcome_of, running_job
 from holdfast.cli.printing import Parser, print_json, ranks_of
-from holdfast.diagnosis.screen import how_it_ended
-from holdfast.diagnosis.status_lines import group, stack_lines, status_lines
+from holdfast.diagnosis.screen import group, how_it_ended, stack_lines, status_lines
 from holdfast.protocol.errors import ControlSilentError, NoRunError, UsageError
 from holdfast.protocol.messages import Question
 from holdfast.protocol.outcome import Outcome

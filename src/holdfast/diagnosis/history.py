@@ -1,5 +1,5 @@
-"""Reconstructs a run from the journals of its nodes: its generations and why each began (timeline), and how its time
-was spent (history).
+"""Reconstructs a run from the journals of its nodes: its generations and why each began (timeline), how its time was
+spent (history), and what happened in order of time: failures, lost nodes, hangs, slow ranks (incidents).
 
 Pure: parsed lines of events.jsonl in, rows and time intervals out. Times of different nodes are compared by the nodes'
 own clocks. Knows the names of events; reads no files.
@@ -10,13 +10,14 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping
 from enum import Enum
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
 from msgspec import Struct
 
 from holdfast.diagnosis.screen import how_it_ended
-from holdfast.protocol.errors import UsageError
+from holdfast.protocol.errors import EXIT_REQUEUE, UsageError
 
 Event = Mapping[str, Any]
 
@@ -61,27 +62,27 @@ class Timeline(Struct):
 
 def timeline(journals: Iterable[Iterable[Event]]) -> Timeline:
     """The timeline, from one journal per node. Raises UsageError if they belong to different runs."""
-    told = Timeline("", [], [], "", [], 0, 0)
+    result = Timeline("", [], [], "", [], 0, 0)
     found: dict[int, Generation] = {}
     for journal in journals:
-        _read(journal, told, found)
-    told.generations = [found[number] for number in sorted(found)]
-    return told
+        _read(journal, result, found)
+    result.generations = [found[number] for number in sorted(found)]
+    return result
 
 
-def _read(journal: Iterable[Event], told: Timeline, found: dict[int, Generation]) -> None:
+def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generation]) -> None:
     why, silent_s, detect_s = "", 0.0, 0.0
     standby: Event = {}
     for event in journal:
         try:
             match event["event"]:
                 case "begins":
-                    if told.run_id not in ("", event["run_id"]):
-                        raise UsageError(f"these are different runs: {told.run_id} and {event['run_id']}")
-                    told.run_id = event["run_id"]
-                    told.nodes.append(event["member"].partition("#")[0])
+                    if result.run_id not in ("", event["run_id"]):
+                        raise UsageError(f"these are different runs: {result.run_id} and {event['run_id']}")
+                    result.run_id = event["run_id"]
+                    result.nodes.append(event["member"].partition("#")[0])
                 case "preload" if "text" in event:
-                    told.preloaded.append(event["text"])
+                    result.preloaded.append(event["text"])
                 case "standby":
                     standby = event
                 case "coordinator.lost":
@@ -115,11 +116,11 @@ def _read(journal: Iterable[Event], told: Timeline, found: dict[int, Generation]
                         if seconds is not None:
                             generation.phases_s[phase] = max(generation.phases_s.get(phase, 0.0), seconds)
                 case "ended":
-                    told.end = how_it_ended(event["kind"], event["exit_code"], event.get("text", ""))
+                    result.end = how_it_ended(event["kind"], event["exit_code"], event.get("text", ""))
         except KeyError:
             continue  # of a version that wrote less
-    told.standbys += len(standby.get("pids", ()))
-    told.standby_own_bytes += standby.get("own_bytes", 0)
+    result.standbys += len(standby.get("pids", ()))
+    result.standby_own_bytes += standby.get("own_bytes", 0)
 
 
 def _generation(found: dict[int, Generation], number: int) -> Generation:
@@ -258,11 +259,11 @@ def history(journals: Iterable[Iterable[Event]]) -> History | None:
         for number in sorted({life.number for life in everywhere})
     ]
     began_s, ended_s = min(node.began_s for node in nodes), max(node.ended_s for node in nodes)
-    told = [life for life in lives if life.began_at >= 0]
-    for life, after in pairwise(told):
+    counted = [life for life in lives if life.began_at >= 0]
+    for life, after in pairwise(counted):
         life.again = max(0, life.ended_at - after.began_at)
     stretches = list(stretched(lives, began_s, ended_s))
-    lost_steps = sum(life.again or 0 for life in told) if told else None
+    lost_steps = sum(life.again or 0 for life in counted) if counted else None
     return History(nodes, lives, stretches, lost_steps, list(survivals(lives)))
 
 
@@ -325,24 +326,24 @@ def _together(lives: list[Life]) -> Life:
 
 
 def _node(journal: list[Event]) -> NodeHistory:
-    told = NodeHistory("", journal[0]["time"] if journal else 0.0, journal[-1]["time"] if journal else 0.0, [], [])
+    result = NodeHistory("", journal[0]["time"] if journal else 0.0, journal[-1]["time"] if journal else 0.0, [], [])
     found: dict[int, Life] = {}
     for event in journal:
         with contextlib.suppress(KeyError):  # of a version that wrote less
-            _take(event, found, told)
-    told.lives = [found[number] for number in sorted(found)]
-    if told.lives and told.lives[-1].alive > 0 and not told.lives[-1].broken:
-        told.lives[-1].over_s = told.ended_s  # it runs, or its agent was killed
-    return told
+            _take(event, found, result)
+    result.lives = [found[number] for number in sorted(found)]
+    if result.lives and result.lives[-1].alive > 0 and not result.lives[-1].broken:
+        result.lives[-1].over_s = result.ended_s  # it runs, or its agent was killed
+    return result
 
 
-def _take(event: Event, found: dict[int, Life], told: NodeHistory) -> None:
+def _take(event: Event, found: dict[int, Life], result: NodeHistory) -> None:
     life = found.get(event.get("generation", 0))
     match event["event"]:
         case "begins":
-            told.node, told.began_s = event["member"].partition("#")[0], event["time"]
+            result.node, result.began_s = event["member"].partition("#")[0], event["time"]
         case "ended":
-            told.ended, told.ended_s = True, event["time"]
+            result.ended, result.ended_s = True, event["time"]
         case "generation":
             number = event["generation"]
             found[number] = Life(
@@ -365,7 +366,7 @@ def _take(event: Event, found: dict[int, Life], told: NodeHistory) -> None:
             life.ready_s = event["time"] - (event["monotonic"] - event["until_monotonic"])
             life.stepped = "first_step_s" in event
         case "progress" if life is not None:
-            _progress(event, life, told)
+            _progress(event, life, result)
         case "coordinator.hang" if life is not None and event["kind"] in ("hung", "stuck"):
             life.hung_s = event["time"] - event["still_s"]
         case "coordinator.hang_over" if life is not None:
@@ -377,11 +378,111 @@ def _take(event: Event, found: dict[int, Life], told: NodeHistory) -> None:
             life.broken = life.broken or event["exit_code"] != 0 or event["stopped"]
 
 
-def _progress(event: Event, life: Life, told: NodeHistory) -> None:
+def _progress(event: Event, life: Life, result: NodeHistory) -> None:
     steps, at = event["steps"], event["at"]
     if not steps:
         return
     life.steps = max(life.steps, *steps)
     life.began_at = max(life.began_at, *event["began_at"])
     life.ended_at = max(life.ended_at, *at)
-    told.points.append(Point(event["time"], min(at) if min(at) >= 0 else min(steps), event["generation"]))
+    result.points.append(Point(event["time"], min(at) if min(at) >= 0 else min(steps), event["generation"]))
+
+
+NOBODY_FAILED = "HF200"
+"""A generation was ended on request: by a signal, by `holdfast stop`, or because a node joined or left."""
+
+
+class Incident(Struct, frozen=True, kw_only=True):
+    at_s: float
+    """Epoch seconds."""
+    what: str
+    """One or two words."""
+    text: str
+    generation: int = 0
+    """0: no generation."""
+    code: str = ""
+    advice: str = ""
+    groups: tuple[tuple[tuple[int, ...], str], ...] = ()
+    """For a hang: ranks at one place, and the place in words."""
+    files: tuple[tuple[str, str], ...] = ()
+    """For a hang: rank and the file with its stacks."""
+
+
+def incidents(journals: Iterable[Iterable[Event]]) -> list[Incident]:
+    found = [each for journal in journals for each in map(_incident_or_none, _of_the_job(journal)) if each is not None]
+    return sorted(found, key=lambda each: each.at_s)
+
+
+def _of_the_job(journal: Iterable[Event]) -> Iterable[Event]:
+    """Events without the ends of agents after the job, and without the end of a generation that drained as planned."""
+    drained: set[int] = set()
+    for event in journal:
+        match event["event"]:
+            case "coordinator.over":
+                return
+            case "coordinator.drain_to":
+                drained.add(event.get("generation", 0))
+            case "coordinator.verdict" if event.get("generation", 0) in drained:
+                continue
+        yield event
+
+
+def _incident_or_none(event: Event) -> Incident | None:
+    try:
+        return _incident(event)
+    except KeyError:
+        return None  # of a version that wrote less
+
+
+def _incident(event: Event) -> Incident | None:
+    of_job = partial(Incident, at_s=event.get("time", 0.0))
+    here = partial(of_job, generation=event.get("generation", 0))
+    match event["event"]:
+        case "coordinator.verdict" if event["code"] != NOBODY_FAILED:
+            return here(what="failure", text=event["cause"], code=event["code"], advice=event.get("advice", ""))
+        case "coordinator.regroup_begun":
+            return here(what="regroup", text=event["text"])
+        case "coordinator.regroup_refused":
+            return here(what="restart", text=f"no regroup: {event['reason']}")
+        case "coordinator.replacement_failed":
+            return of_job(what="replacement", text=event["text"])
+        case "coordinator.quit":
+            return of_job(what="stop", text=f"asked for by {event['by']}")
+        case "worker_failed" if event["exit_code"] == EXIT_REQUEUE:
+            return here(what="stop", text=f"rank {event['rank']} asked to be requeued (exit code {EXIT_REQUEUE})")
+        case "worker_failed" if not event["after_stop"]:
+            what = event["message"] or f"exit code {event['exit_code']}"
+            return here(what="worker", text=f"rank {event['rank']}: {what}")
+        case "coordinator.lost":
+            return of_job(what="node lost", text=f"{_host(event)}: {event['reason']}")
+        case "coordinator.leaving":
+            return of_job(what="node leaves", text=f"{_host(event)}: {event['reason']}")
+        case "coordinator.excluded":
+            return of_job(what="excluded", text=f"{event['host']} for {event['for_s']:g} s")
+        case "coordinator.hang":
+            groups = tuple((tuple(group["ranks"]), group["place"]) for group in event["groups"])
+            files = tuple((str(rank), str(path)) for rank, path in event["files"].items())
+            return here(what="hang", text=event["text"], code=event["code"], groups=groups, files=files)
+        case "coordinator.hang_over":
+            return here(what="hang over", text=f"steps again, after {event['still_s']:.0f} s")
+        case "coordinator.straggler" | "coordinator.straggler_over":
+            over = " over" if event["event"].endswith("_over") else ""
+            return here(what=f"straggler{over}", text=_straggler(event), code=event["code"])
+        case "agent.fenced" | "agent.fenced_by_keeper":
+            return of_job(what="fenced", text="cut off too long: it stopped its own workers")
+        case "keeper_died":
+            return of_job(what="supervisor", text="the supervisor was killed, and the workers with it")
+        case "store_lost":
+            return here(what="store lost", text=event["why"])
+        case "unkillable":
+            return of_job(what="unkillable", text=f"SIGKILL does not end {', '.join(map(str, event['pids']))}")
+    return None
+
+
+def _host(event: Event) -> str:
+    return str(event["member"]).partition("#")[0]
+
+
+def _straggler(event: Event) -> str:
+    who = f"{event['host']}, rank{'s' if len(event['ranks']) > 1 else ''} {', '.join(map(str, event['ranks']))}"
+    return f"{who}: {event['own_s'] * 1000:.1f} ms of its own per step, its peers {event['peers_s'] * 1000:.1f} ms"

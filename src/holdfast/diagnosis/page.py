@@ -14,8 +14,7 @@ from typing import Any
 
 from msgspec import Struct
 
-from holdfast.diagnosis.history import PHASES, Activity, History, Life, NodeHistory, Timeline
-from holdfast.diagnosis.incidents import Incident
+from holdfast.diagnosis.history import PHASES, Activity, History, Incident, Life, NodeHistory, Timeline
 from holdfast.text import duration, plural, spans
 
 WIDE = 1000.0

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from msgspec import structs
 
-from holdfast.doctor.findings import Folder, Gpu, Interface, LocalFacts, TorchFacts, TorchState
+from holdfast.doctor import Folder, Gpu, Interface, LocalFacts, TorchFacts, TorchState
 from holdfast.linux import GroupLimits, read_int, read_text
 from holdfast.protocol.errors import EndpointError, PortInUseError
 from holdfast.protocol.options import Endpoint

@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
-from holdfast.doctor.findings import (
+from holdfast.doctor import (
     DoctorFinding,
     JointCheck,
     Level,

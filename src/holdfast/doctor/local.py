@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from holdfast.doctor.findings import (
+from holdfast.doctor import (
     GIB,
     MIB,
     DoctorFinding,

@@ -25,8 +25,8 @@ from typing import Any
 from msgspec import Struct
 from msgspec.structs import replace
 
+from holdfast.doctor import NodePath, Reached, Reduced
 from holdfast.doctor.facts import CHECKUP, ERROR_CHARS_MAX, bounded, end, last_json, own_addresses
-from holdfast.doctor.findings import NodePath, Reached, Reduced
 from holdfast.protocol.policy import Port
 from holdfast.runtime.connection import connect, numeric, why
 

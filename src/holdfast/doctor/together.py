@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from holdfast.doctor.findings import (
+from holdfast.doctor import (
     DoctorFinding,
     JointCheck,
     NodePath,

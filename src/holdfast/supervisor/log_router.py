@@ -3,7 +3,7 @@
 Knows the log options. Must not read, cut or write lines itself: `log_tail` does, in the console's thread.
 
 A worker writes directly into its file, so neither a blocked console nor a stopped or killed agent loses a byte or makes
-a worker wait. Where the agent has a terminal, the worker gets a pseudo-terminal (see terminals.py).
+a worker wait. Where the agent has a terminal, the worker gets a pseudo-terminal (see console.py).
 
 | stream named by       | run folder | console                         |
 |-----------------------|------------|---------------------------------|
@@ -23,10 +23,9 @@ from pathlib import Path
 from holdfast.protocol.errors import LogDirError
 from holdfast.protocol.options import LogOptions, Std
 from holdfast.runtime.run_folder import RunFolder, StreamFds, WorkerSlot, WorkerStreams, make_first, open_log
-from holdfast.supervisor.console import Console, ConsoleStream
+from holdfast.supervisor.console import Console, ConsoleStream, Terminal, TerminalPump
 from holdfast.supervisor.log_fold import HeldTraceback, LineFold
 from holdfast.supervisor.log_tail import LogTail, StreamTail, TailGroup
-from holdfast.supervisor.terminals import Terminal, TerminalPump
 from holdfast.text import spans
 
 __all__ = ["LogRouter", "RunFolder", "StreamFds", "WorkerSlot", "WorkerStreams"]

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.protocol.errors import ProcessGroupError
-from holdfast.train.data.position import Ahead, HasShare, Share, in_hand
+from holdfast.train.data import Ahead, HasShare, Share, in_hand
 from holdfast.train.guards import watch
 
 

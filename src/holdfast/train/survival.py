@@ -43,9 +43,8 @@ from holdfast.protocol.errors import HoldfastError, ProcessGroupError
 from holdfast.train.accumulation import forget_pending
 from holdfast.train.agreement import Peers
 from holdfast.train.boundary import Boundary
-from holdfast.train.group import ProcessGroup, open_group, regroup
+from holdfast.train.group import Order, ProcessGroup, Reducers, open_group, regroup
 from holdfast.train.reading import Saved, parts_of_slot
-from holdfast.train.reducers import Order, Reducers
 from holdfast.train.save import image
 from holdfast.train.state import Tracker, set_random_state
 from holdfast.train.tracked import Choice, together

@@ -1,7 +1,466 @@
-"""Which rank trains which sample when: one order per epoch, one position in it, dealt to any number of ranks.
+"""Which rank trains which sample when: the order of samples in an epoch, the position in it, and how a global batch is
+dealt to the ranks.
 
-position.py     the epoch's order, how much of it is trained (a snapshot keeps that), and each rank's share of a batch
-shards.py       the same for data that can only be read in sequence
-loader.py       DataLoader: all of it around torch's loader; random numbers of a sample's augmentation
-sampler.py      DistributedSampler: for scripts that keep torch's loader
+    shards.py       the same for data that can only be read in sequence
+    loader.py       DataLoader: all of it around torch's loader; random numbers of a sample's augmentation
+    sampler.py      DistributedSampler: for scripts that keep torch's loader
+
+Here is arithmetic on (seed, epoch, length, cursor); equal on all ranks and for any number of ranks. Knows no dataset.
+
+**Order.** numpy and torch do not promise that `permutation` and `randperm` give the same order in their next version; a
+snapshot outlives versions. So the order is specified here, from what cannot change:
+
+- up to ARRAY_LENGTH_MAX samples: the i-th output of Philox4x64-10 (a published algorithm; numpy keeps its raw
+  streams) with the key (seed, epoch) and the counter 0 is sample i's number; its lowest 24 bits are replaced by i;
+  the samples are sorted.
+- above: a Feistel network of ROUNDS rounds on pairs (a, b) of about the square root of the length, its round keys the
+  first outputs of the same Philox. It needs no memory, and any stretch of the order is computed alone.
+
+**Position.** The first `cursor` positions of the order are trained and no others. A loader hands a batch out; the
+loop's body trains it. It counts, exactly once, as soon as
+
+- `trained()` says so (`snaps.step()` calls it), or
+- the next batch is asked for, or
+- `state_dict()` is called while nobody has ever called `trained()` on this loader: then a state taken in the body
+  counts the batch that the body has, as torchdata's stateful loader does.
+
+Batches that were only fetched ahead never count.
+
+**Global batch.** One optimizer step takes the next `size` positions, on however many ranks. They are cut into
+`world * every` parts as equal as whole samples allow (they differ by one sample at most), and rank r takes the parts
+r * every … r * every + every - 1, one after the other. A part's *weight* is its size divided by the mean size of the
+step's parts, so the weights of a step have the mean 1, and
+
+    loss = loss_fn(model(batch)) * share.weight / share.every        # loss_fn gives the mean over the batch's samples
+
+summed over the micro-batches and averaged over the ranks, as DDP and FSDP do, is the mean over all samples of the step:
+exactly the gradient that one process would have computed. `ht.accumulate(model, loader)` does this multiplication.
 """
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol, TypeAlias, get_args
+from weakref import ref
+
+import numpy as np
+from torch import distributed
+
+from holdfast.protocol.errors import DataError, DataStateError
+
+Tail = Literal["even", "drop", "pad"]
+"""What becomes of the last, smaller global batch of an epoch:
+
+even  dealt evenly with corrected weights: nothing is lost or repeated. A rank for which no sample is left gets the
+step's
+      first one with weight 0, so that it takes part in the collectives and learns nothing from it
+drop  left out: up to `size - 1` samples of the epoch are not trained
+pad   filled with samples from the epoch's start until all parts are equal: up to `world * every - 1` are trained twice
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """One rank's batch as a part of its optimizer step. All positions are in the epoch's order."""
+
+    start: int
+    stop: int
+    """The batch's positions are start … stop - 1; those at or above the epoch's length wrap to its start (`pad`
+    alone)."""
+    step_start: int
+    step_stop: int
+    """The positions of the whole optimizer step, all ranks together."""
+    micro: int
+    """Which micro-batch of the optimizer step this is, from 0."""
+    every: int
+    """Micro-batches per optimizer step, the same on every rank."""
+    weight: float
+    """The batch's size by the mean size of the step's batches; 0 for one that only keeps the ranks in step."""
+
+    @property
+    def last(self) -> bool:
+        """Whether the optimizer steps after this batch."""
+        return self.micro == self.every - 1
+
+    @property
+    def scale(self) -> float:
+        """Factor for the batch's mean loss before `backward()`."""
+        return self.weight / self.every
+
+    @property
+    def cursor(self) -> int:
+        """How much of the epoch counts as trained once this batch is: micro-batches count when their step is
+        complete."""
+        return self.step_stop if self.last else self.step_start
+
+
+class HasShare(Protocol):
+    """The part of a loader that `ht.accumulate` needs."""
+
+    @property
+    def share(self) -> Share | None:
+        """Share of the last batch; None before the first."""
+
+    @property
+    def every(self) -> int:
+        """Micro-batches per optimizer step."""
+
+
+class Ahead(HasShare, Protocol):
+    """What `ht.accumulate` needs in addition to combine several optimizer steps of a loader into one."""
+
+    @property
+    def is_kept(self) -> bool:
+        """The loader keeps a global batch of its own."""
+
+    def samples_ahead(self, count: int) -> list[int]:
+        """Samples, of all ranks, of the batch in hand and of those after it in its epoch; at most `count` numbers."""
+
+
+_in_hand: ContextVar[ref[Ahead] | None] = ContextVar("holdfast.train.in_hand", default=None)
+
+
+def in_hand() -> Ahead | None:
+    """The loader whose batch the loop's body has, so that `ht.accumulate` need not be given it."""
+    found = _in_hand.get()
+    return None if found is None else found()
+
+
+def set_in_hand(loader: Ahead | None) -> None:
+    """A loader hands out a batch, or its pass is over and the loop around it goes on. Keeps no loader alive."""
+    _in_hand.set(None if loader is None else ref(loader))
+
+
+@dataclass(frozen=True, slots=True)
+class GlobalBatch:
+    """How many samples an optimizer step takes and into how many parts they are cut."""
+
+    size: int
+    """Samples per optimizer step, of all ranks together."""
+    world: int
+    every: int
+    """Micro-batches per rank and optimizer step."""
+    tail: Tail = "even"
+
+    def __post_init__(self) -> None:
+        for name, value in (("global_batch_size", self.size), ("world", self.world), ("every", self.every)):
+            _positive(name, value)
+        if self.tail not in get_args(Tail):
+            raise DataError(f"tail={self.tail!r} is none of {', '.join(map(repr, get_args(Tail)))}.")
+
+    @classmethod
+    def following(cls, world: int, batch_size: int, every: int = 1, tail: Tail = "even") -> GlobalBatch:
+        """`batch_size` samples per rank and micro-batch: the global batch changes with the world, as with torch's
+        loader."""
+        for name, value in (("batch_size", batch_size), ("every", every)):
+            _positive(name, value)
+        return cls(batch_size * world * every, world, every, tail)
+
+    @classmethod
+    def kept(cls, size: int, world: int, batch_size_max: int | None = None, tail: Tail = "even") -> GlobalBatch:
+        """`size` samples whatever the world; no rank takes more than `batch_size_max` of them at once."""
+        _positive("global_batch_size", size)
+        per_rank = -(-size // world)
+        if batch_size_max is None:
+            return cls(size, world, 1, tail)
+        _positive("batch_size", batch_size_max)
+        return cls(size, world, -(-per_rank // batch_size_max), tail)
+
+    @property
+    def parts(self) -> int:
+        """Batches of one optimizer step, of all ranks together."""
+        return self.world * self.every
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the largest batch that a rank gets at once."""
+        return -(-self.size // self.parts)
+
+    def steps(self, cursor: int, length: int) -> int:
+        """Optimizer steps left in an epoch of `length` samples of which `cursor` are trained."""
+        left = max(0, length - cursor)
+        return left // self.size if self.tail == "drop" else -(-left // self.size)
+
+    def batches(self, cursor: int, length: int) -> int:
+        """Batches left for each rank, the same number on all of them."""
+        return self.steps(cursor, length) * self.every
+
+    def deal(self, rank: int, cursor: int, length: int) -> Iterator[Share]:
+        """This rank's batches of the rest of the epoch."""
+        for step in range(self.steps(cursor, length)):
+            start = cursor + step * self.size
+            yield from self._deal_step(rank, start, min(start + self.size, length))
+
+    def samples_ahead(self, cursor: int, length: int, count: int) -> list[int]:
+        """Samples of each of the next optimizer steps of this epoch, at most `count`; with "pad" the repeated ones
+        count."""
+        steps = min(count, self.steps(cursor, length))
+        return [
+            self._samples(start, min(start + self.size, length))
+            for start in range(cursor, cursor + steps * self.size, self.size)
+        ]
+
+    def _samples(self, start: int, stop: int) -> int:
+        if self.tail == "pad" and stop - start < self.size:
+            return -(-(stop - start) // self.parts) * self.parts
+        return stop - start
+
+    def _deal_step(self, rank: int, start: int, stop: int) -> Iterator[Share]:
+        samples = self._samples(start, stop)
+        size, larger = divmod(samples, self.parts)
+        for micro in range(self.every):
+            part = rank * self.every + micro
+            first = start + part * size + min(part, larger)
+            own = size + (part < larger)
+            weight = own * self.parts / samples
+            if own == 0:
+                first, own = start, 1
+            yield Share(first, first + own, start, stop, micro, self.every, weight)
+
+
+def _positive(name: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise DataError(f"{name}={value!r} is not a positive whole number.")
+
+
+ARRAY_LENGTH_MAX = 10_000_000
+"""Samples. Part of the specification: another bound is another order."""
+ROUNDS = 8
+SEQUENTIAL = "sequential"
+SHUFFLED = "shuffled-1"
+"""Names of orders, kept in snapshots; another specification gets another number."""
+_INDEX_BITS = 24
+_WORD = 1 << 64
+
+Integers: TypeAlias = Any
+"""A numpy array of whole numbers (mypy does not read numpy)."""
+
+
+class EpochOrder(Protocol):
+    """An epoch's order."""
+
+    name: str
+    """Says which kind it is; kept in snapshots, so that a position is never read in another order."""
+
+    def take(self, positions: Integers) -> Integers:
+        """The samples at these positions, each in 0 … length - 1."""
+
+    def share(self, share: Share) -> list[int]:
+        """The samples of one rank's batch."""
+
+
+class Sequential:
+    """The dataset's own order."""
+
+    name = SEQUENTIAL
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def take(self, positions: Integers) -> Integers:
+        return positions
+
+    def share(self, share: Share) -> list[int]:
+        samples: list[int] = self.take(np.arange(share.start, share.stop) % self.length).tolist()
+        return samples
+
+
+class Shuffled(Sequential):
+    """Up to ARRAY_LENGTH_MAX samples: 4 bytes each, and about 80 ns each at the epoch's start."""
+
+    name = SHUFFLED
+
+    def __init__(self, length: int, seed: int, epoch: int) -> None:
+        super().__init__(length)
+        mask = np.uint64((1 << _INDEX_BITS) - 1)
+        keys = philox(seed, epoch).random_raw(length)
+        keys &= ~mask
+        keys |= np.arange(length, dtype=np.uint64)
+        keys.sort()
+        self._samples = (keys & mask).astype(np.uint32)
+
+    def take(self, positions: Integers) -> Integers:
+        return self._samples[positions]
+
+
+class Feistel(Sequential):
+    """Any length, no memory. Outputs outside the length are sent through the network again until they are inside."""
+
+    name = SHUFFLED
+
+    def __init__(self, length: int, seed: int, epoch: int) -> None:
+        super().__init__(length)
+        left = math.isqrt(max(0, length - 1)) + 1
+        self._left = np.uint64(left)
+        self._right = np.uint64(max(1, -(-length // left)))
+        self._keys = philox(seed, epoch).random_raw(ROUNDS)
+
+    def take(self, positions: Integers) -> Integers:
+        found = self._network(np.asarray(positions, dtype=np.uint64))
+        while (outside := found >= self.length).any():
+            found[outside] = self._network(found[outside])
+        return found.astype(np.int64)
+
+    def _network(self, numbers: Integers) -> Integers:
+        left, right = np.divmod(numbers, self._right)
+        for index, key in enumerate(self._keys):
+            if index % 2:
+                right = (right + _mixed(left ^ key) % self._right) % self._right
+            else:
+                left = (left + _mixed(right ^ key) % self._left) % self._left
+        return left * self._right + right
+
+
+def order_of(length: int, seed: int, epoch: int, *, shuffle: bool) -> EpochOrder:
+    """The order of one epoch."""
+    if not shuffle:
+        return Sequential(length)
+    return Shuffled(length, seed, epoch) if length <= ARRAY_LENGTH_MAX else Feistel(length, seed, epoch)
+
+
+def philox(seed: int, epoch: int) -> Any:
+    """Philox4x64-10 under the key (seed, epoch). Raises DataError for an epoch below 0."""
+    if epoch < 0:
+        raise DataError(f"Epochs are counted from 0; {epoch} is none.")
+    return np.random.Philox(key=np.array([seed % _WORD, epoch], dtype=np.uint64), counter=0)
+
+
+def _mixed(numbers: Integers) -> Integers:
+    """splitmix64's finaliser: every bit of the input reaches every bit of the output."""
+    numbers = (numbers ^ (numbers >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    numbers = (numbers ^ (numbers >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return numbers ^ (numbers >> np.uint64(31))
+
+
+def place(rank: int | None, world: int | None) -> tuple[int, int]:
+    """(rank, world); what is given explicitly wins: with tensor parallelism, the rank among the data-parallel groups.
+
+    Raises DataError when only one of them is given, or they do not go together.
+    """
+    if (rank is None) != (world is None):
+        raise DataError("rank= and world= are given together or not at all.")
+    if rank is None or world is None:
+        rank, world = _found()
+    if not 0 <= rank < world:
+        raise DataError(f"There is no rank {rank} in a world of {world}.")
+    return rank, world
+
+
+def _found() -> tuple[int, int]:
+    if distributed.is_available() and distributed.is_initialized():
+        return distributed.get_rank(), distributed.get_world_size()
+    rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if not rank or not world:
+        return 0, 1
+    try:
+        return int(rank), int(world)
+    except ValueError:
+        raise DataError(f"RANK={rank!r} and WORLD_SIZE={world!r} are not numbers.") from None
+
+
+class Position:
+    """Position of a loader or sampler. Only the training process changes it."""
+
+    def __init__(self, seed: int, length: int, order: str) -> None:
+        self.seed = seed
+        self.length = length
+        self.order = order
+        self.epoch = 0
+        self.cursor = 0
+        self._in_hand: int | None = None
+        """The cursor as it will be when the batch in the loop's body is trained."""
+        self._told = False
+        self._as_loaded = False
+        """A state was loaded and nothing trained since."""
+        self._behind = False
+        """The epoch that was asked for had been trained to its end before the loaded state was saved."""
+
+    def begin(self) -> bool:
+        """A pass over the rest of the epoch begins. Returns False if the epoch is finished."""
+        self._in_hand = None
+        behind, self._behind = self._behind, False
+        return not behind
+
+    def hand_out(self, cursor: int) -> None:
+        """The loop's body gets a batch; when it is trained the cursor will be `cursor`."""
+        self._in_hand = cursor
+
+    def trained(self) -> None:
+        """The batch that the loop's body has is trained. Saying it twice counts it once."""
+        self._told = True
+        self.settle()
+
+    def settle(self) -> None:
+        """The next batch was asked for."""
+        if self._in_hand is not None:
+            self.cursor, self._in_hand = self._in_hand, None
+            self._as_loaded = False
+
+    def give_up(self) -> None:
+        """The batch that the loop's body has is not trained, and comes again."""
+        self._in_hand = None
+
+    def finish(self) -> None:
+        """The pass came to the epoch's end."""
+        self.settle()
+        self._begin_epoch(self.epoch + 1)
+
+    def set_epoch(self, epoch: int) -> None:
+        """The next pass goes over `epoch` from its start; over its rest when a state inside it was loaded just
+        before."""
+        if isinstance(epoch, bool) or not isinstance(epoch, int) or epoch < 0:
+            raise DataError(f"Epochs are whole numbers from 0; {epoch!r} is none.")
+        if self._as_loaded and epoch <= self.epoch:
+            self._behind = epoch < self.epoch
+        else:
+            self._begin_epoch(epoch)
+
+    def _begin_epoch(self, epoch: int) -> None:
+        self.epoch, self.cursor = epoch, 0
+        self._in_hand, self._as_loaded, self._behind = None, False, False
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers and a string; the same on all ranks."""
+        if not self._told:
+            self.settle()
+        return {
+            "seed": self.seed,
+            "epoch": self.epoch,
+            "cursor": self.cursor,
+            "length": self.length,
+            "order": self.order,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises DataStateError, and changes nothing, when the state belongs to something else."""
+        if missing := {"seed", "epoch", "cursor", "length", "order"} - set(state):
+            raise DataStateError(f"This is not a loader's state: {', '.join(sorted(missing))} missing.")
+        for name in ("seed", "epoch", "cursor", "length"):
+            value = state[name]
+            if isinstance(value, bool) or not isinstance(value, int) or (value < 0 and name != "seed"):
+                raise DataStateError(f"The loader's state is damaged: {name} is {value!r}.")
+        if state["length"] != self.length:
+            raise DataStateError(
+                f"The snapshot's dataset had {state['length']:,} samples, this one has {self.length:,}: the position "
+                "means nothing here.\n"
+                "Train on with the dataset of the snapshot, or have the loader begin at the epoch's start: "
+                "snaps.resume(optional=['loader']), by the name that it is tracked with."
+            )
+        for name, argument in (("seed", "seed="), ("order", "shuffle= or the shards")):
+            if state[name] != getattr(self, name):
+                raise DataStateError(
+                    f"The snapshot's {name} is {state[name]!r}, the loader's {getattr(self, name)!r}: samples would "
+                    "be lost and repeated.\n"
+                    f"Give the loader the {argument} of the snapshot."
+                )
+        if state["cursor"] > self.length:
+            raise DataStateError(
+                f"The loader's state is damaged: {state['cursor']:,} of {self.length:,} samples trained."
+            )
+        self._begin_epoch(state["epoch"])
+        self.cursor = state["cursor"]
+        self._as_loaded = True

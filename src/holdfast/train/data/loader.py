@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import IterableDataset, Subset, get_worker_info
 
 from holdfast.protocol.errors import DataError
-from holdfast.train.data.position import (
+from holdfast.train.data import (
     SEQUENTIAL,
     SHUFFLED,
     EpochOrder,

@@ -12,7 +12,7 @@ import numpy as np
 from torch.utils.data import DistributedSampler as TorchSampler
 
 from holdfast.protocol.errors import DataError, DataStateError
-from holdfast.train.data.position import SEQUENTIAL, SHUFFLED, GlobalBatch, Position, order_of, place
+from holdfast.train.data import SEQUENTIAL, SHUFFLED, GlobalBatch, Position, order_of, place
 
 _BLOCK = 4096
 """Samples per rank whose order is computed at once."""

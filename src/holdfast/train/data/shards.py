@@ -21,7 +21,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from holdfast.protocol.errors import DataError
-from holdfast.train.data.position import Integers, Sequential, Share, order_of
+from holdfast.train.data import Integers, Sequential, Share, order_of
 
 SHARDS_OPEN_MAX = 256
 """Shards that one process reads at the same time; beyond that the one unused for longest is closed."""
