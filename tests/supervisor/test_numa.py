@@ -11,7 +11,7 @@ from msgspec import structs
 from holdfast.protocol.errors import BindingError
 from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.policy import JobSpec, Limits
-from holdfast.supervisor.numa import (
+from holdfast.supervisor.worker_command import (
     NumaTopology,
     accelerators,
     amd_gpus,

@@ -44,6 +44,7 @@ SHARED = {
     "launch": ("run", "main_launch"),
     "remote": ("run", "main_remote"),
     "env": ("doctor", "main_env"),
+    "explain": ("report", "main_explain"),
     "stacks": ("status", "main_stacks"),
     "stop": ("status", "main_stop"),
     "kill": ("status", "main_kill"),

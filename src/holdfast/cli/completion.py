@@ -75,7 +75,6 @@ def commands() -> list[Command]:
     """All commands, from their own tables and parsers."""
     from holdfast.cli import (
         doctor,
-        explain,
         logs,
         report,
         shim,
@@ -96,7 +95,7 @@ def commands() -> list[Command]:
         Command("submit", "", once(submitting), SCRIPT),
         Command("doctor", "", words(doctor.TABLE), SCRIPT),
         Command("completion", "", (), NOTHING, SHELLS),
-        Command("explain", "", words_of_parser(explain.parser()), NOTHING, tuple(sorted(everything()))),
+        Command("explain", "", words_of_parser(report.explain_parser()), NOTHING, tuple(sorted(everything()))),
         Command("snaps", "", words_of_parser(snaps.parser()), FILE, tuple(sub_parsers(snaps.parser()))),
     ]
     others = {

@@ -1,6 +1,7 @@
 """`holdfast report [RUN ...]`: how a run, running or ended, used its time, and how long each part of its starts took.
+`holdfast explain [CODE ...]`: the meaning of a code, the evidence for it, and what to do. Works offline.
 
-Knows the output; diagnosis/history.py knows the meaning of journals.
+Knows the output; diagnosis/history.py knows the meaning of journals, diagnosis/reference.py that of codes.
 """
 
 from __future__ import annotations
@@ -10,16 +11,18 @@ import contextlib
 import json
 import os
 import sys
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
+from msgspec.structs import asdict
 
-from holdfast.cli.finding import newest_ended, outcome_of, run_folders, screen_of
-from holdfast.cli.printing import Parser, print_json, print_table
+from holdfast.cli.finding import Parser, newest_ended, outcome_of, print_json, print_table, run_folders, screen_of
 from holdfast.diagnosis.history import PHASES, Activity, Generation, History, Survival, Timeline, history, timeline
+from holdfast.diagnosis.reference import Explanation, everything, headings, nearest, normal, search
 from holdfast.protocol.errors import UsageError
 from holdfast.protocol.outcome import Outcome
 from holdfast.runtime.run_folder import JOURNAL_NAME as JOURNAL
@@ -35,13 +38,13 @@ def main(argv: Sequence[str]) -> int:
     chosen = parser().parse_args(argv)
     folders = [folder for run in chosen.runs for folder in folders_of(run)] or [newest_run()]
     journals = [list(read_journal(folder)) for folder in folders]
-    told, past = timeline(journals), history(journals)
+    course, past = timeline(journals), history(journals)
     if chosen.html is not None:
-        write_page(chosen.html, told, past, journals, folders)
+        write_page(chosen.html, course, past, journals, folders)
     if chosen.json:
-        print_json(as_json(told) | {"history": history_as_json(past)})
+        print_json(as_json(course) | {"history": history_as_json(past)})
     elif chosen.html is None:
-        print_report(told, past)
+        print_report(course, past)
         print_end(folders)
     return 0
 
@@ -100,7 +103,7 @@ def read_journal(folder: Path) -> Iterator[dict[str, Any]]:
         print(f"holdfast: {folder / JOURNAL}: {words} torn or of another version, and left out", file=sys.stderr)
 
 
-def as_json(told: Timeline) -> dict[str, Any]:
+def as_json(course: Timeline) -> dict[str, Any]:
     generations = [
         {
             "generation": each.number,
@@ -111,16 +114,16 @@ def as_json(told: Timeline) -> dict[str, Any]:
             "phases_s": each.phases_s,
             "total_s": round(each.total_s, 4),
         }
-        for each in told.generations
+        for each in course.generations
     ]
     return {
-        "run_id": told.run_id,
-        "nodes": told.nodes,
-        "end": told.end,
+        "run_id": course.run_id,
+        "nodes": course.nodes,
+        "end": course.end,
         "generations": generations,
-        "preloaded": told.preloaded,
-        "standbys": told.standbys,
-        "standby_own_bytes": told.standby_own_bytes,
+        "preloaded": course.preloaded,
+        "standbys": course.standbys,
+        "standby_own_bytes": course.standby_own_bytes,
     }
 
 
@@ -157,7 +160,7 @@ def history_as_json(past: History | None) -> dict[str, Any] | None:
 
 def write_page(
     place: str,
-    told: Timeline,
+    course: Timeline,
     past: History | None,
     journals: Sequence[Sequence[dict[str, Any]]],
     folders: Sequence[Path],
@@ -169,7 +172,9 @@ def write_page(
     end = first_outcome(folders)
     verdict = msgspec.to_builtins(end[1].verdict) if end is not None else None
     page = render(
-        PageContent(told=told, history=past, incidents=incidents(journals), verdict=verdict, made_epoch_s=time.time())
+        PageContent(
+            course=course, history=past, incidents=incidents(journals), verdict=verdict, made_epoch_s=time.time()
+        )
     )
     if place == "-":
         print(page, end="")
@@ -181,13 +186,13 @@ def write_page(
     print(place)
 
 
-def print_history(told: Timeline, past: History) -> None:
+def print_history(course: Timeline, past: History) -> None:
     parts = [f"{doing.value} {duration(seconds)}" for doing in Activity if (seconds := past.spent_s(doing)) > 0]
     effective = f"; effective training time {past.effective:.1%}" if past.effective is not None else ""
     print(f"{duration(past.total_s)}: {', '.join(parts)}{effective}")
     if past.lost_steps:
         print(f"restarts lost {plural(past.lost_steps, 'step')}")
-    why = {generation.number: generation.why for generation in told.generations}
+    why = {generation.number: generation.why for generation in course.generations}
     for each in past.survivals:
         print(survival_text(each, why.get(each.generation, "")))
 
@@ -205,20 +210,22 @@ def survival_text(each: Survival, why: str) -> str:
     return f"{why or f'generation {each.generation - 1} lost a rank'}: {'; '.join(parts)}"
 
 
-def print_report(told: Timeline, past: History | None = None) -> None:
-    ending = f"ended: {told.end}" if told.end else "not ended"
-    print(f"run {told.run_id} on {', '.join(told.nodes)}: {plural(len(told.generations), 'generation')}, {ending}")
+def print_report(course: Timeline, past: History | None = None) -> None:
+    ending = f"ended: {course.end}" if course.end else "not ended"
+    print(
+        f"run {course.run_id} on {', '.join(course.nodes)}: {plural(len(course.generations), 'generation')}, {ending}"
+    )
     if past is not None and past.stretches:
-        print_history(told, past)
-    if told.preloaded:
-        print(f"preloaded: {'; '.join(told.preloaded)}")
-    if told.standbys:
-        print(f"standby: {told.standbys} workers parked, {told.standby_own_bytes / MIB:.1f} MiB of their own")
-    if told.generations:
+        print_history(course, past)
+    if course.preloaded:
+        print(f"preloaded: {'; '.join(course.preloaded)}")
+    if course.standbys:
+        print(f"standby: {course.standbys} workers parked, {course.standby_own_bytes / MIB:.1f} MiB of their own")
+    if course.generations:
         print("\nseconds until the first step, by phase (the slowest of these nodes):")
         titles = [HEADINGS.get(phase, phase) for phase in PHASES]
         rows = [("GEN", "BEGAN", "RANKS", *(title.upper() for title in titles), "TOTAL", "WHY")]
-        print_table([*rows, *(row(each) for each in told.generations)])
+        print_table([*rows, *(row(each) for each in course.generations)])
 
 
 def print_end(folders: Sequence[Path]) -> None:
@@ -240,3 +247,72 @@ def row(generation: Generation) -> tuple[str, ...]:
     phases = [f"{generation.phases_s[phase]:.3f}" if phase in generation.phases_s else "" for phase in PHASES]
     why = generation.why or ("start" if generation.number == 1 else "")
     return (str(generation.number), began, ranks, *phases, f"{generation.total_s:.3f}", why)
+
+
+WIDTH = 100
+
+
+def main_explain(argv: Sequence[str]) -> int:
+    """Run `holdfast explain` with these arguments; returns the exit status. Raises HoldfastError."""
+    chosen = explain_parser().parse_args(argv)
+    known = everything()
+    if len(chosen.codes) > 1 and normal(chosen.codes[0]) not in known:
+        chosen.codes = [" ".join(chosen.codes)]  # words without quotes
+    if len(chosen.codes) == 1 and normal(chosen.codes[0]) not in known and (found := search(chosen.codes[0])):
+        return show_found(found, as_json=chosen.json)
+    wanted = [explanation_of(code, known) for code in chosen.codes] or list(known.values())
+    if chosen.json:
+        print_json([asdict(each) for each in wanted])
+    elif chosen.codes:
+        print("\n\n".join(explained(each) for each in wanted))
+    else:
+        for start, heading in headings().items():
+            print(f"{start}xx  {heading}")
+            print_table([(f"  {each.code}", each.name) for each in wanted if each.code.startswith(start)])
+            print()
+        print("holdfast explain CODE explains a code; holdfast explain WORDS searches: holdfast explain exit code 137")
+    return 0
+
+
+def show_found(found: list[Explanation], *, as_json: bool) -> int:
+    """Print the results of a search: a single one in full."""
+    if as_json:
+        print_json([asdict(each) for each in found])
+    elif len(found) == 1:
+        print(explained(found[0]))
+    else:
+        print_table([(each.code, each.name) for each in found])
+        print(f"\nholdfast explain {found[0].code} explains the first.")
+    return 0
+
+
+def explain_parser() -> argparse.ArgumentParser:
+    made = Parser(prog="holdfast explain", description="Explain what a code means and what to do about it.")
+    made.add_argument(
+        "codes",
+        nargs="*",
+        metavar="CODE",
+        help="a code such as HF211, or words to search for; without it all codes are listed",
+    )
+    made.add_json()
+    return made
+
+
+def explanation_of(code: str, known: dict[str, Explanation]) -> Explanation:
+    """The explanation of a code. Raises UsageError that names the nearest code."""
+    found = known.get(normal(code))
+    if found is None:
+        near = ", ".join(f"{each} ({known[each].name})" for each in nearest(code))
+        raise UsageError(f"no code {code!r}; " + (f"did you mean {near}?" if near else "`holdfast explain` lists all"))
+    return found
+
+
+def explained(each: Explanation) -> str:
+    rows = [("cause", each.cause), ("evidence", each.evidence), ("fix", each.fix)]
+    if each.exit_code is not None:
+        rows.append(("exit code", str(each.exit_code)))
+    lines = [f"{each.code}: {each.name}"]
+    for name, what in rows:
+        wrapped = textwrap.wrap(what, WIDTH - 14, break_long_words=False, break_on_hyphens=False)
+        lines += [f"  {name if number == 0 else '':<12}{line}" for number, line in enumerate(wrapped)]
+    return "\n".join(lines)

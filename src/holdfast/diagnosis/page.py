@@ -139,7 +139,7 @@ LONG, SHORT = "%Y-%m-%d %H:%M:%S", "%m-%d %H:%M:%S"
 class PageContent(Struct, frozen=True, kw_only=True):
     """The content of the page."""
 
-    told: Timeline
+    course: Timeline
     history: History | None
     incidents: Sequence[Incident]
     verdict: dict[str, Any] | None
@@ -149,16 +149,16 @@ class PageContent(Struct, frozen=True, kw_only=True):
 
 def render(report: PageContent) -> str:
     """The whole page."""
-    title = f"holdfast: run {report.told.run_id}"
+    title = f"holdfast: run {report.course.run_id}"
     parts = [
         head(report),
         verdict(report.verdict),
         timeline(report.history),
         steps(report.history),
-        phases(report.told),
+        phases(report.course),
         troubles([each for each in report.incidents if not each.groups]),
         hangs([each for each in report.incidents if each.groups]),
-        generations(report.told),
+        generations(report.course),
     ]
     return (
         '<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8">'
@@ -170,8 +170,8 @@ def render(report: PageContent) -> str:
 
 
 def head(report: PageContent) -> str:
-    told, history = report.told, report.history
-    facts = [("run", told.run_id), ("nodes", ", ".join(told.nodes)), ("ended", told.end or "not yet")]
+    course, history = report.course, report.history
+    facts = [("run", course.run_id), ("nodes", ", ".join(course.nodes)), ("ended", course.end or "not yet")]
     if history is not None:
         effective = f"{history.effective:.1%}" if history.effective is not None else "unknown"
         lost = "unknown" if history.lost_steps is None else plural(history.lost_steps, "step")
@@ -181,21 +181,21 @@ def head(report: PageContent) -> str:
             ("effective training time", effective),
             ("lost to restarts", lost),
         ]
-    facts += [("generations", str(len(told.generations))), ("this page", clock(report.made_epoch_s))]
+    facts += [("generations", str(len(course.generations))), ("this page", clock(report.made_epoch_s))]
     rows = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(text)}</dd></div>" for name, text in facts)
-    return f"<h1>{escape(told.run_id)}</h1>\n<dl>{rows}</dl>"
+    return f"<h1>{escape(course.run_id)}</h1>\n<dl>{rows}</dl>"
 
 
-def verdict(told: dict[str, Any] | None) -> str:
-    if told is None:
+def verdict(found: dict[str, Any] | None) -> str:
+    if found is None:
         return ""
-    advice = f"<p><b>Do:</b> {escape(str(told.get('advice')))}</p>" if told.get("advice") else ""
-    culprit = told.get("culprit") or {}
+    advice = f"<p><b>Do:</b> {escape(str(found.get('advice')))}</p>" if found.get("advice") else ""
+    culprit = found.get("culprit") or {}
     trace = str(culprit.get("traceback") or culprit.get("stderr_tail") or "").rstrip()
     words = f"<details><summary>its last output</summary><pre>{escape(trace)}</pre></details>" if trace else ""
     return (
-        f'<section class="verdict"><h2>{escape(str(told.get("code", "")))}: why it failed</h2>'
-        f"<p>{escape(str(told.get('cause', '')))}</p>{advice}{words}</section>"
+        f'<section class="verdict"><h2>{escape(str(found.get("code", "")))}: why it failed</h2>'
+        f"<p>{escape(str(found.get('cause', '')))}</p>{advice}{words}</section>"
     )
 
 
@@ -272,8 +272,8 @@ def curve_of(node: NodeHistory, life: Life) -> list[tuple[float, float]]:
     return [(life.ready_s, float(max(0, life.began_at))), *(point for point in points if point[0] > life.ready_s)]
 
 
-def phases(told: Timeline) -> str:
-    shown = [each for each in told.generations if each.phases_s][-GENERATIONS_MAX:]
+def phases(course: Timeline) -> str:
+    shown = [each for each in course.generations if each.phases_s][-GENERATIONS_MAX:]
     if not shown:
         return ""
     longest = max(each.total_s for each in shown)
@@ -329,14 +329,14 @@ def hangs(found: Sequence[Incident]) -> str:
     return f"<section><h2>Hangs</h2>{''.join(parts)}</section>"
 
 
-def generations(told: Timeline) -> str:
-    if not told.generations:
+def generations(course: Timeline) -> str:
+    if not course.generations:
         return ""
     rows = "".join(
         f"<tr><td>{each.number}</td><td>{clock(each.began_epoch_s, SHORT) if each.began_epoch_s else ''}</td>"
         f"<td>{each.world_size or ''}</td><td>{each.restart_count}</td><td>{each.total_s:.2f}</td>"
         f"<td>{escape(each.why or ('start' if each.number == 1 else ''))}</td></tr>"
-        for each in told.generations[-GENERATIONS_MAX:]
+        for each in course.generations[-GENERATIONS_MAX:]
     )
     return (
         '<section><h2>Generations</h2><div class="wide"><table><tr><th>gen</th><th>began</th><th>ranks</th>'

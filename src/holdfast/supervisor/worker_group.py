@@ -32,10 +32,9 @@ from holdfast.supervisor.client import Revivals, SupervisorClient, revive_superv
 from holdfast.supervisor.ends import Ends, OomWatch
 from holdfast.supervisor.generation import RunningGeneration, taking_part
 from holdfast.supervisor.log_router import LogRouter
-from holdfast.supervisor.numa import binding_for
 from holdfast.supervisor.service_host import SaverHost, StoreHost, free_port
 from holdfast.supervisor.supervisor import SupervisorHandle
-from holdfast.supervisor.worker_command import order_for, script_argv
+from holdfast.supervisor.worker_command import binding_for, order_for, script_argv
 
 LIVING = (Work.RUNNING, Work.DRAINING, Work.REGROUPING)
 """Work in which workers may be started."""
