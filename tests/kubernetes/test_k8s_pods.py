@@ -15,9 +15,9 @@ import pytest
 
 from tests.kubernetes.manifests import IMAGE, pod_of, printed
 from tests.kubernetes.pods import CONTAINER, TOKEN, Pods, signal_pod
-from tests.network.fleet import WORKER, until
+from tests.network.fleet import WORKER
 from tests.network.hosts import PretendHosts, why_not
-from tests.support.limits import limit_s
+from tests.support.limits import limit_s, until
 
 MakePods = Callable[..., Pods]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from itertools import combinations
 from pathlib import Path
@@ -17,10 +17,10 @@ from typing import Any
 
 from tests.network.hosts import Host, PretendHosts, Program
 from tests.support import limits
+from tests.support.limits import until
 
 WAIT_S = 40.0
 """On a quiet machine."""
-LOOK_EVERY_S = 0.02
 """A look may read all of /proc."""
 ALIVE_EVERY_S = 0.05
 LEASE_S = round(limits.limit_s(1.5), 2)
@@ -127,18 +127,6 @@ class Agent:
 
     def says(self, text: str, limit_s: float = WAIT_S) -> None:
         until(lambda: text in self.text, lambda: f"{text!r} on {self.host.name}:\n{self.text}", limit_s)
-
-
-def until(condition: Callable[[], Any], what: Callable[[], str], limit_s: float = WAIT_S) -> Any:
-    """The first true value of `condition`, which may be costly. `limit_s` is that of a quiet machine."""
-
-    def look() -> Any:
-        value = condition()
-        if not value:
-            time.sleep(LOOK_EVERY_S)
-        return value
-
-    return limits.until(look, what, limit_s)
 
 
 class Fleet:

@@ -18,9 +18,9 @@ from pathlib import Path
 import pytest
 
 from soak import disk
-from tests.network.fleet import FENCE_S, LEASE_S, SHORT_LEASE, Fleet, until
+from tests.network.fleet import FENCE_S, LEASE_S, SHORT_LEASE, Fleet
 from tests.network.hosts import why_not
-from tests.support.limits import limit_s
+from tests.support.limits import limit_s, until
 
 SEED = int(os.environ.get("CHAOS_SEED", "7"))
 CHAOS_S = float(os.environ.get("CHAOS_S", "12"))

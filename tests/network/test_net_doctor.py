@@ -12,9 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.network.fleet import until
 from tests.network.hosts import PretendHosts, Program, why_not
-from tests.support.limits import limit_s
+from tests.support.limits import limit_s, until
 
 END_S_MAX = 60.0
 TIMEOUT_S = round(limit_s(2))

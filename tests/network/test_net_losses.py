@@ -6,8 +6,8 @@ import signal
 import time
 from itertools import pairwise
 
-from tests.network.fleet import FENCE_S, LEASE_S, LONG_LEASE, SHORT_LEASE, Fleet, Generation, until, workers_on
-from tests.support.limits import limit_s
+from tests.network.fleet import FENCE_S, LEASE_S, LONG_LEASE, SHORT_LEASE, Fleet, Generation, workers_on
+from tests.support.limits import limit_s, until
 
 
 def three(fleet, nnodes: str = "2:3", conf: str = SHORT_LEASE) -> tuple[Fleet, Generation]:

@@ -8,8 +8,8 @@ import time
 
 import pytest
 
-from tests.network.fleet import Fleet, until, workers_on
-from tests.support.limits import limit_s
+from tests.network.fleet import Fleet, workers_on
+from tests.support.limits import limit_s, until
 
 
 def test_two_arrivals_are_one_regroup(fleet) -> None:

@@ -132,6 +132,10 @@ def told(*args: str | Path) -> Any:
     return json.loads(done.stdout)
 
 
+def children(pid: int) -> list[int]:
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
 @dataclass
 class Agent:
     """One `holdfast run` process."""

@@ -9,13 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes.conftest import children
 from tests.support.limits import limit_s, until
 
 SIX = "child()\ndaemon()\nmeet()\nhold()"
-
-
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def supervisor_of(agent) -> int:

@@ -19,8 +19,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.runtime.inherited import needed
-from tests.processes.conftest import until
-from tests.support.limits import limit_s
+from tests.support.limits import limit_s, until
 
 BROKEN = """
 import sys

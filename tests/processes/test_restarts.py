@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.processes.conftest import children, is_alive
 from tests.support.limits import until
 
 ONCE = "meet()\nif RANK == 1 and ROUND == 0: raise RuntimeError('once')\n"
@@ -139,18 +140,6 @@ HEAVY = "import os\nopen('imports', 'a').write(f'{os.getpid()}\\n')\n"
 WAITS = "import heavy\nchild()\ndaemon()\nmeet()\nhold()"
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def ended(pid: int) -> bool:
-    """Gone, or a zombie that somebody will reap."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0] in (b"Z", b"X")
-    except OSError:
-        return True
-
-
 def lines_below(agent: Any) -> list[str]:
     """The command lines of all that the supervisor has."""
     (supervisor,) = children(agent.pid)
@@ -180,7 +169,7 @@ def test_nothing_outlives_a_killed_agent_nor_does_the_fork_server(site: Any, hea
     (fork_server,) = heavy()
     agent.signal(signal.SIGKILL)
     site.all_gone(limit_s=1.0)
-    until(lambda: ended(fork_server), "the end of the fork server", 1.0)
+    until(lambda: not is_alive(fork_server), "the end of the fork server", 1.0)
 
 
 def test_a_killed_supervisor_gets_a_successor_with_a_fork_server(site: Any, heavy: Any) -> None:

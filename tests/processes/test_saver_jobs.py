@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.conftest import is_alive, until
+from tests.processes.conftest import is_alive
+from tests.support.limits import until
 
 ONE = ("--standalone", "--nproc-per-node", "1")
 SIZE = 1 << 20

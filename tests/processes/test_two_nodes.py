@@ -248,9 +248,11 @@ while not os.path.exists("finish"):
     host, guest = pair(site, (*c10d(endpoint, "2"), script))
     (site.folder / f"guest{number(site, guest)}").touch()
     site.wait(1, "done")
-    wait_for(lambda: "done" in stages(host), host)  # before, the coordinator does not know that the rank is done
+    until(
+        lambda: "done" in stages(host), lambda: host.text
+    )  # before, the coordinator does not know that the rank is done
     guest.signal(signal.SIGKILL)
-    wait_for(lambda: host.events("coordinator.lost"), host)
+    until(lambda: host.events("coordinator.lost"), lambda: host.text)
     finish(site)
     assert host.end() == 0, host.text
     assert len(site.trail("up")) == 2
@@ -270,10 +272,6 @@ def stages(agent) -> list[str]:
 
 def number(site, agent) -> str:
     return str(site.agents.index(agent))
-
-
-def wait_for(condition: Callable[[], object], agent) -> None:
-    until(condition, lambda: agent.text)
 
 
 # --- workers that ask `should_stop()`: all leave at one step, nothing is done twice, and no restart is counted ------------

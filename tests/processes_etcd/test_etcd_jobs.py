@@ -5,10 +5,10 @@ from __future__ import annotations
 import signal
 import time
 
-from tests.processes.conftest import is_alive, until
+from tests.processes.conftest import is_alive
 from tests.processes_etcd.conftest import LOOK_EVERY_S, Etcd
 from tests.processes_etcd.jobs import BOTH, LEASE_S, UNTIL_TOLD, by, finish, hosts, keys, started
-from tests.support.limits import limit_s
+from tests.support.limits import limit_s, until
 
 
 @BOTH

@@ -14,13 +14,11 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from tests.processes.conftest import is_alive
-from tests.support import limits
-from tests.support.limits import limit_s
+from tests.support.limits import limit_s, until
 
 NODES = ("n1", "n2", "n3")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
@@ -28,7 +26,6 @@ CALL_S = 20.0
 READY_S = 30.0
 GONE_S = 5.0
 SECOND_S = 1.2
-LOOK_EVERY_S = 0.1
 PORTS = range(20_000, 32_000)
 
 CONF = """\
@@ -262,18 +259,6 @@ class Cluster:
         return subprocess.Popen(line, env=environ, stdin=null, stdout=null, stderr=null, start_new_session=True)
 
 
-def until(condition: Callable[[], Any], what: Callable[[], str], seconds: float = READY_S) -> Any:
-    """The first true value of `condition`, which asks the cluster: not without a pause."""
-
-    def look() -> Any:
-        value = condition()
-        if not value:
-            time.sleep(LOOK_EVERY_S)
-        return value
-
-    return limits.until(look, what, seconds)
-
-
 def free_ports(count: int) -> list[int]:
     """Below those that the kernel gives to connections: none of them takes one before its daemon listens there."""
     found: list[int] = []
@@ -299,4 +284,4 @@ def end(pid: int) -> None:
     """SIGKILL, and wait until it is no more."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
-    limits.until(lambda: not is_alive(pid), f"process {pid} to be gone", GONE_S)
+    until(lambda: not is_alive(pid), f"process {pid} to be gone", GONE_S)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from tests.processes.conftest import WAIT_S, Note, Site
-from tests.slurm.cluster import Cluster, until, why_not
+from tests.slurm.cluster import Cluster, why_not
+from tests.support.limits import until
 
 HOLDFAST = (sys.executable, "-m", "holdfast")
 JOB_S = 60.0

@@ -10,8 +10,8 @@ import pytest
 
 from tests.conftest import descendants
 from tests.processes.conftest import Site, is_alive
-from tests.slurm.cluster import until
 from tests.slurm.conftest import HOLDFAST, Jobs
+from tests.support.limits import until
 
 pytestmark = pytest.mark.xdist_group("slurm")
 

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ import pytest
 from holdfast.protocol.errors import SnapshotBusyError, SnapshotError, SnapshotFolderError, SnapshotWriteError
 from holdfast.snapshots import changes, disk, folder, lease
 from holdfast.snapshots.lease import FolderLease, LeaseOwner, acquire
-from tests.support.limits import limit_s
+from tests.support.limits import limit_s, until
 
 ELSEWHERE = LeaseOwner("other", "far", 4711, "another boot", "1")
 HOLD = """
@@ -165,13 +164,6 @@ def test_who_lost_the_lease_is_told_and_takes_nothing_back(tmp_path: Path) -> No
     held.release()
 
 
-def until(happens: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + limit_s(30)
-    while not happens():
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
-
-
 def trouble(held: FolderLease) -> SnapshotError | None:
     try:
         held.check()
@@ -195,14 +187,14 @@ def test_a_folder_that_vanishes_is_reported_until_it_is_back(tmp_path: Path, how
             runs.rmdir()
         with pytest.raises(SnapshotFolderError, match="runs has vanished"):
             held.confirm()
-        until(lambda: isinstance(trouble(held), SnapshotFolderError))
+        until(lambda: isinstance(trouble(held), SnapshotFolderError), "the folder is gone")
         with pytest.raises(SnapshotFolderError):
             changes.begin(tmp_path / "gone", 1, make=False)
         assert runs.exists() == (how in ("emptied", "replaced"))
         if runs.exists():
             runs.rename(tmp_path / "other")
         (tmp_path / "aside").rename(runs)  # mounted again
-        until(lambda: trouble(held) is None)
+        until(lambda: trouble(held) is None, "the lease is good again")
         held.confirm()
 
 
@@ -216,11 +208,11 @@ def test_one_failed_beat_is_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with acquire(tmp_path, "a", beat_s=0.02) as held:
         with monkeypatch.context() as patch:
             patch.setattr(FolderLease, "_put", fails)
-            until(lambda: len(beats) >= 1)
+            until(lambda: len(beats) >= 1, "a beat")
             assert trouble(held) is None or len(beats) >= lease.BEATS_MISSED_MAX
-            until(lambda: len(beats) > lease.BEATS_MISSED_MAX)
+            until(lambda: len(beats) > lease.BEATS_MISSED_MAX, "too few beats")
             assert isinstance(trouble(held), SnapshotWriteError)
-        until(lambda: trouble(held) is None)
+        until(lambda: trouble(held) is None, "the lease is good again")
 
 
 def test_the_parents_of_a_new_folder_are_durable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

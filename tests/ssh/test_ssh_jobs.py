@@ -9,10 +9,9 @@ import sys
 import time
 from pathlib import Path
 
-from tests.network.fleet import until
 from tests.ssh.conftest import MakeYard
 from tests.ssh.yard import Yard
-from tests.support.limits import limit_s
+from tests.support.limits import limit_s, until
 
 GONE_S = 10.0
 """A launcher that was killed leaves nothing on any host after this."""

@@ -16,9 +16,10 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from tests.network.fleet import WAIT_S, Agent, Fleet, until
+from tests.network.fleet import WAIT_S, Agent, Fleet
 from tests.network.hosts import Host, PretendHosts, Program
 from tests.network.hosts import why_not as why_no_hosts
+from tests.support.limits import until
 
 PORT = 2222
 SSHD = "/usr/sbin/sshd"

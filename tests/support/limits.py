@@ -22,7 +22,8 @@ QUIET_S = 0.05
 MARGIN = 2.0
 """A machine becomes slower while tests run: by the tests themselves, and by its other tenants."""
 VARIABLE = "TEST_SLOWNESS"
-POLL_S = 0.005
+POLL_S, POLL_S_MAX = 0.005, 0.1
+"""Pause between two looks: it grows with the time that was waited, since a look may cost processor time."""
 
 T = TypeVar("T")
 
@@ -49,13 +50,14 @@ def limit_s(seconds: float) -> float:
     return seconds * slowness()
 
 
-def until(condition: Callable[[], T], what: str | Callable[[], str], seconds: float = 30.0) -> T:
+def until(condition: Callable[[], T], what: str | Callable[[], str], seconds: float = 40.0) -> T:
     """The first true value of `condition`. Fails with `what` after `seconds` of a quiet machine."""
-    end = time.monotonic() + limit_s(seconds)
+    begun = time.monotonic()
     while True:
         value = condition()
         if value:
             return value
-        if time.monotonic() > end:
+        waited_s = time.monotonic() - begun
+        if waited_s > limit_s(seconds):
             pytest.fail(f"not within {limit_s(seconds):g} s: {what if isinstance(what, str) else what()}")
-        time.sleep(POLL_S)
+        time.sleep(min(POLL_S_MAX, max(POLL_S, waited_s / 50)))
