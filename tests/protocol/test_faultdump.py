@@ -6,8 +6,17 @@ import ast
 
 import pytest
 
-from holdfast.protocol.faultdump import is_inside, is_library, main_thread, program_frame, program_threads, wanted_at
-from holdfast.protocol.rank_progress import FRAMES_MAX, THREADS_MAX, Frame
+from holdfast.protocol.rank_progress import (
+    FRAMES_MAX,
+    THREADS_MAX,
+    Frame,
+    is_inside,
+    is_library,
+    main_thread,
+    program_frame,
+    program_threads,
+    wanted_at,
+)
 
 TWO_THREADS = """\
 Thread 0x00007f41168b56c0 (most recent call first):

@@ -15,8 +15,7 @@ from enum import Enum
 
 from msgspec import Struct, structs
 
-from holdfast.protocol.faultdump import program_frame
-from holdfast.protocol.rank_progress import Frame, RankSample, RankStory
+from holdfast.protocol.rank_progress import Frame, RankSample, RankStory, program_frame
 
 GAP_S = 2.0
 """The limits below apply to two samples at most this far apart. For a longer gap they grow in proportion."""

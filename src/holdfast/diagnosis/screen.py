@@ -15,7 +15,6 @@ from typing import NamedTuple
 from msgspec import Struct
 
 from holdfast.diagnosis.places import Where, where_is
-from holdfast.protocol.faultdump import is_library
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, Verdict
 from holdfast.protocol.rank_progress import (
     Frame,
@@ -27,6 +26,7 @@ from holdfast.protocol.rank_progress import (
     RankView,
     StacksView,
     Stage,
+    is_library,
 )
 from holdfast.text import duration, plural, spans
 

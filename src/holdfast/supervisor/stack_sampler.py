@@ -28,15 +28,16 @@ from msgspec import Struct, structs
 
 from holdfast.linux import ProcessStat, process_stat
 from holdfast.protocol.board_layout import BOARD_VARIABLE, LOOK_MAIN_SIGNAL, LOOK_SIGNAL
-from holdfast.protocol.faultdump import (
+from holdfast.protocol.rank_progress import (
     DUMP_BYTES_MAX,
+    Frame,
+    RankSample,
     is_inside,
     main_thread,
     program_frame,
     program_threads,
     wanted_at,
 )
-from holdfast.protocol.rank_progress import Frame, RankSample
 from holdfast.runtime.driver import run_detached
 from holdfast.supervisor import processes
 
