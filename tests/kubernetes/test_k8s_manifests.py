@@ -196,7 +196,7 @@ MEANINGFUL = (
 AWKWARD = ["", " a", "a ", "a #b", "a: b", "\x7f", "\x85", "\u2028", "\ufeff", "\U0001f600", '"', "\\", "a\nb\t\r\0"]
 TEXTS = st.text(st.characters(exclude_categories=["Cs"])) | st.sampled_from([*MEANINGFUL.split(), *AWKWARD])
 SCALARS = st.none() | st.booleans() | st.integers() | TEXTS
-QUIETLY = settings(deadline=None, max_examples=60)
+QUIETLY = settings(max_examples=60)
 VALUES = st.recursive(
     SCALARS, lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4), max_leaves=10
 )

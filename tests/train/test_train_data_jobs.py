@@ -303,7 +303,7 @@ def check(job):
     return history
 
 
-SETTINGS = settings(deadline=None, suppress_health_check=list(HealthCheck), derandomize=True)
+SETTINGS = settings(suppress_health_check=list(HealthCheck))
 
 
 @settings(SETTINGS, max_examples=500)

@@ -96,7 +96,7 @@ def test_golden_orders():
     ]
 
 
-@settings(deadline=None, derandomize=True, max_examples=200)
+@settings(max_examples=200)
 @given(st.integers(0, 3000), st.integers(0, 2**64), st.integers(0, 2**40), st.sampled_from([Shuffled, Feistel]))
 def test_every_sample_is_in_the_order_once(length, seed, epoch, kind):
     assert sorted(kind(length, seed, epoch).take(np.arange(length)).tolist()) == list(range(length))
@@ -156,7 +156,7 @@ def steps_of(plan, cursor, length):
     ]
 
 
-@settings(deadline=None, derandomize=True, max_examples=250)
+@settings(max_examples=250)
 @given(PLANS, st.integers(0, 2000), st.floats(0, 1))
 def test_an_even_tail_deals_every_position_once_and_weighs_it_rightly(plan, length, trained):
     cursor = int(trained * length)
@@ -178,7 +178,7 @@ def test_an_even_tail_deals_every_position_once_and_weighs_it_rightly(plan, leng
     assert sorted(dealt) == list(range(cursor, length))
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(max_examples=150)
 @given(PLANS, st.integers(0, 2000), st.sampled_from(["drop", "pad"]))
 def test_what_drop_and_pad_cost_is_as_stated(plan, length, tail):
     plan = GlobalBatch(plan.size, plan.world, plan.every, tail)
@@ -193,7 +193,7 @@ def test_what_drop_and_pad_cost_is_as_stated(plan, length, tail):
             assert {share.weight for share in steps[-1]} == {1.0}
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(max_examples=150)
 @given(st.integers(1, 300), st.integers(1, 40), st.integers(1, 9), st.integers(1, 9), st.integers(0, 3000))
 def test_a_kept_global_batch_makes_the_same_steps_on_any_world(size, batch_size, one, other, length):
     def made(world):
@@ -278,7 +278,7 @@ def read_by(dataset, batch_size=4, **options):
 SIZES = st.lists(st.integers(0, 50), min_size=1, max_size=12)
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=100)
 @given(SIZES, st.integers(0, 99), st.booleans())
 def test_the_order_goes_round_the_shards_and_forward_in_each(sizes, epoch, shuffle):
     order = ShardOrder(np.array(sizes), 1, epoch, shuffle=shuffle)
@@ -290,7 +290,7 @@ def test_the_order_goes_round_the_shards_and_forward_in_each(sizes, epoch, shuff
     assert (np.diff(places) >= 0).all()  # round after round
 
 
-@settings(deadline=None, derandomize=True, max_examples=100)
+@settings(max_examples=100)
 @given(SIZES, st.integers(1, 6), st.integers(1, 40))
 def test_a_step_is_cut_into_stretches_of_neighbouring_shards(sizes, world, batch_size):
     order = ShardOrder(np.array(sizes), 1, 0, shuffle=True)

@@ -49,7 +49,7 @@ def exact(one: Any, other: Any) -> bool:
     return one == other
 
 
-@settings(deadline=None, derandomize=True, max_examples=150)
+@settings(max_examples=150)
 @given(TREES)
 def test_trees_come_back(tree: Any) -> None:
     assert exact(back(tree), tree)
