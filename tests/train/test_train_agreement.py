@@ -77,7 +77,7 @@ def test_what_the_dead_have_said_is_nobody_s_answer() -> None:
 def test_who_does_not_come_is_named() -> None:
     store = dist.HashStore()
     store.set("hello/1", "dead")
-    with pytest.raises(SnapshotIncompleteError, match=r"rank 1 said nothing for 0\.2 s"):
+    with pytest.raises(SnapshotIncompleteError, match=r"rank 1 sent nothing for 0\.2 s"):
         Peers.meeting(store, 0, 2, 0.2)
 
 
@@ -88,12 +88,12 @@ def test_everybody_is_told_who_is_silent() -> None:
     def talk(peers: Peers) -> Any:
         if peers.rank == 2:
             return "hangs"
-        with pytest.raises(SnapshotIncompleteError, match="rank 2 said nothing") as told:
+        with pytest.raises(SnapshotIncompleteError, match="rank 2 sent nothing") as told:
             peers.share("x")
         return str(told.value)
 
     assert together(dist.HashStore(), talk, limit_s(0.1))[2] == "hangs"
-    with pytest.raises(SnapshotIncompleteError, match="rank 0 said nothing"):
+    with pytest.raises(SnapshotIncompleteError, match="rank 0 sent nothing"):
         Peers.meeting(dist.HashStore(), 1, 2, 0.2)
 
 

@@ -252,4 +252,4 @@ def tell(as_json: bool, end: dict[str, object]) -> None:
         why = end["message"] or end["cause"]
         print(f"{end['run']} has ended: {how_it_ended(str(end['kind']), int(str(end['exit_code'])), str(why))}")
     if not end["whole"]:
-        print("holdfast: the coordinator does not answer: only this node was told", file=sys.stderr)
+        print("holdfast: the coordinator does not answer: only this node got the request", file=sys.stderr)

@@ -389,7 +389,7 @@ class Peers:
         elif self._store.check([SILENT]):
             who = self._store.get(SILENT).decode()
         return SnapshotIncompleteError(
-            f"rank {who} said nothing for {self._patience_s:g} s\n"
+            f"rank {who} sent nothing for {self._patience_s:g} s\n"
             "every rank has to call resume(), step() and save() equally often"
         )
 

@@ -255,7 +255,7 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
         needed = sum(math.prod(item.lengths) for item in plan.items)
         held = sum(local_tensor(tensor).numel() for tensor in targets.values())
         if needed < held:
-            raise ShardingError("parts of the saved tensors are not at hand")
+            raise ShardingError("parts of the saved tensors are not available")
         return planner, plan
 
     # --- torch's StorageReader ---

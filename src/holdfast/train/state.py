@@ -395,7 +395,7 @@ def _text_of(saved: Saved, rank: int) -> dict[str, Any]:
     ShardingError."""
     texts = {text.get("rank"): text for text in saved.texts}
     if not texts:
-        raise ShardingError("no rank's state is at hand")
+        raise ShardingError("no rank's state is available")
     world_then = codec.expect(next(iter(texts.values())).get("world"), int, "world")
     found = texts.get(rank % world_then)
     if found is not None and found.get("format") == "dcp":
@@ -403,7 +403,7 @@ def _text_of(saved: Saved, rank: int) -> dict[str, Any]:
             "torch.distributed.checkpoint.save made the snapshot: load it with its load() and ht.SnapshotReader"
         )
     if found is None:
-        raise ShardingError(f"the state of rank {rank % world_then} is not at hand")
+        raise ShardingError(f"the state of rank {rank % world_then} is not available")
     if found.get("format") != FORMAT:
         raise ShardingError(f"the snapshot has the format {found.get('format')}, this holdfast reads {FORMAT}")
     return found
