@@ -25,9 +25,9 @@ from typing import TYPE_CHECKING, NamedTuple
 import psutil
 
 from holdfast.cli import config, grammar
-from holdfast.cli.finding import Parser, print_json
 from holdfast.cli.option_table import FLAG, FLOAT, OPTIONS, TEXT, Option
 from holdfast.cli.option_table import line as help_line
+from holdfast.cli.printing import Parser, print_json
 from holdfast.linux import GroupLimits, read_text
 from holdfast.protocol.errors import RendezvousConfigError, UsageError
 from holdfast.version import __version__

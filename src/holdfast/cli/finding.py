@@ -1,4 +1,4 @@
-"""What the commands other than run and launch share: a parser, tables, JSON; the run that is meant and how it ended.
+"""Finds the run that a command is about, and how it has ended.
 
 A run is named by its run id, by the beginning of the id, or by its run folder; without a name it is the only running
 one. Knows the list of running agents, the default log folder, and how a run has ended (verdict.json).
@@ -6,18 +6,16 @@ one. Knows the list of running agents, the default log folder, and how a run has
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
 
 import msgspec
 
 from holdfast.diagnosis.screen import how_it_ended, render_again
-from holdfast.protocol.errors import ControlRefusedError, NoRunError, UsageError
+from holdfast.protocol.errors import ControlRefusedError, NoRunError
 from holdfast.protocol.outcome import Outcome
 from holdfast.runtime import running
 from holdfast.runtime.run_folder import JOURNAL_NAME as JOURNAL
@@ -219,53 +217,3 @@ def job_lines(entries: Sequence[RunningAgent]) -> str:
         for entry in entries[:LISTED_MAX]
     ]
     return "\n".join(lines + ([f"  … and {len(entries) - LISTED_MAX} more"] if len(entries) > LISTED_MAX else []))
-
-
-RANKS_MAX = 1_000_000
-
-
-class Parser(argparse.ArgumentParser):
-    """argparse without abbreviations, whose errors are UsageErrors."""
-
-    def __init__(self, **settings: Any) -> None:
-        super().__init__(allow_abbrev=False, **settings)
-
-    def add_run(self) -> None:
-        """The argument of commands about a running job."""
-        self.add_argument(
-            "run", nargs="?", metavar="RUN", help="run id, its beginning, or run folder; by default the only one"
-        )
-
-    def add_json(self, text: str = "print JSON") -> None:
-        self.add_argument("--json", action="store_true", help=text)
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{self.prog}: {message}")
-
-
-def print_table(rows: Sequence[tuple[str, ...]]) -> None:
-    """Print columns side by side."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for each in rows:
-        print("  ".join(text.ljust(width) for text, width in zip(each, widths, strict=True)).rstrip())
-
-
-def print_json(value: object) -> None:
-    """Print one JSON document."""
-    print(json.dumps(value, indent=1))
-
-
-def ranks_of(texts: Sequence[str] | None) -> set[int]:
-    """The ranks of `--rank 3 --rank 0-7,12`; empty: all. Raises UsageError.
-
-    >>> sorted(ranks_of(["3", "0-1,8"]))
-    [0, 1, 3, 8]
-    """
-    found: set[int] = set()
-    for text in texts or ():
-        for part in text.split(","):
-            first, dash, last = part.partition("-")
-            if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) - int(first) >= RANKS_MAX:
-                raise UsageError(f"--rank {text}: write ranks like 3, 0-7 or 1,5")
-            found |= set(range(int(first), int(last or first) + 1))
-    return found

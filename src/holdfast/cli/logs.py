@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from holdfast.cli.finding import Parser, ranks_of, run_folders, running_job
+from holdfast.cli.finding import run_folders, running_job
+from holdfast.cli.printing import Parser, ranks_of
 from holdfast.protocol.errors import HoldfastError, NoRunError, UsageError
 from holdfast.runtime.run_folder import JOURNAL_NAME as JOURNAL
 from holdfast.runtime.running import Call

@@ -20,7 +20,8 @@ from typing import Any
 import msgspec
 from msgspec.structs import asdict
 
-from holdfast.cli.finding import Parser, newest_ended, outcome_of, print_json, print_table, run_folders, screen_of
+from holdfast.cli.finding import newest_ended, outcome_of, run_folders, screen_of
+from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.diagnosis.history import PHASES, Activity, Generation, History, Survival, Timeline, history, timeline
 from holdfast.diagnosis.reference import Explanation, everything, headings, nearest, normal, search
 from holdfast.protocol.errors import UsageError

@@ -22,7 +22,7 @@ from holdfast.runtime.inherited import draw_token
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from holdfast.cli.finding import Parser
+    from holdfast.cli.printing import Parser
 
 
 NAME = "torchrun"
@@ -64,7 +64,7 @@ def main_token(argv: Sequence[str]) -> int:
 
 
 def parser() -> Parser:
-    from holdfast.cli.finding import Parser
+    from holdfast.cli.printing import Parser
 
     made = Parser(prog="holdfast shim", description="Write a torchrun command that calls holdfast run.")
     made.add_argument("folder", metavar="DIR", help="folder for it; it is created if needed")
@@ -72,7 +72,7 @@ def parser() -> Parser:
 
 
 def token_parser() -> Parser:
-    from holdfast.cli.finding import Parser
+    from holdfast.cli.printing import Parser
 
     return Parser(
         prog="holdfast token",

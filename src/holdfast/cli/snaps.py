@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.finding import Parser, print_json, print_table
+from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotGoneError, UsageError
 from holdfast.snapshots import changes, folder, lease
 from holdfast.snapshots.changes import Keep, Pruned

@@ -17,7 +17,8 @@ from pathlib import Path
 
 import msgspec
 
-from holdfast.cli.finding import Parser, end_of, ended_run, outcome_of, print_json, ranks_of, running_job
+from holdfast.cli.finding import end_of, ended_run, outcome_of, running_job
+from holdfast.cli.printing import Parser, print_json, ranks_of
 from holdfast.diagnosis.screen import group, how_it_ended, stack_lines, status_lines
 from holdfast.protocol.errors import ControlSilentError, NoRunError, UsageError
 from holdfast.protocol.messages import Question

@@ -1,0 +1,59 @@
+"""Helpers of the commands other than run and launch: a parser that fails as holdfast does, tables, JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from typing import Any, NoReturn
+
+from holdfast.protocol.errors import UsageError
+
+RANKS_MAX = 1_000_000
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse without abbreviations, whose errors are UsageErrors."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)
+
+    def add_run(self) -> None:
+        """The argument of commands about a running job."""
+        self.add_argument(
+            "run", nargs="?", metavar="RUN", help="run id, its beginning, or run folder; by default the only one"
+        )
+
+    def add_json(self, text: str = "print JSON") -> None:
+        self.add_argument("--json", action="store_true", help=text)
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{self.prog}: {message}")
+
+
+def print_table(rows: Sequence[tuple[str, ...]]) -> None:
+    """Print columns side by side."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for each in rows:
+        print("  ".join(text.ljust(width) for text, width in zip(each, widths, strict=True)).rstrip())
+
+
+def print_json(value: object) -> None:
+    """Print one JSON document."""
+    print(json.dumps(value, indent=1))
+
+
+def ranks_of(texts: Sequence[str] | None) -> set[int]:
+    """The ranks of `--rank 3 --rank 0-7,12`; empty: all. Raises UsageError.
+
+    >>> sorted(ranks_of(["3", "0-1,8"]))
+    [0, 1, 3, 8]
+    """
+    found: set[int] = set()
+    for text in texts or ():
+        for part in text.split(","):
+            first, dash, last = part.partition("-")
+            if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) - int(first) >= RANKS_MAX:
+                raise UsageError(f"--rank {text}: write ranks like 3, 0-7 or 1,5")
+            found |= set(range(int(first), int(last or first) + 1))
+    return found
