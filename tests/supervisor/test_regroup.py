@@ -386,7 +386,9 @@ async def test_a_hundred_generations_leave_nothing_open(crew: Any) -> None:
     await crew.regroup(2, 0, 1, 2)
     before = crew.descriptors()
     for generation in range(3, 103):
+        async with asyncio.timeout(limit_s(30)):  # what comes when the next one has begun is not noted
+            while len(crew.noted("went_on")) < RANKS * (generation - 2):
+                await asyncio.sleep(0)
         await crew.regroup(generation, 0, 1, 2, safe_point=generation % 2)
     assert crew.descriptors() == before
-    assert len(crew.noted("went_on")) >= RANKS * 100 - RANKS
     await crew.end()
