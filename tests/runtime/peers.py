@@ -13,7 +13,7 @@ from holdfast.protocol.session import Hello
 from holdfast.rendezvous.bind import claim
 from holdfast.runtime.connection import Connection, dial
 from holdfast.runtime.listener import Listener
-from tests.support.limits import limit_s
+from tests.support.limits import limit_s, settled
 
 JOB = JobSpec(run_id="run-a", min_nodes=1, max_nodes=2000, backend="c10d")
 NODE = NodeSpec(member="node7#1", host="node7", nproc=1)
@@ -21,13 +21,6 @@ TOKEN = b"correct horse"
 PATIENCE_S = limit_s(20.0)
 
 Talk = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
-
-
-async def settled(condition: Callable[[], bool]) -> None:
-    """Until it holds; fails after PATIENCE_S."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():  # noqa: ASYNC110 - any condition, under a deadline
-            await asyncio.sleep(0.001)
 
 
 class Door:

@@ -22,8 +22,8 @@ from holdfast.protocol.policy import JobSpec
 from holdfast.protocol.session import Hello
 from holdfast.runtime import connection as connection_module
 from holdfast.runtime.connection import Connection, dial
-from tests.runtime.peers import JOB, NODE, TOKEN, Door, Talk, service, settled
-from tests.support.limits import limit_s
+from tests.runtime.peers import JOB, NODE, TOKEN, Door, Talk, service
+from tests.support.limits import limit_s, settled
 
 
 class Coordinator(Door):

@@ -13,7 +13,7 @@ import pytest
 from holdfast.protocol.errors import BindingError, HoldfastError, InternalError, PlatformError
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.driver import SAID_INTERVAL_S, Driver, Troubles, as_error, fault_of
-from tests.support.limits import limit_s
+from tests.support.limits import limit_s, settled
 
 NO_FILES = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -111,9 +111,7 @@ def test_an_oserror_at_a_message_is_no_lost_connection() -> None:
         server = await loop.create_server(lambda: connection, "127.0.0.1", 0)
         _, writer = await asyncio.open_connection(*server.sockets[0].getsockname())
         writer.write(b"x")
-        async with asyncio.timeout(limit_s(20)):
-            while not connection.open:  # noqa: ASYNC110 - under a deadline
-                await asyncio.sleep(0.001)
+        await settled(lambda: connection.open)
         connection.start(no_room, lambda _: None)
         async with asyncio.timeout(limit_s(20)):
             found = await met

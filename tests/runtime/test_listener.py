@@ -14,8 +14,8 @@ from holdfast.protocol.policy import NodeSpec
 from holdfast.protocol.session import NONCE_BYTES, ClientHandshake
 from holdfast.runtime.connection import dial
 from holdfast.runtime.listener import LOG_LINES_MAX, TakeOver
-from tests.runtime.peers import JOB, NODE, PATIENCE_S, TOKEN, Door, settled
-from tests.support.limits import limit_s
+from tests.runtime.peers import JOB, NODE, PATIENCE_S, TOKEN, Door
+from tests.support.limits import limit_s, settled
 
 HANDSHAKE_S = limit_s(0.1)
 

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -31,7 +30,7 @@ from holdfast.supervisor.client import (
 from holdfast.supervisor.supervisor import exec_supervisor
 from holdfast.supervisor.worker_command import BOOTSTRAP, FOLDER
 from tests.supervisor.looks import Start, out
-from tests.support.limits import limit_s
+from tests.support.limits import limit_s, settled
 
 EVENT_LIMIT_S = limit_s(20.0)
 E = TypeVar("E")
@@ -57,12 +56,7 @@ class Bench:
         """What an agent does when its supervisor has died; other tests' processes are spared."""
         await asyncio.to_thread(sweep, self.supervisor.handle, self.others)
 
-    @staticmethod
-    async def until(condition: Callable[[], bool]) -> None:
-        deadline = time.monotonic() + EVENT_LIMIT_S
-        while not condition():
-            assert time.monotonic() < deadline, "never came true"
-            await asyncio.sleep(0.01)
+    until = staticmethod(settled)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ slow. Nothing here measures the product: what is about time is a benchmark.
 
 from __future__ import annotations
 
+import asyncio
 import os
 import statistics
 import subprocess
@@ -61,3 +62,10 @@ def until(condition: Callable[[], T], what: str | Callable[[], str], seconds: fl
         if waited_s > limit_s(seconds):
             pytest.fail(f"not within {limit_s(seconds):g} s: {what if isinstance(what, str) else what()}")
         time.sleep(min(POLL_S_MAX, max(POLL_S, waited_s / 50)))
+
+
+async def settled(condition: Callable[[], object]) -> None:
+    """`until` in an event loop: return when the condition is true. Raises TimeoutError."""
+    async with asyncio.timeout(limit_s(20)):
+        while not condition():  # noqa: ASYNC110 - any condition, under a deadline
+            await asyncio.sleep(0.001)
