@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from benchmarks.harness import Launcher, Metric, Row, Sample, launched, wait_for_stamps
+from benchmarks.harness import Launcher, Metric, Row, Sample, cpu_s, launched, wait_for_stamps
 
 SETTLE_S = 3.0
 WATCH_S = 20.0
@@ -25,16 +25,6 @@ def pss_mb(pid: int) -> float:
         if line.startswith("Pss:"):
             return int(line.split()[1]) / 1024
     raise OSError(f"no Pss of {pid}")
-
-
-def cpu_s(pid: int) -> float:
-    """CPU time of all threads, from the scheduler's nanoseconds (stat's ticks are too coarse for 0.2 %)."""
-    return (
-        sum(
-            int(Path(f"/proc/{pid}/task/{t}/schedstat").read_text().split()[0]) for t in os.listdir(f"/proc/{pid}/task")
-        )
-        / 1e9
-    )
 
 
 def measure(launcher: Launcher, folder: Path) -> Sample:

@@ -9,6 +9,8 @@ import pytest
 from benchmarks import report
 from benchmarks.harness import BenchmarkError, Launcher, Metric, Result, Row, Sample, run_row, turns
 from benchmarks.rows import ALL, tee
+from benchmarks.scale import Story
+from holdfast.protocol.policy import Limits
 
 
 def row(metric: Metric, **samples: list[float]) -> Result:
@@ -51,6 +53,14 @@ def test_an_error_of_a_launcher_is_a_result_and_breaks_the_bound() -> None:
     assert result.samples == {"torchrun": [{"m": 1.0}]}
     assert result.kept(metric) is False
     assert "1 of 1 repetitions failed; first: BenchmarkError: no" in report.errors([result])
+
+
+def test_light_agents_form_a_generation_and_another_without_one_of_them(tmp_path: Path) -> None:
+    costs = Story(6, tmp_path, Limits(ping_interval_s=0.1), settle_s=0.0, train_s=0.5).run()
+    assert costs["form"]["down"]["Start"] == 6
+    assert costs["train"]["down"]["Pong"] > 0
+    assert costs["lose one"]["down"]["Start"] == 5
+    assert costs["peak MB"] > 1
 
 
 def test_the_table_shows_both_sides_and_the_bound() -> None:

@@ -43,6 +43,7 @@ class Desk:
         nproc: int = 1,
         judge: Judge = simple_judge,
         examine: Examine = simple_examine,
+        limits: Limits = LIMITS,
     ) -> None:
         job = JobSpec(
             run_id=run_id,
@@ -58,7 +59,7 @@ class Desk:
         )
         self.nproc = nproc
         self.now = 0.0
-        self.machine = CoordinatorMachine(job, LIMITS, judge, self.now, examine=examine)
+        self.machine = CoordinatorMachine(job, limits, judge, self.now, examine=examine)
         self.told: list[tuple[int, msg.FromCoordinator]] = []
         self.dropped: list[int] = []
         self.concluded = 0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.coordinator.admission import Admission, Admit, Deny
+from holdfast.coordinator.admission import LAST_WORDS_S, Admission, Admit, Deny
 from holdfast.coordinator.coordinator_state import LinkOpened, Member, Phase
 from holdfast.coordinator.membership import LINKS_PER_ADDRESS_MAX, Liveness
 from holdfast.protocol import messages as msg
@@ -235,6 +235,17 @@ def test_so_is_one_beside_a_claim_that_waits() -> None:
     desk.give(Tick())
     assert not desk.dropped
     assert desk.machine.next_deadline() is not None
+
+
+def test_a_claim_is_denied_at_the_first_ping_of_its_holder() -> None:
+    desk = Desk(fixed_ranks=True)
+    desk.join(1, 2)
+    desk.now = LAST_WORDS_S + 0.1
+    due_s = desk.machine.next_deadline()
+    assert due_s is not None
+    assert due_s > desk.now, "no Tick comes first"
+    desk.say(1, msg.Ping(1))
+    assert isinstance(desk.last(2), msg.Refuse)
 
 
 def test_the_local_link_stays() -> None:

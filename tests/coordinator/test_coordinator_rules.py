@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from holdfast.coordinator.coordinator_state import LinkClosed, LinkOpened, Phase, QuitAsked
 from holdfast.diagnosis.causes import judge
@@ -174,6 +175,16 @@ def test_members_are_told_the_lease() -> None:
     desk = Desk()
     desk.join(1)
     assert desk.told == [(1, msg.Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s, msg.REVISION))]
+
+
+def test_the_more_agents_the_rarer_their_pings_and_reports() -> None:
+    desk = Desk(1, 9, limits=structs.replace(LIMITS, pings_per_s_max=6, progress_per_s_max=2))
+    desk.join(*range(1, 8))
+    joined = [message for _, message in desk.told if isinstance(message, msg.Joined)]
+    assert [message.ping_interval_s for message in joined] == [1.0] * 6 + [7 / 6]
+    desk.wait(2.0)
+    desk.prepare(*range(1, 8))
+    assert desk.last(7) == msg.Start(1, "10.0.0.1", 40_000, 3.5)
 
 
 # --- draining -----------------------------------------------------------------------------------------------------

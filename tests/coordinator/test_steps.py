@@ -60,7 +60,7 @@ def test_the_median_step_is_that_of_the_last_minute() -> None:
         world.heard("b#1", [steps(0, int(done), own_s=done * 0.1)], 100.0 + now)
     assert world.ranks[2].step_s == pytest.approx(0.5)
     assert world.ranks[2].own_step_s == pytest.approx(0.1)
-    assert len(world.ranks[2].windows) == WINDOWS_MAX
+    assert len(world.ranks[2].window_steps_s) == WINDOWS_MAX
 
 
 def test_a_pause_is_no_step() -> None:

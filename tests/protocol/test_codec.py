@@ -15,6 +15,7 @@ from holdfast.protocol.codec import (
     MESSAGE_BYTES_MAX,
     PREAMBLE_BYTES,
     STORE_MAGIC,
+    TEXTLESS,
     FrameReader,
     decode_from_agent,
     decode_from_coordinator,
@@ -446,3 +447,8 @@ def test_a_half_frame_is_torn() -> None:
 def test_nothing_is_sent_that_no_peer_would_accept() -> None:
     with pytest.raises(ProtocolError):
         frame(bytes(FRAME_BYTES_MAX + 1))
+
+
+@pytest.mark.parametrize("kind", TEXTLESS)
+def test_what_is_not_cleaned_has_no_text(kind: type[msgspec.Struct]) -> None:
+    assert '"type":"string"' not in msgspec.json.encode(msgspec.json.schema(kind)).decode()

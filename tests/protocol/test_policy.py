@@ -1,10 +1,12 @@
-"""The pauses after which a wait is reported again."""
+"""The pauses after which a wait is reported again; how often agents report."""
 
 from __future__ import annotations
 
 from itertools import pairwise
 
-from holdfast.protocol.policy import PAUSE_S_MAX, Pauses
+import pytest
+
+from holdfast.protocol.policy import PAUSE_S_MAX, Limits, Pauses
 
 
 def test_it_is_said_at_growing_pauses_up_to_a_minute() -> None:
@@ -15,3 +17,23 @@ def test_it_is_said_at_growing_pauses_up_to_a_minute() -> None:
     assert gaps[:4] == [10, 20, 40, 60]
     assert set(gaps[3:]) == {PAUSE_S_MAX}
     assert pauses.at_s > 500
+
+
+@pytest.mark.parametrize(
+    ("limits", "agents", "ping_s", "progress_s"),
+    [
+        (Limits(), 1, 1.0, 1.0),
+        (Limits(), 200, 1.0, 1.0),
+        (Limits(), 1_000, 1.0, 5.0),
+        (Limits(), 6_000, 1.2, 10.0),
+        (Limits(), 100_000, 4 / 3, 10.0),
+        (Limits(lease_s=3.0, fence_s=2.0, ping_interval_s=0.5), 100_000, 2 / 3, 10.0),
+        (Limits(hang_report_s=3.0), 100_000, 4 / 3, 2.5),
+        (Limits(hang_report_s=0.6), 100_000, 4 / 3, 1.0),
+    ],
+)
+def test_the_load_is_bounded_as_far_as_fence_and_hang_detection_allow(
+    limits: Limits, agents: int, ping_s: float, progress_s: float
+) -> None:
+    assert limits.ping_interval_of(agents) == pytest.approx(ping_s)
+    assert limits.progress_interval_of(agents) == pytest.approx(progress_s)

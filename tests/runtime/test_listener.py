@@ -13,7 +13,7 @@ from holdfast.protocol.messages import Ping
 from holdfast.protocol.policy import NodeSpec
 from holdfast.protocol.session import NONCE_BYTES, ClientHandshake
 from holdfast.runtime.connection import dial
-from holdfast.runtime.listener import LOG_LINES_MAX, TakeOver
+from holdfast.runtime.listener import ACCEPTED_AT_ONCE, LOG_LINES_MAX, TakeOver
 from tests.runtime.peers import JOB, NODE, PATIENCE_S, TOKEN, Door
 from tests.support.limits import limit_s, settled
 
@@ -136,6 +136,17 @@ async def test_a_crowd_at_the_door_does_not_keep_good_nodes_out() -> None:
         for _, writer in crowd:
             writer.close()
         await asyncio.gather(*(writer.wait_closed() for _, writer in crowd), return_exceptions=True)
+
+
+async def test_a_job_that_starts_on_many_nodes_at_once_loses_no_connection() -> None:
+    """All have sent their hello before the coordinator reads the first one."""
+    async with door(arrivals_max=4 * ACCEPTED_AT_ONCE) as opened, contextlib.AsyncExitStack() as stack:
+        nodes = [stack.enter_context(socket.socket()) for _ in range(8 * ACCEPTED_AT_ONCE)]
+        for node in nodes:
+            node.connect(("127.0.0.1", opened.claim.port))
+            node.sendall(hello())
+        await settled(lambda: len(opened.hellos) == len(nodes))
+        assert opened.lines == []
 
 
 async def test_lines_are_limited() -> None:

@@ -26,8 +26,8 @@ class Post:
         self.faults: list[str] = []
         self.news = asyncio.Event()
         self.board = Board(1)
-        self.observer = Observer(tasks, self._emit, host="b", folder=None, interval_s=0.01, fault=self._failed)
-        self.observer.start(Start(3, address, port), self.board, int, lambda: self.board.progress(0))
+        self.observer = Observer(tasks, self._emit, host="b", folder=None, fault=self._failed)
+        self.observer.start(Start(3, address, port, 0.01), self.board, int, lambda: self.board.progress(0))
 
     def _emit(self, event: Event) -> None:
         self.told.append(event)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from math import inf
 
 from holdfast.coordinator.admission import Admission, Versions
 from holdfast.coordinator.coordinator_state import (
@@ -93,6 +94,8 @@ class CoordinatorActs:
         self._admission = Admission(job, self._versions.other_line)
         self._born_s = now
         self._now = now
+        self._due_s: float = -inf
+        """The next deadline; -inf: not computed since the last event."""
         self._gathering = Gathering(
             present=0, began_s=now, last_arrival_s=now, quorum_s=None, not_before_s=now, regroup=False
         )
@@ -266,7 +269,8 @@ class CoordinatorActs:
     def _start_member(self, now: float, member: Member, world: World) -> None:
         self._membership.set_busy(member, world.generation)
         member.first_started_s = member.first_started_s or now
-        self._tell(member, Start(world.generation, *world.master))
+        interval_s = self.limits.progress_interval_of(len(world.order))
+        self._tell(member, Start(world.generation, *world.master, interval_s))
 
     def _admit(self, newcomers: Collection[Member]) -> None:
         """Let these join the running generation without a worker in it, as far as there is room."""

@@ -82,6 +82,7 @@ class CoordinatorMachine(CoordinatorActs):
 
     def handle(self, now: float, event: Event) -> list[Command]:
         self._now = now
+        before, routine = self.phase, self._is_routine(now, event)
         match event:
             case LinkOpened(link, address, reached_at, local):
                 too_many = self._membership.open_link(link, Pending(address, reached_at, local, now))
@@ -94,14 +95,33 @@ class CoordinatorMachine(CoordinatorActs):
                 self._on_quit(Quit(drain, by))
             case Tick():
                 pass
-        self._advance(now)
+        if not routine or self.phase is not before:
+            self._due_s = -inf
+            self._advance(now)
+        elif before is Phase.RUNNING:
+            self._due_s = min(self._due_s, self._monitor.due_s())
         out, self._out = self._out, []
         return out
+
+    def _is_routine(self, now: float, event: Event) -> bool:
+        """Whether no transition can follow from this event, of which a large job has thousands per second: a Ping or a
+        Progress before the next deadline, while no claim waits for a sign of life."""
+        return (
+            now < self._due_s
+            and isinstance(event, Heard)
+            and isinstance(event.message, Ping | Progress)
+            and not self._admission.claims
+        )
 
     def next_deadline(self) -> float | None:
         """When the next Tick is due; None once the job is over."""
         if self.phase is Phase.OVER:
             return None
+        if self._due_s == -inf:
+            self._due_s = self._find_deadline()
+        return self._due_s
+
+    def _find_deadline(self) -> float:
         deadlines = [self._liveness.next_look_s(), self._membership.unjoined_due_s(self._admission.claims)]
         if self.phase is Phase.RUNNING:
             deadlines.append(self._monitor.due_s())
@@ -229,7 +249,8 @@ class CoordinatorMachine(CoordinatorActs):
                 member.revision = join.revision
                 self._gathering.last_arrival_s = now
                 limits = self.limits
-                self._tell(member, Joined(limits.lease_s, limits.fence_s, limits.ping_interval_s, REVISION))
+                ping_interval_s = limits.ping_interval_of(max(len(self.members), self.job.min_nodes))
+                self._tell(member, Joined(limits.lease_s, limits.fence_s, ping_interval_s, REVISION))
                 self._note("joined", member=member.name, address=member.address, nproc=member.node.nproc)
                 self._compare(member)
                 self._observe_previous_leader(now, member, join)

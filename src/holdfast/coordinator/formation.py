@@ -151,6 +151,7 @@ def assignments(
     """One Assign per member. Ranks are prefix sums in the order of the seats, over all workers that take part and
     within each role. `places`: the local ranks of each member that take part."""
     sizes = [len(places[node.member]) for node in seats]
+    world_size, taking_part = sum(sizes), len(seats) - sizes.count(0)
     role_size: dict[str, int] = {}
     for node, size in zip(seats, sizes, strict=True):
         role_size[node.role] = role_size.get(node.role, 0) + size
@@ -162,9 +163,9 @@ def assignments(
             generation=generation,
             restart_count=restart_count,
             group_rank=group_rank,
-            group_world_size=len(seats) - sizes.count(0),
+            group_world_size=taking_part,
             rank_base=rank_base,
-            world_size=sum(sizes),
+            world_size=world_size,
             role_rank_base=role_base[node.role],
             role_world_size=role_size[node.role],
             hosts_store=group_rank == 0,

@@ -5,7 +5,7 @@ The cost of a report grows with its ranks. `step_s` looks at all ranks, so it is
 
 from __future__ import annotations
 
-from collections import deque
+from array import array
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -15,7 +15,7 @@ STEPS_TO_COUNT = 3
 """Earlier steps are warm-up: the rank compiles, fills caches, opens connections."""
 WINDOW_S = 5.0
 WINDOWS_MAX = 12
-"""Their median is that of the last minute, or of this many steps if a step is longer than a window."""
+"""Their median is that of the last minute; of this many steps or reports if these take longer than a window."""
 GROUPING = frozenset({Stage.MEETING, Stage.GROUPING})
 
 
@@ -48,8 +48,10 @@ class RankThroughput:
     steps: int = 0
     beats: int = 0
     own_s: float = 0.0
-    windows: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=WINDOWS_MAX))
-    """Seconds per step and own part in each window, oldest first."""
+    window_steps_s: array[float] = field(default_factory=lambda: array("d"))
+    """Seconds per step in each of the last WINDOWS_MAX windows, oldest first. Arrays: a job may have 100,000 ranks."""
+    window_owns_s: array[float] = field(default_factory=lambda: array("d"))
+    """The own parts of these."""
     _first: Mark | None = None
     """The first step that was reported. Used until a step after the warm-up has been measured."""
     _from: Mark | None = None
@@ -73,7 +75,7 @@ class RankThroughput:
     def _begin_anew(self) -> None:
         """Start to count optimizer steps: up to now only beats were counted."""
         self.steps, self._first, self._from = 0, None, None
-        self.windows.clear()
+        del self.window_steps_s[:], self.window_owns_s[:]
 
     @property
     def counts(self) -> bool:
@@ -86,24 +88,26 @@ class RankThroughput:
     @property
     def step_s(self) -> float:
         """Median of the last minute; 0: unknown."""
-        return median([step_s for step_s, _ in self._measured()])
+        return median(self.window_steps_s) if self.window_steps_s else self._rough()[0]
 
     @property
     def own_step_s(self) -> float:
-        return median([own_s for _, own_s in self._measured()])
+        return median(self.window_owns_s) if self.window_owns_s else self._rough()[1]
 
-    def _measured(self) -> Collection[tuple[float, float]]:
-        if self.windows:
-            return self.windows
+    def _rough(self) -> tuple[float, float]:
+        """Before the end of the first window."""
         begins = (mark for mark in (self._from, self._first) if mark is not None and mark.steps < self.steps)
-        return [mark.per_step(self.mark) for mark in begins][:1]
+        return next((mark.per_step(self.mark) for mark in begins), (0.0, 0.0))
 
     def _measure(self) -> None:
         mark = self.mark
         if self._from is None:
             self._from = mark
         elif mark.at_s - self._from.at_s >= WINDOW_S:
-            self.windows.append(self._from.per_step(mark))
+            step_s, own_s = self._from.per_step(mark)
+            self.window_steps_s.append(step_s)
+            self.window_owns_s.append(own_s)
+            del self.window_steps_s[:-WINDOWS_MAX], self.window_owns_s[:-WINDOWS_MAX]
             self._from = mark
 
 

@@ -25,7 +25,12 @@ from holdfast.protocol.messages import (
     FromAgent,
     FromCoordinator,
     Looked,
+    Ping,
+    Pong,
+    Prepared,
+    Progress,
     ReplacementFailed,
+    Stopped,
     WorkerDone,
     WorkersFailed,
 )
@@ -201,6 +206,9 @@ FAILURES_MAX = 4096
 CHARS_PER_FRAME = 64
 """Stacks are cut to one frame per this many characters of the limit."""
 
+TEXTLESS = (Ping, Pong, Progress, Prepared, Stopped)
+"""Frequent messages in which there is nothing to clean."""
+
 Message = TypeVar("Message")
 
 _encoder = msgspec.msgpack.Encoder()
@@ -241,7 +249,8 @@ def decode_from_coordinator(data: bytes) -> FromCoordinator:
 def decode(decoder: msgspec.msgpack.Decoder[Message], data: bytes, sender: str) -> Message:
     """One message, its texts safe for a console. Raises ProtocolError, naming the sender, on anything else."""
     try:
-        return clean(decoder.decode(data))
+        message = decoder.decode(data)
+        return message if isinstance(message, TEXTLESS) else clean(message)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a message of {sender}: {error}") from None
 

@@ -145,7 +145,7 @@ class Held(AgentMessage, frozen=True, tag="held"):
 
 
 class Progress(AgentMessage, frozen=True, tag="progress"):
-    """How far this node's workers are; sent every Limits.progress_interval_s while they run."""
+    """How far this node's workers are; sent every Start.progress_interval_s while they run."""
 
     generation: Count
     ranks: Annotated[tuple[RankProgress, ...], OF_ONE_NODE]
@@ -254,6 +254,8 @@ class Start(CoordinatorMessage, frozen=True, tag="start"):
     generation: Count
     master_addr: str
     master_port: Port
+    progress_interval_s: Period = 1.0
+    """How often the node reports Progress. It grows with the job, so that the coordinator's load stays bounded."""
 
 
 class Regroup(CoordinatorMessage, frozen=True, tag="regroup"):

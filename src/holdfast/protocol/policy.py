@@ -50,6 +50,8 @@ class Note(Struct, frozen=True):
     fields: dict[str, object]
 
 
+PINGS_PER_FENCE = 3
+PROGRESS_PER_HANG = 1.2
 GROWTH = 2.0
 PAUSE_S_MAX = 60.0
 
@@ -137,6 +139,9 @@ class Limits(Struct, frozen=True, kw_only=True):
     fence_s: float = 4.0
     """An agent whose last acknowledged ping is older than this kills its workers, by its own clock."""
     ping_interval_s: float = 1.0
+    """See `ping_interval_of`."""
+    pings_per_s_max: int = 5000
+    """Of all agents together, as long as each sends PINGS_PER_FENCE in fence_s."""
     kill_s: float = 0.5
     """From SIGKILL until all processes are gone, on a healthy machine."""
     prepare_s: float = 30.0
@@ -174,7 +179,11 @@ class Limits(Struct, frozen=True, kw_only=True):
     """From the order to go on until every worker trains again in the new generation; then all are stopped and started
     again."""
     progress_interval_s: float = 1.0
-    """How often an agent reports the progress of its workers."""
+    """See `progress_interval_of`."""
+    progress_interval_max_s: float = 10.0
+    """In the largest jobs."""
+    progress_per_s_max: int = 200
+    """Reports of all agents together, up to progress_interval_max_s."""
     hang_report_s: float = 12.0
     """Without a step of any rank for this long, and for hang_steps steps, all workers are sampled (rdzv-conf
     hang_report). Sampling takes some 4 s, so a hang is reported after about 15 s."""
@@ -203,6 +212,16 @@ class Limits(Struct, frozen=True, kw_only=True):
     """Minimum length of the windows over which steps are compared."""
     identical_failures_max: int = 8
     """This many identical quick failures in a row end the job, even if the budget allows more restarts."""
+
+    def ping_interval_of(self, agents: int) -> float:
+        """How often each of so many agents sends a ping, in seconds. Lease and fence do not depend on it."""
+        return max(self.ping_interval_s, min(agents / self.pings_per_s_max, self.fence_s / PINGS_PER_FENCE))
+
+    def progress_interval_of(self, agents: int) -> float:
+        """How often each of so many agents reports the progress of its workers, in seconds. Shorter than hang_report_s:
+        the steps of one rank alone show that a job does not hang."""
+        longest_s = min(self.progress_interval_max_s, self.hang_report_s / PROGRESS_PER_HANG)
+        return max(self.progress_interval_s, min(agents / self.progress_per_s_max, longest_s))
 
 
 class NodeSpec(Struct, frozen=True, kw_only=True):

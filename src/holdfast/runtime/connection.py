@@ -36,6 +36,8 @@ from holdfast.runtime.driver import describe, run_detached
 HANDSHAKE_S_MAX = 5.0
 CONNECT_S_MAX = 3.0
 """Per address; long enough for one lost SYN."""
+READ_BYTES = 64 * 1024
+"""Read at once. asyncio's own reads ask the system for memory and return it, each time: a third of a ping's cost."""
 CLOSE_S_MAX = 5.0
 """A closed connection may take this long to send the rest, then it is cut."""
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 30, 10, 3
@@ -50,7 +52,7 @@ def fresh_nonce() -> bytes:
     return os.urandom(NONCE_BYTES)
 
 
-class Connection(asyncio.Protocol, Generic[Received]):
+class Connection(asyncio.BufferedProtocol, Generic[Received]):
     """Typed messages over one socket.
 
     `on_handshake` is called exactly once: with None when the peer is accepted, else with the reason for the refusal
@@ -59,9 +61,14 @@ class Connection(asyncio.Protocol, Generic[Received]):
     """
 
     def __init__(
-        self, session: Session[Received], on_handshake: Callable[[Connection[Received], HoldfastError | None], None]
+        self,
+        session: Session[Received],
+        on_handshake: Callable[[Connection[Received], HoldfastError | None], None],
+        buffer: bytearray | None = None,
     ) -> None:
+        """`buffer`: for reading; connections of one loop may share it."""
         self._session = session
+        self._buffer = memoryview(buffer or bytearray(READ_BYTES))
         self._on_handshake: Callable[[Connection[Received], HoldfastError | None], None] | None = on_handshake
         self._on_message: Callable[[Received], None] | None = None
         self._on_closed: Callable[[str], None] | None = None
@@ -116,7 +123,13 @@ class Connection(asyncio.Protocol, Generic[Received]):
         self._reason = self._reason or reason
         self._transport.abort()
 
-    # asyncio.Protocol
+    # asyncio.BufferedProtocol
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 - asyncio's signature
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        self.data_received(bytes(self._buffer[:nbytes]))
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)

@@ -22,11 +22,14 @@ from holdfast.protocol.errors import HoldfastError, ProtocolError
 from holdfast.protocol.messages import FromAgent
 from holdfast.protocol.policy import JobSpec
 from holdfast.protocol.session import Hello, ServerHandshake, Session
-from holdfast.runtime.connection import HANDSHAKE_S_MAX, Connection, fresh_nonce, plain_address, tune
+from holdfast.runtime.connection import HANDSHAKE_S_MAX, READ_BYTES, Connection, fresh_nonce, plain_address, tune
 
 ARRIVALS_MAX = 4096
 """Connections whose handshake is not done; never more than three quarters of the allowed descriptors."""
 BACKLOG = 4096
+ACCEPTED_AT_ONCE = 64
+"""Then the handshakes of these go on. The others wait in the backlog: when thousands of agents start at once, none of
+them loses its connection."""
 LOG_LINES_MAX = 10
 LOG_WINDOW_S = 10.0
 """In each window only some lines about dropped connections are logged, and then the number of the others."""
@@ -68,13 +71,17 @@ class Listener:
         self._arrivals: dict[_Arrival, None] = {}
         self._servers: list[asyncio.Server] = []
         self._drops: _LineLimiter | None = None
+        self.buffer = bytearray(READ_BYTES)
         self._closed = False
 
     async def start(self) -> None:
         loop = asyncio.get_running_loop()
         self._drops = _LineLimiter(self._log, loop.time)
         for listening in self._sockets:
-            self._servers.append(await loop.create_server(lambda: _Arrival(self), sock=listening, backlog=BACKLOG))
+            # For asyncio the backlog is also the number of connections that it accepts at once.
+            server = await loop.create_server(lambda: _Arrival(self), sock=listening, backlog=ACCEPTED_AT_ONCE)
+            listening.listen(BACKLOG)
+            self._servers.append(server)
 
     def close(self) -> None:
         """Accept no more connections. Connections already delivered belong to their receivers."""
@@ -182,7 +189,7 @@ class _Arrival(asyncio.Protocol):
                 assert handshake.hello is not None
                 self._listener.on_connection(connection, handshake.hello)
 
-        connection = Connection(Session(handshake, self._listener.decode), on_handshake)
+        connection = Connection(Session(handshake, self._listener.decode), on_handshake, self._listener.buffer)
         self._transport.set_protocol(connection)
         connection.connection_made(self._transport)
         connection.data_received(self._first)

@@ -385,7 +385,6 @@ class Observer:
         *,
         host: str,
         folder: Path | None,
-        interval_s: float,
         fault: Callable[[str, Exception], None],
     ) -> None:
         """`folder`: the run's, where evidence is kept; None: no evidence is kept. `fault`: gets the error of a failed
@@ -395,7 +394,6 @@ class Observer:
         self._emit = emit
         self._host = host
         self._folder = folder
-        self._interval_s = interval_s
         self._generation = 0
         self._stack_sampler: StackSampler | None = None
         self._store = ("", 0)
@@ -430,7 +428,9 @@ class Observer:
         def report() -> None:
             self._emit(WorkersProgress(start.generation, progress()))
 
-        self._timer = Repeat(report, self._interval_s)
+        # The first one comes early, after a random time: the agents of a job are not to report all at once.
+        interval_s = start.progress_interval_s
+        self._timer = Repeat(report, interval_s * (1 + os.urandom(1)[0]) / 256, inf, interval_s)
 
     def stop(self) -> None:
         """No worker of the generation is alive."""

@@ -90,7 +90,6 @@ class WorkerGroup:
             emit,
             host=host,
             folder=folder.path,
-            interval_s=options.limits.progress_interval_s,
             fault=journal.fault,
         )
         self._oom: OomWatch | None = None
