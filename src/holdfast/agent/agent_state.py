@@ -201,7 +201,7 @@ class LocalReplacements:
 
 
 @dataclass(slots=True)
-class Term:
+class LocalGeneration:
     """This node's part in one generation."""
 
     assign: Assign
@@ -242,14 +242,16 @@ class Term:
         local_ranks = self.assign.local_ranks
         self.active = frozenset(range(self.nproc) if local_ranks is None else local_ranks)
 
-    def regrouped(self, assign: Assign) -> Term:
+    def regrouped(self, assign: Assign) -> LocalGeneration:
         """This node's part in the next generation, which its running workers form."""
-        term = Term(assign, self.nproc)
-        term.ended, term.done, term.raised = (known & term.active for known in (self.ended, self.done, self.raised))
-        term.replacements = self.replacements
-        term.replacements.living -= term.active
-        term.replacements.ready -= term.active
-        return term
+        current = LocalGeneration(assign, self.nproc)
+        current.ended, current.done, current.raised = (
+            known & current.active for known in (self.ended, self.done, self.raised)
+        )
+        current.replacements = self.replacements
+        current.replacements.living -= current.active
+        current.replacements.ready -= current.active
+        return current
 
     @property
     def generation(self) -> int:
