@@ -88,6 +88,11 @@ class Proof(Struct, frozen=True, array_like=True, tag="proof"):
 
 class Accepted(Struct, frozen=True, array_like=True, tag="accepted"):
     version: int
+    absent: bool = False
+    """No coordinator is here."""
+    address: str = ""
+    """If `absent`: where it is, as far as this agent knows; empty: unknown."""
+    port: int = 0
 
 
 T = TypeVar("T")
