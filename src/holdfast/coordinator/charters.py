@@ -201,7 +201,8 @@ def voters_of(
 ) -> tuple[Seat, ...]:
     """The voters that a coordinator should have: its own agent first, then those that it has already, then the others
     in the order of `members`, then the witnesses. Fewer than VOTERS_MIN elect nobody: then it is its only voter."""
-    own = _seat_of(local, members)
+    known = next((seat for seat in present if seat.name == local.node.agent), None)
+    own = _seat_of(local, members) or known
     seats = {own.name: own} if own is not None else {}
     names = [seat.name for seat in present]
     able = [m for m in members if m.port and m.revision >= REVISION_OF_KEEP and not m.leaving and m is not local]

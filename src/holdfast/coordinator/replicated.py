@@ -271,6 +271,11 @@ class ReplicatedCoordinator(CoordinatorMachine):
     def _joined(self, limits: Limits) -> Joined:
         return Joined(limits.lease_s, limits.fence_s, limits.ping_interval_s, REVISION, self.term)
 
+    def _on_join(self, now: float, link: int, join: Join) -> None:
+        if self.outcome is not None:  # it will not be a member, and is needed as a voter
+            self._charters.linked(join.node.agent, link)
+        super()._on_join(now, link, join)
+
     def _observe_previous_leader(self, now: float, member: Member, join: Join) -> None:
         self._reseat = True
         self._charters.linked(member.node.agent, member.link)
