@@ -137,6 +137,10 @@ class Limits(Struct, frozen=True, kw_only=True):
     fence_s: float = 4.0
     """An agent whose last acknowledged ping is older than this kills its workers, by its own clock."""
     ping_interval_s: float = 1.0
+    keep_interval_s: float = 0.5
+    """How often the coordinator renews its authority with its voters."""
+    prove_s: float = 1.0
+    """Between two attempts to prove that the process of a voter without a link has ended."""
     kill_s: float = 0.5
     """From SIGKILL until all processes are gone, on a healthy machine."""
     prepare_s: float = 30.0
