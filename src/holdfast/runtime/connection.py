@@ -75,6 +75,7 @@ class Connection(asyncio.Protocol, Generic[Received]):
         self._close_timer: asyncio.TimerHandle | None = None
         self.peer_address = ""
         """Numeric, as the kernel reports the peer."""
+        self.peer_port = 0
         self.local_address = ""
         self.ended_by_peer = False
         """The peer's side has closed the connection: its process has ended, or wanted to."""
@@ -131,7 +132,8 @@ class Connection(asyncio.Protocol, Generic[Received]):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self.peer_address = plain_address(transport.get_extra_info("peername"))
+        peer = transport.get_extra_info("peername")
+        self.peer_address, self.peer_port = plain_address(peer), peer[1] if peer else 0
         self.local_address = plain_address(transport.get_extra_info("sockname"))
         tune(transport.get_extra_info("socket"))
         transport.write(self._session.opening())
@@ -233,9 +235,7 @@ async def dial(
             raise CoordinatorUnreachableError(f"a witness listens at {endpoint}: the job begins at another endpoint")
         if not accepted.port:
             raise CoordinatorUnreachableError(f"the coordinator is not at {endpoint} any more, and no other is known yet")
-        # Loopback is meant as seen from the agent that answered.
-        here = is_loopback(accepted.address)
-        endpoint = Endpoint(host=connection.peer_address if here else accepted.address, port=accepted.port)
+        endpoint = Endpoint(host=seen_from_here(accepted.address, connection.peer_address), port=accepted.port)
     raise CoordinatorUnreachableError(f"the coordinator moved {TURNS_MAX} times while it was dialled")
 
 
@@ -397,6 +397,11 @@ def _holder(connection: Connection[Any], port: int) -> str:
         return ""
     holder = who_holds(port)
     return f" (held by {holder})" if holder else ""
+
+
+def seen_from_here(address: str, peer_address: str) -> str:
+    """An address that a peer names: loopback is meant as seen from the peer."""
+    return peer_address if is_loopback(address) else address
 
 
 def plain_address(name: Any) -> str:
