@@ -103,6 +103,20 @@ def _majority(voters: tuple[Seat, ...], names: Collection[str], gone: Collection
     return 2 * sum(name in names for name in living) > len(living)
 
 
+class Succession(Struct, frozen=True):
+    """By what right a coordinator begins: it founds the job, or it was elected."""
+
+    term: Count = 1
+    charter: Charter | None = None
+    """The newest one; None: it founds the job."""
+    asked_s: Seconds = 0.0
+    """How long ago it asked for the votes that it got."""
+    silent_s: Seconds = 0.0
+    """For at least this long no voter of its majority has confirmed another coordinator."""
+    closed: bool = False
+    """The old coordinator's process has ended: it closed its links to all of them."""
+
+
 def losses(voters: int) -> int:
     """How many voters may be lost at one time without the loss of the job."""
     return (voters - 1) // 2 if voters >= VOTERS_MIN else 0
