@@ -217,6 +217,8 @@ MESSAGES: list[msg.FromCoordinator] = [
     msg.Quit(drain=False, by="holdfast kill"),
     msg.Joined(6.0, 4.0, 1.0),
     msg.Waiting("waiting for Godot"),
+    msg.Polled(2, granted=True),
+    msg.Moved(2, "10.0.0.1", 1),
     msg.Pong(1),
     msg.Pong(99),
     msg.Finish(SUCCESS),

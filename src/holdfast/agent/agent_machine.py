@@ -18,7 +18,7 @@ from math import inf
 
 from msgspec import structs
 
-from holdfast.agent.agent_state import WORK_TRANSITIONS, Lease, Link, LocalGeneration, Seeking, Work
+from holdfast.agent.agent_state import WORK_TRANSITIONS, Lease, Link, LocalGeneration, Seeking, Work, farewell
 from holdfast.agent.commands import (
     Command,
     ContinueWorkers,
@@ -60,7 +60,6 @@ from holdfast.agent.events import (
     WorkersProgress,
     WorkersSeen,
 )
-from holdfast.protocol.errors import EXIT_REQUEUE, EXIT_SIGNAL_BASE
 from holdfast.protocol.messages import (
     REVISION,
     Abandon,
@@ -90,7 +89,6 @@ from holdfast.protocol.messages import (
     ReplacementFailed,
     ReplacementReady,
     Resume,
-    Running,
     Start,
     Stop,
     Stopped,
@@ -124,12 +122,12 @@ class AgentMachine:
         self.current: LocalGeneration | None = None
         self.outcome: Outcome | None = None
         self._node = node
-        self._joins = 0
-        self._joined = False
+        self._joins, self._joined = 0, False
         self._revision = 0
         """The REVISION of messages that the coordinator understands."""
         self._local = False
         """The coordinator runs in this process: both sleep at the same time, and no network is between them."""
+        self._listens, self._known_term = 0, 0  # as in Join
         self._join_sent_s: float | None = None
         """When Join was sent on the present link; None: not yet."""
         self._last_generation = 0
@@ -197,8 +195,9 @@ class AgentMachine:
 
     def _dispatch(self, now: float, event: Event) -> None:
         match event:
-            case Dialed(local):
+            case Dialed(local, port, term):
                 self.link, self._join_sent_s, self._local = Link.UP, None, local
+                self._listens, self._known_term = port, term
                 self._seeking.connected()
             case DialFailed():
                 self._on_dial_failed(now, event)
@@ -294,8 +293,8 @@ class AgentMachine:
                 self._revision = revision
                 asked_s = self._join_sent_s if self._join_sent_s is not None else now
                 self._lease.granted(fence_s, ping_interval_s, asked_s=asked_s, now=now)
-            case Pong(number):
-                self._lease.answered(number)
+            case Pong(number, age_s):
+                self._lease.answered(number, age_s)
             case Waiting(text):
                 self._out.append(Say(text))
             case Notice(text, victims):
@@ -333,7 +332,7 @@ class AgentMachine:
         if current is None and stop.generation == self._last_generation:
             if self._leaving is not None:
                 # All nodes have left at the safe point: this node and the coordinator on it are not needed any more.
-                self._end(self._farewell(self._leaving, drained=self._drained))
+                self._end(farewell(self._leaving, drained=self._drained))
             elif stop.following is not None:  # its workers ended before the order arrived
                 self._on_assign(stop.following)
             return
@@ -536,13 +535,13 @@ class AgentMachine:
         if current.following is not None and current.confirmed and self._leaving is None:
             self._on_assign(current.following)
         if self._leaving is not None and not (self._drained and self.link is Link.UP):
-            self._end(self._farewell(self._leaving, drained=self._drained))
+            self._end(farewell(self._leaving, drained=self._drained))
 
     def _on_signal(self, now: float, event: Signalled) -> None:
         if self._leaving is not None:
             if self._at_work() or self.work is Work.STOPPING:
                 self._kill()
-            self._end(self._farewell(self._leaving, drained=False))
+            self._end(farewell(self._leaving, drained=False))
             return
         self._leaving = event
         self._leave_by_s = now + self.limits.drain_s
@@ -567,7 +566,7 @@ class AgentMachine:
         self._leave(by)
         if self._at_work() or self.work is Work.STOPPING:
             self._kill()
-        self._end(self._farewell(event, drained=False))
+        self._end(farewell(event, drained=False))
 
     def _go(self, now: float) -> None:
         """A leaving agent waits for nothing any more: stop the workers that are left, and end."""
@@ -577,7 +576,7 @@ class AgentMachine:
             self._stop(now, signal.SIGTERM if self._leaving.preempt else self._leaving.signum)
         current = self.current
         drained = self._drained or (current is not None and current.left_at_safe_point)
-        self._end(self._farewell(self._leaving, drained=drained))
+        self._end(farewell(self._leaving, drained=drained))
 
     def _say_leaving(self, now: float, event: Signalled) -> None:
         """Show at once that the agent ends: workers may need time to stop, and a user waits at the prompt."""
@@ -665,8 +664,9 @@ class AgentMachine:
             self._join_sent_s = now
             self._lease.confirmed_s = now
             unlinked_s = max(0.0, now - self._unlinked_s) if self._last_generation else 0.0
-            node, running = self._named_node(), self._running()
-            self._send(Join(node, self._last_generation, unlinked_s, running, self._led_by, REVISION))
+            running = self.current.running() if self.current is not None else None
+            about = self._last_generation, unlinked_s, running, self._led_by, REVISION, self._listens, self._known_term
+            self._send(Join(self._named_node(), *about))
 
     # ---------------------------------------------------------------- fences
 
@@ -798,22 +798,3 @@ class AgentMachine:
 
     def _note(self, event: str, **fields: object) -> None:
         self._out.append(Note(event, fields))
-
-    def _running(self) -> Running | None:
-        current = self.current
-        if current is None:
-            return None
-        place, done = current.assign, tuple(sorted(current.done))
-        return Running(
-            current.generation, place.group_rank, place.group_world_size, place.restart_count, done, place.local_ranks
-        )
-
-    @staticmethod
-    def _farewell(event: Signalled, *, drained: bool) -> Outcome:
-        """The outcome of this node after a signal: requeue if it was a preemption or if everything is saved."""
-        if drained or event.preempt:
-            how = "its workers stopped at a safe point" if drained else "its workers were stopped"
-            text = f"preempted by {event.name}: {how}"
-            return Outcome(kind=OutcomeKind.PREEMPTED, exit_code=EXIT_REQUEUE, message=text)
-        exit_code = EXIT_SIGNAL_BASE + event.signum
-        return Outcome(kind=OutcomeKind.SIGNALLED, exit_code=exit_code, message=f"ended by {event.name}")

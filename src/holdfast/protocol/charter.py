@@ -95,10 +95,11 @@ class Charter(Struct, frozen=True, array_like=True):
     def carried_by(self, names: Collection[str], gone: Collection[str] = ()) -> bool:
         """Whether these voters are a majority. `gone`: voters whose process is proved to have ended. Only the present
         coordinator may leave them out: a candidate needs a majority of all."""
-        return all(_majority(voters, names, gone) for voters in (self.voters, self.before) if voters)
+        return all(majority(voters, names, gone) for voters in (self.voters, self.before) if voters)
 
 
-def _majority(voters: tuple[Seat, ...], names: Collection[str], gone: Collection[str]) -> bool:
+def majority(voters: Collection[Seat], names: Collection[str], gone: Collection[str] = ()) -> bool:
+    """Whether these names are more than half of the voters that are not gone."""
     living = [seat.name for seat in voters if seat.name not in gone]
     return 2 * sum(name in names for name in living) > len(living)
 

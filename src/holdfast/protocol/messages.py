@@ -398,7 +398,7 @@ class Polled(CoordinatorMessage, frozen=True, tag="polled"):
     """The newest term that the voter knows."""
     granted: bool
     silent_s: Seconds = 0.0
-    """How long ago, by the voter's clock, it last acknowledged a Keep of an older term."""
+    """How long ago, by the voter's clock, it last acknowledged a Keep, or gave a final vote to another candidate."""
     closed: bool = False
     """Its link to the old coordinator was closed by that side, so that process has ended; False: it became silent."""
     voter: str = ""
