@@ -401,6 +401,8 @@ class Polled(CoordinatorMessage, frozen=True, tag="polled"):
     """How long ago, by the voter's clock, it last acknowledged a Keep, or gave a final vote to another candidate."""
     closed: bool = False
     """Its link to the old coordinator was closed by that side, so that process has ended; False: it became silent."""
+    voter: str = ""
+    """The name of its seat. Another process may listen where a voter was."""
 
 
 class Moved(CoordinatorMessage, frozen=True, tag="moved"):

@@ -154,6 +154,13 @@ class Limits(Struct, frozen=True, kw_only=True):
     connect_retry_s: float = 0.1
     """First pause between attempts to reach the coordinator; doubles up to connect_retry_max_s."""
     connect_retry_max_s: float = 0.5
+    stand_s: float = 0.05
+    """A voter stands for election this long after the loss of the coordinator, times its place among the voters."""
+    stand_again_s: float = 0.2
+    """From an election without a winner until a voter stands again; doubles. Those placed later wait longer."""
+    stand_again_max_s: float = 2.0
+    poll_s: float = 1.0
+    """A voter that has not answered a candidate within this time has denied its vote."""
     say_interval_s: float = 5.0
     """How often the reason of a wait is shown."""
     backoff_first_s: float = 0.25
