@@ -75,10 +75,11 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
         is_host = None if standalone or backend != "c10d" else rdzv_conf.read_is_host(conf)
         etcd = etcd_options(backend, conf, endpoint)
         succession = backend == "c10d" and most > 1 and rdzv_conf.read_succession(conf)
-        if more and not succession:
-            raise RendezvousConfigError("--rdzv-conf succession=off needs one --rdzv-endpoint, not a list")
     except RendezvousConfigError as error:
         raise of_variable(parsed, error) from None
+    if more and not succession:
+        text = "a list of endpoints is of no use with --rdzv-conf succession=off; name one endpoint"
+        raise parsed.error("rdzv_endpoint", EndpointError, text)
     fixed = backend == "static"
     report_open_token(conf.get("token_file"), notices)
     token = read_token(conf.get("token_file"), environ)

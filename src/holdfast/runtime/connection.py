@@ -234,7 +234,9 @@ async def dial(
         if accepted.witness:
             raise CoordinatorUnreachableError(f"a witness listens at {endpoint}: the job begins at another endpoint")
         if not accepted.port:
-            raise CoordinatorUnreachableError(f"the coordinator is not at {endpoint} any more, and no other is known yet")
+            raise CoordinatorUnreachableError(
+                f"the coordinator is not at {endpoint} any more, and no other is known yet"
+            )
         endpoint = Endpoint(host=seen_from_here(accepted.address, connection.peer_address), port=accepted.port)
     raise CoordinatorUnreachableError(f"the coordinator moved {TURNS_MAX} times while it was dialled")
 

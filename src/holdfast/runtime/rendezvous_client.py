@@ -136,8 +136,11 @@ class RendezvousClient:
         if self.coordinator is None:
             if options.standalone and options.job.max_nodes == 1:
                 await self._host(None)  # no other node can join: no socket at all
-            elif (place := await claim_endpoint(options, self._journal)) is not None:
-                await self._host(place)
+            else:
+                place = await claim_endpoint(options)
+                self._journal.write("claim", endpoint=str(place.endpoint), host=place.is_host, reason=place.reason)
+                if place.is_host:
+                    await self._host(place)
         if self.coordinator is not None:
             return self.coordinator.connect_locally()
         from holdfast.runtime.connection import dial
@@ -178,10 +181,8 @@ class RendezvousClient:
         self._hosted = service
 
 
-async def claim_endpoint(
-    options: RunOptions, journal: Journal, endpoint: Endpoint | None = None
-) -> Claim | None:
-    """The job's endpoint, or another one of its list, if it is ours to bind; None: dial it."""
+async def claim_endpoint(options: RunOptions, endpoint: Endpoint | None = None) -> Claim:
+    """Bind the job's endpoint, or another one of its list, if it is this machine's."""
     from holdfast.rendezvous.bind import claim
 
     wanted = options.is_host if endpoint is None else None
@@ -189,13 +190,10 @@ async def claim_endpoint(
     if wanted is None and options.job.fixed_ranks and options.node_rank:
         wanted = False  # static: the endpoint is node 0's, also where two nodes share a machine
     if _is_numeric_or_local(place.host):
-        found = claim(place, standalone=options.standalone, is_host=wanted)
-    else:
-        from holdfast.runtime.driver import run_detached
+        return claim(place, standalone=options.standalone, is_host=wanted)
+    from holdfast.runtime.driver import run_detached
 
-        found = await run_detached(lambda: claim(place, standalone=options.standalone, is_host=wanted))
-    journal.write("claim", endpoint=str(found.endpoint), host=found.is_host, reason=found.reason)
-    return found if found.is_host else None
+    return await run_detached(lambda: claim(place, standalone=options.standalone, is_host=wanted))
 
 
 def _is_numeric_or_local(host: str) -> bool:

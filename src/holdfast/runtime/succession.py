@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 from holdfast.agent.voter import (
     AskVote,
@@ -23,7 +22,6 @@ from holdfast.agent.voter import (
     Voter,
     Where,
 )
-from holdfast.agent.voter import Event as VoterEvent
 from holdfast.coordinator.coordinator_state import (
     Command,
     Deposed,
@@ -65,11 +63,12 @@ from holdfast.text import is_loopback
 STAGGER_S = 0.05
 """Between the first attempts at the places where the coordinator may be: the likely one answers alone."""
 ELECTION_S_MAX = 2.0
-"""After a failed attempt during an election: its result is awaited this long before the attempt counts as failed."""
-TURNS_MAX = 8
-"""Coordinators that became known during one attempt."""
+"""During an election an attempt is repeated after RETRY_S, for so long, before it counts as failed."""
+RETRY_S = 0.05
 ASK_S_MAX = 0.5
-"""Before a node founds the job: how long the other endpoints of the list may take to say where it lives."""
+"""Before a node founds the job: how long the other places may take to say where it lives."""
+ASK_LEADER_S_MAX = 5.0
+"""The same, if this node has heard of another coordinator."""
 CALL_FIRST_S, CALL_S = 0.25, 2.0
 """Pauses between two calls of an endpoint, in the first CALL_OFTEN_S of a coordinator and later."""
 CALL_OFTEN_S = 5.0
@@ -117,21 +116,28 @@ class SuccessionClient:
         return self._options.job.max_nodes + len(self._options.more_endpoints) >= VOTERS_MIN
 
     async def connect(self, node: NodeSpec) -> CoordinatorLink:
-        """Make one attempt. Raises HoldfastError or OSError."""
+        """Make one attempt; while the voters elect, several. Raises HoldfastError or OSError."""
         if self._voter is None:
             await self._begin(node)
         assert self._voter is not None
-        for _ in range(TURNS_MAX):
+        until_s = self._loop.time() + ELECTION_S_MAX
+        while True:
             self._voter.news.clear()
-            link = self._link_locally() or await self._seek(node, self._voter)
-            if link is not None:
-                return link
-        raise CoordinatorUnreachableError(f"the coordinator changed {TURNS_MAX} times while it was dialled")
+            try:
+                link = self._link_locally() or await self._seek(node, self._voter)
+            except CoordinatorUnreachableError:
+                if not self._voter.electing or self._loop.time() >= until_s:
+                    raise
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(RETRY_S):
+                        await self._voter.news.wait()
+            else:
+                if link is not None:
+                    return link
 
     async def close(self) -> None:
         if self.service is not None:
-            service, self.service = self.service, None
-            await service.close()
+            await self.service.close()
         self._errands.cancel()
         if self._voter is not None:
             self._voter.stop()
@@ -154,13 +160,15 @@ class SuccessionClient:
 
     async def _bind(self, endpoint: Endpoint) -> bool:
         """Listen at an endpoint of the job, if it is this machine's and free."""
-        place = await claim_endpoint(self._options, self._journal, endpoint)
-        if place is None:
-            return False
+        place = await claim_endpoint(self._options, endpoint)
+        if place.is_host:
+            await self._listen(endpoint, place)
+        return place.is_host
+
+    async def _listen(self, endpoint: Endpoint, place: Claim) -> None:
         assert self._reception is not None
         self._bound.add(endpoint)
         await self._reception.listen(place)
-        return True
 
     def _where(self) -> Where | None:
         """Where the coordinator is, for others: that at the end of our link, or one that was elected since."""
@@ -182,19 +190,16 @@ class SuccessionClient:
         return self._link
 
     async def _seek(self, node: NodeSpec, voter: VoterService) -> CoordinatorLink | None:
-        """A link; None: this process has got news meanwhile, or the coordinator itself. Raises HoldfastError."""
+        """A link; None: there are news meanwhile, or this process has the coordinator. Raises HoldfastError."""
         finding = asyncio.ensure_future(self._find(node, voter))
         news = asyncio.ensure_future(voter.news.wait())
         try:
             await asyncio.wait({finding, news}, return_when=asyncio.FIRST_COMPLETED)
-            failed = finding.done() and finding.exception() is not None
-            if failed and voter.electing:
-                await asyncio.wait({news}, timeout=ELECTION_S_MAX)
-            if news.done() and (failed or not finding.done()):
-                return None
-            found = finding.result()
+            found = finding.result() if finding.done() else None
         finally:
-            await _dropped(finding, news)
+            finding.cancel()
+            news.cancel()
+            await asyncio.gather(finding, news, return_exceptions=True)
         if found is None:
             return None
         self._place = Endpoint(host=found.peer_address, port=found.peer_port)
@@ -203,13 +208,25 @@ class SuccessionClient:
 
     async def _find(self, node: NodeSpec, voter: VoterService) -> Outgoing | None:
         """None: this process has founded the job, and has the coordinator."""
+        if voter.electing or not await self._owns_endpoint():
+            return await self._first(self._places(voter), node)
+        places = self._places(voter)
+        limit_s = ASK_S_MAX if voter.machine.leader is None else ASK_LEADER_S_MAX
+        with contextlib.suppress(HoldfastError, TimeoutError):
+            async with asyncio.timeout(limit_s if places else None):
+                return await self._first(places, node)
+        self._host(node, Succession())
+        return None
+
+    async def _owns_endpoint(self) -> bool:
+        """Whether this process listens at the endpoint, so that it may found the job."""
         options = self._options
-        if not voter.electing and options.endpoint not in self._bound:
-            place = await claim_endpoint(options, self._journal)
-            if place is not None:
-                return await self._found(place, node)
-        link = await self._first(self._places(voter), node)
-        return link
+        if options.endpoint not in self._bound:
+            place = await claim_endpoint(options)
+            self._journal.write("claim", endpoint=str(place.endpoint), host=place.is_host, reason=place.reason)
+            if place.is_host:
+                await self._listen(options.endpoint, place)
+        return options.endpoint in self._bound
 
     def _places(self, voter: VoterService) -> list[Endpoint]:
         """Where the coordinator may be, the most likely place first."""
@@ -221,19 +238,22 @@ class SuccessionClient:
         places += [_endpoint(seat) for seat in seats if seat.name != voter.machine.name and not seat.witness]
         return list(dict.fromkeys(places))
 
-    async def _first(self, places: list[Endpoint], node: NodeSpec, stagger_s: float = STAGGER_S) -> Outgoing:
-        """A link by the first of these places that leads to the coordinator. Raises the error of the most likely one."""
-        dials = [asyncio.ensure_future(self._dial(n * stagger_s, place, node)) for n, place in enumerate(places)]
-        waiting = set(dials)
+    async def _first(self, places: list[Endpoint], node: NodeSpec) -> Outgoing:
+        """A link by the first of these places that leads to the coordinator. Raises the error of the likeliest one."""
+        dials = [asyncio.ensure_future(self._dial(n * STAGGER_S, place, node)) for n, place in enumerate(places)]
+        waiting, winner = set(dials), None
         try:
-            while waiting:
+            while waiting and winner is None:
                 done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
-                for each in dials:
-                    if each in done and each.exception() is None:
-                        return each.result()
+                winner = next((each for each in dials if each in done and each.exception() is None), None)
         finally:
-            winner = next((each for each in dials if _has_result(each)), None)
-            await _dropped(*(each for each in dials if each is not winner))
+            for each in dials:
+                each.cancel()
+            for found in await asyncio.gather(*dials, return_exceptions=True):
+                if isinstance(found, Connection) and (winner is None or found is not winner.result()):
+                    found.abort()
+        if winner is not None:
+            return winner.result()
         error = dials[0].exception() if dials else None
         raise error or CoordinatorUnreachableError("no other node of the job is known")
 
@@ -247,22 +267,6 @@ class SuccessionClient:
                 raise
             raise CoordinatorUnreachableError(str(error)) from None  # its port is another job's now
 
-    async def _found(self, place: Claim, node: NodeSpec) -> Outgoing | None:
-        """Listen at the endpoint, and found the job, unless it lives elsewhere."""
-        assert self._reception is not None
-        options = self._options
-        self._bound.add(options.endpoint)
-        await self._reception.listen(place)
-        if options.more_endpoints:
-            with contextlib.suppress(HoldfastError, TimeoutError):
-                async with asyncio.timeout(ASK_S_MAX):
-                    return await self._first(self._places_of_list(), node, stagger_s=0.0)
-        self._host(node, Succession())
-        return None
-
-    def _places_of_list(self) -> list[Endpoint]:
-        return [each for each in self._options.more_endpoints if each not in self._bound]
-
     # ---------------------------------------------------------------- votes
 
     def _ask(self, question: AskVote) -> None:
@@ -273,29 +277,25 @@ class SuccessionClient:
         assert self._voter is not None
         assert self._node is not None
         seat, poll = question.seat, question.poll
-        answer: asyncio.Future[Polled] = self._loop.create_future()
+        answer: asyncio.Future[Polled | None] = self._loop.create_future()
 
-        def heard(message: FromCoordinator) -> None:
-            if isinstance(message, Polled) and not answer.done():
-                answer.set_result(message)
+        def end(polled: Polled | None) -> None:
+            if not answer.done():
+                answer.set_result(polled)
 
-        event: VoterEvent = PollFailed(seat.name, poll)
-        connection: Outgoing | None = None
-        try:
+        polled = None
+        with contextlib.suppress(HoldfastError, TimeoutError):
             async with asyncio.timeout(self._options.limits.poll_s):
                 connection = await self._dial_agent(_endpoint(seat))
-                connection.start(heard, lambda _: answer.cancel())
-                connection.send(poll)
-                event = PolledCame(seat.name, poll, await answer)
-        except (HoldfastError, TimeoutError):
-            pass
-        except asyncio.CancelledError:
-            if not answer.cancelled():  # this task was cancelled, and not the connection closed
-                raise
-        finally:
-            if connection is not None:
-                connection.close()
-        self._voter.feed(event)
+                try:
+                    connection.start(
+                        lambda message: end(message) if isinstance(message, Polled) else None, lambda _: end(None)
+                    )
+                    connection.send(poll)
+                    polled = await answer
+                finally:
+                    connection.close()
+        self._voter.feed(PollFailed(seat.name, poll) if polled is None else PolledCame(seat.name, poll, polled))
 
     async def _dial_agent(self, endpoint: Endpoint) -> Outgoing:
         assert self._node is not None
@@ -511,14 +511,3 @@ class WatchedLink:
 
 def _endpoint(seat: Seat) -> Endpoint:
     return Endpoint(host=seat.address, port=seat.port)
-
-
-def _has_result(future: asyncio.Future[Any]) -> bool:
-    return future.done() and not future.cancelled() and future.exception() is None
-
-
-async def _dropped(*futures: asyncio.Future[Any]) -> None:
-    """Cancel what is not done, and close connections that nobody took."""
-    for each in futures:
-        each.cancel()
-    await asyncio.gather(*futures, return_exceptions=True)

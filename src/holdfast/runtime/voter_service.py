@@ -86,7 +86,7 @@ class VoterService:
 
     @property
     def electing(self) -> bool:
-        """Whether the voters may elect another coordinator now, or have to: this one has lost the newest that it knows."""
+        """Whether an election is possible: this voter has lost the newest coordinator that it knows."""
         charter, stage = self.machine.charter, self.machine.stage
         able = charter is not None and len(charter.seats) >= VOTERS_MIN
         return able and stage in (Stage.ALONE, Stage.ASKING, Stage.STANDING)
@@ -193,4 +193,3 @@ class Reception:
                 connection.close("the call is over")
             case _:
                 connection.close("no coordinator is here")
-
