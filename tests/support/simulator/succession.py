@@ -141,16 +141,16 @@ class SuccessionCluster(SimCluster):
         seat, poll = question.seat, question.poll
         ended = False
 
-        def end(polled: Polled | None) -> None:
+        def end(polled: Polled | None, *, gone: bool = False) -> None:
             nonlocal ended
             if not ended:
                 ended = True
-                failed = vote.PollFailed(seat.name, poll)
+                failed = vote.PollFailed(seat.name, poll, gone)
                 answered(failed if polled is None else vote.PolledCame(seat.name, poll, polled))
 
         def found(process: Process | str) -> None:
             if isinstance(process, str):
-                end(None)
+                end(None, gone=process == "refused")
                 return
             self.deliver(host, process, poll, end)
             if self.random.random() < self.weather.twice:
@@ -325,9 +325,7 @@ class SimVoter(Shell):
 
     @property
     def electing(self) -> bool:
-        charter, stage = self.machine.charter, self.machine.stage
-        able = charter is not None and len(charter.seats) >= VOTERS_MIN
-        return able and stage in (vote.Stage.ALONE, vote.Stage.ASKING, vote.Stage.STANDING)
+        return bool(self.machine.elects(self.cluster.clock.now))
 
     def keep_came(self, keep: Keep, answer: Callable[[Kept], None]) -> None:
         self._kept = answer
@@ -572,7 +570,8 @@ class ElectingAgent(DrawnAgent):
         link.a.on_closed = self._link_lost
         self.coordinator_number = coordinator.number
         coordinator.accept(link.b, self.host)
-        self.handle(ev.Dialed(local=False, port=self.port, term=self.voter.machine.term))
+        term, elects = self.voter.machine.term, self.voter.electing
+        self.handle(ev.Dialed(local=False, port=self.port, term=term, elects=elects))
 
     def _got(self, end: FakeEnd, message: FromCoordinator) -> None:
         match message:
