@@ -102,6 +102,8 @@ class PollFailed(Struct, frozen=True):
 
     name: str
     poll: Poll
+    gone: bool = False
+    """The voter's process has ended: its host answers, and nobody listens there."""
 
 
 class HeardOf(Struct, frozen=True):
@@ -163,6 +165,9 @@ class Voter:
         """When it last confirmed a coordinator or gave a vote to another candidate."""
         self._closed = False
         """The newest coordinator closed the link."""
+        self._lost_s = now
+        self._gone: set[str] = set()
+        """Voters whose process has ended."""
         self._stand_at_s = now
         self._failed = 0
         """Elections without a winner since the loss."""
@@ -192,6 +197,15 @@ class Voter:
     def held(self) -> Position:
         return NO_CHARTER if self.charter is None else self.charter.position
 
+    def elects(self, now: float) -> bool:
+        """Whether it has lost a coordinator that its voters may replace: so it should not found the job again, nor join
+        one that did."""
+        if self.stage in (Stage.FOLLOWING, Stage.LEADING) or now >= self._lost_s + self.limits.elect_s:
+            return False
+        seats = self.charter.seats if self.charter is not None else ()
+        living = {seat.name for seat in seats} - self._gone
+        return self.charter is not None and len(seats) >= VOTERS_MIN and self.charter.carried_by(living)
+
     # ---------------------------------------------------------------- surface
 
     def handle(self, now: float, event: Event) -> list[Command]:
@@ -206,8 +220,12 @@ class Voter:
             case PollCame(ticket, poll):
                 self._on_poll(now, ticket, poll)
             case PolledCame(name, poll, polled):
+                if polled.voter != name:  # its process has ended, and another one listens there
+                    self._gone.add(name)
                 self._on_answer(name, poll, polled if polled.voter == name else None)
-            case PollFailed(name, poll):
+            case PollFailed(name, poll, gone):
+                if gone:
+                    self._gone.add(name)
                 self._on_answer(name, poll, None)
             case HeardOf(term, address, port):
                 self._on_heard_of(now, Where(address, port, term))
@@ -256,6 +274,7 @@ class Voter:
         if local:  # it had this vote at any time, without a Keep
             self._bound_s = now
         self._closed = closed and not local
+        self._lost_s = now
         self._stand_at_s = now + self.limits.stand_s * self._place()
         self._enter(Stage.ALONE)
 

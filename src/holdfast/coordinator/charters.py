@@ -93,7 +93,7 @@ class Charters:
 
     # ---------------------------------------------------------------- changes
 
-    def propose(self, content: Charter, seats: tuple[Seat, ...] | None) -> bool:
+    def propose(self, now: float, content: Charter, seats: tuple[Seat, ...] | None) -> bool:
         """Make this the newest charter. Its position and voters are ignored. `seats`: the voters that it should have;
         None: as before. They change only while the charter before counts. Returns whether anything has changed."""
         now_ = self.charter
@@ -108,6 +108,8 @@ class Charters:
         self.charter = structs.replace(changed, position=Position(self.term, self._next_number()))
         same = structs.replace(changed, voters=now_.voters, before=now_.before) == now_
         self.settled = self.settled and same
+        if not self.elects:  # until now nobody could take its place
+            self._since_s = now
         self._seat()
         self._count()
         self._send_at_s = -inf

@@ -67,6 +67,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
         """`node`: the agent in this process."""
         super().__init__(job, limits, judge, now, examine=examine)
         self._charters = Charters(limits, now, node.agent, succession)
+        self._is_founder = succession.charter is None
         self._floor = 0
         """The newest generation that the old coordinator may have started."""
         self._local_name = ""
@@ -216,7 +217,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
         )
         if (*key, self.host_backoff.changes) == self._written and not (self._reseat and charters.counts):
             return
-        while charters.propose(self._content(now), self._seats()):
+        while charters.propose(now, self._content(now), self._seats()):
             newest = charters.charter
             self._note(
                 "charter", number=newest.position.number, generation=newest.generation, voters=len(newest.voters)
@@ -274,6 +275,10 @@ class ReplicatedCoordinator(CoordinatorMachine):
     def _on_join(self, now: float, link: int, join: Join) -> None:
         if self.outcome is not None:  # it will not be a member, and is needed as a voter
             self._charters.linked(join.node.agent, link)
+        if join.elects and self._is_founder and join.node.agent not in {seat.name for seat in self.charter.seats}:
+            self._membership.close_link(link)
+            self._out.append(DropLink(link, "its voters elect the coordinator of the job that it is in"))
+            return
         super()._on_join(now, link, join)
 
     def _observe_previous_leader(self, now: float, member: Member, join: Join) -> None:

@@ -99,6 +99,8 @@ class Join(AgentMessage, frozen=True, tag="join"):
     """Where the agent listens for candidates and newcomers; 0: it does not listen, and has no vote."""
     term: Count = 0
     """The newest term that the agent knows. A coordinator of an older term steps down."""
+    elects: bool = False
+    """It has lost a coordinator that its voters can replace. One that founded the job again does not take it in yet."""
 
 
 class Prepared(AgentMessage, frozen=True, tag="prepared"):

@@ -159,6 +159,9 @@ class Limits(Struct, frozen=True, kw_only=True):
     stand_again_s: float = 0.2
     """From an election without a winner until a voter stands again; doubles. Those placed later wait longer."""
     stand_again_max_s: float = 2.0
+    elect_s: float = 30.0
+    """For so long after the loss of the coordinator a voter joins no other one that founded the job again, unless a
+    majority of the voters is known to have ended."""
     poll_s: float = 1.0
     """A voter that has not answered a candidate within this time has denied its vote."""
     say_interval_s: float = 5.0
