@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import signal
+import sys
 import time
-from pathlib import Path
 
-from tests.network.fleet import LONG_LEASE, SHORT_LEASE, Fleet, Generation, until
+from tests.network.fleet import LEASE_S, LONG_LEASE, SHORT_LEASE, Fleet, Generation, until
+from tests.support.limits import limit_s
 
 
-def started(fleet, count: int, nnodes: str, conf: str = SHORT_LEASE, endpoint: str = "node1") -> tuple[Fleet, Generation]:
+def started(
+    fleet, count: int, nnodes: str, conf: str = SHORT_LEASE, endpoint: str = "node1"
+) -> tuple[Fleet, Generation]:
     """A job whose coordinator is on node 1."""
     job: Fleet = fleet(count)
     job.c10d(nnodes, endpoint, conf)
@@ -52,4 +55,29 @@ def test_the_coordinators_node_becomes_silent(fleet) -> None:
     job.hosts.plug(1)
     job.trains([1, 2, 3], after.born_s)
     finish(job, 1, 2, 3)
+    job.check()
+
+
+def test_two_nodes_and_a_witness(fleet) -> None:
+    """The node with the coordinator is killed; the other one goes on with the witness's vote. A new agent on the first
+    node learns from the witness where the job is, and joins it."""
+    job: Fleet = fleet(3)
+    screen = job.folder / "witness.txt"
+    with screen.open("wb") as file:
+        line = [sys.executable, "-m", "holdfast", "witness", "--bind", "10.77.0.3:29500"]
+        witness = job.hosts[3].start([*line, "--lease", f"{LEASE_S:g}"], cwd=job.folder, stdout=file)
+    until(lambda: "listens" in screen.read_text(), job.story)
+    job.c10d("1:2", "node1:29400,node3:29500", SHORT_LEASE)
+    job.start_all([1, 2])
+    job.trains([1, 2])
+    until(lambda: "witness of job" in screen.read_text(), screen.read_text)
+    since_s = time.monotonic()
+    job.hosts[1].kill()
+    after = job.trains([2], since_s)
+    job.hosts[1].boot()
+    job.start(1)
+    job.trains([1, 2], after.born_s)
+    finish(job, 1, 2)
+    witness.signal(signal.SIGTERM)
+    assert witness.wait(limit_s(5.0)) == 0
     job.check()

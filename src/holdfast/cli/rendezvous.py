@@ -11,6 +11,7 @@ import stat
 import uuid
 from typing import TYPE_CHECKING, NamedTuple
 
+from holdfast.protocol.charter import VOTERS_MAX, losses
 from holdfast.protocol.errors import EndpointError, NodesError, RendezvousConfigError
 from holdfast.protocol.options import Endpoint, EtcdOptions, ThirdPartyOptions
 from holdfast.protocol.policy import Grow, JobSpec, Limits, Survive
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from holdfast.cli.grammar import Parsed
+    from holdfast.protocol.options import RunOptions
 
 STATIC_PORT = 29500
 LOOPBACK = "localhost"
@@ -121,6 +123,27 @@ def agent_port(parsed: Parsed, succession: bool, notices: list[str]) -> int:
         notices.append(f"{parsed.said('agent_port')} without effect: no other agent connects to the agents of this job")
         return 0
     return port
+
+
+def survives(options: RunOptions) -> str:
+    """How many nodes this job may lose, and why, in words."""
+    job, others = options.job, options.more_endpoints
+    if job.max_nodes == 1:
+        return "the loss of no node: it has one"
+    if options.etcd is not None or options.third_party is not None:
+        return f"the loss of any node, the coordinator's too: another one is elected through {job.backend}"
+    if not options.succession:
+        why = "with static rendezvous the others wait for it" if job.fixed_ranks else "succession is off"
+        return f"the loss of any node but the coordinator's: {why}"
+    count = losses(min(job.max_nodes, VOTERS_MAX))
+    if count == 0:
+        listed = " or ".join(map(str, others))
+        if listed:
+            return f"the loss of 1 of 2 nodes, the coordinator's too, if a witness is at {listed}"
+        why = "two nodes have no majority without the other; a witness gives one (holdfast witness)"
+        return f"the loss of any node but the coordinator's: {why}"
+    text = f"the loss of {count} of {job.max_nodes} nodes at one time, the coordinator's too: a majority elects another"
+    return text if job.max_nodes - count >= job.min_nodes else f"{text}; it trains when {job.min_nodes} are here"
 
 
 def report_open_token(path: str | None, notices: list[str]) -> None:

@@ -231,8 +231,8 @@ async def dial(
         if not accepted.absent:
             return connection
         connection.close()
-        if accepted.witness:
-            raise CoordinatorUnreachableError(f"a witness listens at {endpoint}: the job begins at another endpoint")
+        if not accepted.port and accepted.witness:
+            raise CoordinatorUnreachableError(f"the witness at {endpoint} knows of no coordinator yet")
         if not accepted.port:
             raise CoordinatorUnreachableError(
                 f"the coordinator is not at {endpoint} any more, and no other is known yet"

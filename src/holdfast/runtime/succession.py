@@ -150,7 +150,7 @@ class SuccessionClient:
         options = self._options
         place = open_port(options.local_addr, options.agent_port, loopback=is_loopback(options.endpoint.host))
         machine = Voter(node.agent, options.limits, self._loop.time(), stands=True)
-        voter = VoterService(machine, self._journal, ask=self._ask, lead=partial(self._lead, node))
+        voter = VoterService(machine, self._journal, self._ask, partial(self._lead, node))
         reception = Reception(options, voter, self._where, self._say)
         await reception.listen(place)
         self._node, self._voter, self._reception, self.port = node, voter, reception, place.port

@@ -62,15 +62,15 @@ class Errands:
 
 
 class VoterService:
-    """Runs a Voter. `ask` starts a question to another voter, `lead` starts the coordinator in this process."""
+    """Runs a Voter. `ask` starts a question to another voter, `lead` starts the coordinator in this process: a witness
+    does neither."""
 
     def __init__(
         self,
         machine: Voter,
         journal: Journal,
-        *,
-        ask: Callable[[AskVote], None],
-        lead: Callable[[Succession], None],
+        ask: Callable[[AskVote], None] | None = None,
+        lead: Callable[[Succession], None] | None = None,
     ) -> None:
         self.machine = machine
         self.news = asyncio.Event()
@@ -111,10 +111,12 @@ class VoterService:
             case SendKept(kept):
                 self._keepers.popleft()(kept)
             case AskVote():
+                assert self._ask is not None
                 self._ask(command)
             case AnswerPoll(ticket, polled):
                 self._candidates.pop(ticket)(polled)
             case Lead(succession):
+                assert self._lead is not None
                 self._lead(succession)
                 self.news.set()
             case Note(event, fields):
@@ -182,14 +184,23 @@ class Reception:
         self._guests.pop(connection).cancel()
 
     def _heard(self, connection: AgentConnection, message: FromAgent) -> None:
-        match message:
-            case Poll():
-                self._voter.poll_came(message, connection.send)
-            case Call(term, address, port):
-                self._voter.feed(HeardOf(term, seen_from_here(address, connection.peer_address), port))
-                where = self._where()
-                if where is not None and where.term > term:
-                    connection.send(Moved(where.term, where.address, where.port))
-                connection.close("the call is over")
-            case _:
-                connection.close("no coordinator is here")
+        if not answer_guest(self._voter, self._where, connection, message):
+            connection.close("no coordinator is here")
+
+
+def answer_guest(
+    voter: VoterService, where: Callable[[], Where | None], connection: AgentConnection, message: FromAgent
+) -> bool:
+    """Answer a candidate, or a coordinator that calls. False: it is another message."""
+    match message:
+        case Poll():
+            voter.poll_came(message, connection.send)
+        case Call(term, address, port):
+            voter.feed(HeardOf(term, seen_from_here(address, connection.peer_address), port))
+            known = where()
+            if known is not None and known.term > term:
+                connection.send(Moved(known.term, known.address, known.port))
+            connection.close("the call is over")
+        case _:
+            return False
+    return True
