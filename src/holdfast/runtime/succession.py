@@ -65,6 +65,8 @@ STAGGER_S = 0.05
 ELECTION_S_MAX = 2.0
 """During an election an attempt is repeated after RETRY_S, for so long, before it counts as failed."""
 RETRY_S = 0.05
+PATIENCE_S, PATIENCE_S_MAX = 0.5, 8.0
+"""An attempt at several places ends after this time, which doubles: a silent one must not delay the next attempt."""
 ASK_S_MAX = 0.5
 """Before a node founds the job: how long the other places may take to say where it lives."""
 ASK_LEADER_S_MAX = 5.0
@@ -102,6 +104,7 @@ class SuccessionClient:
         self._place: Endpoint | None = None
         """Where the coordinator was at the other end of the newest link."""
         self._link: WatchedLink | None = None
+        self._patience_s = PATIENCE_S
         self.service: ReplicatedService | None = None
         self.port = 0
         """Where this agent listens."""
@@ -148,7 +151,11 @@ class SuccessionClient:
 
     async def _begin(self, node: NodeSpec) -> None:
         options = self._options
-        place = open_port(options.local_addr, options.agent_port, loopback=is_loopback(options.endpoint.host))
+        try:
+            place = open_port(options.local_addr, options.agent_port, loopback=is_loopback(options.endpoint.host))
+        except OSError as error:
+            text = f"cannot listen at port {options.agent_port} (--agent-port): {error.strerror or error}"
+            raise PortInUseError(text) from None
         machine = Voter(node.agent, options.limits, self._loop.time(), stands=True)
         voter = VoterService(machine, self._journal, self._ask, partial(self._lead, node))
         reception = Reception(options, voter, self._where, self._say)
@@ -202,6 +209,7 @@ class SuccessionClient:
             await asyncio.gather(finding, news, return_exceptions=True)
         if found is None:
             return None
+        self._patience_s = PATIENCE_S
         self._place = Endpoint(host=found.peer_address, port=found.peer_port)
         self._link = WatchedLink(found, voter)
         return self._link
@@ -241,11 +249,16 @@ class SuccessionClient:
     async def _first(self, places: list[Endpoint], node: NodeSpec) -> Outgoing:
         """A link by the first of these places that leads to the coordinator. Raises the error of the likeliest one."""
         dials = [asyncio.ensure_future(self._dial(n * STAGGER_S, place, node)) for n, place in enumerate(places)]
+        until_s = self._loop.time() + self._patience_s
         waiting, winner = set(dials), None
         try:
             while waiting and winner is None:
-                done, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+                left_s = None if len(dials) == 1 else until_s - self._loop.time()
+                done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
                 winner = next((each for each in dials if each in done and each.exception() is None), None)
+                if not done:
+                    self._patience_s = min(2 * self._patience_s, PATIENCE_S_MAX)
+                    break
         finally:
             for each in dials:
                 each.cancel()
@@ -254,8 +267,9 @@ class SuccessionClient:
                     found.abort()
         if winner is not None:
             return winner.result()
-        error = dials[0].exception() if dials else None
-        raise error or CoordinatorUnreachableError("no other node of the job is known")
+        if dials and not dials[0].cancelled() and (error := dials[0].exception()) is not None:
+            raise error
+        raise CoordinatorUnreachableError(f"no answer from {places[0]}" if places else "no other node is known")
 
     async def _dial(self, pause_s: float, place: Endpoint, node: NodeSpec) -> Outgoing:
         options = self._options
