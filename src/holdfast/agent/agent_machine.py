@@ -127,7 +127,7 @@ class AgentMachine:
         """The REVISION of messages that the coordinator understands."""
         self._local = False
         """The coordinator runs in this process: both sleep at the same time, and no network is between them."""
-        self._listens, self._known_term, self._elects = 0, 0, False  # as in Join
+        self._listens, self._known_term = 0, 0  # as in Join
         self._join_sent_s: float | None = None
         """When Join was sent on the present link; None: not yet."""
         self._last_generation = 0
@@ -195,9 +195,9 @@ class AgentMachine:
 
     def _dispatch(self, now: float, event: Event) -> None:
         match event:
-            case Dialed(local, port, term, elects):
+            case Dialed(local, port, term):
                 self.link, self._join_sent_s, self._local = Link.UP, None, local
-                self._listens, self._known_term, self._elects = port, term, elects
+                self._listens, self._known_term = port, term
                 self._seeking.connected()
             case DialFailed():
                 self._on_dial_failed(now, event)
@@ -665,8 +665,8 @@ class AgentMachine:
             self._lease.confirmed_s = now
             unlinked_s = max(0.0, now - self._unlinked_s) if self._last_generation else 0.0
             running = self.current.running() if self.current is not None else None
-            about = self._last_generation, unlinked_s, running, self._led_by, REVISION
-            self._send(Join(self._named_node(), *about, self._listens, self._known_term, self._elects))
+            about = self._last_generation, unlinked_s, running, self._led_by, REVISION, self._listens, self._known_term
+            self._send(Join(self._named_node(), *about))
 
     # ---------------------------------------------------------------- fences
 

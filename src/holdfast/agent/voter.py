@@ -168,6 +168,8 @@ class Voter:
         self._lost_s = now
         self._gone: set[str] = set()
         """Voters whose process has ended."""
+        self._elsewhere: set[str] = set()
+        """Voters that have a newer coordinator."""
         self._stand_at_s = now
         self._failed = 0
         """Elections without a winner since the loss."""
@@ -203,8 +205,14 @@ class Voter:
         if self.stage in (Stage.FOLLOWING, Stage.LEADING) or now >= self._lost_s + self.limits.elect_s:
             return False
         seats = self.charter.seats if self.charter is not None else ()
-        living = {seat.name for seat in seats} - self._gone
-        return self.charter is not None and len(seats) >= VOTERS_MIN and self.charter.carried_by(living)
+        free = {seat.name for seat in seats} - self._gone - self._elsewhere
+        return self.charter is not None and len(seats) >= VOTERS_MIN and self.charter.carried_by(free)
+
+    def ignores(self, now: float, name: str, *, founded: bool) -> bool:
+        """Whether it should not join the coordinator in the process of this name: one that founded the job again, while
+        this one's voters may elect."""
+        known = self.charter is not None and any(seat.name == name for seat in self.charter.seats)
+        return founded and not known and self.elects(now)
 
     # ---------------------------------------------------------------- surface
 
@@ -213,7 +221,9 @@ class Voter:
             case Linked(term):
                 self._follow(term)
             case Unlinked(term, closed, local):
-                if term >= self._followed and self.stage in (Stage.FOLLOWING, Stage.LEADING):
+                # An agent has one link, and a founder may have taken a later term. A witness may have several links.
+                newest = self.stands or term >= self._followed
+                if newest and self.stage in (Stage.FOLLOWING, Stage.LEADING):
                     self._lose(now, closed=closed, local=local)
             case KeepCame(keep):
                 self._on_keep(now, keep)
@@ -275,6 +285,7 @@ class Voter:
             self._bound_s = now
         self._closed = closed and not local
         self._lost_s = now
+        self._elsewhere.clear()
         self._stand_at_s = now + self.limits.stand_s * self._place()
         self._enter(Stage.ALONE)
 
@@ -300,11 +311,11 @@ class Voter:
     # ---------------------------------------------------------------- votes for others
 
     def _on_poll(self, now: float, ticket: int, poll: Poll) -> None:
-        granted = self._would_vote(poll)
+        granted, follows = self._would_vote(poll), self.stage in (Stage.FOLLOWING, Stage.LEADING)
         silent_s, closed = max(0.0, now - self._bound_s), self._closed
         if granted and poll.final:
             self._vote(now, poll)
-        self._out.append(AnswerPoll(ticket, Polled(self.term, granted, silent_s, closed, self.name)))
+        self._out.append(AnswerPoll(ticket, Polled(self.term, granted, silent_s, closed, self.name, follows)))
 
     def _would_vote(self, poll: Poll) -> bool:
         if self.stage in (Stage.FOLLOWING, Stage.LEADING) or poll.held < self.held:
@@ -338,6 +349,10 @@ class Voter:
     def _on_answer(self, name: str, poll: Poll, polled: Polled | None) -> None:
         if polled is not None and not polled.granted:
             self._next_term = max(self._next_term, polled.term + 1)
+        if polled is not None and polled.follows and polled.term > self._followed:
+            self._elsewhere.add(name)
+        else:
+            self._elsewhere.discard(name)
         if poll == self._poll:
             self._answers[name] = polled
 

@@ -67,7 +67,8 @@ class ReplicatedCoordinator(CoordinatorMachine):
         """`node`: the agent in this process."""
         super().__init__(job, limits, judge, now, examine=examine)
         self._charters = Charters(limits, now, node.agent, succession)
-        self._is_founder = succession.charter is None
+        self.founded = succession.charter is None
+        """It was elected by nobody."""
         self._floor = 0
         """The newest generation that the old coordinator may have started."""
         self._local_name = ""
@@ -275,10 +276,6 @@ class ReplicatedCoordinator(CoordinatorMachine):
     def _on_join(self, now: float, link: int, join: Join) -> None:
         if self.outcome is not None:  # it will not be a member, and is needed as a voter
             self._charters.linked(join.node.agent, link)
-        if join.elects and self._is_founder and join.node.agent not in {seat.name for seat in self.charter.seats}:
-            self._membership.close_link(link)
-            self._out.append(DropLink(link, "its voters elect the coordinator of the job that it is in"))
-            return
         super()._on_join(now, link, join)
 
     def _observe_previous_leader(self, now: float, member: Member, join: Join) -> None:

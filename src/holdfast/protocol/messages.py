@@ -99,8 +99,6 @@ class Join(AgentMessage, frozen=True, tag="join"):
     """Where the agent listens for candidates and newcomers; 0: it does not listen, and has no vote."""
     term: Count = 0
     """The newest term that the agent knows. A coordinator of an older term steps down."""
-    elects: bool = False
-    """It has lost a coordinator that its voters can replace. One that founded the job again does not take it in yet."""
 
 
 class Prepared(AgentMessage, frozen=True, tag="prepared"):
@@ -405,6 +403,8 @@ class Polled(CoordinatorMessage, frozen=True, tag="polled"):
     """Its link to the old coordinator was closed by that side, so that process has ended; False: it became silent."""
     voter: str = ""
     """The name of its seat. Another process may listen where a voter was."""
+    follows: bool = False
+    """It is linked to a coordinator."""
 
 
 class Moved(CoordinatorMessage, frozen=True, tag="moved"):

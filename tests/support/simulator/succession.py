@@ -283,9 +283,9 @@ class SuccessionCluster(SimCluster):
             self.agenda.after(LOOK_S, self._look)
 
     def living(self, charter: Charter) -> dict[str, str]:
-        """Hosts of the voters that have not ended, by name."""
-        processes = ((host, process) for host, process in self.processes.items() if host not in self.frozen)
-        names = {process.voter.machine.name: host for host, process in processes}
+        """Hosts of the voters that have a charter, by name. A voter without one cannot know that its job goes on."""
+        living = [(host, process.voter.machine) for host, process in self.processes.items() if host not in self.frozen]
+        names = {voter.name: host for host, voter in living if voter.charter is not None}
         return {seat.name: names[seat.name] for seat in charter.seats if seat.name in names}
 
     def _together(self, charter: Charter) -> set[str]:
@@ -534,7 +534,7 @@ class ElectingAgent(DrawnAgent):
             if attempt != self._attempt or not self.alive:
                 return
             where = None if isinstance(process, str) else process.where()
-            if not isinstance(process, str) and process.coordinator is not None:
+            if not isinstance(process, str) and process.coordinator is not None and not self._ignores(process):
                 self._place = place
                 self._link_to(process.coordinator)
             elif where is not None and hops and where.address != self.world.address(self.host):
@@ -560,6 +560,11 @@ class ElectingAgent(DrawnAgent):
             error = CoordinatorUnreachableError
             self.handle(ev.DialFailed(error.code, error.exit_code, "nobody leads there", final=False))
 
+    def _ignores(self, process: Process) -> bool:
+        founded = process.coordinator.machine.founded
+        name = process.voter.machine.name
+        return bool(self.voter.machine.ignores(self.world.clock.now, name, founded=founded))
+
     def _link_to(self, coordinator: SimReplicated) -> None:
         self._attempt += 1
         self._seeking = False
@@ -570,8 +575,7 @@ class ElectingAgent(DrawnAgent):
         link.a.on_closed = self._link_lost
         self.coordinator_number = coordinator.number
         coordinator.accept(link.b, self.host)
-        term, elects = self.voter.machine.term, self.voter.electing
-        self.handle(ev.Dialed(local=False, port=self.port, term=term, elects=elects))
+        self.handle(ev.Dialed(local=False, port=self.port, term=self.voter.machine.term))
 
     def _got(self, end: FakeEnd, message: FromCoordinator) -> None:
         match message:
