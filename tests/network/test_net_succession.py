@@ -141,7 +141,7 @@ def test_the_coordinator_is_killed_while_it_admits_a_node(fleet) -> None:
 def test_the_coordinator_is_killed_while_the_workers_stop(fleet) -> None:
     """They take their time. The successor ends them with the old generation before it forms another one."""
     job: Fleet = fleet(4)
-    job.c10d("1:4", conf=LONG_LEASE)
+    job.c10d("1:4", conf=SHORT_LEASE)
     job.start(1)
     job.start(2, "--shutdown-timeout", "3", env={"SLOW_TO_STOP": "1"})
     job.start_all([3, 4])
