@@ -76,10 +76,14 @@ class Job:
         return began_s
 
     def two_train(self) -> Trained:
-        """Two agents, started together, and their workers at the first common step."""
+        return self.train(2)
+
+    def train(self, count: int) -> Trained:
+        """So many agents, started together, the first one first, and their workers at the first common step."""
         began_s = self.start(1)
-        self.start(2)
-        return self.trains(2, began_s, START_S_MAX)
+        for number in range(2, count + 1):
+            self.start(number)
+        return self.trains(count, began_s, START_S_MAX)
 
     def trains(self, world: int, since_s: float, limit_s: float) -> Trained:
         """Wait for a step of every rank of such a world. Raises BenchmarkError after `limit_s`, or when no agent is left."""

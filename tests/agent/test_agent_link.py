@@ -402,7 +402,7 @@ def test_a_node_with_an_exception_cannot_offer_its_workers_to_a_new_coordinator(
     assert desk.machine.work is Work.KILLING
 
 
-def test_a_stop_during_the_sweep_ends_the_term() -> None:
+def test_a_stop_during_the_sweep_ends_the_generation() -> None:
     desk = sweeping()
     desk.hear(msg.Stop(1, msg.StopReason.MEMBER_LOST, "z was lost"))
     desk.give(ev.TreeGone(1))

@@ -113,7 +113,7 @@ def all_leave_at_the_safe_point(desk: Desk) -> None:
     ]
     desk.all_end(drained=True)
     assert desk.done == [do.KillTree(1)]
-    assert not desk.machine.term.done
+    assert not desk.machine.current.done
 
 
 def grace_is_over(desk: Desk) -> None:
@@ -217,6 +217,8 @@ MESSAGES: list[msg.FromCoordinator] = [
     msg.Quit(drain=False, by="holdfast kill"),
     msg.Joined(6.0, 4.0, 1.0),
     msg.Waiting("waiting for Godot"),
+    msg.Polled(2, granted=True),
+    msg.Moved(2, "10.0.0.1", 1),
     msg.Pong(1),
     msg.Pong(99),
     msg.Finish(SUCCESS),
@@ -316,7 +318,7 @@ def test_every_event_is_borne_in_every_state(state: Callable[[], Desk], late_s: 
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
 def test_a_signal_ends_it_from_every_state(state: Callable[[], Desk]) -> None:
     desk = state()
-    generation = desk.machine.term.generation if desk.machine.term is not None else 1
+    generation = desk.machine.current.generation if desk.machine.current is not None else 1
     desk.give(ev.Signalled(signal.SIGTERM, "SIGTERM"))
     for _ in range(2):
         desk.give(ev.WorkersHeld(generation, 6))

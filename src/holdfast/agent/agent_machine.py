@@ -18,7 +18,7 @@ from math import inf
 
 from msgspec import structs
 
-from holdfast.agent.agent_state import WORK_TRANSITIONS, Lease, Link, Seeking, Term, Work
+from holdfast.agent.agent_state import WORK_TRANSITIONS, Lease, Link, LocalGeneration, Seeking, Work, farewell
 from holdfast.agent.commands import (
     Command,
     ContinueWorkers,
@@ -60,7 +60,6 @@ from holdfast.agent.events import (
     WorkersProgress,
     WorkersSeen,
 )
-from holdfast.protocol.errors import EXIT_REQUEUE, EXIT_SIGNAL_BASE
 from holdfast.protocol.messages import (
     REVISION,
     Abandon,
@@ -90,7 +89,6 @@ from holdfast.protocol.messages import (
     ReplacementFailed,
     ReplacementReady,
     Resume,
-    Running,
     Start,
     Stop,
     Stopped,
@@ -121,15 +119,15 @@ class AgentMachine:
         self.limits = limits
         self.link = Link.DOWN
         self.work = Work.IDLE
-        self.term: Term | None = None
+        self.current: LocalGeneration | None = None
         self.outcome: Outcome | None = None
         self._node = node
-        self._joins = 0
-        self._joined = False
+        self._joins, self._joined = 0, False
         self._revision = 0
         """The REVISION of messages that the coordinator understands."""
         self._local = False
         """The coordinator runs in this process: both sleep at the same time, and no network is between them."""
+        self._listens, self._known_term = 0, 0  # as in Join
         self._join_sent_s: float | None = None
         """When Join was sent on the present link; None: not yet."""
         self._last_generation = 0
@@ -151,9 +149,9 @@ class AgentMachine:
         self._out: list[Command] = []
 
     def check_invariants(self) -> None:
-        assert (self.term is None) == (self.work is Work.IDLE)
-        if self.work is Work.RUNNING and self.term is not None:
-            assert not self.term.all_done or self.term.cleaned
+        assert (self.current is None) == (self.work is Work.IDLE)
+        if self.work is Work.RUNNING and self.current is not None:
+            assert not self.current.all_done or self.current.cleaned
         assert not (self._joined and self.link is not Link.UP)
 
     @property
@@ -188,8 +186,8 @@ class AgentMachine:
             deadlines.append(self._workers_fence_at_s())
         if self._leaving is not None and self._pending_exit is None:
             deadlines.append(self._leave_by_s)
-        if self.work is Work.STOPPING and self.term is not None:
-            deadlines.append(self._stop_deadline_s(self.term))
+        if self.work is Work.STOPPING and self.current is not None:
+            deadlines.append(self._stop_deadline_s(self.current))
         first = min(deadlines, default=inf)
         return None if first == inf else first
 
@@ -197,8 +195,9 @@ class AgentMachine:
 
     def _dispatch(self, now: float, event: Event) -> None:
         match event:
-            case Dialed(local):
+            case Dialed(local, port, term):
                 self.link, self._join_sent_s, self._local = Link.UP, None, local
+                self._listens, self._known_term = port, term
                 self._seeking.connected()
             case DialFailed():
                 self._on_dial_failed(now, event)
@@ -225,7 +224,7 @@ class AgentMachine:
             case TreeGone(generation):
                 self._on_tree_gone(now, generation)
             case StoreDied(generation):
-                if self._at_work() and self._term().generation == generation:
+                if self._at_work() and self._current().generation == generation:
                     self._report(StoreLost(generation))
             case Signalled():
                 self._on_signal(now, event)
@@ -236,7 +235,7 @@ class AgentMachine:
                 pass
 
     def _on_prepared(self, now: float, generation: int, store_port: int | None) -> None:
-        if self.term is None or self.term.generation != generation:
+        if self.current is None or self.current.generation != generation:
             return
         if self.work is Work.PREPARING:
             self._enter(Work.PREPARED)
@@ -278,10 +277,10 @@ class AgentMachine:
             self._idle()
         elif self.work is Work.REGROUPING:  # they have left the generation that another coordinator could continue
             self._kill()
-        elif self.term is not None and self.term.confirmed:
-            self.term.confirmed = False
+        elif self.current is not None and self.current.confirmed:
+            self.current.confirmed = False
             self._unconfirmed_fence_at_s = self._lease.fence_at_s
-        held = self.work is Work.DRAINING and self._term().safe_point is None
+        held = self.work is Work.DRAINING and self._current().safe_point is None
         if self._leaving is not None and (held or self.work is Work.IDLE):
             self._go(now)
         elif held:
@@ -294,8 +293,8 @@ class AgentMachine:
                 self._revision = revision
                 asked_s = self._join_sent_s if self._join_sent_s is not None else now
                 self._lease.granted(fence_s, ping_interval_s, asked_s=asked_s, now=now)
-            case Pong(number):
-                self._lease.answered(number)
+            case Pong(number, age_s):
+                self._lease.answered(number, age_s)
             case Waiting(text):
                 self._out.append(Say(text))
             case Notice(text, victims):
@@ -317,7 +316,7 @@ class AgentMachine:
             case Resume(generation):
                 self._on_resume(now, generation)
             case Abandon(generation):
-                if self._at_work() and self._term().generation == generation:
+                if self._at_work() and self._current().generation == generation:
                     self._kill()
             case Stop():
                 self._on_stop(now, message)
@@ -329,67 +328,67 @@ class AgentMachine:
                 self._end(Outcome(kind=OutcomeKind.REFUSED, exit_code=2, code=code, message=text))
 
     def _on_stop(self, now: float, stop: Stop) -> None:
-        term = self.term
-        if term is None and stop.generation == self._last_generation:
+        current = self.current
+        if current is None and stop.generation == self._last_generation:
             if self._leaving is not None:
                 # All nodes have left at the safe point: this node and the coordinator on it are not needed any more.
-                self._end(self._farewell(self._leaving, drained=self._drained))
+                self._end(farewell(self._leaving, drained=self._drained))
             elif stop.following is not None:  # its workers ended before the order arrived
                 self._on_assign(stop.following)
             return
-        if term is None or term.generation != stop.generation:
+        if current is None or current.generation != stop.generation:
             return
         if self._at_work():
             if stop.text:
                 self._out.append(Say(stop.text))
             self._stop(now, signal.SIGTERM)
             if stop.reason is StopReason.HUNG:
-                term.kill_at_s = min(term.kill_at_s, now + self.limits.hang_grace_s)
+                current.kill_at_s = min(current.kill_at_s, now + self.limits.hang_grace_s)
         elif self.work is Work.KILLING:
             # The processes of the finished ranks are being swept: the node ends after that instead of going idle.
-            term.stopped = True
-        term.following = stop.following
+            current.stopped = True
+        current.following = stop.following
 
     def _on_assign(self, assign: Assign) -> None:
         if self.work not in (Work.IDLE, Work.PREPARING, Work.PREPARED) or self._going():
             return
         self._enter(Work.PREPARING)
-        self.term = Term(assign, self._node.nproc)
+        self.current = LocalGeneration(assign, self._node.nproc)
         self._last_generation, self._led_by = assign.generation, assign.led_by
         self._out.append(Prepare(assign))
 
     def _on_start(self, start: Start) -> None:
-        if self.work in (Work.PREPARED, Work.REGROUPING) and self._term().generation == start.generation:
+        if self.work in (Work.PREPARED, Work.REGROUPING) and self._current().generation == start.generation:
             begin = StartWorkers if self.work is Work.PREPARED else ContinueWorkers
             self._lease.confirm(self._prepared_s)
             self._drained = False
             self._enter(Work.RUNNING)
-            self._out.append(begin(self._term().assign, start))
+            self._out.append(begin(self._current().assign, start))
             if self._leaving is not None:  # since before the workers regrouped
                 self._hold()
 
     def _on_regroup(self, assign: Assign, safe_point: int, text: str) -> None:
         """The workers form another generation. A node that cannot take part reports that its workers are gone."""
         self._last_generation, self._led_by = assign.generation, assign.led_by
-        term = self.term
-        if term is None:
+        current = self.current
+        if current is None:
             self._send(Stopped(assign.generation))
         elif self.work in (Work.STOPPING, Work.KILLING):
-            term.stopped = True
-        elif self._at_work() and assign.generation > term.generation:
+            current.stopped = True
+        elif self._at_work() and assign.generation > current.generation:
             if text:
                 self._out.append(Say(text))
             self._enter(Work.REGROUPING)
-            self.term = term.regrouped(assign)
+            self.current = current.regrouped(assign)
             self._out.append(RegroupWorkers(assign, safe_point))
 
     def _on_replace(self, generation: int, local_ranks: Collection[int]) -> None:
         """Start workers for these local ranks, except where one lives already: a new coordinator does not know it."""
-        term = self.term
-        if term is None or not self._at_work() or generation != term.generation or not term.confirmed:
+        current = self.current
+        if current is None or not self._at_work() or generation != current.generation or not current.confirmed:
             return
-        replacements = term.replacements
-        fresh = tuple(sorted(set(local_ranks) - term.active - replacements.living))
+        replacements = current.replacements
+        fresh = tuple(sorted(set(local_ranks) - current.active - replacements.living))
         if fresh:
             replacements.living.update(fresh)
             self._out.append(StartReplacements(generation, fresh))
@@ -398,153 +397,163 @@ class AgentMachine:
 
     def _on_regrouping(self, event: WorkersAble | ReplacementsReady | RegroupRefused) -> None:
         """Pass on what workers report about their way into another generation."""
-        term = self.term
-        if term is None or not self._at_work():
+        current = self.current
+        if current is None or not self._at_work():
             return
         match event:
-            case WorkersAble(generation, local_ranks) if generation == term.generation:
-                term.able = local_ranks
-                self._send_able(term)
+            case WorkersAble(generation, local_ranks) if generation == current.generation:
+                current.able = local_ranks
+                self._send_able(current)
             case ReplacementsReady(generation, local_ranks):
-                ready = term.replacements.ready = term.replacements.living.intersection(local_ranks)
-                if ready and term.confirmed:
+                ready = current.replacements.ready = current.replacements.living.intersection(local_ranks)
+                if ready and current.confirmed:
                     self._send(ReplacementReady(generation, tuple(sorted(ready))))
-            case RegroupRefused(generation, text) if generation == term.generation:
+            case RegroupRefused(generation, text) if generation == current.generation:
                 self._report(CannotRegroup(generation, text))
 
-    def _send_able(self, term: Term) -> None:
-        if term.confirmed and self._revision >= REVISION_OF_ABLE:
-            self._send(Able(term.generation, term.able))
+    def _send_able(self, current: LocalGeneration) -> None:
+        if current.confirmed and self._revision >= REVISION_OF_ABLE:
+            self._send(Able(current.generation, current.able))
 
     def _on_resume(self, now: float, generation: int) -> None:
         """A new coordinator continues this generation: all its nodes have joined."""
-        term = self.term
-        if term is None or term.generation != generation or term.confirmed or now >= self._unconfirmed_fence_at_s:
+        current = self.current
+        if (
+            current is None
+            or current.generation != generation
+            or current.confirmed
+            or now >= self._unconfirmed_fence_at_s
+        ):
             return
-        term.confirmed = True
+        current.confirmed = True
         self._note("resumed", generation=generation)
-        for local_rank in sorted(term.done):  # some may have ended since we joined
+        for local_rank in sorted(current.done):  # some may have ended since we joined
             self._send(WorkerDone(generation, local_rank))
-        if term.able:
-            self._send_able(term)
+        if current.able:
+            self._send_able(current)
 
     def _on_drain(self, generation: int, text: str) -> None:
-        term = self.term
-        if term is None or term.generation != generation:
+        current = self.current
+        if current is None or current.generation != generation:
             return
-        term.asked, term.drain_text = True, text
-        if self.work is Work.RUNNING and not term.all_done:
+        current.asked, current.drain_text = True, text
+        if self.work is Work.RUNNING and not current.all_done:
             self._hold()
-        elif self.work is Work.DRAINING and term.reached is not None:
-            self._send(Held(generation, term.reached))
+        elif self.work is Work.DRAINING and current.reached is not None:
+            self._send(Held(generation, current.reached))
 
     def _on_drain_to(self, generation: int, safe_point: int) -> None:
-        term = self.term
-        if self.work is not Work.DRAINING or term is None or term.generation != generation:
+        current = self.current
+        if self.work is not Work.DRAINING or current is None or current.generation != generation:
             return
         if safe_point:
-            term.safe_point = safe_point
-            self._out.append(Say(f"{term.drain_text}: the workers stop at their next safe point"))
+            current.safe_point = safe_point
+            self._out.append(Say(f"{current.drain_text}: the workers stop at their next safe point"))
             self._out.append(ReleaseWorkers(generation, safe_point))
         elif self._leaving is None:  # else they are held for this node's own sake, too
             self._let_go()
 
     def _on_held(self, now: float, generation: int, reached: int) -> None:
-        term = self.term
-        if self.work is not Work.DRAINING or term is None or term.generation != generation or term.reached is not None:
+        current = self.current
+        if (
+            self.work is not Work.DRAINING
+            or current is None
+            or current.generation != generation
+            or current.reached is not None
+        ):
             return
-        term.reached = reached
+        current.reached = reached
         if self._leaving is not None and reached == 0:
             self._go(now)
             return
         if self._leaving is not None:
             self._leave(self._leaving.name, drain=True)
-        if term.asked:
+        if current.asked:
             self._send(Held(generation, reached))
 
     def _on_worker(self, event: WorkerEnded | WorkerRaised | FailureRead) -> None:
-        term = self.term
-        if term is None:
+        current = self.current
+        if current is None:
             return
-        if term.replacements.concerns(event):
-            failure = term.replacements.heard(event, self._node.host)
-            if failure is not None and self._at_work() and term.confirmed:
-                self._send(ReplacementFailed(term.generation, (failure,)))
+        if current.replacements.concerns(event):
+            failure = current.replacements.heard(event, self._node.host)
+            if failure is not None and self._at_work() and current.confirmed:
+                self._send(ReplacementFailed(current.generation, (failure,)))
             return
-        if isinstance(event, FailureRead) and event.generation < term.generation:
-            self._on_failure(term, event.failure, bare=False, generation=event.generation)
+        if isinstance(event, FailureRead) and event.generation < current.generation:
+            self._on_failure(current, event.failure, bare=False, generation=event.generation)
             return
-        if term.generation != event.generation:
+        if current.generation != event.generation:
             return
         match event:
             case WorkerRaised(_, local_rank, failure, evidence_follows):
                 # The generation ends now. Like every stop it waits for what this process does before it ends.
-                if local_rank not in term.ended | term.raised:
-                    term.raised.add(local_rank)
-                    self._on_failure(term, failure, bare=evidence_follows)
+                if local_rank not in current.ended | current.raised:
+                    current.raised.add(local_rank)
+                    self._on_failure(current, failure, bare=evidence_follows)
             case FailureRead(failure=failure):
-                self._on_failure(term, failure, bare=False)
+                self._on_failure(current, failure, bare=False)
             case WorkerEnded():
-                self._on_worker_ended(term, event)
+                self._on_worker_ended(current, event)
 
-    def _on_worker_ended(self, term: Term, event: WorkerEnded) -> None:
-        term.ended.add(event.local_rank)
-        if event.local_rank in term.raised:
+    def _on_worker_ended(self, current: LocalGeneration, event: WorkerEnded) -> None:
+        current.ended.add(event.local_rank)
+        if event.local_rank in current.raised:
             return  # reported already
         if event.failure is not None:
-            self._on_failure(term, event.failure, bare=event.evidence_follows)
+            self._on_failure(current, event.failure, bare=event.evidence_follows)
         elif event.drained:
-            term.drained.add(event.local_rank)
+            current.drained.add(event.local_rank)
         else:
-            term.done.add(event.local_rank)
-            if self._at_work() and term.confirmed:
+            current.done.add(event.local_rank)
+            if self._at_work() and current.confirmed:
                 self._send(WorkerDone(event.generation, event.local_rank, event.left))
 
-    def _on_failure(self, term: Term, failure: Failure, *, bare: bool, generation: int = 0) -> None:
+    def _on_failure(self, current: LocalGeneration, failure: Failure, *, bare: bool, generation: int = 0) -> None:
         """Report a failure. A worker that failed before the order to stop arrived may be the culprit. One that failed
         after it may be the culprit only if it raised an exception."""
         if failure.after_stop and not failure.error_type:
             return
         if not bare:
-            self._report(WorkersFailed(generation or term.generation, (failure,)))
-        elif self._revision or not term.confirmed:
-            self._report(WorkersFailed(term.generation, (failure,), evidence_follows=True))
+            self._report(WorkersFailed(generation or current.generation, (failure,)))
+        elif self._revision or not current.confirmed:
+            self._report(WorkersFailed(current.generation, (failure,), evidence_follows=True))
 
     def _on_tree_gone(self, now: float, generation: int) -> None:
-        term = self.term
-        if self.work is not Work.KILLING or term is None or term.generation != generation:
+        current = self.current
+        if self.work is not Work.KILLING or current is None or current.generation != generation:
             return
-        if term.all_done and not (term.cleaned or term.stopped or self._going()):
+        if current.all_done and not (current.cleaned or current.stopped or self._going()):
             # Other nodes may still run workers: this node stays in the world until the coordinator decides.
-            term.cleaned = True
+            current.cleaned = True
             self._leave_by_s = min(self._leave_by_s, now + FAREWELL_S)
             self._enter(Work.RUNNING)
             return
-        self._drained = term.left_at_safe_point
+        self._drained = current.left_at_safe_point
         self._idle()
         self._send(Stopped(max(generation, self._last_generation)))
-        if term.following is not None and term.confirmed and self._leaving is None:
-            self._on_assign(term.following)
+        if current.following is not None and current.confirmed and self._leaving is None:
+            self._on_assign(current.following)
         if self._leaving is not None and not (self._drained and self.link is Link.UP):
-            self._end(self._farewell(self._leaving, drained=self._drained))
+            self._end(farewell(self._leaving, drained=self._drained))
 
     def _on_signal(self, now: float, event: Signalled) -> None:
         if self._leaving is not None:
             if self._at_work() or self.work is Work.STOPPING:
                 self._kill()
-            self._end(self._farewell(self._leaving, drained=False))
+            self._end(farewell(self._leaving, drained=False))
             return
         self._leaving = event
         self._leave_by_s = now + self.limits.drain_s
-        term = self.term
-        linked = self.link is Link.UP and term is not None and term.confirmed
-        if term is None or not linked or event.signum in KEYBOARD_SIGNALS:
+        current = self.current
+        linked = self.link is Link.UP and current is not None and current.confirmed
+        if current is None or not linked or event.signum in KEYBOARD_SIGNALS:
             self._go(now)
-        elif self.work is Work.RUNNING and not term.all_done:
+        elif self.work is Work.RUNNING and not current.all_done:
             self._hold()
-        elif self.work is Work.DRAINING and term.reached:
+        elif self.work is Work.DRAINING and current.reached:
             self._leave(event.name, drain=True)
-        elif self.work is not Work.DRAINING or term.reached is not None:  # else they are held already
+        elif self.work is not Work.DRAINING or current.reached is not None:  # else they are held already
             self._go(now)
         self._say_leaving(now, event)
 
@@ -557,7 +566,7 @@ class AgentMachine:
         self._leave(by)
         if self._at_work() or self.work is Work.STOPPING:
             self._kill()
-        self._end(self._farewell(event, drained=False))
+        self._end(farewell(event, drained=False))
 
     def _go(self, now: float) -> None:
         """A leaving agent waits for nothing any more: stop the workers that are left, and end."""
@@ -565,16 +574,16 @@ class AgentMachine:
         self._leave(self._leaving.name)
         if self._at_work():
             self._stop(now, signal.SIGTERM if self._leaving.preempt else self._leaving.signum)
-        term = self.term
-        drained = self._drained or (term is not None and term.left_at_safe_point)
-        self._end(self._farewell(self._leaving, drained=drained))
+        current = self.current
+        drained = self._drained or (current is not None and current.left_at_safe_point)
+        self._end(farewell(self._leaving, drained=drained))
 
     def _say_leaving(self, now: float, event: Signalled) -> None:
         """Show at once that the agent ends: workers may need time to stop, and a user waits at the prompt."""
         if not event.kills:
             return
         if self.work is Work.STOPPING:
-            what, limit_s = "stopping the workers", max(0.0, self._term().kill_at_s - now)
+            what, limit_s = "stopping the workers", max(0.0, self._current().kill_at_s - now)
         elif self._at_work():
             what, limit_s = "the workers save if they can, and stop", self.limits.drain_s + self.limits.stop_grace_s
         else:
@@ -610,12 +619,12 @@ class AgentMachine:
             self._exit(outcome)
 
     def _advance_work(self, now: float) -> None:
-        term = self.term
-        if term is None:
+        current = self.current
+        if current is None:
             return
         if self._at_work():
-            drained = self.work is Work.DRAINING and bool(term.active) and term.all_ended
-            ended = drained or (term.all_done and not term.cleaned)
+            drained = self.work is Work.DRAINING and bool(current.active) and current.all_ended
+            ended = drained or (current.all_done and not current.cleaned)
             if ended:
                 self._kill()
             elif now >= self._workers_fence_at_s():
@@ -624,7 +633,7 @@ class AgentMachine:
                 self._out.append(Say(text))
                 self._note("fenced", silent_s=round(silent_s, 3))
                 self._kill()
-        elif self.work is Work.STOPPING and (term.all_ended or now >= self._stop_deadline_s(term)):
+        elif self.work is Work.STOPPING and (current.all_ended or now >= self._stop_deadline_s(current)):
             self._kill()
 
     def _advance_seeking(self, now: float) -> None:
@@ -646,28 +655,31 @@ class AgentMachine:
     def _advance_joining(self, now: float) -> None:
         """The link is up but this agent has not joined: join without workers, or with workers that the coordinator may
         let continue. Workers that drain reach their safe point (or their fence) first."""
-        broken = self.work is Work.RUNNING and bool(self._term().raised or self._term().ended != self._term().done)
-        if self.work is Work.STOPPING or broken or (self.work is Work.RUNNING and not self._term().active):
+        broken = self.work is Work.RUNNING and bool(
+            self._current().raised or self._current().ended != self._current().done
+        )
+        if self.work is Work.STOPPING or broken or (self.work is Work.RUNNING and not self._current().active):
             self._kill()
         elif self.work in (Work.IDLE, Work.RUNNING) and self._join_sent_s is None:
             self._join_sent_s = now
             self._lease.confirmed_s = now
             unlinked_s = max(0.0, now - self._unlinked_s) if self._last_generation else 0.0
-            node, running = self._named_node(), self._running()
-            self._send(Join(node, self._last_generation, unlinked_s, running, self._led_by, REVISION))
+            running = self.current.running() if self.current is not None else None
+            about = self._last_generation, unlinked_s, running, self._led_by, REVISION, self._listens, self._known_term
+            self._send(Join(self._named_node(), *about))
 
     # ---------------------------------------------------------------- fences
 
-    def _stop_deadline_s(self, term: Term) -> float:
+    def _stop_deadline_s(self, current: LocalGeneration) -> float:
         """The end of the grace, but not after the fence: a worker that still saves on a node that is cut off must not
         run beside the workers of the next generation."""
-        return min(term.kill_at_s, self._workers_fence_at_s())
+        return min(current.kill_at_s, self._workers_fence_at_s())
 
     def _fence_at_s(self) -> float:
         return inf if self._local and self.link is Link.UP else self._lease.fence_at_s
 
     def _workers_fence_at_s(self) -> float:
-        return self._fence_at_s() if self._term().confirmed else self._unconfirmed_fence_at_s
+        return self._fence_at_s() if self._current().confirmed else self._unconfirmed_fence_at_s
 
     @property
     def fence_at_s(self) -> float | None:
@@ -685,28 +697,28 @@ class AgentMachine:
 
     def _stop(self, now: float, signum: int) -> None:
         """Start to stop the workers: the signal to the leaders now, SIGKILL to all processes after the grace."""
-        term = self._term()
-        if self.work is Work.DRAINING and term.safe_point is None:
-            self._out.append(ReleaseWorkers(term.generation, 0))
+        current = self._current()
+        if self.work is Work.DRAINING and current.safe_point is None:
+            self._out.append(ReleaseWorkers(current.generation, 0))
         self._enter(Work.STOPPING)
-        term.stopped = True  # a worker that ends with 0 because of it has not done its work
-        term.kill_at_s = now + self.limits.stop_grace_s
+        current.stopped = True  # a worker that ends with 0 because of it has not done its work
+        current.kill_at_s = now + self.limits.stop_grace_s
         self._out.append(SignalWorkers(signum))
 
     def _kill(self) -> None:
         self._enter(Work.KILLING)
-        self._out.append(KillTree(self._term().generation))
+        self._out.append(KillTree(self._current().generation))
 
     def _hold(self) -> None:
         self._enter(Work.DRAINING)
-        self._out.append(HoldWorkers(self._term().generation))
+        self._out.append(HoldWorkers(self._current().generation))
 
     def _let_go(self) -> None:
         """Cancel the drain."""
-        term = self._term()
-        term.asked, term.reached = False, None
+        current = self._current()
+        current.asked, current.reached = False, None
         self._enter(Work.RUNNING)
-        self._out.append(ReleaseWorkers(term.generation, 0))
+        self._out.append(ReleaseWorkers(current.generation, 0))
 
     def _leave(self, reason: str, *, drain: bool = False) -> None:
         if self._joined:
@@ -729,7 +741,7 @@ class AgentMachine:
         self._out.append(Exit(outcome))
 
     def _is_preparing(self, generation: int) -> bool:
-        return self.work is Work.PREPARING and self._term().generation == generation
+        return self.work is Work.PREPARING and self._current().generation == generation
 
     def _at_work(self) -> bool:
         return self.work in (Work.RUNNING, Work.DRAINING, Work.REGROUPING)
@@ -742,32 +754,40 @@ class AgentMachine:
 
     def _idle(self) -> None:
         self._enter(Work.IDLE)
-        self.term = None
+        self.current = None
 
     def _enter(self, work: Work) -> None:
         assert (self.work, work) in WORK_TRANSITIONS, f"no transition {self.work} -> {work}"
         self.work = work
 
-    def _term(self) -> Term:
-        assert self.term is not None
-        return self.term
+    def _current(self) -> LocalGeneration:
+        assert self.current is not None
+        return self.current
 
     def _report(self, message: FromAgent) -> None:
         """Report a fault that ends the generation. If no coordinator knows the generation, kill the workers."""
-        if self._term().confirmed:
+        if self._current().confirmed:
             self._send(message)
         elif self._at_work():
             self._kill()
 
     def _on_progress(self, generation: int, ranks: tuple[RankProgress, ...]) -> None:
-        term = self.term
-        if self._at_work() and self._joined and term is not None and term.generation == generation and term.confirmed:
-            told = (structs.replace(rank, stage=Stage.DONE) if rank.local_rank in term.done else rank for rank in ranks)
+        current = self.current
+        if (
+            self._at_work()
+            and self._joined
+            and current is not None
+            and current.generation == generation
+            and current.confirmed
+        ):
+            told = (
+                structs.replace(rank, stage=Stage.DONE) if rank.local_rank in current.done else rank for rank in ranks
+            )
             self._send(Progress(generation, tuple(told)))
 
     def _on_look(self, generation: int, number: int, *, store: bool) -> None:
-        term = self.term
-        if self._at_work() and term is not None and term.generation == generation and not term.all_ended:
+        current = self.current
+        if self._at_work() and current is not None and current.generation == generation and not current.all_ended:
             self._out.append(LookAtWorkers(generation, number, store))
         else:
             self._send(Looked(generation, number))
@@ -778,22 +798,3 @@ class AgentMachine:
 
     def _note(self, event: str, **fields: object) -> None:
         self._out.append(Note(event, fields))
-
-    def _running(self) -> Running | None:
-        term = self.term
-        if term is None:
-            return None
-        place, done = term.assign, tuple(sorted(term.done))
-        return Running(
-            term.generation, place.group_rank, place.group_world_size, place.restart_count, done, place.local_ranks
-        )
-
-    @staticmethod
-    def _farewell(event: Signalled, *, drained: bool) -> Outcome:
-        """The outcome of this node after a signal: requeue if it was a preemption or if everything is saved."""
-        if drained or event.preempt:
-            how = "its workers stopped at a safe point" if drained else "its workers were stopped"
-            text = f"preempted by {event.name}: {how}"
-            return Outcome(kind=OutcomeKind.PREEMPTED, exit_code=EXIT_REQUEUE, message=text)
-        exit_code = EXIT_SIGNAL_BASE + event.signum
-        return Outcome(kind=OutcomeKind.SIGNALLED, exit_code=exit_code, message=f"ended by {event.name}")

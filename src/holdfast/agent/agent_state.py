@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from holdfast.agent.events import DialFailed, FailureRead, WorkerEnded, WorkerRaised
-from holdfast.protocol.errors import CoordinatorLostError, CoordinatorUnreachableError
-from holdfast.protocol.messages import Assign
+from holdfast.agent.events import DialFailed, FailureRead, Signalled, WorkerEnded, WorkerRaised
+from holdfast.protocol.errors import EXIT_REQUEUE, EXIT_SIGNAL_BASE, CoordinatorLostError, CoordinatorUnreachableError
+from holdfast.protocol.messages import Assign, Running
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, Verdict
 from holdfast.protocol.policy import Limits, Pauses
 
@@ -107,10 +107,11 @@ class Lease:
         self.ping_at_s = now + self.ping_interval_s
         return self._number
 
-    def answered(self, number: int) -> None:
+    def answered(self, number: int, age_s: float) -> None:
+        """`age_s`: how old the coordinator's authority was when it answered."""
         sent_s = self._open.pop(number, None)
         if sent_s is not None:
-            self.confirm(sent_s)
+            self.confirm(sent_s - age_s)
 
 
 class Link(Enum):
@@ -201,7 +202,7 @@ class LocalReplacements:
 
 
 @dataclass(slots=True)
-class Term:
+class LocalGeneration:
     """This node's part in one generation."""
 
     assign: Assign
@@ -242,14 +243,16 @@ class Term:
         local_ranks = self.assign.local_ranks
         self.active = frozenset(range(self.nproc) if local_ranks is None else local_ranks)
 
-    def regrouped(self, assign: Assign) -> Term:
+    def regrouped(self, assign: Assign) -> LocalGeneration:
         """This node's part in the next generation, which its running workers form."""
-        term = Term(assign, self.nproc)
-        term.ended, term.done, term.raised = (known & term.active for known in (self.ended, self.done, self.raised))
-        term.replacements = self.replacements
-        term.replacements.living -= term.active
-        term.replacements.ready -= term.active
-        return term
+        current = LocalGeneration(assign, self.nproc)
+        current.ended, current.done, current.raised = (
+            known & current.active for known in (self.ended, self.done, self.raised)
+        )
+        current.replacements = self.replacements
+        current.replacements.living -= current.active
+        current.replacements.ready -= current.active
+        return current
 
     @property
     def generation(self) -> int:
@@ -267,3 +270,19 @@ class Term:
     @property
     def all_done(self) -> bool:
         return bool(self.active) and self.done >= self.active
+
+    def running(self) -> Running:
+        """For a new coordinator."""
+        place, done = self.assign, tuple(sorted(self.done))
+        size = place.group_world_size
+        return Running(self.generation, place.group_rank, size, place.restart_count, done, place.local_ranks, self.able)
+
+
+def farewell(event: Signalled, *, drained: bool) -> Outcome:
+    """The outcome of this node after a signal: requeue if it was a preemption or if everything is saved."""
+    if drained or event.preempt:
+        how = "its workers stopped at a safe point" if drained else "its workers were stopped"
+        text = f"preempted by {event.name}: {how}"
+        return Outcome(kind=OutcomeKind.PREEMPTED, exit_code=EXIT_REQUEUE, message=text)
+    exit_code = EXIT_SIGNAL_BASE + event.signum
+    return Outcome(kind=OutcomeKind.SIGNALLED, exit_code=exit_code, message=f"ended by {event.name}")

@@ -14,7 +14,11 @@ class Dialed(Struct, frozen=True):
     """The link to the coordinator is up; the handshake is done."""
 
     local: bool = False
-    """The coordinator runs in this process."""
+    """The coordinator runs in this process, and nobody can take its place."""
+    port: int = 0
+    """Where this agent listens; 0: it does not."""
+    term: int = 0
+    """The newest term that this node knows."""
 
 
 class DialFailed(Struct, frozen=True):

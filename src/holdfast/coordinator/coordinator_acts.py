@@ -204,11 +204,13 @@ class CoordinatorActs:
         """Every node of the previous leader's generation has joined with living workers: continue that generation."""
         world = self.world = self._previous_leader.world(now)
         self.generation = world.generation
-        self.budget.used = min(self._previous_leader.restart_count, self.job.max_restarts)
+        known = max(self.budget.used, self._previous_leader.restart_count)
+        self.budget.used = min(known, self.job.max_restarts)
         self._enter(now, Phase.RUNNING)
         for name in world.order:
-            self.members[name].first_started_s = now
-            self._tell(self.members[name], Resume(world.generation))
+            if name in self.members:  # else it ended with the coordinator
+                self.members[name].first_started_s = now
+                self._tell(self.members[name], Resume(world.generation))
         self._monitor.begin(world)
         self._out += self._regrouping.started(now, world)
         self._previous_leader.parts.clear()

@@ -71,7 +71,7 @@ from holdfast.protocol.messages import (
     WorkersFailed,
 )
 from holdfast.protocol.outcome import Outcome, OutcomeKind
-from holdfast.protocol.policy import Grow, Tick
+from holdfast.protocol.policy import Grow
 from holdfast.text import spans
 
 
@@ -93,7 +93,7 @@ class CoordinatorMachine(CoordinatorActs):
                 self._on_message(now, link, message)
             case QuitAsked(drain, by):
                 self._on_quit(Quit(drain, by))
-            case Tick():
+            case _:  # a Tick, or an event of succession
                 pass
         if not routine or self.phase is not before:
             self._due_s = -inf
@@ -246,11 +246,9 @@ class CoordinatorMachine(CoordinatorActs):
         match decision:
             case Admit(link, join):
                 member = self._membership.add(link, join.node, now=now, heard_s=decision.heard_s)
-                member.revision = join.revision
+                member.revision, member.port = join.revision, join.port
                 self._gathering.last_arrival_s = now
-                limits = self.limits
-                ping_interval_s = limits.ping_interval_of(max(len(self.members), self.job.min_nodes))
-                self._tell(member, Joined(limits.lease_s, limits.fence_s, ping_interval_s, REVISION))
+                self._tell(member, self._joined())
                 self._note("joined", member=member.name, address=member.address, nproc=member.node.nproc)
                 self._compare(member)
                 self._observe_previous_leader(now, member, join)
@@ -266,6 +264,11 @@ class CoordinatorMachine(CoordinatorActs):
                 self._out.append(DropLink(link, problem))
             case None:
                 pass
+
+    def _joined(self) -> Joined:
+        limits = self.limits
+        ping_interval_s = limits.ping_interval_of(max(len(self.members), self.job.min_nodes))
+        return Joined(limits.lease_s, limits.fence_s, ping_interval_s, REVISION)
 
     def _observe_previous_leader(self, now: float, member: Member, join: Join) -> None:
         """A joining agent may still run a generation of an earlier coordinator; adopt it if all its nodes rejoin."""

@@ -11,6 +11,7 @@ from enum import Enum
 
 from msgspec import Struct
 
+from holdfast.protocol.charter import Seat
 from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator, StopReason
 from holdfast.protocol.outcome import Failure, Outcome
 from holdfast.protocol.policy import NodeSpec, Note, Tick
@@ -47,7 +48,28 @@ class QuitAsked(Struct, frozen=True):
     by: str
 
 
-Event = LinkOpened | LinkClosed | Heard | QuitAsked | Tick
+class WitnessOpened(Struct, frozen=True):
+    """A witness is connected. Its messages come as Heard, its end as LinkClosed."""
+
+    link: int
+    seat: Seat
+
+
+class VoterGone(Struct, frozen=True):
+    """It was proved that the process of this voter has ended."""
+
+    name: str
+
+
+class Deposed(Struct, frozen=True):
+    """Another coordinator has a newer term."""
+
+    term: int
+    address: str
+    port: int
+
+
+Event = LinkOpened | LinkClosed | Heard | QuitAsked | WitnessOpened | VoterGone | Deposed | Tick
 
 
 class Tell(Struct, frozen=True):
@@ -68,7 +90,23 @@ class Conclude(Struct, frozen=True):
     outcome: Outcome
 
 
-Command = Tell | DropLink | Conclude | Note
+class StepDown(Struct, frozen=True):
+    """This coordinator has no authority any more: close all its links. The machine ignores every later event."""
+
+    reason: str
+    term: int = 0
+    address: str = ""
+    """Where the coordinator of that newer term is; empty: unknown."""
+    port: int = 0
+
+
+class ProveVoterGone(Struct, frozen=True):
+    """Connect to this voter's port. Ends in VoterGone if nobody listens there, or another process; else in nothing."""
+
+    seat: Seat
+
+
+Command = Tell | DropLink | Conclude | StepDown | ProveVoterGone | Note
 
 
 class EndGeneration(Struct, frozen=True):
@@ -141,6 +179,8 @@ class Member:
     """Why it leaves; empty while it does not."""
     revision: int = 0
     """The REVISION of messages that the agent understands."""
+    port: int = 0
+    """Where the agent listens; 0: it does not."""
     busy_generation: int = 0
     """The generation whose worker processes may be alive on this node; 0: none. Changed through Membership."""
     first_started_s: float | None = None

@@ -29,6 +29,9 @@ class Gathering(Struct, kw_only=True):
     not_before_s: float
     regroup: bool
     """A world existed before and enough of its nodes are left: do not wait for new nodes."""
+    awaited: int = 0
+    """A successor forms at once when this many nodes are present: all that are left of the generation before; 0: none
+    is known."""
 
     def count(self, present: int, min_nodes: int, now: float) -> None:
         """Note the number of candidates that are present now."""
@@ -66,6 +69,8 @@ def decide(job: JobSpec, limits: Limits, gathering: Gathering, now: float) -> De
     | any, back-off running    | wait for its end                                           |
     | max or more              | form                                                       |
     | min or more, regrouping  | form                                                       |
+    | all that are left of the | form                                                       |
+    | previous leader's nodes  |                                                            |
     | min or more, first time  | form when nobody came for settle_s, or last_call_s is over |
     """
     if gathering.present < job.min_nodes or gathering.quorum_s is None:
@@ -79,6 +84,8 @@ def decide(job: JobSpec, limits: Limits, gathering: Gathering, now: float) -> De
         return FormNow(f"all {job.max_nodes} nodes are here")
     if gathering.regroup:
         return FormNow(f"regrouping with the {gathering.present} nodes left")
+    if gathering.awaited and gathering.present >= gathering.awaited:
+        return FormNow(f"the {gathering.present} nodes that are left are here")
     settled = min(gathering.last_arrival_s + limits.settle_s, gathering.quorum_s + limits.last_call_s)
     if now >= settled:
         return FormNow(f"{gathering.present} of {_range(job)} nodes are here and no other came")

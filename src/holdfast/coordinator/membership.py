@@ -14,6 +14,7 @@ from math import inf
 from msgspec import structs
 
 from holdfast.coordinator.coordinator_state import Member, Pending, World
+from holdfast.protocol.charter import HOSTS_MAX, HostRecord, LedFrom
 from holdfast.protocol.messages import Join, Running
 from holdfast.protocol.policy import Limits, NodeSpec
 
@@ -242,6 +243,22 @@ class HostBackoff:
     limits: Limits
     exclude_after: int
     _records: dict[str, _Record] = field(default_factory=dict)
+    changes: int = 0
+    """Grows with every change of a record."""
+
+    def records(self, now: float) -> tuple[HostRecord, ...]:
+        """For a successor: the newest HOSTS_MAX hosts."""
+        return tuple(
+            HostRecord(host, r.strikes, r.blames, r.exclusions, r.stay_s, max(0.0, r.excluded_until_s - now))
+            for host, r in list(self._records.items())[-HOSTS_MAX:]
+        )
+
+    def take_over(self, records: Iterable[HostRecord], now: float) -> None:
+        """From a coordinator before this one."""
+        for each in records:
+            record = _Record(each.strikes, each.blames, each.exclusions, each.stay_s)
+            record.excluded_until_s = now + each.excluded_s if each.excluded_s else 0.0
+            self._records[each.host] = record
 
     def lost(self, host: str, *, lived_s: float) -> None:
         """A member on this host was lost `lived_s` after its first workers were started (or else after it joined)."""
@@ -251,6 +268,7 @@ class HostBackoff:
         if lived_s >= self.limits.flap_s:
             return
         record.strikes += 1
+        self.changes += 1
         if record.strikes > 1:
             record.stay_s = min(self.limits.flap_first_s * 2.0 ** (record.strikes - 2), self.limits.flap_max_s)
 
@@ -260,6 +278,7 @@ class HostBackoff:
             return 0.0
         record = self._records.setdefault(host, _Record())
         record.blames += 1
+        self.changes += 1
         if record.blames < self.exclude_after:
             return 0.0
         record.blames = 0
@@ -287,13 +306,15 @@ class PreviousLeader:
     """A part of that generation has ended, so it cannot continue."""
     parts: dict[int, tuple[Member, Running]] = field(default_factory=dict)
     """Members that joined with a part of it, by group rank."""
+    ended: LedFrom | None = None
+    """The part that ended with that coordinator: the others are enough."""
 
     def observe(self, member: Member, join: Join) -> list[Member]:
         """A member joined with this report. Returns members that have to stop the generation that they run."""
         hopeless: list[Member] = []
         if join.last_generation > self.generation:
             hopeless = self._drop_parts()
-            self.generation, self.broken = join.last_generation, False
+            self.generation, self.broken, self.ended = join.last_generation, False, None
         running = join.running
         if running is not None and running.generation == self.generation and not self.broken:
             self.parts[running.group_rank] = (member, running)
@@ -311,8 +332,9 @@ class PreviousLeader:
 
     @property
     def whole(self) -> bool:
-        """Whether every node of the generation has joined with living workers."""
-        return bool(self.parts) and len(self.parts) == next(iter(self.parts.values()))[1].group_world_size
+        """Whether every node of the generation that can has joined with living workers."""
+        size = len(self.parts) + (self.ended is not None)
+        return bool(self.parts) and size == next(iter(self.parts.values()))[1].group_world_size
 
     @property
     def restart_count(self) -> int:
@@ -320,16 +342,16 @@ class PreviousLeader:
 
     def world(self, now: float) -> World:
         """That generation as a world of this coordinator."""
-        parts = [part for _, part in sorted(self.parts.items())]
-        world = World(
-            generation=self.generation,
-            order=tuple(member.name for member, _ in parts),
-            places={member.name: _places(member.node, running.local_ranks) for member, running in parts},
-            started_s=now,
-        )
-        for member, running in parts:
+        places = {rank: (m.name, _places(m.node, part.local_ranks)) for rank, (m, part) in self.parts.items()}
+        if self.ended is not None:
+            places[self.ended.group_rank] = self.ended.node.member, self.ended.local_ranks
+        ordered = [place for _, place in sorted(places.items())]
+        order = tuple(name for name, _ in ordered)
+        world = World(generation=self.generation, order=order, places=dict(ordered), started_s=now)
+        for member, running in self.parts.values():
             for local_rank in running.done:
                 world.mark_done(member.name, local_rank)
+            world.set_able(member.name, running.able)
         return world
 
     def _break(self) -> list[Member]:

@@ -14,6 +14,7 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
 
+from holdfast.protocol.charter import Charter, Position, Seat
 from holdfast.protocol.outcome import Failure, Outcome
 from holdfast.protocol.policy import (
     ITEMS_MAX,
@@ -23,6 +24,7 @@ from holdfast.protocol.policy import (
     NodeSpec,
     Period,
     Port,
+    PortOrNone,
     Rank,
     Seconds,
 )
@@ -32,10 +34,10 @@ OF_ONE_NODE = Meta(max_length=WORKERS_PER_NODE_MAX)
 LocalRanks: TypeAlias = Annotated[tuple[LocalRank, ...], OF_ONE_NODE]
 
 
-REVISION = 2
+REVISION = 3
 """Revision of these messages, in `Joined.revision` and `Join.revision`. From 1 on, an agent reports a failure before it
 has read the evidence, and prepares the generation that a Stop announces. From 2 on, it reports which workers can go on
-after a loss (`Able`)."""
+after a loss (`Able`). From 3 on, it can vote for a successor of the coordinator (`Keep`, `Poll`)."""
 
 
 class StopReason(Enum):
@@ -76,6 +78,8 @@ class Running(Struct, frozen=True, array_like=True):
     """Local ranks that have ended with 0."""
     local_ranks: LocalRanks | None = None
     """As in Assign."""
+    able: LocalRanks = ()
+    """As in Able."""
 
 
 class Join(AgentMessage, frozen=True, tag="join"):
@@ -91,6 +95,10 @@ class Join(AgentMessage, frozen=True, tag="join"):
     """`led_by` of the Assign of last_generation, so that a new coordinator can report which node was lost."""
     revision: Count = 0
     """The agent's REVISION."""
+    port: PortOrNone = 0
+    """Where the agent listens for candidates and newcomers; 0: it does not listen, and has no vote."""
+    term: Count = 0
+    """The newest term that the agent knows. A coordinator of an older term steps down."""
 
 
 class Prepared(AgentMessage, frozen=True, tag="prepared"):
@@ -197,6 +205,48 @@ class Ping(AgentMessage, frozen=True, tag="ping"):
     number: Count
 
 
+class Keep(Struct, frozen=True, array_like=True, tag="keep"):
+    """The coordinator renews its authority with a voter, and replicates its charter. Answered by Kept."""
+
+    term: Count
+    probe: Count
+    """Number of this message. The answer confirms the coordinator from the time at which it was sent."""
+    charter: Charter | None = None
+    """Present when the voter may not have the newest one."""
+
+
+class Kept(Struct, frozen=True, array_like=True, tag="kept"):
+    """A voter acknowledges a Keep."""
+
+    term: Count
+    """The newest term that the voter knows. Larger than that of the Keep: a refusal, since it has voted for another
+    coordinator."""
+    probe: Count
+    held: Position
+    """The position of the charter that the voter holds now."""
+
+
+class Poll(AgentMessage, frozen=True, tag="poll"):
+    """A candidate asks for a vote. Answered by Polled."""
+
+    term: Count
+    """The term in which it would be the coordinator."""
+    candidate: Seat
+    held: Position
+    """The position of its charter. A voter with a newer one denies its vote."""
+    final: bool = False
+    """False: would you vote for me? Nothing changes. True: the vote itself, given once per term."""
+
+
+class Call(AgentMessage, frozen=True, tag="call"):
+    """The coordinator of a later term calls the job's endpoint, where a node that returned may have started another
+    coordinator: that one steps down. Answered by Moved if the called one knows a newer term."""
+
+    term: Count
+    address: str
+    port: Port
+
+
 class Ask(AgentMessage, frozen=True, tag="ask"):
     """A question of a command on this node. Ends in one Answer of the same number, or in the loss of the link."""
 
@@ -216,6 +266,8 @@ class Joined(CoordinatorMessage, frozen=True, tag="joined"):
     ping_interval_s: Period
     revision: Count = 0
     """The coordinator's REVISION."""
+    term: Count = 0
+    """The coordinator's term. An agent that knows a newer one hangs up."""
 
 
 class Waiting(CoordinatorMessage, frozen=True, tag="waiting"):
@@ -336,6 +388,33 @@ class Finish(CoordinatorMessage, frozen=True, tag="finish"):
 
 class Pong(CoordinatorMessage, frozen=True, tag="pong"):
     number: Count
+    age_s: Seconds = 0.0
+    """How long ago the Keeps were sent with which a majority of the voters has confirmed the coordinator. The agent's
+    fence counts from that time before its ping."""
+
+
+class Polled(CoordinatorMessage, frozen=True, tag="polled"):
+    """A voter's answer to a Poll."""
+
+    term: Count
+    """The newest term that the voter knows."""
+    granted: bool
+    silent_s: Seconds = 0.0
+    """How long ago, by the voter's clock, it last acknowledged a Keep, or gave a final vote to another candidate."""
+    closed: bool = False
+    """Its link to the old coordinator was closed by that side, so that process has ended; False: it became silent."""
+    voter: str = ""
+    """The name of its seat. Another process may listen where a voter was."""
+    follows: bool = False
+    """It is linked to a coordinator."""
+
+
+class Moved(CoordinatorMessage, frozen=True, tag="moved"):
+    """The coordinator of this job is elsewhere."""
+
+    term: Count
+    address: str
+    port: Port
 
 
 class Answer(CoordinatorMessage, frozen=True, tag="answer"):
@@ -376,6 +455,10 @@ FromAgent = (
     | CannotRegroup
     | Ping
     | Ask
+    | Keep
+    | Kept
+    | Poll
+    | Call
 )
 FromCoordinator = (
     Joined
@@ -396,4 +479,9 @@ FromCoordinator = (
     | Answer
     | Quit
     | Refuse
+    | Keep
+    | Kept
+    | Polled
+    | Moved
 )
+"""Keep and Kept go in both directions: the coordinator connects to a witness as an agent connects to it."""

@@ -142,6 +142,10 @@ class Limits(Struct, frozen=True, kw_only=True):
     """See `ping_interval_of`."""
     pings_per_s_max: int = 5000
     """Of all agents together, as long as each sends PINGS_PER_FENCE in fence_s."""
+    keep_interval_s: float = 0.5
+    """How often the coordinator renews its authority with its voters."""
+    prove_s: float = 1.0
+    """Between two attempts to prove that the process of a voter without a link has ended."""
     kill_s: float = 0.5
     """From SIGKILL until all processes are gone, on a healthy machine."""
     prepare_s: float = 30.0
@@ -155,6 +159,16 @@ class Limits(Struct, frozen=True, kw_only=True):
     connect_retry_s: float = 0.1
     """First pause between attempts to reach the coordinator; doubles up to connect_retry_max_s."""
     connect_retry_max_s: float = 0.5
+    stand_s: float = 0.05
+    """A voter stands for election this long after the loss of the coordinator, times its place among the voters."""
+    stand_again_s: float = 0.2
+    """From an election without a winner until a voter stands again; doubles. Those placed later wait longer."""
+    stand_again_max_s: float = 2.0
+    elect_s: float = 30.0
+    """For so long after the loss of the coordinator a voter joins no other one that founded the job again, unless a
+    majority of the voters is known to have ended."""
+    poll_s: float = 1.0
+    """A voter that has not answered a candidate within this time has denied its vote."""
     say_interval_s: float = 5.0
     """How often the reason of a wait is shown."""
     backoff_first_s: float = 0.25

@@ -271,8 +271,8 @@ class OwnNode:
         self._began_s = self._loop.time()
 
     def view(self) -> JobView:
-        machine, term = self._machine, self._machine.term
-        place = term.assign if term is not None else None
+        machine, current = self._machine, self._machine.current
+        place = current.assign if current is not None else None
         ranks = self._ranks(place) if place is not None else ()
         own = NodeView(
             member=machine.identity,
@@ -285,7 +285,7 @@ class OwnNode:
         return JobView(
             run_id=self._job.run_id,
             phase=machine.work.value,
-            generation=term.generation if term is not None else 0,
+            generation=current.generation if current is not None else 0,
             restarts=place.restart_count if place is not None else 0,
             restarts_max=self._job.max_restarts,
             world_size=place.world_size if place is not None else 0,
@@ -297,13 +297,13 @@ class OwnNode:
         )
 
     async def stacks(self) -> bytes:
-        term = self._machine.term
-        place = term.assign if term is not None else None
+        current = self._machine.current
+        place = current.assign if current is not None else None
         seen = []
         if place is not None:
             samples = [each for each in await self._look() if takes_part(place, each.local_rank)]
             seen = [(self._node.host, rank_in(place, each.local_rank), each) for each in samples]
-        generation = term.generation if term is not None else 0
+        generation = current.generation if current is not None else 0
         return stacks_body(stacks_view(self._job.run_id, generation, place.world_size if place else 0, seen))
 
     def quit(self, *, drain: bool, by: str) -> int:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from holdfast.protocol.charter import VOTERS_MIN, Charter
 from holdfast.protocol.messages import Assign
 
 
@@ -63,7 +65,7 @@ class WorldChecker:
 
     def has_rank(self, rank: tuple[int, int, int], process: tuple[str, int, int]) -> None:
         """This process has the rank (coordinator, generation, rank)."""
-        holder = self.holders.setdefault(rank, process)
+        holder = self.holders.setdefault((self._job(rank[0]), *rank[1:]), process)
         self._require(holder == process, f"{holder} and {process} are both {rank}")
 
     def _begun(self, coordinator: int, host: str, assign: Assign, cut_off: set[str]) -> None:
@@ -71,16 +73,21 @@ class WorldChecker:
         world = self.worlds[(coordinator, generation)]
         size = next(iter(world.values()))[2]
         self._require(sum(count for _, count, _ in world.values()) == size, "workers start before all ranks are given")
-        newest, used = self.budget.get(coordinator, (0, 0))
+        job = self._job(coordinator)
+        newest, used = self.budget.get(job, (0, 0))
         self._require(generation >= newest, f"generation {generation} begins on {host} after {newest}")
         self._require(assign.restart_count >= used, f"{assign.restart_count} restarts are used after {used} were")
-        self.budget[coordinator] = generation, assign.restart_count
+        self.budget[job] = generation, assign.restart_count
         for other, older in self.alive.items():
             if older != generation:
                 self._require(
                     other in cut_off,
                     f"{other} still runs generation {older} when {host} starts generation {generation}",
                 )
+
+    def _job(self, coordinator: int) -> int:
+        """The same for all coordinators whose generations have one order."""
+        return coordinator
 
     def ended(self, host: str) -> None:
         self.alive.pop(host, None)
@@ -102,3 +109,51 @@ class WorldChecker:
     def _require(self, condition: bool, text: str) -> None:
         if not condition:
             raise BrokenPromiseError(text)
+
+
+class SuccessionChecker(WorldChecker):
+    """Of jobs whose coordinators succeed each other. All coordinators of one job share its generations and its budget."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.newest: Charter | None = None
+        """The newest charter that counts."""
+        self._job_of: dict[int, int] = {}
+        """The first coordinator of the job, by coordinator."""
+        self._present = 0
+        self._deciding: dict[tuple[int, int], int] = {}
+        """The coordinator that has decided, by job and term."""
+
+    def leads(self, coordinator: int, *, founds: bool) -> None:
+        """A coordinator begins: it was elected, or founds the job."""
+        self._job_of[coordinator] = coordinator if founds else self._present
+
+    def committed(self, coordinator: int, term: int, charter: Charter, living: Collection[str]) -> None:
+        """A charter counts. `living`: voters of the newest one that have not ended."""
+        job, newest = self._job_of[coordinator], self.newest
+        if job != self._present and charter.generation:
+            self._founded(coordinator, living)
+            self._present, newest = job, None
+        if job != self._present:
+            return
+        decides = self._deciding.setdefault((job, term), coordinator)
+        self._require(decides == coordinator, f"coordinators {decides} and {coordinator} both decide in term {term}")
+        if newest is not None:
+            before, after = (newest.generation, newest.restarts), (charter.generation, charter.restarts)
+            self._require(charter.position > newest.position, f"{charter.position} counts after {newest.position}")
+            self._require(all(a >= b for a, b in zip(after, before, strict=True)), f"{after} counts after {before}")
+        self.newest = charter
+
+    def _founded(self, coordinator: int, living: Collection[str]) -> None:
+        """Another job begins. There is only one while a majority of the voters could continue the one before."""
+        newest = self.newest
+        if newest is None or newest.outcome is not None or len(newest.seats) < VOTERS_MIN:
+            return
+        text = f"coordinator {coordinator} founds a second job while {sorted(living)} could continue the one before"
+        self._require(not newest.carried_by(living), text)
+
+    def goes_on(self, text: str, *, running: bool) -> None:
+        self._require(running, text)
+
+    def _job(self, coordinator: int) -> int:
+        return self._job_of[coordinator]

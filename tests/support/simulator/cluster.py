@@ -156,8 +156,11 @@ class SimCluster(World):
             node_rank=self.hosts.index(host) if self.options.fixed_ranks else None,
             hosts_coordinator=host == self.hosts[0],
         )
-        self.agents[host] = DrawnAgent(self, node)
+        self.agents[host] = self.new_agent(node)
         self.agents[host].handle(Tick())
+
+    def new_agent(self, node: NodeSpec) -> DrawnAgent:
+        return DrawnAgent(self, node)
 
     def crash(self, host: str, *, silent: bool) -> None:
         if host in self.agents:
@@ -174,6 +177,20 @@ class SimCluster(World):
         self.log(host, f"ends: {outcome.kind.value} {outcome.exit_code}")
         self.kinds[outcome.kind] += 1
         super().agent_ended(host, outcome)
+
+    def leader_host(self) -> str:
+        return self.hosts[0]
+
+    def reset(self, host: str) -> None:
+        """The connection of this host's agent breaks."""
+        self.network.reset(host, self.leader_host())
+
+    def freeze(self, host: str, for_s: float) -> None:
+        """The agent's process stands still, and all that is in it."""
+        raise NotImplementedError
+
+    def disturbed(self) -> None:
+        """A fault begins or ends."""
 
     def link_lost(self, host: str) -> None:
         self.lost_links[host] = self.clock.now

@@ -42,6 +42,16 @@ class FaultOptions:
     """Workers die, refuse or raise on their way into another generation; replacements fail."""
     hangs: int = 0
     """A worker does not come to where the others wait for it."""
+    leader_crashes: int = 0
+    """The host of the newest coordinator loses power, or its agent is killed; sometimes one more host at the same time."""
+    leader_cuts: int = 0
+    """That host is cut off, perhaps in one direction only."""
+    cuts: int = 0
+    """As partitions, perhaps in one direction only, and perhaps for long."""
+    freezes: int = 0
+    """A host's processes stand still, but not its workers: often those of the coordinator."""
+    lags: int = 0
+    """A host's messages take long for a while."""
     pauses: int = 0
     """There are no steps for a while: all do something else, or all wait for one that sleeps."""
 
@@ -60,6 +70,11 @@ def plan_faults(cluster: SimCluster, options: FaultOptions) -> None:
     faults.plan(options.requeues, faults.requeue)
     faults.plan(options.coordinator_pauses, faults.pause_coordinator)
     faults.plan(options.coordinator_deaths, faults.end_coordinator)
+    faults.plan(options.leader_crashes, faults.crash_leader)
+    faults.plan(options.leader_cuts, lambda: faults.cut({cluster.leader_host()}))
+    faults.plan(options.cuts, lambda: faults.cut(faults.some_side()))
+    faults.plan(options.freezes, faults.freeze)
+    faults.plan(options.lags, faults.lag)
     faults.plan(options.hangs, lambda: faults.stall(hangs=True))
     faults.plan(options.pauses, lambda: faults.stall(hangs=False))
 
@@ -123,19 +138,59 @@ class _Faults:
     def reset(self) -> None:
         host = self._some_host()
         self.cluster.log("network", f"resets {host}")
-        self.cluster.network.reset(host, self.cluster.hosts[0])
+        self.cluster.reset(host)
 
     def partition(self) -> None:
         cluster = self.cluster
-        side = set(cluster.random.sample(cluster.hosts, cluster.random.randint(1, max(1, len(cluster.hosts) - 1))))
+        side = self.some_side()
         cluster.log("network", f"cuts off {sorted(side)}")
         cluster.network.partition(side, set(cluster.hosts) - side)
+        self._heal_after(self._later([0.5, 3.0, 5.0, 8.0, 30.0]))
 
+    def cut(self, side: set[str]) -> None:
+        cluster = self.cluster
+        others = set(cluster.hosts) - side
+        how = cluster.random.choice(["", "", " from sending", " from hearing"])
+        cluster.log("network", f"cuts off {sorted(side)}{how}")
+        sides = (others, side) if how == " from hearing" else (side, others)
+        cluster.network.partition(*sides, one_way=bool(how))
+        self._heal_after(self._later([0.5, 3.0, 5.0, 8.0, 30.0, 70.0]))
+
+    def some_side(self) -> set[str]:
+        hosts, random = self.cluster.hosts, self.cluster.random
+        return set(random.sample(hosts, random.randint(1, max(1, len(hosts) - 1))))
+
+    def _heal_after(self, delay_s: float) -> None:
         def heal() -> None:
-            cluster.log("network", "heals")
-            cluster.network.heal()
+            self.cluster.log("network", "heals")
+            self.cluster.disturbed()
+            self.cluster.network.heal()
 
-        cluster.agenda.after(self._later([0.5, 3.0, 5.0, 8.0, 30.0]), heal)
+        self.cluster.agenda.after(delay_s, heal)
+
+    def crash_leader(self) -> None:
+        host, random = self.cluster.leader_host(), self.cluster.random
+        hosts = {host, self._some_host()} if random.random() < 0.3 else {host}
+        for each in sorted(hosts):
+            self.cluster.crash(each, silent=random.random() < 0.4)
+            self._reboot_later(each)
+        if random.random() < 0.3:  # while another one is elected, or begins
+            self._at(self.cluster.clock.now + random.choice([0.05, 0.3, 1.0, 5.0]), self.crash_leader)
+
+    def freeze(self) -> None:
+        host = self.cluster.random.choice([self.cluster.leader_host(), self._some_host()])
+        self.cluster.freeze(host, self._later([0.5, 3.0, 5.0, 8.0, 20.0]))
+
+    def lag(self) -> None:
+        host, lags = self._some_host(), self.cluster.network.lags
+        lags[host] = self.cluster.random.choice([0.1, 0.4, 1.5])
+        self.cluster.log("network", f"is slow at {host}: {lags[host]} s")
+
+        def end() -> None:
+            self.cluster.disturbed()
+            lags.pop(host, None)
+
+        self.cluster.agenda.after(self._later([1.0, 5.0, 20.0]), end)
 
     def _some_host(self) -> str:
         return self.cluster.random.choice(self.cluster.hosts)
@@ -145,7 +200,7 @@ class _Faults:
 
     def _reboot_later(self, host: str) -> None:
         if self.options.reboots:
-            self.cluster.agenda.after(self._later([0.01, 1.0, 5.0, 20.0]), lambda: self._reboot(host))
+            self._at(self.cluster.clock.now + self._later([0.01, 1.0, 5.0, 20.0]), lambda: self._reboot(host))
 
     def _reboot(self, host: str) -> None:
         """An agent that is still on its way out is waited for, as by whoever restarts agents."""
@@ -162,4 +217,9 @@ class _Faults:
 
     def _at(self, when: float, action: Callable[[], None]) -> None:
         self.cluster.last_fault_s = max(self.cluster.last_fault_s, when)
-        self.cluster.agenda.at(when, action)
+
+        def act() -> None:
+            self.cluster.disturbed()
+            action()
+
+        self.cluster.agenda.at(when, act)

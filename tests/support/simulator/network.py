@@ -85,17 +85,17 @@ class FakeLink:
             self._network.agenda.at(self._flushed_at, action)
 
     def _schedule(self, sender: FakeEnd, action: Callable[[], None]) -> None:
-        network = self._network
+        network, receiver = self._network, self.b if sender is self.a else self.a
 
         def pass_or_hold() -> None:
-            if network.silent(self.a.host, self.b.host):
+            if network.silent(sender.host, receiver.host):
                 self._held.append(action)
             elif network.agenda.clock.now < self._flushed_at:
                 network.agenda.at(self._flushed_at, action)
             else:
                 action()
 
-        when = max(self._free_at[sender], network.agenda.clock.now + network.delay())
+        when = max(self._free_at[sender], network.agenda.clock.now + network.delay(self.a.host, self.b.host))
         self._free_at[sender] = when
         network.agenda.at(when, pass_or_hold)
 
@@ -110,11 +110,15 @@ class FakeNetwork:
         self.delay_s_min = delay_s_min
         self.delay_s_max = delay_s_max
         self._random = random
+        self.lags: dict[str, float] = {}
+        """Hosts whose messages take longer, in both directions, and by how much."""
         self._links: list[FakeLink] = []
-        self._cut: set[frozenset[str]] = set()
+        self._cut: set[tuple[str, str]] = set()
+        """(From, to)."""
 
-    def delay(self) -> float:
-        return self._random.uniform(self.delay_s_min, self.delay_s_max)
+    def delay(self, a: str = "", b: str = "") -> float:
+        lag_s = max(self.lags.get(a, 0.0), self.lags.get(b, 0.0)) if self.lags else 0.0
+        return self._random.uniform(self.delay_s_min, self.delay_s_max) + lag_s
 
     def connect(self, a: str, b: str) -> FakeLink:
         link = FakeLink(self, a, b)
@@ -123,11 +127,17 @@ class FakeNetwork:
         return link
 
     def silent(self, a: str, b: str) -> bool:
-        return frozenset((a, b)) in self._cut
+        """Nothing passes from a to b."""
+        return (a, b) in self._cut
 
-    def partition(self, side: set[str], others: set[str]) -> None:
-        """Nothing passes between the two sides, and nobody is told."""
-        self._cut |= {frozenset((a, b)) for a in side for b in others}
+    def connected(self, a: str, b: str) -> bool:
+        return not (self.silent(a, b) or self.silent(b, a))
+
+    def partition(self, side: set[str], others: set[str], *, one_way: bool = False) -> None:
+        """Nothing passes between the two sides, and nobody is told. `one_way`: only from the first to the second."""
+        self._cut |= {(a, b) for a in side for b in others}
+        if not one_way:
+            self._cut |= {(b, a) for a in side for b in others}
 
     def heal(self) -> None:
         self._cut.clear()

@@ -28,6 +28,7 @@ from tests.support.simulator.stalls import simple_examine
 STANDSTILL_EVENTS_MAX = 10_000
 """So many events at one instant of virtual time: somebody asks for a Tick again and again."""
 COORDINATOR_RANK = 1
+LOOPBACK = "127.0.0.1"
 LINGER_S = 2.0
 """The coordinator stays for so long after its host's agent, as in production."""
 
@@ -81,6 +82,9 @@ class World:
         if self._instant_events > STANDSTILL_EVENTS_MAX:
             raise BrokenPromiseError(f"time stands still: {STANDSTILL_EVENTS_MAX} events at one instant")
         return True
+
+    def address(self, host: str) -> str:
+        return f"10.0.0.{self.hosts.index(host) + 1}"
 
     def next_rank(self) -> int:
         """Of Ticks for the same time the coordinator's comes first, then the oldest agent's."""
@@ -136,8 +140,26 @@ class Shell:
         self.alive = True
         self._rank = rank
         self._armed_s: float | None = None
+        self._unhandled: list[Any] | None = None
+        """While paused: what has come in the meantime."""
+
+    def pause(self, pause_s: float) -> None:
+        """The process stands still; what comes waits in its sockets."""
+        if self._unhandled is not None or not self.alive:
+            return
+        self._unhandled = []
+
+        def resume() -> None:
+            waiting, self._unhandled = self._unhandled, None
+            for event in waiting or ():
+                self.handle(event)
+
+        self.world.agenda.after(pause_s, resume)
 
     def handle(self, event: Any) -> None:
+        if self._unhandled is not None:
+            self._unhandled.append(event)
+            return
         if not self.alive:
             return
         out = self.machine.handle(self.world.clock.now, event)
@@ -171,26 +193,33 @@ class Shell:
 class SimCoordinator(Shell):
     """A CoordinatorMachine on a host."""
 
-    def __init__(self, world: World, host: str, number: int) -> None:
-        super().__init__(world, "coordinator", world.coordinator_machine(), COORDINATOR_RANK)
+    def __init__(
+        self,
+        world: World,
+        host: str,
+        number: int,
+        machine: CoordinatorMachine | None = None,
+        name: str = "coordinator",
+    ) -> None:
+        super().__init__(world, name, machine or world.coordinator_machine(), COORDINATOR_RANK)
         self.host = host
         self.number = number
         self._ends: dict[int, FakeEnd] = {}
         self._links = 0
         self._phase = self.machine.phase
-        self._unhandled: list[cstate.Event] | None = None
-        """While paused: what has come in the meantime."""
         self._arm()
 
-    def accept(self, end: FakeEnd, peer: str) -> None:
+    def accept(self, end: FakeEnd, peer: str) -> int:
+        """Returns the link's number."""
         self._links += 1
         link = self._links
         self._ends[link] = end
         end.on_message = lambda message: self.handle(cstate.Heard(link, message))  # type: ignore[arg-type]
         end.on_closed = lambda reason: self._closed(link, peer, reason)
         local = peer == self.host
-        address = "127.0.0.1" if local else f"10.0.0.{self.world.hosts.index(peer) + 1}"
-        self.handle(cstate.LinkOpened(link, address, "127.0.0.1" if local else "10.0.0.1", local=local))
+        address, here = (LOOPBACK, LOOPBACK) if local else (self.world.address(peer), self.world.address(self.host))
+        self.handle(cstate.LinkOpened(link, address, here, local=local))
+        return link
 
     def _closed(self, link: int, peer: str, reason: str) -> None:
         self._ends.pop(link, None)
@@ -204,25 +233,6 @@ class SimCoordinator(Shell):
                 end.vanish()
             else:
                 end.close("connection reset")
-
-    def pause(self, pause_s: float) -> None:
-        """The process stands still; what comes waits in its sockets."""
-        if self._unhandled is not None or not self.alive:
-            return
-        self._unhandled = []
-
-        def resume() -> None:
-            waiting, self._unhandled = self._unhandled, None
-            for event in waiting or ():
-                self.handle(event)
-
-        self.world.agenda.after(pause_s, resume)
-
-    def handle(self, event: cstate.Event) -> None:
-        if self._unhandled is not None:
-            self._unhandled.append(event)
-        else:
-            super().handle(event)
 
     def _handled(self) -> None:
         if self.machine.phase is not self._phase:
@@ -285,7 +295,7 @@ class SimAgent(Shell):
             return
         world.claim(self.host)
         coordinator = world.coordinator
-        silent = world.network.silent(self.host, world.hosts[0])
+        silent = not world.network.connected(self.host, world.hosts[0])
         if coordinator is None or not coordinator.alive or silent:
             error, reason = CoordinatorUnreachableError, "no answer" if silent else "connection refused"
             self.handle(ev.DialFailed(error.code, error.exit_code, reason, final=False))

@@ -2,6 +2,7 @@
 
     python -m tests.support.simulator.sweep 4711       one job and its whole story
     python -m tests.support.simulator.sweep 0:20000    many, on all cores; counts, and the seeds that broke a promise
+    python -m tests.support.simulator.sweep succession 4711 | 0:20000    jobs whose nodes elect their coordinator
 
 A seed stands for one history only together with one version of the code.
 """
@@ -12,7 +13,7 @@ import os
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from random import Random
@@ -24,7 +25,9 @@ from holdfast.protocol.policy import Grow, Limits, Survive
 from tests.support.simulator.checkers import BrokenPromiseError
 from tests.support.simulator.cluster import SimCluster, SimOptions
 from tests.support.simulator.faults import FaultOptions
+from tests.support.simulator.succession import SuccessionCluster, Weather
 
+Build = Callable[..., SuccessionCluster]
 CHUNK_SEEDS = 100
 """How many seeds a process takes at a time."""
 FAILURES_SHOWN_MAX = 20
@@ -41,10 +44,15 @@ class Draw:
     """Every host that goes comes back, and the budget is large: ending is not enough, the job must succeed."""
 
 
+PLAIN, SUCCESSION = "plain", "succession"
+"""Families of jobs: a seed stands for another one in each."""
+
+
 @dataclass
 class SweepResult:
     """What came of some seeds."""
 
+    family: str = PLAIN
     jobs: int = 0
     events: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
@@ -137,6 +145,72 @@ def _faults(random: Random, *, must_succeed: bool) -> FaultOptions:
     )
 
 
+def draw_succession(seed: int, *, story_lines_max: int | None, build: Build = SuccessionCluster) -> SuccessionCluster:
+    """A job of 3 to 7 nodes that suffers most from what concerns coordinators. Every host that goes comes back."""
+    random = Random(seed * 104_729 + 3)
+    nodes = random.randint(3, 7)
+    lease_s, fence_s, ping_interval_s = random.choice([(6.0, 4.0, 1.0), (6.0, 4.0, 1.0), (3.0, 2.0, 0.5)])
+    few = random.choice([0, 0, 1, 2])
+    faults = FaultOptions(
+        span_s=random.choice([10.0, 40.0, 90.0]),
+        worker_failures=random.choice([0, 0, 1, 3]),
+        worker_kills=random.choice([0, 0, 2]),
+        agent_kills=few,
+        power_losses=random.choice([0, 0, 1, 2]),
+        link_resets=random.choice([0, 0, 1, 3]),
+        signals=random.choice([0, 0, 0, 1]),
+        leader_crashes=random.choice([0, 1, 1, 2, 4]),
+        leader_cuts=random.choice([0, 0, 1, 2]),
+        cuts=random.choice([0, 0, 1, 2]),
+        freezes=random.choice([0, 0, 1, 3]),
+        lags=random.choice([0, 0, 1, 2]),
+        gate_faults=random.random() < 0.3,
+    )
+    options = SimOptions(
+        min_nodes=nodes // 2 + 1,
+        max_nodes=nodes,
+        nproc_max=2,
+        max_restarts=100,
+        work_s=random.choice([20.0, 60.0, 120.0]),
+        survives=random.random() < 0.5,
+        asks=random.random() < 0.5,
+        delay_s_max=random.choice([0.005, 0.005, 0.05, 0.2]),
+        limits=Limits(
+            join_s=240.0,
+            last_call_s=10.0,
+            stop_grace_s=5.0,
+            lease_s=lease_s,
+            fence_s=fence_s,
+            ping_interval_s=ping_interval_s,
+            drain_s=10.0,
+        ),
+        grow=random.choice([Grow.DRAIN, Grow.DRAIN, Grow.NOW]),
+        faults=faults,
+    )
+    weather = random.choice([Weather(), Weather(), Weather(loss=0.1, twice=0.3), Weather(loss=0.3)])
+    return build(
+        seed,
+        nodes,
+        options,
+        endpoints=random.choice([1, 1, 2, 3]),
+        witnesses=random.choice([0, 0, 0, 1, 2]),
+        fixed_ports=random.random() < 0.5,
+        weather=weather,
+        story_lines_max=story_lines_max,
+    )
+
+
+def run_succession(
+    seed: int, *, story_lines_max: int | None = 0, build: Build = SuccessionCluster
+) -> SuccessionCluster:
+    """One such job to its end. Raises BrokenPromiseError."""
+    cluster = draw_succession(seed, story_lines_max=story_lines_max, build=build)
+    cluster.run()
+    if not cluster.succeeded():
+        raise BrokenPromiseError(cluster.tell("every host came back and the budget was large, yet nobody succeeded"))
+    return cluster
+
+
 def run_seed(seed: int, *, story_lines_max: int | None = 0) -> SimCluster:
     """One job to its end.
 
@@ -150,13 +224,14 @@ def run_seed(seed: int, *, story_lines_max: int | None = 0) -> SimCluster:
     return cluster
 
 
-def run_seeds(first: int, end: int) -> SweepResult:
+def run_seeds(first: int, end: int, family: str = PLAIN) -> SweepResult:
     """The seeds first to end-1, one after another."""
-    tally = SweepResult()
+    run = run_succession if family == SUCCESSION else run_seed
+    tally = SweepResult(family)
     for seed in range(first, end):
         tally.jobs += 1
         try:
-            cluster = run_seed(seed)
+            cluster = run(seed)
         except BrokenPromiseError as error:
             tally.failures[seed] = str(error).partition("\n")[0]
         else:
@@ -168,7 +243,7 @@ def run_seeds(first: int, end: int) -> SweepResult:
 def report(tally: SweepResult) -> str:
     """The failing seeds, each with the command that tells its story."""
     lines = [
-        f"{text}\n  python -m tests.support.simulator.sweep {seed}"
+        f"{text}\n  python -m tests.support.simulator.sweep {tally.family} {seed}"
         for seed, text in sorted(tally.failures.items())[:FAILURES_SHOWN_MAX]
     ]
     return "\n".join([f"{len(tally.failures)} of {tally.jobs} simulated jobs broke a promise", *lines])
@@ -186,11 +261,16 @@ def parse_seeds(text: str) -> tuple[int, int]:
     return int(first), int(end)
 
 
-def _tell_story(seed: int) -> int:
-    drawn = draw(seed)
-    sys.stdout.write(f"{drawn}\n")
+def _tell_story(seed: int, family: str) -> int:
+    if family == PLAIN:
+        sys.stdout.write(f"{draw(seed)}\n")
+    else:
+        drawn = draw_succession(seed, story_lines_max=0)
+        where = f"endpoints {drawn.endpoints}, witnesses {drawn.witnesses}"
+        sys.stdout.write(f"{drawn.options} {len(drawn.hosts)} nodes, {where}, {drawn.weather}\n")
+    run = run_succession if family == SUCCESSION else run_seed
     try:
-        cluster = run_seed(seed, story_lines_max=None)
+        cluster = run(seed, story_lines_max=None)
     except BrokenPromiseError as error:
         sys.stdout.write(f"{error}\n")
         return EXIT_FAILURE
@@ -199,12 +279,13 @@ def _tell_story(seed: int) -> int:
     return 0
 
 
-def _sweep(first: int, end: int) -> int:
+def _sweep(first: int, end: int, family: str) -> int:
     began_s = time.monotonic()
-    total = SweepResult()
+    total = SweepResult(family)
     starts = range(first, end, CHUNK_SEEDS)
+    ends = [min(start + CHUNK_SEEDS, end) for start in starts]
     with ProcessPoolExecutor(max_workers=os.cpu_count()) as pool:
-        for tally in pool.map(run_seeds, starts, [min(start + CHUNK_SEEDS, end) for start in starts]):
+        for tally in pool.map(run_seeds, starts, ends, [family] * len(starts)):
             total.add(tally)
     outcomes = ", ".join(f"{count} {kind}" for kind, count in total.outcomes.most_common())
     sys.stdout.write(f"{total.jobs} jobs, {total.events} events, {time.monotonic() - began_s:.0f} s: {outcomes}\n")
@@ -215,12 +296,15 @@ def _sweep(first: int, end: int) -> int:
 
 def main(arguments: Sequence[str]) -> int:
     try:
-        (text,) = arguments
+        *families, text = arguments
+        (family,) = families or [PLAIN]
+        if family not in (PLAIN, SUCCESSION):
+            raise ValueError(f"no such family: {family}")
         if ":" in text:
-            return _sweep(*parse_seeds(text))
-        return _tell_story(int(text))
+            return _sweep(*parse_seeds(text), family)
+        return _tell_story(int(text), family)
     except ValueError as error:
-        sys.stderr.write(f"usage: python -m tests.support.simulator.sweep SEED | FIRST:END ({error})\n")
+        sys.stderr.write(f"usage: python -m tests.support.simulator.sweep [FAMILY] SEED | FIRST:END ({error})\n")
         return EXIT_USAGE
 
 

@@ -1,0 +1,417 @@
+"""A voter, one for each agent's process or witness: keeps the charter, gives its votes, stands for election. PURE.
+
+`handle(now, event) -> commands`; no clock, no socket, no randomness. Knows nothing of generations and workers.
+
+    FOLLOWING ◄──► ALONE ──► ASKING ──► STANDING ──► LEADING ──► FOLLOWING
+
+Three rules keep two coordinators from deciding in one term. A voter gives one vote per term, its own included. It votes
+for nobody whose charter is older than its own, so the winner knows everything that counts. And once it has given a
+vote in a term, it confirms no coordinator of an earlier one.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from msgspec import Struct
+
+from holdfast.protocol.charter import VOTERS_MIN, Charter, Position, Seat, Succession
+from holdfast.protocol.messages import Keep, Kept, Poll, Polled
+from holdfast.protocol.policy import Limits, Note, Tick
+
+PLACE_FACTOR = 3.0
+"""A voter that stands again waits this many times `Limits.stand_s` longer than the one placed before it."""
+NO_CHARTER = Position(0, 0)
+
+
+class Stage(Enum):
+    FOLLOWING = "following"
+    """Linked to a coordinator."""
+    ALONE = "alone"
+    """Without a coordinator: it has had none, or has lost it."""
+    ASKING = "asking"
+    """It asks the others whether they would vote for it. Nothing changes by that."""
+    STANDING = "standing"
+    """It has voted for itself in a new term, and asks for the others' votes."""
+    LEADING = "leading"
+    """It was elected. The coordinator is started in this process, and its own agent links to it next."""
+
+
+TRANSITIONS: dict[tuple[Stage, Stage], str] = {
+    (Stage.ALONE, Stage.FOLLOWING): "Linked, or a Keep, which is how a witness gets a coordinator",
+    (Stage.ASKING, Stage.FOLLOWING): "the same",
+    (Stage.STANDING, Stage.FOLLOWING): "the same",
+    (Stage.LEADING, Stage.FOLLOWING): "the same: by the coordinator in this process",
+    (Stage.FOLLOWING, Stage.ALONE): "Unlinked, or a witness gets no Keep for a fence",
+    (Stage.ALONE, Stage.ASKING): "its time to stand has come",
+    (Stage.ASKING, Stage.STANDING): "a majority would vote for it, itself included",
+    (Stage.ASKING, Stage.ALONE): "no majority would in time, or it has given its vote to another one",
+    (Stage.STANDING, Stage.LEADING): "a majority has voted for it; Lead is emitted",
+    (Stage.STANDING, Stage.ALONE): "no majority has in time, or it has given its vote to another one, in a later term",
+    (Stage.LEADING, Stage.ALONE): "Unlinked: the coordinator in this process has stepped down",
+}
+
+
+class Where(Struct, frozen=True):
+    """A coordinator's listener."""
+
+    address: str
+    port: int
+    term: int
+
+
+class Linked(Struct, frozen=True):
+    """Event: the agent has joined a coordinator of this term."""
+
+    term: int
+
+
+class Unlinked(Struct, frozen=True):
+    """Event: the link to the coordinator of this term is lost."""
+
+    term: int
+    closed: bool
+    """The other side closed it; False: it became silent, or this side closed it."""
+    local: bool = False
+    """The coordinator was in this process, and has stepped down."""
+
+
+class KeepCame(Struct, frozen=True):
+    """Event: from the coordinator. Answered with SendKept."""
+
+    keep: Keep
+
+
+class PollCame(Struct, frozen=True):
+    """Event: a candidate asks. Answered with AnswerPoll."""
+
+    ticket: int
+    poll: Poll
+
+
+class PolledCame(Struct, frozen=True):
+    """Event: somebody at the seat of this name has answered this Poll."""
+
+    name: str
+    poll: Poll
+    polled: Polled
+
+
+class PollFailed(Struct, frozen=True):
+    """Event: there is no answer from this seat to this Poll."""
+
+    name: str
+    poll: Poll
+    gone: bool = False
+    """The voter's process has ended: its host answers, and nobody listens there."""
+
+
+class HeardOf(Struct, frozen=True):
+    """Event: another process reports where the coordinator is."""
+
+    term: int
+    address: str
+    port: int
+
+
+class SendKept(Struct, frozen=True):
+    """Command: to the coordinator whose Keep has just been handled."""
+
+    kept: Kept
+
+
+class AskVote(Struct, frozen=True):
+    """Command: connect to this seat and ask. Ends in PolledCame or PollFailed."""
+
+    seat: Seat
+    poll: Poll
+
+
+class AnswerPoll(Struct, frozen=True):
+    ticket: int
+    polled: Polled
+
+
+class Lead(Struct, frozen=True):
+    """Command: start the coordinator in this process. Its agent is linked to it then; otherwise Unlinked follows."""
+
+    succession: Succession
+
+
+Event = Linked | Unlinked | KeepCame | PollCame | PolledCame | PollFailed | HeardOf | Tick
+Command = SendKept | AskVote | AnswerPoll | Lead | Note
+
+
+class Voter:
+    """One voter. `TRANSITIONS` lists every change of its stage."""
+
+    def __init__(self, name: str, limits: Limits, now: float, *, stands: bool) -> None:
+        """`name`: of its seat, an identity that is used once. `stands`: it is an agent; False: it is a witness, which
+        never becomes the coordinator and has no other way to notice a silent one than the Keeps."""
+        self.name = name
+        self.limits = limits
+        self.stands = stands
+        self.stage = Stage.ALONE
+        self.term = 0
+        """The newest term in which it has a coordinator or has voted."""
+        self.charter: Charter | None = None
+        self.leader: Where | None = None
+        """Where the newest coordinator is, as far as it knows; perhaps the one that is lost."""
+        self._followed = 0
+        """The term of the newest coordinator to which it was linked."""
+        self._voted_for = ""
+        """Its vote in `term`; empty: none."""
+        self._bound_s = now
+        """When it last confirmed a coordinator or gave a vote to another candidate."""
+        self._closed = False
+        """The newest coordinator closed the link."""
+        self._lost_s = now
+        self._gone: set[str] = set()
+        """Voters whose process has ended."""
+        self._elsewhere: set[str] = set()
+        """Voters that have a newer coordinator."""
+        self._stand_at_s = now
+        self._failed = 0
+        """Elections without a winner since the loss."""
+        self._poll: Poll | None = None
+        """What it asks for; None: nothing."""
+        self._asked_s = now
+        self._answers: dict[str, Polled | None] = {}
+        """By voter; None: there is none."""
+        self._next_term = 0
+        """Others know a term just before this one."""
+        self._out: list[Command] = []
+
+    def check_invariants(self) -> None:
+        own = self._seat()
+        assert (self._poll is not None) == (self.stage in (Stage.ASKING, Stage.STANDING))
+        if self.stage in (Stage.ASKING, Stage.STANDING, Stage.LEADING):
+            assert self.stands
+            assert own is not None
+            assert not own.witness
+        if self.stage in (Stage.STANDING, Stage.LEADING):
+            assert self._voted_for == self.name, "it stands in a term in which it has not voted for itself"
+        if self.stage is Stage.FOLLOWING:
+            assert self._followed == self.term, "it follows a coordinator after it has given a vote in a later term"
+        assert self._followed <= self.term
+
+    @property
+    def held(self) -> Position:
+        return NO_CHARTER if self.charter is None else self.charter.position
+
+    def elects(self, now: float) -> bool:
+        """Whether it has lost a coordinator that its voters may replace: so it should not found the job again, nor join
+        one that did."""
+        if self.stage in (Stage.FOLLOWING, Stage.LEADING) or now >= self._lost_s + self.limits.elect_s:
+            return False
+        seats = self.charter.seats if self.charter is not None else ()
+        free = {seat.name for seat in seats} - self._gone - self._elsewhere
+        return self.charter is not None and len(seats) >= VOTERS_MIN and self.charter.carried_by(free)
+
+    def ignores(self, now: float, name: str, *, founded: bool) -> bool:
+        """Whether it should not join the coordinator in the process of this name: one that founded the job again, while
+        this one's voters may elect."""
+        known = self.charter is not None and any(seat.name == name for seat in self.charter.seats)
+        return founded and not known and self.elects(now)
+
+    # ---------------------------------------------------------------- surface
+
+    def handle(self, now: float, event: Event) -> list[Command]:
+        match event:
+            case Linked(term):
+                self._follow(term)
+            case Unlinked(term, closed, local):
+                # An agent has one link, and a founder may have taken a later term. A witness may have several links.
+                newest = self.stands or term >= self._followed
+                if newest and self.stage in (Stage.FOLLOWING, Stage.LEADING):
+                    self._lose(now, closed=closed, local=local)
+            case KeepCame(keep):
+                self._on_keep(now, keep)
+            case PollCame(ticket, poll):
+                self._on_poll(now, ticket, poll)
+            case PolledCame(name, poll, polled):
+                if polled.voter != name:  # its process has ended, and another one listens there
+                    self._gone.add(name)
+                self._on_answer(name, poll, polled if polled.voter == name else None)
+            case PollFailed(name, poll, gone):
+                if gone:
+                    self._gone.add(name)
+                self._on_answer(name, poll, None)
+            case HeardOf(term, address, port):
+                self._on_heard_of(now, Where(address, port, term))
+            case Tick():
+                pass
+        self._advance(now)
+        out, self._out = self._out, []
+        return out
+
+    def next_deadline(self) -> float | None:
+        """When the next Tick is due; None: nothing is awaited."""
+        match self.stage:
+            case Stage.FOLLOWING:
+                return None if self.stands else self._bound_s + self.limits.fence_s
+            case Stage.ALONE:
+                return None if self._seat() is None else self._stand_at_s
+            case Stage.ASKING | Stage.STANDING:
+                return self._asked_s + self.limits.poll_s
+            case Stage.LEADING:
+                return None
+
+    def _advance(self, now: float) -> None:
+        match self.stage:
+            case Stage.FOLLOWING if not self.stands and now >= self._bound_s + self.limits.fence_s:
+                self._lose(now, closed=False)
+            case Stage.ALONE if now >= self._stand_at_s and self._seat() is not None:
+                self._ask(now, Stage.ASKING)
+        if self.stage is Stage.ASKING:
+            self._count(now)
+        if self.stage is Stage.STANDING:
+            self._count(now)
+
+    # ---------------------------------------------------------------- coordinator and charter
+
+    def _follow(self, term: int) -> None:
+        """A coordinator of an earlier term is none: it may not know yet that there is a later one."""
+        if term < self.term:
+            return
+        if term > self.term:
+            self.term, self._voted_for = term, ""
+        self._followed, self._closed, self._failed = term, False, 0
+        self._poll = None
+        self._enter(Stage.FOLLOWING)
+
+    def _lose(self, now: float, *, closed: bool, local: bool = False) -> None:
+        if local:  # it had this vote at any time, without a Keep
+            self._bound_s = now
+        self._closed = closed and not local
+        self._lost_s = now
+        self._elsewhere.clear()
+        self._stand_at_s = now + self.limits.stand_s * self._place()
+        self._enter(Stage.ALONE)
+
+    def _on_keep(self, now: float, keep: Keep) -> None:
+        self._follow(keep.term)
+        if keep.term == self.term:
+            self._bound_s = now
+            if keep.charter is not None and keep.charter.position > self.held:
+                self.charter = keep.charter
+        self._out.append(SendKept(Kept(self.term, keep.probe, self.held)))
+
+    def _on_heard_of(self, now: float, where: Where) -> None:
+        if self.leader is not None and where.term < self.leader.term:
+            return
+        if where.term >= self.term and (self.leader is None or where.term > self.leader.term):
+            self._wait_for_winner(now)
+        self.leader = where
+
+    def _wait_for_winner(self, now: float) -> None:
+        """There may be a new coordinator: give it time before this voter stands itself."""
+        self._stand_at_s = max(self._stand_at_s, now + self.limits.poll_s + self._stagger_s())
+
+    # ---------------------------------------------------------------- votes for others
+
+    def _on_poll(self, now: float, ticket: int, poll: Poll) -> None:
+        granted, follows = self._would_vote(poll), self.stage in (Stage.FOLLOWING, Stage.LEADING)
+        silent_s, closed = max(0.0, now - self._bound_s), self._closed
+        if granted and poll.final:
+            self._vote(now, poll)
+        self._out.append(AnswerPoll(ticket, Polled(self.term, granted, silent_s, closed, self.name, follows)))
+
+    def _would_vote(self, poll: Poll) -> bool:
+        if self.stage in (Stage.FOLLOWING, Stage.LEADING) or poll.held < self.held:
+            return False
+        return poll.term > self.term or (poll.term == self.term and self._voted_for == poll.candidate.name)
+
+    def _vote(self, now: float, poll: Poll) -> None:
+        candidate = poll.candidate
+        self.term, self._voted_for, self._poll = poll.term, candidate.name, None
+        self._bound_s = now
+        self._note("votes", term=poll.term, candidate=candidate.name)
+        self._enter(Stage.ALONE)
+        self._wait_for_winner(now)
+        self._on_heard_of(now, Where(candidate.address, candidate.port, poll.term))
+
+    # ---------------------------------------------------------------- standing for election
+
+    def _ask(self, now: float, stage: Stage) -> None:
+        own, charter = self._seat(), self.charter
+        assert own is not None
+        assert charter is not None
+        term = max(self.term + 1, self._next_term)
+        final = stage is Stage.STANDING
+        if final:
+            self.term, self._voted_for = term, self.name
+        self._poll = Poll(term, own, charter.position, final)
+        self._asked_s, self._answers = now, {}
+        self._enter(stage)
+        self._out += [AskVote(seat, self._poll) for seat in charter.seats if seat.name != self.name]
+
+    def _on_answer(self, name: str, poll: Poll, polled: Polled | None) -> None:
+        if polled is not None and not polled.granted:
+            self._next_term = max(self._next_term, polled.term + 1)
+        if polled is not None and polled.follows and polled.term > self._followed:
+            self._elsewhere.add(name)
+        else:
+            self._elsewhere.discard(name)
+        if poll == self._poll:
+            self._answers[name] = polled
+
+    def _count(self, now: float) -> None:
+        """Whether the votes decide."""
+        charter = self.charter
+        assert charter is not None
+        votes = {name: answer for name, answer in self._answers.items() if answer is not None and answer.granted}
+        possible = [seat.name for seat in charter.seats if seat.name in votes or seat.name not in self._answers]
+        if charter.carried_by([self.name, *votes]):
+            if self.stage is Stage.ASKING:
+                self._ask(now, Stage.STANDING)
+            else:
+                self._win(now, list(votes.values()))
+        elif now >= self._asked_s + self.limits.poll_s or not charter.carried_by([self.name, *possible]):
+            self._fail(now)
+
+    def _win(self, now: float, votes: list[Polled]) -> None:
+        own, charter = self._seat(), self.charter
+        assert own is not None
+        asked_s = now - self._asked_s
+        silent_s = min([now - self._bound_s, *(vote.silent_s for vote in votes)])
+        closed = self._closed and all(vote.closed for vote in votes)
+        self.leader = Where(own.address, own.port, self.term)
+        self._poll = None
+        self._bound_s = now
+        self._enter(Stage.LEADING)
+        self._note("elected", term=self.term, votes=len(votes) + 1, silent_s=silent_s, closed=closed)
+        self._out.append(Lead(Succession(self.term, charter, asked_s, max(0.0, silent_s), closed)))
+
+    def _fail(self, now: float) -> None:
+        limits = self.limits
+        pause_s = min(limits.stand_again_s * 2.0**self._failed, limits.stand_again_max_s)
+        self._failed += 1
+        self._stand_at_s = now + pause_s + self._stagger_s()
+        self._poll = None
+        self._enter(Stage.ALONE)
+
+    # ---------------------------------------------------------------- small steps
+
+    def _seat(self) -> Seat | None:
+        """Its own; None: it cannot stand."""
+        if self.charter is None or not self.stands or len(self.charter.seats) < VOTERS_MIN:
+            return None
+        return next((seat for seat in self.charter.seats if seat.name == self.name), None)
+
+    def _place(self) -> int:
+        """How many others stand before it, without the coordinator that is lost."""
+        seats = self.charter.seats if self.charter is not None else ()
+        names = [seat.name for seat in seats[1:] if not seat.witness]  # the first one is the coordinator's
+        return names.index(self.name) if self.name in names else len(names)
+
+    def _stagger_s(self) -> float:
+        return PLACE_FACTOR * self.limits.stand_s * self._place()
+
+    def _enter(self, stage: Stage) -> None:
+        if stage is not self.stage:
+            assert (self.stage, stage) in TRANSITIONS, f"{self.stage} to {stage}"
+            self.stage = stage
+
+    def _note(self, event: str, **fields: object) -> None:
+        self._out.append(Note(event, fields))

@@ -1,0 +1,240 @@
+"""Replicates the coordinator's charter to its voters, and measures its authority: since when a majority confirms it.
+
+Bookkeeping only: `replicated.py` says what the charter contains, holds orders back until it counts, and steps down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from math import inf
+
+from msgspec import structs
+
+from holdfast.coordinator.coordinator_state import Command, Member, ProveVoterGone, Tell
+from holdfast.protocol.charter import VOTERS_MAX, VOTERS_MIN, Charter, Position, Seat, Succession, majority
+from holdfast.protocol.messages import Keep, Kept
+from holdfast.protocol.policy import Limits
+
+KEEPS_OPEN_MAX = 16
+"""Keeps of one voter without an answer. An answer to an older one counts for nothing."""
+NOTHING = Position(0, 0)
+REVISION_OF_KEEP = 3
+"""From this revision of the messages on, an agent can be a voter."""
+
+
+@dataclass(slots=True)
+class Voter:
+    """A voter as the coordinator knows it."""
+
+    seat: Seat
+    link: int | None = None
+    held: Position = NOTHING
+    """The position of the charter that it holds."""
+    confirmed_s: float = -inf
+    """When the newest Keep was sent that it has acknowledged."""
+    open: dict[int, float] = field(default_factory=dict)
+    """When the Keeps without an answer were sent, by number."""
+    prove_at_s: float = inf
+    """While it has no link: when to try again to prove that its process has ended."""
+
+
+class Charters:
+    """The charter of one coordinator, and the voters that hold it."""
+
+    def __init__(self, limits: Limits, now: float, name: str, succession: Succession) -> None:
+        """`name`: the coordinator's own agent, which confirms everything at once."""
+        self.term = succession.term
+        self.charter = succession.charter or Charter(NOTHING, ())
+        self.counts = succession.charter is None
+        """A majority holds the newest charter. The empty one of a founder needs none."""
+        self.settled = self.counts
+        """A majority holds what it says, but perhaps not yet its voters."""
+        self._limits = limits
+        self.name = name
+        self._since_s = now - succession.asked_s
+        """The voters gave their votes after this time."""
+        self._voters: dict[str, Voter] = {seat.name: Voter(seat) for seat in self.charter.seats}
+        self._links: dict[str, int] = {}
+        """Links of agents and witnesses, voters or not, by name."""
+        self._gone: set[str] = set()
+        self._uninformed: set[str] = set()
+        """Agents without a vote that do not know the present voters, one of which may be the next coordinator."""
+        self._number = 0
+        self._send_at_s = now
+        if succession.charter is not None:  # its own term's first charter: it counts only with a majority for this term
+            self.charter = structs.replace(self.charter, position=Position(self.term, self._next_number()))
+
+    # ---------------------------------------------------------------- what the coordinator asks
+
+    @property
+    def elects(self) -> bool:
+        """Whether another voter could become the coordinator."""
+        return len(self._voters) > 1 or bool(self._voters.keys() - {self.name})
+
+    def authority_s(self, now: float) -> float:
+        """Since when a majority confirms this coordinator, at the latest."""
+        if not self.elects:
+            return now
+        # While the voters change, nobody is elected without a majority of those before.
+        voters = self.charter.before or self.charter.voters
+        times = {seat.name: now if seat.name == self.name else self._voters[seat.name].confirmed_s for seat in voters}
+        for time_s in sorted(set(times.values()), reverse=True):
+            if time_s <= self._since_s:
+                break
+            if majority(voters, [name for name, each in times.items() if each >= time_s], self._gone):
+                return time_s
+        return self._since_s
+
+    def due_s(self, now: float) -> float:
+        """When `advance` has something to do, or the authority ends."""
+        if not self.elects:
+            return inf
+        prove_s = min(voter.prove_at_s for voter in self._voters.values())
+        return min(self._send_at_s, prove_s, self.authority_s(now) + self._limits.fence_s)
+
+    # ---------------------------------------------------------------- changes
+
+    def propose(self, now: float, content: Charter, seats: tuple[Seat, ...] | None) -> bool:
+        """Make this the newest charter. Its position and voters are ignored. `seats`: the voters that it should have;
+        None: as before. They change only while the charter before counts. Returns whether anything has changed."""
+        now_ = self.charter
+        voters, before = now_.voters, now_.before
+        if self.counts and before:
+            before = ()
+        elif self.counts and seats is not None and seats != voters:
+            voters, before = seats, voters
+        changed = structs.replace(content, position=now_.position, voters=voters, before=before)
+        if changed == now_:
+            return False
+        self.charter = structs.replace(changed, position=Position(self.term, self._next_number()))
+        same = structs.replace(changed, voters=now_.voters, before=now_.before) == now_
+        self.settled = self.settled and same
+        if (voters, before) != (now_.voters, now_.before):
+            self._uninformed.update(self._links)
+        if not self.elects:  # until now nobody could take its place
+            self._since_s = now
+        self._seat()
+        self._count()
+        self._send_at_s = -inf
+        return True
+
+    def take_term(self, term: int) -> None:
+        """A founder that learns of an earlier term continues after it."""
+        self.term = max(self.term, term)
+
+    def linked(self, name: str, link: int) -> None:
+        self._links[name] = link
+        self._gone.discard(name)
+        if name in self._voters:
+            voter = self._voters[name]
+            voter.link, voter.prove_at_s = link, inf
+            voter.open.clear()
+        else:
+            self._uninformed.add(name)
+        self._send_at_s = -inf
+
+    def unlinked(self, link: int, now: float) -> str | None:
+        """Returns whose link it was."""
+        name = next((name for name, each in self._links.items() if each == link), None)
+        if name is not None:
+            del self._links[name]
+            if name in self._voters:
+                self._voters[name].link, self._voters[name].prove_at_s = None, now
+        return name
+
+    def gone(self, name: str) -> None:
+        """Its process has ended: it holds nothing and cannot vote any more."""
+        if name in self._voters and name not in self._links:
+            self._gone.add(name)
+            self._voters[name].prove_at_s = inf
+            self._count()
+
+    def kept(self, link: int, kept: Kept) -> None:
+        voter = next((each for each in self._voters.values() if each.link == link), None)
+        if voter is None or kept.term != self.term:
+            return
+        sent_s = voter.open.pop(kept.probe, None)
+        if sent_s is not None:
+            voter.confirmed_s = max(voter.confirmed_s, sent_s)
+        voter.held = max(voter.held, kept.held)
+        self._count()
+
+    def advance(self, now: float) -> list[Command]:
+        """What is due: Keeps, and proofs that a voter is gone."""
+        out: list[Command] = []
+        if not self.elects:
+            return out
+        if now >= self._send_at_s:
+            self._send_at_s = now + self._limits.keep_interval_s
+            out += [self._keep(now, voter) for voter in self._voters.values() if voter.link is not None]
+            for name in sorted(self._uninformed & (self._links.keys() - self._voters.keys())):
+                out.append(Tell(self._links[name], Keep(self.term, 0, self.charter)))
+            self._uninformed.clear()
+        for voter in self._voters.values():
+            if now >= voter.prove_at_s:
+                voter.prove_at_s = now + self._limits.prove_s
+                out.append(ProveVoterGone(voter.seat))
+        return out
+
+    # ---------------------------------------------------------------- small steps
+
+    def _keep(self, now: float, voter: Voter) -> Command:
+        assert voter.link is not None
+        self._number += 1
+        voter.open[self._number] = now
+        while len(voter.open) > KEEPS_OPEN_MAX:
+            voter.open.pop(next(iter(voter.open)))
+        charter = self.charter if voter.held < self.charter.position else None
+        return Tell(voter.link, Keep(self.term, self._number, charter))
+
+    def _seat(self) -> None:
+        """The voters of a new charter."""
+        before, self._voters = self._voters, {}
+        for seat in self.charter.seats:
+            voter = before.get(seat.name) or Voter(seat, self._links.get(seat.name))
+            voter.seat = seat
+            self._voters[seat.name] = voter
+        self._gone.intersection_update(self._voters)
+
+    def _count(self) -> None:
+        position = self.charter.position
+        holders = [name for name, voter in self._voters.items() if name == self.name or voter.held >= position]
+        self.counts = self.charter.carried_by(holders, self._gone)
+        self.settled = self.settled or self.counts
+
+    def _next_number(self) -> int:
+        return self.charter.position.number + 1
+
+
+def voters_of(
+    members: Sequence[Member], witnesses: Iterable[Seat], present: Sequence[Seat], local: Member
+) -> tuple[Seat, ...]:
+    """The voters that a coordinator should have: its own agent first, then those that it has already, then the others
+    in the order of `members`, then the witnesses. Fewer than VOTERS_MIN elect nobody: then it is its only voter."""
+    known = next((seat for seat in present if seat.name == local.node.agent), None)
+    own = _seat_of(local, members) or known
+    seats = {own.name: own} if own is not None else {}
+    names = [seat.name for seat in present]
+    able = [m for m in members if m.port and m.revision >= REVISION_OF_KEEP and not m.leaving and m is not local]
+    for member in sorted(able, key=lambda member: member.node.agent not in names):  # stable
+        if (seat := _seat_of(member, members)) is not None:
+            seats.setdefault(seat.name, seat)
+    watching = tuple(witnesses)
+    agents = list(seats.values())[: VOTERS_MAX - len(watching)]
+    if len(agents) > 1 and (len(agents) + len(watching)) % 2 == 0:
+        agents.pop()  # an even number of voters survives no more losses than one voter less
+    chosen = (*agents, *watching)
+    if own is None or len(chosen) < VOTERS_MIN:
+        return () if own is None else (own,)
+    return chosen
+
+
+def _seat_of(member: Member, members: Iterable[Member]) -> Seat | None:
+    """None: nobody has reached this node yet, so its address is unknown."""
+    address = member.node.local_addr or ""
+    if not address and member.node.hosts_coordinator:
+        address = next((other.reached_at for other in members if not other.node.hosts_coordinator), "")
+    elif not address:
+        address = member.address
+    return Seat(member.node.agent, member.node.host, address, member.port) if address and member.port else None

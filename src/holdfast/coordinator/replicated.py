@@ -1,0 +1,317 @@
+"""The coordinator of a job whose nodes elect a successor when it is lost (c10d, more than one node).
+
+It sends Start, Resume and Finish only when a majority of its voters holds the charter that they follow from, and steps
+down when no majority has confirmed it for a fence. Then everything that it has started is dead, too: its answers to
+pings carry the age of its authority, and the agents' fences count from there.
+
+A successor continues from the charter. It forms nothing while workers of the old generation may live. It continues that
+generation if all its nodes come with living workers; if only the old coordinator's own node is missing, that is an
+ordinary loss of one node.
+"""
+
+from __future__ import annotations
+
+from math import inf
+
+from msgspec import structs
+
+from holdfast.coordinator.charters import REVISION_OF_KEEP, Charters, voters_of
+from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.coordinator.coordinator_state import (
+    Command,
+    Conclude,
+    Deposed,
+    DropLink,
+    Event,
+    Heard,
+    LinkClosed,
+    Member,
+    Phase,
+    StepDown,
+    Tell,
+    VoterGone,
+    WitnessOpened,
+    World,
+)
+from holdfast.coordinator.ending import Judge
+from holdfast.coordinator.monitor import cannot_tell
+from holdfast.protocol.charter import Charter, HostRecord, LedFrom, Position, Seat, Succession
+from holdfast.protocol.messages import (
+    Call,
+    Finish,
+    Join,
+    Joined,
+    Kept,
+    Moved,
+    Pong,
+    Resume,
+    Start,
+)
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
+from holdfast.protocol.rank_progress import Examine
+
+
+class ReplicatedCoordinator(CoordinatorMachine):
+    """Decides only what a majority of its voters knows."""
+
+    def __init__(
+        self,
+        job: JobSpec,
+        limits: Limits,
+        judge: Judge,
+        now: float,
+        node: NodeSpec,
+        succession: Succession,
+        *,
+        examine: Examine = cannot_tell,
+    ) -> None:
+        """`node`: the agent in this process."""
+        super().__init__(job, limits, judge, now, examine=examine)
+        self._charters = Charters(limits, now, node.agent, succession)
+        self.founded = succession.charter is None
+        """It was elected by nobody."""
+        self._floor = 0
+        """The newest generation that the old coordinator may have started."""
+        self._local_name = ""
+        """The member in this process."""
+        self._witnesses: dict[int, Seat] = {}
+        self._came: set[str] = set()
+        """Agents that joined and have taken part in a generation before."""
+        self._presumed_dead = succession.closed
+        self._reseat = False
+        """The members have changed, and perhaps the voters should."""
+        self._hosts: tuple[int, tuple[HostRecord, ...]] = (0, ())
+        self._written: tuple[object, ...] = ()
+        """What the newest charter was made of."""
+        self._held: list[Command] = []
+        """Orders that wait until the charter counts."""
+        self.stepped_down = False
+        if succession.charter is not None:
+            self._take_over(now, succession.charter, succession)
+
+    @property
+    def term(self) -> int:
+        return self._charters.term
+
+    @property
+    def charter(self) -> Charter:
+        """The newest one, whether it counts or not."""
+        return self._charters.charter
+
+    def _take_over(self, now: float, charter: Charter, succession: Succession) -> None:
+        budget = self.budget
+        budget.used, budget.streak, budget.identical = charter.restarts, charter.streak, charter.identical
+        budget.last_signature = charter.signature
+        self.host_backoff.take_over(charter.hosts, now)
+        self._floor = charter.generation
+        if charter.generation:
+            self._previous_leader.generation = charter.generation
+            left = charter.nodes - (charter.led_from is not None)
+            self._gathering.awaited = max(self.job.min_nodes, left)
+            died_s = now - succession.silent_s
+            super()._wait_for_fence_previous_leader(died_s, charter.generation)
+            if succession.closed:
+                self._previous_leader.ended = charter.led_from
+        if charter.led_from is not None:
+            self._why = f"lost {charter.led_from.node.host}, which had the coordinator"
+        if charter.outcome is not None:
+            self._finish(charter.outcome)
+
+    # ---------------------------------------------------------------- surface
+
+    def handle(self, now: float, event: Event) -> list[Command]:
+        """Decide nothing without authority: this process may have slept, and there may be a successor."""
+        if self.stepped_down:
+            return []
+        if now >= self._charters.authority_s(now) + self.limits.fence_s:
+            return self._step_down(StepDown(f"no majority of the nodes has answered for {self.limits.fence_s:g} s"))
+        match event:
+            case Deposed(term, address, port):
+                if term > self.term:
+                    return self._step_down(StepDown(f"another coordinator has term {term}", term, address, port))
+            case VoterGone(name):
+                self._charters.gone(name)
+            case WitnessOpened(link, seat):
+                self._witnesses[link] = seat
+                self._charters.linked(seat.name, link)
+                self._reseat = True
+            case LinkClosed(link):
+                self._charters.unlinked(link, now)
+                self._reseat = self._witnesses.pop(link, None) is not None or self._reseat
+            case Heard(link, Kept() as kept):
+                if kept.term > self.term:
+                    return self._step_down(StepDown(f"this node's voters have elected another one (term {kept.term})"))
+                self._charters.kept(link, kept)
+            case Heard(_, Join(term=term)) if term > self.term and not self._founds:
+                return self._step_down(StepDown(f"a node knows of a newer coordinator (term {term})"))
+            case Heard(link, Call() as call):
+                return self._called(link, call)
+        return self._settle(now, super().handle(now, event))
+
+    def next_deadline(self) -> float | None:
+        if self.stepped_down:
+            return None
+        deadline = super().next_deadline()
+        if deadline is None and not self._held:
+            return None
+        return min(inf if deadline is None else deadline, self._charters.due_s(self._now))
+
+    def check_invariants(self) -> None:
+        super().check_invariants()
+        assert self.generation == 0 or self.generation >= self._floor
+        assert not (self._held and self._charters.settled)
+
+    # ---------------------------------------------------------------- authority
+
+    @property
+    def _founds(self) -> bool:
+        """It was elected by nobody and has formed nothing."""
+        return self._floor == 0 and self.newest_generation == 0
+
+    def _called(self, link: int, call: Call) -> list[Command]:
+        """The coordinator of another term calls this endpoint."""
+        if call.term > self.term or (self._founds and call.term == self.term):
+            where = StepDown("the job goes on elsewhere", call.term, call.address, call.port)
+            return self._step_down(where)
+        own = next((seat for seat in self.charter.seats if seat.name == self._charters.name), None)
+        return [] if own is None else [Tell(link, Moved(self.term, own.address, own.port))]
+
+    def _step_down(self, command: StepDown) -> list[Command]:
+        self.stepped_down = True
+        self._note("steps_down", reason=command.reason, term=self.term)
+        out, self._out, self._held = self._out, [], []
+        return [*out, command]
+
+    def _settle(self, now: float, commands: list[Command]) -> list[Command]:
+        """What may be carried out now, of these commands and of those that were held back."""
+        charters = self._charters
+        self._propose(now)
+        commands, self._out = commands + self._out, []
+        age_s = max(0.0, now - charters.authority_s(now))
+        out: list[Command] = []
+        for command in commands:
+            match command:
+                case Tell(link, Pong(number)):
+                    out.append(Tell(link, Pong(number, age_s)))
+                case Tell(_, Pong() | Joined() | Moved()):
+                    out.append(command)
+                case Tell(_, Start() | Resume() | Finish()) | Conclude() if not charters.settled:
+                    self._held.append(command)
+                case Tell() | DropLink() if self._held:
+                    self._held.append(command)
+                case _:
+                    out.append(command)
+        if charters.settled and self._held:
+            out, self._held = self._held + out, []
+        return out + charters.advance(now)
+
+    def _propose(self, now: float) -> None:
+        """Bring the charter up to date."""
+        charters, world = self._charters, self.world
+        members = () if world is None else world.order
+        key = (
+            self.newest_generation,
+            members,
+            self.budget.used,
+            self.budget.streak,
+            self.outcome is None,
+            charters.counts,
+        )
+        if (*key, self.host_backoff.changes) == self._written and not (self._reseat and charters.counts):
+            return
+        while charters.propose(now, self._content(now), self._seats()):
+            newest = charters.charter
+            self._note(
+                "charter", number=newest.position.number, generation=newest.generation, voters=len(newest.voters)
+            )
+            if not charters.counts:
+                break
+        self._written = *key[:-1], charters.counts, self.host_backoff.changes
+
+    def _content(self, now: float) -> Charter:
+        """The charter that this state asks for. Position and voters are added by `Charters`."""
+        budget, hosts = self.budget, self.host_backoff
+        if hosts.changes != self._hosts[0]:
+            self._hosts = hosts.changes, hosts.records(now)
+        world = self.world
+        return Charter(
+            position=Position(0, 0),
+            voters=(),
+            generation=max(self.newest_generation, self._floor),
+            nodes=len(world.order) if world is not None else self.charter.nodes,
+            led_from=self._led_from(world) if world is not None else self.charter.led_from,
+            restarts=budget.used,
+            streak=budget.streak,
+            identical=budget.identical,
+            signature=budget.last_signature,
+            hosts=self._hosts[1],
+            outcome=self.outcome,
+        )
+
+    def _led_from(self, world: World) -> LedFrom | None:
+        local = self._local()
+        if local is None or not world.places.get(local.name):
+            return None
+        return LedFrom(local.node, world.order.index(local.name), world.places[local.name])
+
+    def _seats(self) -> tuple[Seat, ...] | None:
+        """The voters that the charter should have; None: no change."""
+        local = self._local()
+        if not self._reseat or local is None or self.phase is Phase.OVER or self.newest_generation == 0:
+            return None
+        if self.charter.before or not self._charters.counts:
+            return None  # one change at a time
+        self._reseat = False
+        order = {name: number for number, name in enumerate(self.world.order if self.world is not None else ())}
+        members = sorted(self.members.values(), key=lambda m: (order.get(m.name, len(order)), m.arrival))
+        return voters_of(members, self._witnesses.values(), self.charter.voters, local)
+
+    def _local(self) -> Member | None:
+        return self.members.get(self._local_name)
+
+    # ---------------------------------------------------------------- the coordinator before
+
+    def _joined(self) -> Joined:
+        return structs.replace(super()._joined(), term=self.term)
+
+    def _on_join(self, now: float, link: int, join: Join) -> None:
+        if self.outcome is not None:  # it will not be a member, and is needed as a voter
+            self._charters.linked(join.node.agent, link)
+        super()._on_join(now, link, join)
+
+    def _observe_previous_leader(self, now: float, member: Member, join: Join) -> None:
+        self._reseat = True
+        if join.revision >= REVISION_OF_KEEP:
+            self._charters.linked(member.node.agent, member.link)
+        if member.node.hosts_coordinator:
+            self._local_name = member.name
+        if self._founds:
+            self._charters.take_term(join.term + 1)
+        if join.last_generation:
+            self._came.add(member.node.agent)
+        super()._observe_previous_leader(now, member, join)
+
+    def _wait_for_fence_previous_leader(self, died_s: float, generation: int) -> None:
+        """The voters know when the old coordinator was confirmed last. The time at which one agent lost its link says
+        less."""
+        if generation > self._floor:
+            super()._wait_for_fence_previous_leader(died_s, generation)
+
+    def _advance_gathering(self, now: float) -> None:
+        awaited = self._gathering.awaited
+        if self.world is None and self._presumed_dead and awaited and len(self._came) >= awaited:
+            self._gathering.not_before_s = min(self._gathering.not_before_s, now)  # nobody else runs workers
+        super()._advance_gathering(now)
+
+    def _resume(self, now: float) -> None:
+        super()._resume(now)
+        ended = self._previous_leader.ended
+        if ended is not None:
+            self._world().lost(ended.node.member, ended.node.host, "its coordinator ended")
+            self._lost.append(f"{ended.node.host} was lost: the coordinator on it ended")
+            self._on_lost(now)
+
+    def _lose(self, now: float, member: Member, reason: str) -> None:
+        self._reseat = True
+        self._charters.unlinked(member.link, now)
+        super()._lose(now, member, reason)

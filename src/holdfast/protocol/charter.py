@@ -1,0 +1,123 @@
+"""The charter: what a successor of the coordinator must know, and who elects it. PURE.
+
+The coordinator replicates the charter to its voters. Every change has a position; the change counts once a majority of
+the voters holds it. While the set of voters changes, a majority of the set before is needed too (`before`), so any two
+majorities share a voter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Annotated, NamedTuple
+
+from msgspec import Meta, Struct
+
+from holdfast.protocol.outcome import Outcome
+from holdfast.protocol.policy import Count, NodeSpec, Port, Rank, Seconds
+
+VOTERS_MAX = 7
+"""More voters would survive more losses at one time, and cost the coordinator messages."""
+VOTERS_MIN = 3
+"""With fewer, no loss leaves a majority: the coordinator is its only voter."""
+HOSTS_MAX = 1024
+"""Hosts with a back-off in a charter."""
+
+
+class Position(NamedTuple):
+    """Where a charter stands among all charters of the job. The larger one is the newer one."""
+
+    term: Count
+    number: Count
+
+
+class Seat(Struct, frozen=True, array_like=True):
+    """A voter: an agent, or a witness."""
+
+    name: str
+    """The agent without its joins (`NodeSpec.agent`), or the witness: an identity that is used once."""
+    host: str
+    """For users."""
+    address: str
+    port: Port
+    witness: bool = False
+    """It votes and keeps the charter, and never becomes the coordinator."""
+
+
+class LedFrom(Struct, frozen=True, array_like=True):
+    """The part of the coordinator's own node in the running generation. It ends with the coordinator."""
+
+    node: NodeSpec
+    group_rank: Rank
+    local_ranks: tuple[int, ...]
+
+
+class HostRecord(Struct, frozen=True, array_like=True):
+    """A host's back-off (`membership.HostBackoff`)."""
+
+    host: str
+    strikes: Count
+    blames: Count
+    exclusions: Count
+    stay_s: Seconds
+    excluded_s: Seconds
+    """For how long it is still excluded."""
+
+
+class Charter(Struct, frozen=True, array_like=True):
+    """The job's state that outlives a coordinator."""
+
+    position: Position
+    voters: Annotated[tuple[Seat, ...], Meta(max_length=VOTERS_MAX)]
+    """In the order in which they stand for election."""
+    before: Annotated[tuple[Seat, ...], Meta(max_length=VOTERS_MAX)] = ()
+    """The voters before, until this charter counts; empty: they are the same."""
+    generation: Count = 0
+    """The newest generation that may have been started."""
+    nodes: Count = 0
+    """How many nodes take part in it."""
+    led_from: LedFrom | None = None
+    """None: the coordinator's node has no part in it."""
+    restarts: Rank = 0
+    """Restarts used."""
+    streak: Count = 0
+    identical: Count = 0
+    signature: str = ""
+    """As in the coordinator's Budget."""
+    hosts: Annotated[tuple[HostRecord, ...], Meta(max_length=HOSTS_MAX)] = ()
+    outcome: Outcome | None = None
+    """Set when the job is over."""
+
+    @property
+    def seats(self) -> tuple[Seat, ...]:
+        """Everyone that may vote, each once."""
+        return tuple({seat.name: seat for seat in (*self.voters, *self.before)}.values())
+
+    def carried_by(self, names: Collection[str], gone: Collection[str] = ()) -> bool:
+        """Whether these voters are a majority. `gone`: voters whose process is proved to have ended. Only the present
+        coordinator may leave them out: a candidate needs a majority of all."""
+        return all(majority(voters, names, gone) for voters in (self.voters, self.before) if voters)
+
+
+def majority(voters: Collection[Seat], names: Collection[str], gone: Collection[str] = ()) -> bool:
+    """Whether these names are more than half of the voters that are not gone."""
+    living = [seat.name for seat in voters if seat.name not in gone]
+    return 2 * sum(name in names for name in living) > len(living)
+
+
+class Succession(Struct, frozen=True):
+    """By what right a coordinator begins: it founds the job, or it was elected."""
+
+    term: Count = 1
+    charter: Charter | None = None
+    """The newest one; None: it founds the job."""
+    asked_s: Seconds = 0.0
+    """How long ago it asked for the votes that it got."""
+    silent_s: Seconds = 0.0
+    """For at least this long no voter of its majority has confirmed another coordinator."""
+    closed: bool = False
+    """The old coordinator's process has ended: it closed its links to all of them."""
+
+
+def losses(voters: int) -> int:
+    """How many voters may be lost at one time without the loss of the job."""
+    return (voters - 1) // 2 if voters >= VOTERS_MIN else 0

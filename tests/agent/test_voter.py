@@ -1,0 +1,382 @@
+"""Voters elect a coordinator: a small desk with several of them, on which messages are delivered by hand."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from msgspec import structs
+
+from holdfast.agent import voter as vote
+from holdfast.agent.voter import TRANSITIONS, Stage, Voter, Where
+from holdfast.protocol.charter import Charter, Position, Seat, Succession
+from holdfast.protocol.messages import Keep, Kept, Poll, Polled
+from holdfast.protocol.policy import Limits, Note, Tick
+
+LIMITS = Limits()
+STEP_S = 0.001
+FOUNDER = 1
+
+
+def seat(name: str) -> Seat:
+    return Seat(name, name[0], f"10.0.0.{ord(name[0]) - 96}", 4000, witness=name.startswith("w"))
+
+
+def charter(names: str, *, term: int = FOUNDER, number: int = 1, before: str = "") -> Charter:
+    """Voters by letters: `abc` are a, b and c."""
+    return Charter(Position(term, number), tuple(map(seat, names)), tuple(map(seat, before)))
+
+
+@dataclass(frozen=True)
+class Ballot:
+    """A question on its way."""
+
+    of: str
+    to: str
+    poll: Poll
+
+
+class Desk:
+    """Voters by name. All follow a coordinator that has sent them the charter."""
+
+    def __init__(self, names: str, charter: Charter) -> None:
+        self.now = 100.0
+        self.voters: dict[str, Voter] = {}
+        self.ballots: list[Ballot] = []
+        self.answers: list[tuple[Ballot, Polled]] = []
+        self.kept: dict[str, Kept] = {}
+        self.led: dict[str, Succession] = {}
+        self.winners: dict[int, set[str]] = {}
+        for name in names:
+            self.boot(name)
+            self.keep(name, charter)
+
+    def boot(self, name: str) -> None:
+        self.voters[name] = Voter(name, LIMITS, self.now, stands=not name.startswith("w"))
+
+    def give(self, name: str, event: vote.Event) -> Polled | None:
+        """Returns the answer to a Poll."""
+        voter, answer = self.voters[name], None
+        before = voter.term
+        for command in voter.handle(self.now, event):
+            match command:
+                case vote.SendKept(kept):
+                    self.kept[name] = kept
+                case vote.AskVote(to, poll):
+                    self.ballots.append(Ballot(name, to.name, poll))
+                case vote.AnswerPoll(_, polled):
+                    answer = polled
+                case vote.Lead(succession):
+                    self.led[name] = succession
+                    self.winners.setdefault(succession.term, set()).add(name)
+                case Note():
+                    pass
+        voter.check_invariants()
+        assert voter.term >= before, "a term goes back"
+        assert all(len(names) == 1 for names in self.winners.values()), f"two coordinators in one term: {self.winners}"
+        return answer
+
+    def keep(self, name: str, charter: Charter | None, term: int = FOUNDER) -> Kept:
+        self.give(name, vote.KeepCame(Keep(term, 1, charter)))
+        return self.kept[name]
+
+    def lose(self, *names: str, closed: bool = True) -> None:
+        for name in names:
+            self.give(name, vote.Unlinked(self.voters[name].term, closed))
+
+    def wait(self, seconds: float) -> None:
+        """Ticks come when they are due."""
+        until = self.now + seconds
+        while (due := min(self._deadlines(), default=until)) < until:
+            self.now = max(self.now, due)
+            for name, voter in self.voters.items():
+                deadline = voter.next_deadline()
+                if deadline is not None and deadline <= self.now:
+                    self.give(name, Tick())
+            self.now += STEP_S
+        self.now = until
+
+    def _deadlines(self) -> list[float]:
+        return [due for voter in self.voters.values() if (due := voter.next_deadline()) is not None]
+
+    def ask(self, to: str = "") -> None:
+        """Deliver the questions that are on their way (or only those to this one). Who is gone refuses connections."""
+        ballots = [ballot for ballot in self.ballots if ballot.to == (to or ballot.to)]
+        self.ballots = [ballot for ballot in self.ballots if ballot not in ballots]
+        for ballot in ballots:
+            if ballot.to not in self.voters:
+                self.give(ballot.of, vote.PollFailed(ballot.to, ballot.poll))
+            elif (polled := self.give(ballot.to, vote.PollCame(1, ballot.poll))) is not None:
+                self.answers.append((ballot, polled))
+
+    def answer(self) -> None:
+        answers, self.answers = self.answers, []
+        for ballot, polled in answers:
+            self.give(ballot.of, vote.PolledCame(ballot.to, ballot.poll, polled))
+
+    def elect(self, seconds: float = 5.0) -> None:
+        """All questions and answers arrive at once, until somebody has won."""
+        until = self.now + seconds
+        while self.now < until and not self.led:
+            self.ask()
+            self.answer()
+            self.wait(STEP_S)
+
+
+def three(closed: bool = True) -> Desk:
+    """The voters a, b and c; the coordinator, beside a, is lost, and its host is dead."""
+    desk = Desk("abc", charter("abc"))
+    del desk.voters["a"]
+    desk.now += 1.0
+    desk.lose("b", "c", closed=closed)
+    return desk
+
+
+def polled(desk: Desk, to: str, of: str, term: int, position: Position, *, final: bool = True) -> Polled:
+    answer = desk.give(to, vote.PollCame(1, Poll(term, seat(of), position, final)))
+    assert answer is not None
+    return answer
+
+
+# --- the usual case ---------------------------------------------------------------------------------------------------
+
+
+def test_the_first_voter_after_the_coordinators_is_elected_at_once() -> None:
+    desk = three()
+    began_s = desk.now
+    desk.elect()
+    assert list(desk.led) == ["b"]
+    assert desk.now < began_s + LIMITS.stand_s
+    took_s = pytest.approx(STEP_S)
+    assert desk.led["b"] == Succession(2, charter("abc"), took_s, pytest.approx(1.0 + STEP_S), closed=True)
+    assert desk.voters["c"].leader == desk.voters["b"].leader == Where("10.0.0.2", 4000, 2)
+
+
+def test_the_winner_follows_the_coordinator_in_its_process() -> None:
+    desk = three()
+    desk.elect()
+    desk.give("b", vote.Linked(2))
+    assert desk.voters["b"].stage is Stage.FOLLOWING
+    assert not polled(desk, "b", "c", 3, Position(9, 9), final=False).granted
+    desk.give("b", vote.Unlinked(2, closed=True, local=True))
+    assert not polled(desk, "b", "c", 3, Position(9, 9)).closed, "its process lives"
+
+
+def test_a_coordinator_that_became_silent_is_not_said_to_have_ended() -> None:
+    desk = three()
+    desk.give("c", vote.Linked(1))
+    desk.lose("c", closed=False)
+    desk.elect()
+    assert not desk.led["b"].closed
+
+
+def test_a_voter_that_follows_a_coordinator_votes_for_nobody() -> None:
+    desk = Desk("abc", charter("abc"))
+    desk.lose("b")
+    desk.wait(0.2)
+    desk.elect()
+    assert not desk.led
+    assert desk.voters["b"].term == FOUNDER, "asking changes nothing"
+    assert desk.keep("b", None).term == FOUNDER, "its coordinator can have it back"
+
+
+def test_a_grant_without_a_winner_is_followed_by_another_election() -> None:
+    desk = three()
+    desk.ask()  # b asks c, and ends after that
+    desk.answer()
+    desk.ask()
+    assert desk.voters["c"].leader == Where("10.0.0.2", 4000, 2)
+    del desk.voters["b"]
+    desk.answers.clear()
+    desk.wait(LIMITS.poll_s - STEP_S)
+    assert not desk.ballots, "it gives the winner time"
+    desk.wait(LIMITS.poll_s)
+    assert {ballot.of for ballot in desk.ballots} == {"c"}
+
+
+def test_it_waits_for_a_newer_coordinator_that_others_know() -> None:
+    desk = three()
+    desk.give("c", vote.HeardOf(2, "10.0.0.2", 4000))
+    desk.give("c", vote.HeardOf(1, "10.0.0.1", 4000))
+    desk.wait(LIMITS.poll_s - STEP_S)
+    assert {ballot.of for ballot in desk.ballots} == {"b"}
+    assert desk.voters["c"].leader == Where("10.0.0.2", 4000, 2)
+
+
+# --- what must not happen ---------------------------------------------------------------------------------------------
+
+
+def test_two_candidates_of_one_term_never_both_win() -> None:
+    desk = Desk("abcd", charter("abcd"))
+    del desk.voters["a"]
+    desk.lose("b", "c", "d")
+    desk.wait(LIMITS.stand_s + 2 * STEP_S)
+    assert {ballot.of for ballot in desk.ballots} == {"b", "c"}
+    desk.ask()
+    desk.answer()  # both stand
+    assert [ballot.of for ballot in desk.ballots if ballot.poll.final] == ["b"] * 3 + ["c"] * 3
+    desk.ask("d")
+    desk.answer()
+    desk.ask()
+    desk.answer()
+    assert not desk.led, "d's only vote is not enough for one of them"
+    desk.elect()
+    assert len(desk.led) == 1
+
+
+def test_a_split_vote_is_followed_by_one_winner() -> None:
+    desk = three()
+    desk.wait(LIMITS.stand_s + 2 * STEP_S)
+    desk.ask()
+    desk.answer()
+    assert {ballot.of for ballot in desk.ballots if ballot.poll.final} == {"b", "c"}, "each votes for itself"
+    desk.ask()
+    desk.answer()
+    assert not desk.led
+    desk.elect()
+    assert list(desk.led) == ["b"]
+
+
+def test_one_vote_per_term() -> None:
+    desk = three()
+    newest = Position(FOUNDER, 1)
+    assert polled(desk, "c", "b", 5, newest).granted
+    assert not polled(desk, "c", "a", 5, newest).granted
+    assert polled(desk, "c", "b", 5, newest).granted, "the same vote, for a question that came twice"
+    assert not polled(desk, "c", "b", 4, newest).granted
+    assert polled(desk, "c", "a", 6, newest).granted
+
+
+def test_a_newer_charter_wins() -> None:
+    desk = three()
+    desk.keep("c", charter("abc", number=2))
+    desk.lose("c")
+    assert not polled(desk, "c", "b", 2, Position(FOUNDER, 1)).granted
+    desk.elect()
+    assert desk.led["c"].charter == charter("abc", number=2)
+
+
+def test_a_term_counts_more_than_a_number() -> None:
+    desk = three()
+    desk.keep("c", charter("abc", number=9))
+    assert desk.keep("c", charter("abc", term=2, number=1), term=2).held == Position(2, 1)
+    assert desk.keep("c", charter("abc", number=9), term=2).held == Position(2, 1)
+
+
+def test_after_a_vote_it_confirms_no_coordinator_of_an_earlier_term() -> None:
+    desk = three()
+    polled(desk, "c", "b", 2, Position(FOUNDER, 1))
+    assert desk.keep("c", charter("abc", number=7)) == Kept(2, 1, Position(FOUNDER, 1))
+    desk.give("c", vote.Linked(FOUNDER))
+    assert desk.voters["c"].stage is Stage.ALONE
+    assert desk.keep("c", None, term=2).term == 2
+
+
+def test_lost_answers_do_not_elect() -> None:
+    desk = three()
+    desk.voters["c"].limits = structs.replace(LIMITS, stand_s=60.0)
+    for _ in range(4):
+        desk.ask()
+        desk.answer()
+        desk.ask()
+        desk.answers.clear()
+        desk.wait(3 * LIMITS.poll_s)
+    assert not desk.led
+    assert desk.voters["b"].term > 2, "each attempt has its own term"
+
+
+def test_an_answer_to_an_earlier_question_is_no_vote() -> None:
+    desk = three()
+    desk.ask()
+    late = desk.answers.copy()
+    desk.answer()
+    assert desk.voters["b"].stage is Stage.STANDING
+    desk.answers = late
+    desk.answer()
+    assert not desk.led, "to say that one would vote is no vote"
+
+
+def test_a_voter_that_restarts_is_another_one() -> None:
+    desk = three()
+    desk.ask()
+    desk.answer()
+    (ballot,) = (ballot for ballot in desk.ballots if ballot.to == "c")
+    desk.voters["c"] = Voter("c#2", LIMITS, desk.now, stands=True)
+    answer = desk.give("c", vote.PollCame(1, ballot.poll))
+    assert answer is not None
+    desk.give("b", vote.PolledCame("c", ballot.poll, answer))
+    assert not desk.led
+
+
+def test_while_the_voters_change_both_majorities_are_needed() -> None:
+    desk = Desk("abcdef", charter("def", before="abc", number=2))
+    for name in "ab":
+        del desk.voters[name]
+    desk.lose("c", "d", "e", "f")
+    desk.elect()
+    assert not desk.led, "d, e and f alone are not enough"
+    desk.boot("b")
+    desk.elect()
+    assert len(desk.led) == 1
+
+
+def test_two_voters_elect_nobody() -> None:
+    desk = Desk("ab", charter("ab"))
+    desk.lose("a", "b")
+    desk.elect()
+    assert not desk.led
+
+
+# --- silence ----------------------------------------------------------------------------------------------------------
+
+
+def test_silence_counts_from_what_the_voter_last_confirmed() -> None:
+    desk = Desk("abc", charter("abc"))
+    desk.wait(3.0)
+    desk.keep("b", None)
+    desk.wait(2.0)
+    desk.lose("b", "c", closed=False)
+    assert polled(desk, "b", "c", 2, Position(FOUNDER, 1)).silent_s == pytest.approx(2.0)
+    desk.wait(0.5)
+    assert polled(desk, "b", "c", 3, Position(FOUNDER, 1)).silent_s == pytest.approx(0.5), "it has voted meanwhile"
+
+
+def test_the_coordinators_own_voter_counts_until_it_stepped_down() -> None:
+    desk = Desk("abc", charter("abc"))
+    desk.wait(0.4)
+    desk.give("a", vote.Unlinked(FOUNDER, closed=True, local=True))
+    assert polled(desk, "a", "c", 2, Position(FOUNDER, 1)).silent_s == 0.0
+
+
+# --- witnesses --------------------------------------------------------------------------------------------------------
+
+
+def test_a_witness_votes_and_never_stands() -> None:
+    desk = Desk("abw", charter("abw"))
+    del desk.voters["a"]
+    desk.lose("w")
+    desk.wait(10.0)
+    assert not desk.ballots
+    desk.lose("b")
+    desk.elect()
+    assert list(desk.led) == ["b"]
+
+
+def test_a_witness_notices_by_itself_that_the_coordinator_is_silent() -> None:
+    desk = Desk("abw", charter("abw"))
+    desk.lose("b", closed=False)
+    desk.wait(LIMITS.fence_s - STEP_S)
+    assert not polled(desk, "w", "b", 2, Position(FOUNDER, 1)).granted
+    desk.wait(2 * STEP_S)
+    assert polled(desk, "w", "b", 2, Position(FOUNDER, 1)).granted
+
+
+def test_the_end_of_an_older_link_says_nothing_about_a_newer_coordinator() -> None:
+    desk = Desk("abw", charter("abw"))
+    desk.keep("w", None, term=2)
+    desk.give("w", vote.Unlinked(FOUNDER, closed=True))
+    assert desk.voters["w"].stage is Stage.FOLLOWING
+
+
+def test_every_transition_is_listed_once_and_starts_where_another_ends() -> None:
+    assert {old for old, _ in TRANSITIONS} == {new for _, new in TRANSITIONS} == set(Stage)

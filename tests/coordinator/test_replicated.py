@@ -1,0 +1,342 @@
+"""The coordinator with a charter: it decides what a majority knows, steps down without one, and continues another's."""
+
+from __future__ import annotations
+
+from msgspec import structs
+
+from holdfast.coordinator.coordinator_state import (
+    Command,
+    Conclude,
+    Deposed,
+    DropLink,
+    Event,
+    Heard,
+    LinkClosed,
+    LinkOpened,
+    Phase,
+    ProveVoterGone,
+    StepDown,
+    Tell,
+    VoterGone,
+    WitnessOpened,
+)
+from holdfast.coordinator.replicated import ReplicatedCoordinator
+from holdfast.protocol import messages as msg
+from holdfast.protocol.charter import Charter, LedFrom, Position, Seat, Succession
+from holdfast.protocol.outcome import Outcome, OutcomeKind
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
+from tests.coordinator.coordinator_desk import LIMITS
+from tests.support.simulator.nodes import simple_judge
+
+
+def node(link: int) -> NodeSpec:
+    return NodeSpec(member=f"n{link}#1", host=f"n{link}", nproc=1)
+
+
+def seats(*links: int) -> tuple[Seat, ...]:
+    return tuple(Seat(f"n{link}#1", f"n{link}", f"10.0.0.{link}", 7000) for link in links)
+
+
+class Desk:
+    """A coordinator on n1, and the agents behind the links 1, 2, 3 …; link 1 is its own agent's."""
+
+    def __init__(self, succession: Succession | None = None, *, least: int = 1, most: int = 3, own: int = 1) -> None:
+        job = JobSpec(run_id="t", min_nodes=least, max_nodes=most, backend="c10d", max_restarts=2)
+        self.now = 100.0
+        self.own = own
+        self.limits: Limits = LIMITS
+        self.machine = ReplicatedCoordinator(job, LIMITS, simple_judge, self.now, node(own), succession or Succession())
+        self.told: list[tuple[int, msg.FromCoordinator]] = []
+        self.commands: list[Command] = []
+        self.silent: set[int] = set()
+        """Links whose agents acknowledge nothing."""
+
+    def give(self, event: Event) -> None:
+        for command in self.machine.handle(self.now, event):
+            match command:
+                case Tell(link, msg.Keep(term, probe, charter)) if link not in self.silent:
+                    held = charter.position if charter is not None else self.machine.charter.position
+                    self.give(Heard(link, msg.Kept(term, probe, held)))
+                case Tell(link, message):
+                    self.told.append((link, message))
+                case _:
+                    self.commands.append(command)
+        self.machine.check_invariants()
+
+    def join(self, *links: int, last: int = 0, running: msg.Running | None = None, term: int = 0) -> None:
+        for link in links:
+            local = link == self.own
+            self.give(LinkOpened(link, "127.0.0.1" if local else f"10.0.0.{link}", f"10.0.0.{self.own}", local=local))
+            about = last, 0.0, running, "", msg.REVISION, 7000, term
+            self.give(Heard(link, msg.Join(node(link), *about)))
+
+    def prepare(self, *links: int) -> None:
+        for link in links:
+            world = self.machine.world
+            assert world is not None
+            first = world.order[0] == f"n{link}#1"
+            self.give(Heard(link, msg.Prepared(world.generation, 40_000 if first else None)))
+
+    def started(self, *links: int) -> Desk:
+        self.join(*links)
+        self.prepare(*links)
+        return self
+
+    def wait(self, seconds: float) -> None:
+        """Time passes; every member but the silent ones pings."""
+        until = self.now + seconds
+        while (due := self.machine.next_deadline()) is not None and due <= until:
+            self.now = max(self.now, due)
+            for link in [member.link for member in self.machine.members.values() if member.link not in self.silent]:
+                self.give(Heard(link, msg.Ping(1)))
+            self.give(Tick())
+        self.now = until
+
+    def to(self, link: int, kind: type[msg.FromCoordinator]) -> list[msg.FromCoordinator]:
+        return [message for to, message in self.told if to == link and isinstance(message, kind)]
+
+    def did(self, kind: type[Command]) -> list[Command]:
+        return [command for command in self.commands if isinstance(command, kind)]
+
+
+def test_the_start_waits_for_a_majority() -> None:
+    desk = Desk()
+    desk.silent = {2, 3}
+    desk.started(1, 2, 3)
+    assert desk.machine.phase is Phase.RUNNING
+    assert not desk.to(1, msg.Start)
+    assert desk.machine.charter.generation == 1
+    assert [seat.name for seat in desk.machine.charter.voters] == ["n1#1", "n2#1", "n3#1"]
+    desk.silent = {3}
+    desk.wait(1.0)
+    assert [len(desk.to(link, msg.Start)) for link in (1, 2, 3)] == [1, 1, 1]
+    assert desk.machine.charter.before == ()
+
+
+def test_two_nodes_elect_nobody_and_wait_for_nobody() -> None:
+    desk = Desk(most=2)
+    desk.silent = {1, 2}
+    desk.started(1, 2)
+    assert desk.to(2, msg.Start)
+    assert not desk.to(2, msg.Keep)
+    desk.wait(3 * LIMITS.fence_s)
+    assert not desk.did(StepDown)
+
+
+def test_a_witness_is_a_third_voter() -> None:
+    desk = Desk(most=2)
+    desk.give(WitnessOpened(50, Seat("w#1", "w", "10.0.0.50", 7000, witness=True)))
+    desk.started(1, 2)
+    assert [seat.name for seat in desk.machine.charter.voters] == ["n1#1", "n2#1", "w#1"]
+    desk.give(LinkClosed(50, "closed"))
+    assert [seat.name for seat in desk.machine.charter.voters] == ["n1#1"]
+
+
+def test_without_a_majority_it_steps_down_after_a_fence() -> None:
+    desk = Desk().started(1, 2, 3)
+    desk.silent = {2, 3}
+    desk.wait(LIMITS.fence_s - 0.2)
+    assert not desk.did(StepDown)
+    desk.wait(1.0)
+    assert desk.did(StepDown)
+    assert desk.machine.next_deadline() is None
+    assert desk.machine.handle(desk.now, Tick()) == []
+
+
+def test_it_steps_down_at_once_when_it_has_slept() -> None:
+    desk = Desk().started(1, 2, 3)
+    desk.now += LIMITS.fence_s
+    desk.give(Heard(2, msg.Ping(7)))
+    assert desk.did(StepDown)
+    assert not desk.to(2, msg.Pong)
+
+
+def test_an_answer_carries_the_age_of_its_authority() -> None:
+    desk = Desk().started(1, 2, 3)
+    desk.silent = {2, 3}
+    desk.wait(1.0)
+    desk.give(Heard(2, msg.Ping(9)))
+    pong = desk.to(2, msg.Pong)[-1]
+    assert isinstance(pong, msg.Pong)
+    assert pong.age_s >= 1.0
+
+
+def test_a_vote_for_another_coordinator_deposes_it() -> None:
+    desk = Desk().started(1, 2, 3)
+    desk.give(Heard(3, msg.Kept(5, 1, Position(5, 1))))
+    assert desk.did(StepDown)
+
+
+def test_an_agent_that_knows_a_newer_term_deposes_it() -> None:
+    desk = Desk().started(1, 2, 3)
+    desk.join(4, last=1, term=7)
+    assert desk.did(StepDown)
+
+
+def test_the_end_is_announced_when_a_majority_knows_it() -> None:
+    desk = Desk().started(1, 2, 3)
+    desk.silent = {2, 3}
+    for link in (1, 2, 3):
+        desk.give(Heard(link, msg.WorkerDone(1, 0)))
+    assert desk.machine.phase is Phase.OVER
+    assert not desk.to(1, msg.Finish)
+    assert not desk.did(Conclude)
+    desk.silent = {3}
+    desk.wait(1.0)
+    assert [len(desk.to(link, msg.Finish)) for link in (1, 2, 3)] == [1, 1, 1]
+    assert desk.did(Conclude)
+
+
+def test_voters_that_are_proved_dead_are_left_out() -> None:
+    desk = Desk().started(1, 2, 3)
+    desk.silent = {2, 3}
+    desk.give(LinkClosed(2, "closed"))
+    desk.give(LinkClosed(3, "closed"))
+    assert {command.seat.name for command in desk.did(ProveVoterGone) if isinstance(command, ProveVoterGone)} == {
+        "n2#1",
+        "n3#1",
+    }
+    desk.give(VoterGone("n2#1"))
+    desk.give(VoterGone("n3#1"))
+    desk.give(Heard(1, msg.Stopped(1)))
+    desk.prepare(1)
+    desk.wait(3 * LIMITS.fence_s)
+    assert not desk.did(StepDown)
+    assert [seat.name for seat in desk.machine.charter.voters] == ["n1#1"]
+    assert len(desk.to(1, msg.Start)) == 2
+
+
+def test_lost_voters_that_may_live_are_not_left_out() -> None:
+    desk = Desk().started(1, 2, 3)
+    desk.silent = {2, 3}
+    desk.give(LinkClosed(2, "closed"))
+    desk.give(LinkClosed(3, "closed"))
+    desk.wait(2.5)
+    proofs = [command for command in desk.did(ProveVoterGone) if isinstance(command, ProveVoterGone)]
+    assert len(proofs) >= 4, "it tries again"
+    desk.wait(2.0)
+    assert desk.did(StepDown)
+
+
+def test_a_lost_voter_is_replaced_with_the_consent_of_those_before() -> None:
+    desk = Desk(least=2, most=4).started(1, 2, 3, 4)
+    desk.give(LinkClosed(4, "closed"))
+    assert [seat.name for seat in desk.machine.charter.voters] == ["n1#1", "n2#1", "n3#1"]
+    assert desk.machine.charter.before == (), "two of the three others agreed"
+
+
+def test_the_founder_steps_down_for_the_job_that_lives() -> None:
+    desk = Desk()
+    desk.join(1)
+    desk.give(LinkOpened(9, "10.0.0.2", "10.0.0.1"))
+    desk.give(Heard(9, msg.Call(1, "10.0.0.2", 7000)))
+    assert desk.did(StepDown) == [StepDown("the job goes on elsewhere", 1, "10.0.0.2", 7000)]
+
+
+def test_a_call_of_an_older_term_is_told_where_the_job_is() -> None:
+    desk = Desk(Succession(3, charter_of(), closed=True), own=2)
+    desk.join(2, 3, last=4)
+    desk.prepare(2, 3)
+    desk.give(LinkOpened(9, "10.0.0.1", "10.0.0.2"))
+    desk.give(Heard(9, msg.Call(1, "10.0.0.1", 7000)))
+    assert desk.to(9, msg.Moved) == [msg.Moved(3, "10.0.0.2", 7000)]
+    desk.give(Deposed(2, "10.0.0.1", 7000))
+    assert not desk.did(StepDown)
+    desk.give(Deposed(4, "10.0.0.1", 7000))
+    assert desk.did(StepDown)
+
+
+# ---------------------------------------------------------------- successors
+
+
+def charter_of(*links: int, generation: int = 4) -> Charter:
+    """The charter of three nodes; n1 had the coordinator, and group rank 0."""
+    return Charter(
+        Position(1, 9),
+        seats(*(links or (1, 2, 3))),
+        generation=generation,
+        nodes=3,
+        led_from=LedFrom(node(1), 0, (0,)),
+        restarts=1,
+        streak=1,
+    )
+
+
+def part(link: int, *, able: bool = False) -> msg.Running:
+    return msg.Running(4, link - 1, 3, 1, (), None, (0,) if able else ())
+
+
+def test_numbers_and_the_budget_continue() -> None:
+    desk = Desk(Succession(2, charter_of(), closed=True), least=2, own=2)
+    desk.join(2, 3, last=4)
+    assert desk.machine.phase is Phase.PREPARING, "all that are left have come without workers: nobody else has any"
+    assert desk.machine.generation == 5
+    assert desk.machine.budget.used == 1
+    desk.prepare(2, 3)
+    assert desk.to(3, msg.Start)
+    assert desk.machine.charter.position.term == 2
+
+
+def test_a_silent_coordinator_is_given_its_fence() -> None:
+    desk = Desk(Succession(2, charter_of(), silent_s=1.0), least=2, own=2)
+    desk.join(2, 3, last=4)
+    desk.wait(LIMITS.fence_s + LIMITS.kill_s - 1.0 - 0.1)
+    assert desk.machine.phase is Phase.GATHERING
+    desk.wait(0.2)
+    assert desk.machine.phase is Phase.PREPARING
+
+
+def test_a_node_that_does_not_come_is_given_its_fence() -> None:
+    desk = Desk(Succession(2, structs.replace(charter_of(), nodes=4), closed=True), least=2, own=2, most=4)
+    desk.join(2, 3, last=4)
+    desk.wait(LIMITS.fence_s)
+    assert desk.machine.phase is Phase.GATHERING
+    desk.wait(1.0)
+    assert desk.machine.phase is Phase.PREPARING
+
+
+def test_workers_that_can_go_on_survive_the_coordinator() -> None:
+    desk = Desk(Succession(2, charter_of(), closed=True), own=2)
+    desk.join(2, last=4, running=part(2, able=True))
+    desk.join(3, last=4, running=part(3, able=True))
+    assert desk.to(3, msg.Resume)
+    assert desk.to(3, msg.Regroup)
+    assert desk.machine.phase is Phase.REGROUPING
+    assert desk.machine.generation == 5
+
+
+def test_workers_that_cannot_go_on_are_stopped_in_order() -> None:
+    desk = Desk(Succession(2, charter_of(), closed=True), own=2)
+    desk.join(2, last=4, running=part(2))
+    desk.join(3, last=4, running=part(3))
+    stop = desk.to(3, msg.Stop)[-1]
+    assert isinstance(stop, msg.Stop)
+    assert stop.reason is msg.StopReason.MEMBER_LOST
+    assert not desk.to(3, msg.Abandon)
+
+
+def test_a_generation_without_the_coordinators_node_continues() -> None:
+    charter = structs.replace(charter_of(), led_from=None, nodes=2)
+    desk = Desk(Succession(2, charter, closed=True), own=2)
+    for link in (2, 3):
+        desk.join(link, last=4, running=msg.Running(4, link - 2, 2, 1))
+    assert desk.to(3, msg.Resume) == [msg.Resume(4)]
+    assert desk.machine.phase is Phase.RUNNING
+
+
+def test_an_outcome_that_was_decided_stays() -> None:
+    over = Outcome(kind=OutcomeKind.SUCCEEDED, exit_code=0)
+    desk = Desk(Succession(2, structs.replace(charter_of(), outcome=over), closed=True), own=2)
+    desk.join(2, 3, last=4)
+    assert desk.to(3, msg.Finish) == [msg.Finish(over)]
+
+
+def test_a_successor_whose_voters_do_not_come_steps_down() -> None:
+    desk = Desk(Succession(2, charter_of(), closed=True), own=2)
+    desk.join(2, last=4)
+    desk.wait(LIMITS.fence_s - 0.1)
+    assert not desk.to(2, msg.Start)
+    assert not desk.did(StepDown)
+    desk.wait(0.2)
+    assert desk.did(StepDown)
+    assert not [command for command in desk.commands if isinstance(command, DropLink)]
