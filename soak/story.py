@@ -34,22 +34,24 @@ def _rig(site: Path) -> Iterator[Line]:
 def _journals(site: Path) -> Iterator[Line]:
     for path in (site / "logs").glob("*/*/events.jsonl"):
         for text in path.read_text().splitlines():
-            line = json.loads(text)
+            try:
+                line = json.loads(text)
+            except ValueError:
+                continue  # torn by a full disk
             fields = {name: value for name, value in line.items() if name not in DULL}
             yield line["monotonic"], path.parent.parent.name, line["event"], _words(fields)
 
 
 def _workers(site: Path) -> Iterator[Line]:
     for path in (site / "ledger").glob("*.jsonl"):
-        life = ledger.read_life(path)
-        if life is None:
-            continue
-        who = f"rank {life.rank} of {life.world}, pid {life.pid}"
-        yield life.born_s, life.host, "· worker born", who
-        if life.steps:
-            first = min(life.steps)
-            yield life.steps[first].began_s, life.host, "· first step", f"{first}, generation {life.generation}, {who}"
-        yield life.alive_s, life.host, "· last alive", f"{who}, step {max(life.steps, default=0)}"
+        for life in ledger.read_lives(path):
+            who = f"rank {life.rank} of {life.world}, pid {life.pid}"
+            yield life.born_s, life.host, "· worker born", who
+            if life.steps:
+                first = min(life.steps)
+                details = f"{first}, generation {life.generation}, {who}"
+                yield life.steps[first].began_s, life.host, "· first step", details
+            yield life.alive_s, life.host, "· last alive", f"{who}, step {max(life.steps, default=0)}"
 
 
 def _words(fields: dict[str, object]) -> str:

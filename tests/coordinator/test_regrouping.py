@@ -26,6 +26,7 @@ from holdfast.protocol.messages import (
     Start,
     Stop,
     Stopped,
+    StoreLost,
     WorkerDone,
     WorkersFailed,
 )
@@ -190,6 +191,18 @@ def test_a_failure_that_crossed_the_order_is_a_loss() -> None:
     assert desk.last(1).assign.local_ranks == (0,)  # type: ignore[union-attr]
 
 
+def test_workers_go_on_with_another_store() -> None:
+    desk = able()
+    desk.say(1, StoreLost(1))
+    assert desk.machine.phase is Phase.REGROUPING
+    went_on(desk)
+    assert (desk.machine.generation, desk.machine.budget.used, desk.noted("verdict")) == (2, 0, [])
+    desk.say(1, StoreLost(2))
+    desk.prepare(1, 2)
+    desk.say(1, StoreLost(3))
+    assert refusal(desk) == "a second loss while regrouping"
+
+
 # --- what it costs, and what is reported ------------------------------------------------------------------------------
 
 
@@ -202,6 +215,22 @@ def test_the_verdict_follows_the_evidence() -> None:
     assert [note["generation"] for note in desk.noted("verdict")] == [1]
     assert Notice("HF200: exit code -9; it counts as restart 1 of 3") in [message for _, message in desk.told]
     assert desk.machine.phase is Phase.RUNNING
+
+
+@pytest.mark.parametrize("read", [True, False], ids=["judged", "not judged"])
+def test_a_second_loss_has_a_verdict_of_its_own_if_the_first_one_was_judged(read: bool) -> None:
+    desk = able(nproc=3)
+    first = Failure(rank=3, local_rank=0, host="n2", pid=103, exit_code=-9)
+    desk.kill_worker(2)
+    if read:
+        desk.say(2, WorkersFailed(1, (first,)))
+    desk.kill_worker(2, 2, exit_code=-11)
+    desk.say(2, WorkersFailed(2, (structs.replace(first, rank=4, local_rank=2, pid=104, exit_code=-11),)))
+    if not read:
+        desk.say(2, WorkersFailed(1, (first,)))
+    codes = ["exit code -9", "exit code -11"] if read else ["exit code -9"]
+    assert [note["cause"] for note in desk.noted("verdict")] == codes
+    assert desk.machine.budget.used == 1, "without ht.survive, too, it would be one restart"
 
 
 def test_each_survived_loss_is_charged_until_nothing_is_left() -> None:
@@ -260,7 +289,7 @@ def test_workers_that_do_not_go_on_are_restarted() -> None:
     desk.wait(LIMITS.rejoin_s - 0.1)
     assert desk.machine.phase is Phase.RUNNING
     desk.wait(0.2)
-    assert refusal(desk) == "not every worker went on within 30 s"
+    assert refusal(desk) == "rank 1-2 did not go on within 30 s"
 
 
 def test_workers_that_went_on_and_are_done_with_training_are_left_alone() -> None:
@@ -430,6 +459,21 @@ def test_a_new_node_starts_its_workers_beside_the_others() -> None:
     for link in (1, 2):
         desk.say(link, Held(1, 4))
     assert [desk.last(link).assign.world_size for link in (1, 2, 3)] == [3, 3, 3]  # type: ignore[union-attr]
+
+
+def test_a_new_node_does_not_restart_workers_that_are_starting_if_they_ran_in_survive_before() -> None:
+    desk = two_of_three(max_restarts=3)
+    desk.able(1, 2)
+    desk.fail(2)
+    for link in (1, 2):
+        desk.say(link, Stopped(1))
+    desk.prepare(1, 2)
+    desk.join(3)
+    desk.wait(3 * LIMITS.gather_s)
+    assert desk.machine.phase is Phase.RUNNING
+    desk.able(1, 2)
+    desk.wait(LIMITS.gather_s)
+    assert isinstance(desk.last(3), Assign)
 
 
 def test_a_new_node_that_is_lost_before_it_takes_part_disturbs_nobody() -> None:

@@ -69,6 +69,13 @@ def test_the_others_go_on_and_a_replacement_joins(site: Site) -> None:
     assert len(list(agent.folder.glob("attempt_*"))) == 1
 
 
+def test_all_go_on_with_another_store(site: Site) -> None:
+    code, agent = trained(site, faults=[[1, "forward", 20, "kill the store"]], epochs=6)
+    assert code == 0, agent.text
+    assert [(each["worlds"], each["counts"]) for each in ends(site)] == [([3, 3], [-6])] * WORLD, agent.text
+    assert "the store host on" in agent.text
+
+
 def test_waiting_for_the_replacement_changes_nothing(site: Site, tmp_path: Path) -> None:
     code, agent = trained(site, "--survive", "off")
     assert code == 0, agent.text

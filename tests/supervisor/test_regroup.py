@@ -28,6 +28,7 @@ from holdfast.agent.events import (
     WorkerEnded,
     WorkersAble,
 )
+from holdfast.diagnosis.causes.find import cause_of
 from holdfast.protocol.board_layout import channel_name
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
@@ -50,11 +51,11 @@ class Crew:
     """The worker group of one node with three workers, and what it reports."""
 
     def __init__(
-        self, tasks: asyncio.TaskGroup, folder: Path, out: Any, *how: str, release_s: float, survive: Survive
+        self, tasks: asyncio.TaskGroup, folder: Path, out: Any, *how: str, survive: Survive, **limits: float
     ) -> None:
         options = RunOptions(
             job=JobSpec(run_id="x", min_nodes=1, max_nodes=1, backend="c10d", survive=survive),
-            limits=Limits(release_s=release_s),
+            limits=Limits(**limits),
             nproc=RANKS,
             command=WorkerCommand(kind=CommandKind.SCRIPT, target=SCRIPT, args=how, python=sys.executable),
             logs=LogOptions(log_dir=str(folder), dedup=False),
@@ -217,6 +218,25 @@ async def test_a_worker_that_is_not_at_the_gate_in_time_is_killed_and_the_others
     assert [note["local_rank"] for note in crew.noted("not_released")] == [2]
     await crew.regroup(3, 0)
     assert crew.lines("0")[-2:] == ["released 3 now", "goes on 3 0 1 0 1"]
+    await crew.end()
+
+
+@pytest.mark.parametrize("crew", [{"suspended_s": 0.5, "progress_interval_s": 0.05}], indirect=True)
+async def test_a_worker_that_is_suspended_while_others_run_is_killed(crew: Any) -> None:
+    await crew.begin()
+    pids = crew.pids()
+    for pid in pids.values():
+        os.kill(pid, signal.SIGSTOP)  # somebody pauses the node
+    await asyncio.sleep(2 * 0.5)
+    assert not crew.noted("suspended")
+    for rank in (0, 2):
+        os.kill(pids[rank], signal.SIGCONT)
+    ended = await crew.next(WorkerEnded)
+    assert (ended.local_rank, ended.failure.exit_code) == (1, -signal.SIGKILL)
+    assert [note["pid"] for note in crew.noted("suspended")] == [pids[1]]
+    read = await crew.next(FailureRead)
+    assert cause_of(read.failure).code == "HF242"
+    await crew.regroup(2, 0, 2)
     await crew.end()
 
 

@@ -227,6 +227,15 @@ def test_fewer_ranks_do_the_same_steps_until_replacements_join(jobs: WarmJobs, t
     assert ends[0]["weights"] == pytest.approx(json.loads(reference), rel=1e-3)
 
 
+def test_ranks_that_leave_by_themselves_with_an_operation_under_way(jobs: WarmJobs, tmp_path: Path) -> None:
+    """gloo's destructor waits for the operation, and each of the two for the other's end of it."""
+    faults = [[1, "forward", 3, "kill"], *([rank, "forward", 3, "leave an operation"] for rank in (0, 2))]
+    with started(jobs, tmp_path / "lost", faults=faults) as agent:
+        agent.until(lambda: (tmp_path / "lost/fault.1").exists() and (tmp_path / "lost/fault.2").exists(), "both leave")
+        shrunk(agent, 0, 2)
+        finished(agent, tmp_path / "lost", (0, 2))
+
+
 def test_no_rank_has_the_state_of_a_completed_step(jobs: WarmJobs, tmp_path: Path) -> None:
     """All have stepped, and none has come to snaps.step()."""
     with started(jobs, tmp_path / "lost", meet=5, faults=[[1, "optimizer", 5, "kill"]]) as agent:

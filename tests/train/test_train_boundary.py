@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import holdfast.train as ht
-from holdfast.train.boundary import Boundary, Buffers, NumpysGenerator, PythonsGenerator, TorchRecord
+from holdfast.train.boundary import Boundary, Buffers, NumpysGenerator, PythonsGenerator, TorchRecord, TorchsGenerator
 
 pytestmark = pytest.mark.xdist_group("torch")
 
@@ -63,6 +63,28 @@ def test_whatever_is_drawn_of_numpys_numbers_is_noticed(draw: Callable[[], objec
     np.random.seed(6)
     generator.restore()
     assert repr(np.random.get_state()) == repr(expected)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: torch.rand(1),
+        lambda: torch.randn(1),  # every second time only what is left of the time before
+        lambda: torch.randn(1, dtype=torch.float64),
+        lambda: torch.manual_seed(5),
+        lambda: torch.randint(2**32, (624,)),
+        lambda: torch.set_rng_state(torch.Generator().manual_seed(4).get_state()),
+    ],
+    ids=["a number", "normal", "normal, double", "seed", "as many as the state has words", "another state"],
+)
+def test_whatever_is_drawn_of_torchs_numbers_is_noticed(draw: Callable[[], object]) -> None:
+    torch.manual_seed(4)
+    torch.rand(700)
+    generator = TorchsGenerator()
+    assert generator.state() is generator.state(), "nothing is copied"
+    for _ in range(3):
+        draw()
+        assert torch.equal(generator.state(), torch.get_rng_state())
 
 
 def test_buffers_come_back_also_when_a_step_puts_others_in_their_place() -> None:

@@ -107,6 +107,23 @@ def test_the_loss_of_a_worker_cuts_the_group(agent: AgentEnd) -> None:
     agent.channel.arrive()
 
 
+def test_the_main_thread_does_not_go_on_while_its_group_is_being_cut(agent: AgentEnd) -> None:
+    """It would open the sockets of the next group, which would be cut as well."""
+    begun = threading.Event()
+    done = []
+
+    def cut() -> None:
+        begun.set()
+        time.sleep(0.1)
+        done.append("cut")
+
+    agent.channel.train(cut, lambda: False, Interrupted)
+    agent.order(do="release", generation=2, cut=True)
+    assert begun.wait(limit_s(30))
+    agent.channel.arrive()
+    assert done == ["cut"]
+
+
 def test_a_regroup_without_a_loss_cuts_nothing(agent: AgentEnd) -> None:
     cut = threading.Event()
     agent.channel.train(cut.set, lambda: False, Interrupted)

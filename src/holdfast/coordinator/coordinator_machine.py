@@ -199,7 +199,7 @@ class CoordinatorMachine(CoordinatorActs):
                 self._on_stopped(now, member, generation)
             case StoreLost(generation):
                 if self._is_current(member, generation):
-                    self._member_gone(now, StopReason.STORE_LOST, f"the store host on {member.node.host} died")
+                    self._on_store_lost(now, f"the store host on {member.node.host} died")
             case Leave(reason, drain):
                 self._on_leave(now, member, reason, drain=drain)
             case Join():
@@ -342,6 +342,12 @@ class CoordinatorMachine(CoordinatorActs):
             return
         self._stop(now, self._draining().reason if world.drain_agreed else StopReason.WORKER_FAILED, text)
 
+    def _on_store_lost(self, now: float, text: str) -> None:
+        """Workers that can go on after a loss can go on with another store."""
+        refused = self._survive(now, text) if self._at_work() else ""
+        if refused is not None:
+            self._member_gone(now, StopReason.STORE_LOST, text + refused)
+
     def _survive(self, now: float, what: str) -> str | None:
         """Let the other workers go on without the ranks that were lost. If they cannot: the reason, for the text of the
         stop; empty if nobody expects it."""
@@ -433,7 +439,7 @@ class CoordinatorMachine(CoordinatorActs):
         self._close_unjoined(late, f"it did not join within {self.limits.unjoined_s:g} s")
         if self._lost:
             self._on_lost(now)
-        if (lost := self._regrouping.to_judge()) is not None:
+        if self._at_work() and (lost := self._regrouping.to_judge(self._world())) is not None:
             notice, excluded = self._endings.survived(now, lost)
             self._tell_world(self._world(), notice)
             self._exclude(excluded)
@@ -535,7 +541,7 @@ class CoordinatorMachine(CoordinatorActs):
         """Let the newcomers join: beside the running workers, if all of these are able to go on with them later."""
         newcomers = self._newcomers()
         text = f"regrouping to take in {names(newcomers)}"
-        if self._regrouping.settling:
+        if self._regrouping.settling or self._regrouping.may_admit_later(world):
             self._gather_until_s = now + self.limits.gather_s
         elif all(self._regrouping.admits(world, member) for member in newcomers):
             self._admit(newcomers)

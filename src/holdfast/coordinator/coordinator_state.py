@@ -254,8 +254,12 @@ class World:
     """In the order in which they were reported."""
     unread: set[tuple[int, int]] = field(default_factory=set)
     """(Rank, process) of each failure that was reported, but not its evidence yet."""
+    judged: bool = False
+    """The verdict on all losses so far was given."""
     charged: bool = False
     """These failures have been charged to the restart budget: the others went on without the ranks that failed."""
+    covered: bool = False
+    """By a charge for an earlier loss: the job would have been restarted once for both."""
     lost_nodes: list[str] = field(default_factory=list)
     lost_hosts: list[str] = field(default_factory=list)
     lost_ranks: list[int] = field(default_factory=list)
@@ -331,10 +335,17 @@ class World:
                 self.failures[place] = failure
                 continue
             new = True
+            self._begin_anew()
             self.failures.append(failure)
             if evidence_follows:
                 self.unread.add(key)
         return new
+
+    def _begin_anew(self) -> None:
+        """Another loss gets a verdict of its own, if those before it have theirs."""
+        if self.judged:
+            self.judged, self.covered, self.failures, self.unread = False, self.charged, [], set()
+            self.lost_nodes, self.lost_hosts, self.lost_ranks = [], [], []
 
     def lived_s(self, until_s: float) -> float:
         """For how long its workers ran, those of the generations without a loss before it included."""
@@ -360,6 +371,7 @@ class World:
         return sum(len(self.places[name]) for name in self.order[: self.order.index(member)])
 
     def lost(self, member: str, host: str, reason: str) -> None:
+        self._begin_anew()
         self.lost_nodes.append(f"{host} ({reason})")
         self.lost_hosts.append(host)
         base = self.rank_base(member)

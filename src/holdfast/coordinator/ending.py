@@ -218,7 +218,7 @@ class Endings:
         excluded now."""
         verdict = self._judged(_evidence(world, self._budget, ""))
         self._note_verdict(world, verdict)
-        charged = f"; it counts as {self._budget.newest}" if world.charged else ""
+        charged = f"; it counts as {self._budget.newest}" if world.charged and not world.covered else ""
         return Notice(f"{verdict.code}: {verdict.cause}{charged}"), self._excluded(now, world, verdict)
 
     def _note_verdict(self, world: World, verdict: Verdict) -> None:

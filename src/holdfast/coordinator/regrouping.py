@@ -92,6 +92,8 @@ class Regrouping:
     """Those that have, by member and local rank."""
     _newcomers: set[str] = field(default_factory=set)
     """Members that have joined a running generation."""
+    _used: bool = False
+    """In this generation or an earlier one all workers ran in `ht.survive`."""
 
     def reset(self) -> None:
         """All workers are stopped: the next generation is gathered."""
@@ -123,7 +125,7 @@ class Regrouping:
         if self.job.survive is Survive.WAIT:
             self._wanted = max(world.size, self._wanted)
         self._attempts += 1
-        self.judged = False
+        self.judged = self.judged and (world.judged or not (world.failures or world.lost_nodes))
         return Plan(_with_ranks_first(places), places, f"{what}; {self._go_on(sum(map(len, places.values())))}")
 
     def _problem(self, world: World, phase: Phase, places: Mapping[str, tuple[int, ...]]) -> str:
@@ -174,11 +176,11 @@ class Regrouping:
         world.failures, world.unread, world.charged = lost.failures, lost.unread, lost.charged
         return self._refusal(world, own)
 
-    def to_judge(self) -> World | None:
+    def to_judge(self, world: World) -> World | None:
         """The generation that lost ranks, once the evidence is complete; None: nothing to report."""
         if self.judged or not self.past or self.past[max(self.past)].unread:
             return None
-        self.judged = True
+        self.judged = world.judged = True
         return self.past[max(self.past)]
 
     # ---------------------------------------------------------------- the next generation
@@ -232,10 +234,11 @@ class Regrouping:
         if now < self._rejoin_by_s:
             return []
         self._rejoin_by_s = inf
-        late = [(name, each) for name in world.order for each in world.places[name]]
-        if world.done_count or self._went_on.issuperset(late):
+        ranks = enumerate((name, each) for name in world.order for each in world.places[name])
+        late = [rank for rank, place in ranks if place not in self._went_on]
+        if world.done_count or not late:
             return []
-        return self._refusal(world, f"not every worker went on within {self.limits.rejoin_s:g} s")
+        return self._refusal(world, f"rank {spans(late)} did not go on within {self.limits.rejoin_s:g} s")
 
     def advance(self, now: float, world: World, since_s: float) -> list[Order]:
         """What follows while the workers leave their generation, which they were told at `since_s`."""
@@ -279,6 +282,7 @@ class Regrouping:
                 if generation == world.generation:
                     world.set_able(member.name, local_ranks)
                     self._went_on.update((member.name, each) for each in local_ranks)
+                    self._used = self._used or world.all_able
                     self._settle(world)
             case ReplacementReady(_, local_ranks):
                 self.replacements.heard_ready(now, member.name, local_ranks)
@@ -292,7 +296,8 @@ class Regrouping:
         """If all ranks are able to go on again, what was lost before is over."""
         if self.settling and world.all_able:
             self.settling = False
-            world.failures, world.unread, world.charged = [], set(), False
+            world.failures, world.unread = [], set()
+            world.charged = world.covered = world.judged = False
             world.lost_nodes, world.lost_hosts, world.lost_ranks = [], [], []
 
     def _replacements_failed(
@@ -381,6 +386,12 @@ class Regrouping:
             and member.revision >= REVISION_NEEDED
             and world.master[1] > 0
         )
+
+    def may_admit_later(self, world: World) -> bool:
+        """Whether the workers are still starting, and will probably be able to go on with new ones then: to start them
+        all again for a new node would cost more."""
+        wanted = self.job.survive is not Survive.OFF and self.job.grow is Grow.DRAIN
+        return wanted and self._used and not (world.all_able or world.stepped or world.done_count)
 
     def arrived(self, world: World, member: Member) -> None:
         """This node has joined the running generation."""

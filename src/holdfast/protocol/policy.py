@@ -192,6 +192,9 @@ class Limits(Struct, frozen=True, kw_only=True):
     rejoin_s: float = 30.0
     """From the order to go on until every worker trains again in the new generation; then all are stopped and started
     again."""
+    suspended_s: float = 5.0
+    """A worker in ht.survive that is suspended (SIGSTOP) for this long, while another worker of its node runs, is
+    killed and replaced."""
     progress_interval_s: float = 1.0
     """See `progress_interval_of`."""
     progress_interval_max_s: float = 10.0

@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import errno
 from collections.abc import Callable, Coroutine
+from math import inf
 from pathlib import Path
 
 from msgspec import Struct, structs
@@ -122,6 +123,10 @@ class Worker(Struct):
     """The newest generation that it has joined from another one and in which it has done a step."""
     gate: int = 0
     """The generation for which it waits at the gate; 0: it does not wait."""
+    suspended_at_s: float = inf
+    """When somebody has suspended it while others run."""
+    facts: dict[str, str] = {}
+    """What this agent knows of its end."""
 
 
 class Ends:

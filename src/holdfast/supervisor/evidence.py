@@ -131,9 +131,11 @@ def with_evidence(bare: Failure, streams: WorkerStreams, *, out_of_memory: Calla
     error_file, stderr_file = str(streams.error_file or ""), str(streams.stderr_file or "")
     recorded = read_error_file(error_file)
     stderr_tail = read_tail(stderr_file)
-    facts: dict[str, str] = {}
+    facts = bare.facts
     if not bare.after_stop:
-        facts = facts_for(f"{recorded.message}\n{recorded.traceback}\n{stderr_tail}", bare.exit_code, stderr_file)
+        facts = facts | facts_for(
+            f"{recorded.message}\n{recorded.traceback}\n{stderr_tail}", bare.exit_code, stderr_file
+        )
     return structs.replace(
         bare,
         error_type=recorded.error_type,

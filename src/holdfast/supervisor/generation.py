@@ -13,11 +13,13 @@ import os
 import signal
 import time
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 
 from msgspec.structs import replace
 
 from holdfast.agent.agent_state import Work
 from holdfast.agent.events import Event, RegroupRefused, ReplacementsReady, WorkerEnded, WorkersAble
+from holdfast.linux import process_stat
 from holdfast.protocol.board_layout import BOARD_VARIABLE, REPLACEMENT_VARIABLE, channel_name
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import RunOptions, worker_environment
@@ -236,6 +238,22 @@ class RunningGeneration:
                 self._journal.write("not_released", **self._place(worker), pid=worker.pid)
                 supervisor.signal(worker.key, signal.SIGKILL)
 
+    def kill_suspended(self, supervisor: SupervisorClient) -> None:
+        """Kill the workers in `ht.survive` that somebody has suspended for too long while others of this node run. If
+        all are suspended, somebody wants to pause this node."""
+        pids, now, limit_s = self.pids(), self._loop.time(), self._options.limits.suspended_s
+        stats = {rank: process_stat(pid) for rank, pid in pids.items()}
+        suspended = {rank for rank, stat in stats.items() if stat is not None and stat.state == "T"}
+        for rank, worker in self._workers.items():
+            if rank not in suspended or not worker.able or len(suspended) == len(pids):
+                worker.suspended_at_s = inf
+                continue
+            worker.suspended_at_s = min(now, worker.suspended_at_s)
+            if now >= worker.suspended_at_s + limit_s and not worker.facts:
+                worker.facts = {"suspended": f"suspended for {limit_s:g} s while other ranks waited for it"}
+                self._journal.write("suspended", **self._place(worker), pid=worker.pid)
+                supervisor.signal(worker.key, signal.SIGKILL)
+
     def go_on(self, start: Start) -> None:
         """Give each worker at the gate its place in the generation that `regroup` announced."""
         self._gathering = False
@@ -419,6 +437,7 @@ class RunningGeneration:
             lived_s=round(self._loop.time() - worker.began_s, 3),
             timestamp=int(time.time()),
             step=self.board.step(worker.local_rank),
+            facts=worker.facts,
         )
 
     def _place(self, worker: Worker) -> dict[str, int]:

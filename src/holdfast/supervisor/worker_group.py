@@ -164,7 +164,7 @@ class WorkerGroup:
         self._phases.start(start.generation, running.assign.restart_count, 0, None)
         self._router.moved({rank: running.rank_of(rank) for rank in running.pids()})
         self._note_begin(running, start)
-        self._observer.regrouped(start, self.progress)
+        self._observer.regrouped(start, self._look_at_workers)
 
     def replace(self, generation: int, local_ranks: Sequence[int]) -> None:
         """Start replacements. Answers with ReplacementsReady or WorkerEnded for each."""
@@ -213,6 +213,11 @@ class WorkerGroup:
     def progress(self) -> tuple[RankProgress, ...]:
         """The progress of this generation's workers."""
         return self._running.progress() if self._running is not None else ()
+
+    def _look_at_workers(self) -> tuple[RankProgress, ...]:
+        if self._running is not None:
+            self._running.kill_suspended(self._supervisor)
+        return self.progress()
 
     def fence(self, at_s: float | None) -> None:
         """Have the supervisor kill the workers at this time, in case this process is stopped or starved; None: remove
@@ -369,7 +374,7 @@ class WorkerGroup:
         )
         self._phases.start(generation, assign.restart_count, self._options.nproc, running.board)
         self._note_begin(running, start)
-        self._observer.start(start, running.board, running.rank_of, self.progress)
+        self._observer.start(start, running.board, running.rank_of, self._look_at_workers)
         return running
 
     def _note_begin(self, running: RunningGeneration, start: Start) -> None:

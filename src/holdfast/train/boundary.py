@@ -27,7 +27,7 @@ class Boundary:
     """The state after this rank's last step, as far as the next step changes it before its optimizer does.
 
     `mark` and `forward_done` are called in each step. Together they take about 10 µs, and the copy of the models'
-    buffers: what was not drawn from, or not replaced, is not looked at again.
+    buffers: what was not drawn from, or not replaced, is not copied again.
     """
 
     def __init__(self, tracker: Tracker, place: str) -> None:
@@ -58,7 +58,7 @@ class Boundary:
         """A model's forward pass is done; a hook. What a step draws it has drawn by now: should this rank be lost
         before its step is complete, and others complete theirs with its gradients, its replacement needs this."""
         if self._record is not None and not torch.compiler.is_compiling():
-            self._record.write(self.step + 1, torch.default_generator.get_state())
+            self._record.write(self.step + 1, self._random.of_torch.state())
 
     def rewind(self, state: TrainState) -> None:
         """Go back to that moment."""
@@ -144,12 +144,13 @@ class RandomNumbers:
     def __init__(self) -> None:
         self._may_use_cuda = torch.backends.cuda.is_built()
         self._cuda: torch.Tensor | None = None
+        self.of_torch = TorchsGenerator()
         self._of_python = PythonsGenerator()
         self._of_numpy = NumpysGenerator()
         self.read()
 
     def read(self) -> None:
-        self.torch = torch.default_generator.get_state()
+        self.torch = self.of_torch.state()
         if self._may_use_cuda and torch.cuda.is_initialized():
             self._cuda = torch.cuda.get_rng_state()
         self._of_python.read()
@@ -161,6 +162,35 @@ class RandomNumbers:
             torch.cuda.set_rng_state(self._cuda)
         self._of_python.restore()
         self._of_numpy.restore()
+
+
+class TorchsGenerator:
+    """torch's global generator of the CPU. Its state is copied only when somebody has drawn from it, where torch keeps
+    it in the memory in the order that we know."""
+
+    BEFORE, WORDS, AFTER = 20, 4 * 624, 28
+    """Bytes: seed, place and more; the numbers; the second one of two that are drawn from a normal distribution."""
+    SEARCHED = 256
+
+    def __init__(self) -> None:
+        self._state = torch.default_generator.get_state()
+        self._seen: object = None
+        at = getattr(torch.default_generator, "_cdata", 0)
+        words = bytes(self._state[24:56].tolist())  # as the state has them: eight bytes for each
+        first = b"".join(words[number : number + 4] for number in range(0, len(words), 8))
+        found = ctypes.string_at(at, self.SEARCHED).find(first) if at else -1
+        parts = [(at + found - self.BEFORE, self.BEFORE + 8), (at + found + self.WORDS, self.AFTER)]
+        self._memory = [(ctypes.c_char * size).from_address(part) for part, size in parts if found >= self.BEFORE]
+
+    def state(self) -> torch.Tensor:
+        """Nobody may change it. The same object as before, if nobody has drawn."""
+        if self._memory:
+            seen = [each.raw for each in self._memory]
+            if seen == self._seen:
+                return self._state
+            self._seen = seen
+        self._state = torch.default_generator.get_state()
+        return self._state
 
 
 class MersenneTwister:
@@ -255,6 +285,7 @@ class TorchRecord:
         ]
         self._state_bytes = len(state)
         self._addresses = [each.data_ptr() for each in self._states]
+        self._newest = -1, state
 
     @classmethod
     def at(cls, place: str) -> TorchRecord | None:
@@ -265,7 +296,10 @@ class TorchRecord:
         return None
 
     def write(self, step: int, state: torch.Tensor) -> None:
-        """May be called again for a step that is not complete."""
+        """May be called again for a step that is not complete. Nobody may change `state` afterwards."""
+        if self._newest[0] == step and self._newest[1] is state:
+            return
+        self._newest = step, state
         number = step % RECORDS
         self._steps[number] = 0
         ctypes.memmove(self._addresses[number], state.data_ptr(), self._state_bytes)  # in a quarter of copy_'s time

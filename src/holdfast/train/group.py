@@ -22,6 +22,7 @@ import ctypes
 import functools
 import itertools
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -60,6 +61,8 @@ def ddp(module: nn.Module, group: ProcessGroup, **arguments: Any) -> Distributed
 
 DROP_S = 0.005
 """Between the end of a group's operations and its destruction."""
+DROP_LIMIT_S = 1.0
+"""A gloo group that is not destructed after this time is left to its thread."""
 EXIT_PATIENCE_S = 60.0
 """At exit: how long a rank waits for the others to be done too."""
 
@@ -173,18 +176,27 @@ def _destroy(group: ProcessGroup) -> None:
     if "nccl" in dist.get_backend():
         dist.distributed_c10d._abort_process_group()
     else:
-        kept: dict[int, Any] = getattr(dist.distributed_c10d, "_holdfast_kept", {})
+        group.connection.sockets.cut()  # this rank may have come here by itself, with operations that nobody has ended
         groups = list(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
-        for each in groups:
-            if kept.pop(id(each), None) is not None:
-                ctypes.pythonapi.Py_DecRef(ctypes.py_object(each))
+        _forget_kept(groups)
         # gloo's threads drop the tensors of operations that have failed, for which they need the interpreter's lock;
         # the destructor, which holds the lock, waits for these threads.
         time.sleep(DROP_S)
-        del groups
+        # gloo may have lost an operation, for which the destructor waits for ever.
+        dropping = threading.Thread(target=groups.clear, name="holdfast-drop", daemon=True)
+        dropping.start()
+        dropping.join(DROP_LIMIT_S)
     group.store = None
     group.connection.sockets.forget()
+
+
+def _forget_kept(groups: Sequence[Any]) -> None:
+    """Outside of a regroup these groups would never be destructed: see worker/progress.py."""
+    kept: dict[int, Any] = getattr(dist.distributed_c10d, "_holdfast_kept", {})
+    for each in groups:
+        if kept.pop(id(each), None) is not None:
+            ctypes.pythonapi.Py_DecRef(ctypes.py_object(each))
 
 
 @contextlib.contextmanager

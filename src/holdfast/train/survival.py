@@ -135,8 +135,11 @@ class Survivor:
             self._boundary.mark(self._snaps.state.step)
             while True:
                 try:
-                    self._begin()
-                    return train()
+                    try:
+                        self._begin()
+                        return train()
+                    finally:
+                        self._channel.arrive()  # an interruption could hit what follows
                 except BaseException as error:
                     if not self._is_consequence(error):
                         raise
@@ -150,7 +153,6 @@ class Survivor:
         self._channel.say("able", generation=self._generation)
 
     def _leave(self) -> None:
-        self._channel.arrive()
         self._snaps._survivor = None
         with contextlib.suppress(ChannelLostError):
             self._channel.say("unable")

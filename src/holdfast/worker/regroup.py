@@ -186,11 +186,10 @@ class AgentChannel:
                     self._go = Go(generation, {str(name): str(value) for name, value in places.items()})
 
     def _free_main_thread(self, release: Release) -> None:
-        with self._changed:
-            cut = None if self._at_gate else self._cut
-        if cut is None:
-            return
-        cut()
+        with self._changed:  # otherwise the main thread might have joined a new group before the old one is cut
+            if self._at_gate:
+                return
+            self._cut()
         deadline_s = time.monotonic() + UNINTERRUPTED_S
         while True:
             with self._changed:

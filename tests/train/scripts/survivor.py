@@ -6,6 +6,7 @@ often each sample was trained: they are weights, so a sample that was lost, or w
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import hashlib
@@ -85,6 +86,15 @@ def suffer(what: str) -> None:
                 sum(range(1000))
         case "hold the lock":
             ctypes.PyDLL(None).sleep(600)
+        case "leave an operation":
+            dist.broadcast(torch.zeros(1), src=2 - LOCAL_RANK, async_op=True)  # nobody sends
+            raise ConnectionError("before the news of the loss")
+        case "kill the store":
+            for stat in Path("/proc").glob("[0-9]*/stat"):
+                with contextlib.suppress(OSError):
+                    parent = int(stat.read_text().rpartition(")")[2].split()[1])
+                    if parent == os.getppid() and "store_server.py" in (stat.parent / "cmdline").read_text():
+                        os.kill(int(stat.parent.name), signal.SIGKILL)
         case "bug":
             raise ValueError("a bug of the program")
         case "bug after release":
