@@ -254,6 +254,8 @@ class Start(CoordinatorMessage, frozen=True, tag="start"):
     generation: Count
     master_addr: str
     master_port: Port
+    before: str = ""
+    """How the generation before it ended: see `coordinator.ending.told_workers`. Empty: unknown, or it is the first."""
 
 
 class Regroup(CoordinatorMessage, frozen=True, tag="regroup"):
