@@ -1,7 +1,7 @@
 """Snapshots from which training does not go on well are left out of the next resume; a job that does not get on ends.
 
-`judged` is rank 0's, at each resume; `OwnLife` is every rank's, from its resume on. What they leave for the next life, and
-how it is judged: snapshots/lives.py.
+`judged` is rank 0's, at each resume; `OwnLife` is every rank's, from its resume on. What they leave for the next life,
+and how it is judged: snapshots/lives.py.
 """
 
 from __future__ import annotations
