@@ -320,7 +320,7 @@ class Snapshots:
     def _may_begin_anew(self) -> bool:
         """Beside good snapshots it would be lost: the next resume() takes them, and retention its steps."""
         found = folders.survey(self.path)
-        return found.fresh or (self._fresh_ok and found.newest_valid is None)
+        return found.fresh or (self._fresh_ok and not found.committed and not found.suspects)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
