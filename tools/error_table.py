@@ -27,6 +27,7 @@ started. `holdfast run` never answers bad input with a traceback of its own.
 | {usage} | the caller's fault: bad usage, bad configuration, a missing script |
 | {internal} | a fault of holdfast itself |
 | {requeue} | preempted: please put the job back into the queue |
+| {no_progress} | restarts did not come past the step that the job had reached before: please do not put it back into the queue |
 
 ## Error codes
 
@@ -71,6 +72,7 @@ def render() -> str:
         usage=errors.EXIT_USAGE,
         internal=errors.EXIT_INTERNAL,
         requeue=errors.EXIT_REQUEUE,
+        no_progress=errors.EXIT_NO_PROGRESS,
     )
     rows = [
         f"| {error.code} | {WHOSE[error.fault]} | {exit_text(error)} | `{error.__name__}` | "

@@ -17,6 +17,7 @@ LIMIT_S = 900
 COMMITTED_WITHIN_S = 60
 KILLS = 200
 SEED = 1
+POISONS = ("numbers", "silent", "error", "crash")
 
 
 def script(name: str, *arguments: object, folder: Path) -> str:
@@ -64,6 +65,25 @@ def measure_kills(_launcher: Launcher, folder: Path) -> Sample:
     return {"resumed as they should": 100.0 * sum(found["resumed"].values()) / (found["kills"] + 1)}
 
 
+def measure_poisoned(launcher: Launcher, folder: Path) -> Sample:
+    """Jobs whose saved state is poisoned, one of each kind: do they go on from an older one, to the same end?"""
+    ends = {}
+    for kind in ("calm", *POISONS):
+        at = folder / kind
+        at.mkdir(parents=True)
+        line = [*launcher.command, "--standalone", "--nproc-per-node", "2", "--max-restarts", "8"]
+        subprocess.run(
+            [*line, str(SCRIPTS / "poison.py"), str(at), kind],
+            env=environment(at),
+            capture_output=True,
+            timeout=LIMIT_S,
+        )
+        ends[kind] = (at / "end").read_text() if (at / "end").exists() else ""
+    if not ends["calm"]:
+        raise BenchmarkError("the calm job did not come to its end")
+    return {"went on": 100.0 * sum(ends[kind] == ends["calm"] for kind in POISONS) / len(POISONS)}
+
+
 COPIES = "copies"
 
 SAVE = Row(
@@ -96,6 +116,15 @@ KILLED = Row(
     group="train",
     strict=True,
 )
+POISONED = Row(
+    name="train-poisoned",
+    title="the saved state is poisoned: the job goes on from an older one",
+    metrics=(Metric("went on", "%", value_min=100.0, digits=0, summary=min),),
+    measure=measure_poisoned,
+    repeat={HOLDFAST.name: 5},
+    group="train",
+    strict=True,
+)
 KILLS_ROW = Row(
     name="train-kills",
     title=f"{KILLS} SIGKILLs, at random times and at each phase of a save",
@@ -105,4 +134,4 @@ KILLS_ROW = Row(
     group="train",
     strict=True,
 )
-ROWS = (SAVE, KILLED, KILLS_ROW)
+ROWS = (SAVE, KILLED, KILLS_ROW, POISONED)

@@ -8,6 +8,7 @@ settled.
 
 from __future__ import annotations
 
+import errno
 import os
 import re
 from collections.abc import Iterator
@@ -147,6 +148,19 @@ def group_room_bytes(folder: str | os.PathLike[str]) -> float:
         return inf
     cache = re.search(r"^inactive_file (\d+)$", read_text(os.path.join(folder, "memory.stat")), re.MULTILINE)
     return limit - used + (int(cache[1]) if cache is not None else 0)
+
+
+def check_memory(more_bytes: int) -> None:
+    """OSError where so much is not available. A tmpfs may be larger than the free memory: taking that would wake the
+    kernel's OOM killer."""
+    if more_bytes > min(available_bytes(), *map(group_room_bytes, group_folders())):
+        raise OSError(errno.ENOMEM, "too little memory is available")
+
+
+def available_bytes() -> float:
+    """Memory that this machine has available."""
+    found = re.search(r"MemAvailable: +(\d+) kB", read_text("/proc/meminfo"))
+    return inf if found is None else int(found[1]) * 1024
 
 
 def read_text(path: str | os.PathLike[str]) -> str:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from holdfast.coordinator.coordinator_state import LEFT_MAX, World
-from holdfast.coordinator.ending import UNBOUNDED, Again, Budget, GiveUp, Retry, after_stop
+from holdfast.coordinator.ending import UNBOUNDED, Again, Budget, GiveUp, Retry, after_stop, previous_end
 from holdfast.protocol.messages import StopReason
-from holdfast.protocol.outcome import Evidence, Failure, Outcome, OutcomeKind
+from holdfast.protocol.outcome import Evidence, Failure, Outcome, OutcomeKind, Verdict
 from holdfast.protocol.policy import Limits
 from tests.support.simulator.nodes import simple_judge
 
@@ -44,6 +45,30 @@ def test_a_worker_that_asks_to_be_requeued_ends_the_job() -> None:
     assert isinstance(outcome, Outcome)
     assert (outcome.kind, outcome.exit_code) == (OutcomeKind.PREEMPTED, 75)
     assert budget.used == 0
+
+
+def test_a_job_without_progress_ends_whatever_restarts_are_left() -> None:
+    outcome, _ = decided(ended(failure(93)))
+    assert isinstance(outcome, Outcome)
+    assert (outcome.kind, outcome.exit_code) == (OutcomeKind.FAILED, 93)
+
+
+@pytest.mark.parametrize(
+    ("culprit", "told"),
+    [
+        (structs.replace(failure(1), message="ValueError: one\ntwo", step=7), "failed 7 ValueError: one"),
+        (structs.replace(failure(-11), step=7), "failed 7 exit code -11"),
+        (failure(3), "failed 0 exit code 3"),
+        (failure(-9), "lost"),
+        (structs.replace(failure(-9), out_of_memory=True), "failed 0 exit code -9"),
+        (None, "lost"),
+    ],
+)
+def test_workers_are_told_how_the_ones_before_them_ended(culprit: Failure | None, told: str) -> None:
+    verdict = Verdict(code="HF201", cause="x", culprit=culprit)
+    assert previous_end(verdict, charged=True, hung=False) == told
+    assert previous_end(verdict, charged=False, hung=False) == "lost"
+    assert previous_end(verdict, charged=True, hung=True) == ("lost" if culprit is None else f"hung {culprit.step}")
 
 
 def test_75_of_a_worker_that_was_stopped_is_no_request() -> None:

@@ -84,7 +84,7 @@ def test_which_ends_of_a_pod_count() -> None:
     assert disrupted["action"] == requeued["action"] == "Ignore"
     assert disrupted["onPodConditions"] == [{"type": "DisruptionTarget", "status": "True"}]
     assert requeued["onExitCodes"] == {"containerName": "agent", "operator": "In", "values": [75]}
-    assert (wrong["action"], wrong["onExitCodes"]["values"]) == ("FailJob", [2])
+    assert (wrong["action"], wrong["onExitCodes"]["values"]) == ("FailJob", [2, 93])
     assert (spec["backoffLimitPerIndex"], spec["maxFailedIndexes"]) == (3, 0)
     assert spec["template"]["spec"]["restartPolicy"] == "Never"
     elastic = job_of(printed(*LINES["elastic"]))

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.snapshots import memory_folder
 from holdfast.snapshots.memory_folder import MappedFile, Mappings, huge_page_bytes
 from holdfast.snapshots.slots import SlotOwner, Slots
 
@@ -41,7 +42,7 @@ def collapses() -> bool:
 
 def test_what_one_writes_the_other_reads(fd: int) -> None:
     written, read = MappedFile(fd, SIZE_BYTES, writable=True), MappedFile(fd, SIZE_BYTES, writable=False)
-    written.populate()
+    assert list(written.populate())
     text = os.urandom(SIZE_BYTES)
     written.memory[:] = text
     assert bytes(read.memory) == text == os.pread(fd, SIZE_BYTES, 0)
@@ -80,7 +81,7 @@ def test_huge_pages_have_the_same_bytes_while_others_write(fd: int) -> None:
 @pytest.mark.skipif(not collapses(), reason="this kernel makes no huge pages on request")
 def test_pages_become_huge(fd: int) -> None:
     mapping = MappedFile(fd, SIZE_BYTES, writable=True)
-    mapping.populate()
+    assert list(mapping.populate())
     before = huge_kib()
     assert len(list(mapping.make_huge())) == 3
     assert huge_kib() == before + 3 * 2048
@@ -110,19 +111,44 @@ def test_no_file_no_mapping() -> None:
         MappedFile(-1, 4096, writable=False)
 
 
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
+    yield made
+    shutil.rmtree(made)
+
+
+NO_ADVICE = 99
+
+
 @pytest.mark.skipif(not collapses(), reason="this kernel makes no huge pages on request")
-def test_slots_become_huge_and_nobody_waits_for_it_to_end() -> None:
-    folder = Path(tempfile.mkdtemp(prefix="holdfast-test-", dir="/dev/shm"))
+def test_slots_become_huge_and_nobody_waits_for_it_to_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slots = Slots(folder, SlotOwner(0))
-    try:
-        slots.reserve(SIZE_BYTES)
-        before = huge_kib()
-        stop = threading.Event()
-        stop.set()
-        slots.make_huge(stop)
-        assert huge_kib() == before + 2048, "one page, then it is asked to stop"
-        slots.make_huge(threading.Event())
-        assert huge_kib() >= before + 2 * 3 * 2048
-    finally:
-        slots.close()
-        shutil.rmtree(folder)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory_folder, "_COLLAPSE", NO_ADVICE)
+        assert list(slots.reserving(SIZE_BYTES))[-1] == 2
+    before = huge_kib()
+    stop = threading.Event()
+    stop.set()
+    slots.make_huge(stop)
+    assert huge_kib() == before + 2048, "one page, then it is asked to stop"
+    slots.make_huge(threading.Event())
+    assert huge_kib() >= before + 2 * 3 * 2048
+    slots.close()
+
+
+@pytest.mark.parametrize("advice", [memory_folder._COLLAPSE, NO_ADVICE])
+def test_all_memory_is_taken_in_huge_pages_and_in_small_ones(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, advice: int
+) -> None:
+    monkeypatch.setattr(memory_folder, "_COLLAPSE", advice)
+    before = huge_kib()
+    slots = Slots(folder, SlotOwner(0))
+    assert list(slots.reserving(SIZE_BYTES))[-1] == 2
+    for path in folder.glob("0.[01]"):
+        assert path.stat().st_blocks * 512 >= SIZE_BYTES
+    if advice == NO_ADVICE or not collapses():
+        assert huge_kib() == before
+    else:
+        assert huge_kib() >= before + 2 * 2048, "the first page of each slot"
+    slots.close()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast import linux
 from holdfast.linux import group_room_bytes
 from holdfast.protocol.errors import SnapshotMemoryError
 from holdfast.snapshots import memory_folder, slots
@@ -138,7 +139,7 @@ def test_a_history_that_was_given_up_is_forgotten(own: Slots) -> None:
 
 
 def test_slots_grow_and_are_used_again(tmp_path: Path, own: Slots) -> None:
-    own.reserve(SIZE)
+    list(own.reserving(SIZE))
     room = [os.stat(slots.slot_path(tmp_path, 0, index)).st_size for index in range(2)]
     put(own, 1, 1, SIZE // 2)
     put(own, 2, 2)
@@ -164,7 +165,7 @@ from pathlib import Path
 from holdfast.snapshots.slots import SlotOwner, Slots
 own = Slots(Path(sys.argv[1]), SlotOwner(0))
 size = 8 << 20
-own.reserve(size)
+list(own.reserving(size))
 for step in range(1, 1000000):
     memory = own.stage(step, size)
     body = bytes([step % 251]) * (64 << 10)
@@ -223,7 +224,7 @@ def test_a_lock_goes_with_its_holder_not_with_a_forked_child(tmp_path: Path, own
 def test_two_of_one_process_do_not_overwrite_each_other(tmp_path: Path) -> None:
     first, second = Slots(tmp_path, SlotOwner(0)), Slots(tmp_path, SlotOwner(0))
     put(first, 1, 1)
-    for ask in (second.reserve, lambda size: second.stage(2, size)):
+    for ask in (lambda size: list(second.reserving(size)), lambda size: second.stage(2, size)):
         with pytest.raises(SnapshotMemoryError, match="other snapshots of this process"):
             ask(SIZE)
     second.close()
@@ -277,11 +278,11 @@ from holdfast.snapshots.slots import SlotOwner, Slots, committed_slots
 from holdfast.snapshots import memory_folder
 made = memory_folder.MemoryFolder.make("run")
 own = Slots(made.path, SlotOwner(0))
-own.reserve(1 << 20)
+list(own.reserving(1 << 20))
 for step in (1, 2):
     own.stage(step, 1 << 20)[:] = bytes([step]) * (1 << 20)
     own.commit()
-for ask in (lambda: own.reserve(64 << 20), lambda: own.stage(3, 64 << 20)):
+for ask in (lambda: list(own.reserving(64 << 20)), lambda: own.stage(3, 64 << 20)):
     try:
         ask()
     except SnapshotMemoryError as error:
@@ -319,22 +320,42 @@ def test_a_full_shm_is_an_error_and_harms_no_slot() -> None:
 
 def test_more_than_there_is_memory_is_refused_before_it_is_taken(own: Slots) -> None:
     with pytest.raises(SnapshotMemoryError, match="too little memory is available"):
-        own.reserve(1 << 50)
+        list(own.reserving(1 << 50))
     assert own.committed() == []
 
 
 def test_room_for_one_slot_alone_is_given_back(tmp_path: Path, own: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
     put(own, 1, 1)
     before = [os.stat(slots.slot_path(tmp_path, 0, 0)).st_size, 0]
-    left = iter((3 * SIZE, 0))
-    monkeypatch.setattr(slots, "_available_bytes", lambda: next(left))
+    left = iter((9 * SIZE, 9 * SIZE, 0))
+    monkeypatch.setattr(linux, "available_bytes", lambda: next(left))
     with pytest.raises(SnapshotMemoryError, match="too little memory is available"):
-        own.reserve(2 * SIZE)
+        list(own.reserving(2 * SIZE))
+    own.close()
     assert [os.stat(slots.slot_path(tmp_path, 0, index)).st_size for index in range(2)] == before
     monkeypatch.undo()
     assert [(slot.step, slot.data[0]) for slot in own.committed()] == [(1, 1)]
     put(own, 2, 2, 2 * SIZE)
     assert [(slot.step, len(slot.data)) for slot in own.committed()] == [(2, 2 * SIZE), (1, SIZE)]
+
+
+def test_memory_that_is_not_taken_to_its_end_is_given_back(tmp_path: Path, own: Slots) -> None:
+    put(own, 1, 1)
+    sizes = [os.stat(slots.slot_path(tmp_path, 0, 0)).st_size, 0]
+    pieces = own.reserving(9 << 20)
+    while next(pieces) < 1:
+        pass
+    own.close()
+    pieces.close()
+    assert [os.stat(slots.slot_path(tmp_path, 0, index)).st_size for index in range(2)] == sizes
+    assert [(slot.step, slot.data[0]) for slot in own.committed()] == [(1, 1)]
+    pieces = own.reserving(9 << 20)
+    while next(pieces) < 1:
+        pass
+    put(own, 2, 2, 9 << 20)  # beside the rest
+    assert list(pieces)[-1] == 2
+    put(own, 3, 3, 9 << 20)
+    assert [(slot.step, len(slot.data)) for slot in own.committed()] == [(3, 9 << 20), (2, 9 << 20)]
 
 
 def test_a_group_s_limit_counts(tmp_path: Path) -> None:
@@ -369,7 +390,7 @@ def test_only_what_dead_runs_left_is_cleaned(tmp_path: Path, made: Callable[[str
     dead, living, shared = made("dead"), made("living"), made("shared")
     for each in (dead, living, shared):
         own = Slots(each.path, SlotOwner(0))
-        own.reserve(100)
+        list(own.reserving(100))
         own.close()
     second = memory_folder.MemoryFolder.at(shared.path.name, tmp_path)
     shared.close()

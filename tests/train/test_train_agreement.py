@@ -29,6 +29,7 @@ from holdfast.snapshots.saver_client import InProcessStaging
 from holdfast.train import tracked
 from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper
 from holdfast.train.guards import GuardWarning
+from holdfast.train.quarantine import Patience
 from holdfast.train.resuming import Resumer
 from holdfast.train.save import Saving
 from holdfast.train.state import Tracker
@@ -175,7 +176,7 @@ def test_every_rank_is_told_what_was_skipped(tmp_path: Path) -> None:
 
     def resume(peers: Peers) -> Any:
         rank = Rank(tmp_path, peers)
-        resumed = Resumer(tmp_path, rank.tracker, peers, InProcessStaging(), fresh_ok=False).run()
+        resumed = Resumer(tmp_path, rank.tracker, peers, InProcessStaging(), False, Patience(20, 3)).run()
         assert resumed is not None
         return resumed
 

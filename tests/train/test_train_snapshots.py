@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -240,15 +241,19 @@ def test_nothing_is_saved_while_gradients_are_pending(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step_000000003.0001", "step_000000006.0001"]
 
 
-@pytest.mark.parametrize("when", ["reserve", "stage"])  # the latter: the saver had the slot when room was taken
+@pytest.mark.parametrize("when", ["reserving", "stage"])  # the latter: the saver had the slot when room was taken
 def test_no_room_in_memory_is_one_warning(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
     def small(self: Any, *_: Any, **__: Any) -> None:
         raise SnapshotMemoryError("/dev/shm has no room")
 
+    def reserving(self: Any, *_: Any) -> Iterator[int]:
+        small(self)
+        yield 1
+
     class Small(saver_client.InProcessStaging):
         pass
 
-    setattr(Small, when, small)
+    setattr(Small, when, reserving if when == "reserving" else small)
     monkeypatch.setattr(snapshots, "open_tier", lambda **_: Small())
     job = Job(tmp_path)
     job.train(1)

@@ -1,4 +1,4 @@
-"""`holdfast snaps ls|verify|prune|export`: manages a snapshot folder, with or without a job that writes to it.
+"""`holdfast snaps ls|verify|prune|unmark|export`: manages a snapshot folder, with or without a job that writes to it.
 
 Knows the options and the output; holdfast.snapshots knows the snapshots. torch is not imported: the export is a
 separate process.
@@ -17,7 +17,7 @@ from typing import Any
 
 from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotGoneError, UsageError
-from holdfast.snapshots import changes, folder, lease
+from holdfast.snapshots import changes, folder, lease, lives
 from holdfast.snapshots.changes import Keep, Pruned
 from holdfast.snapshots.folder import Snapshot, Survey
 from holdfast.snapshots.layout import MANIFEST
@@ -65,6 +65,8 @@ def parser() -> Parser:
     prune.add_argument("--debris", action="store_true", help="delete the remains of unfinished saves")
     prune.add_argument("--quarantined", action="store_true", help="delete quarantined snapshots")
     prune.add_argument("--dry-run", action="store_true", help="only print what would be done")
+    marks = command("unmark", remove_marks, "use suspect snapshots again: remove their marks")
+    marks.add_argument("--step", type=int, help="only this step")
     export = command("export", export_snapshot, "write a snapshot in another format; needs torch")
     export.add_argument("--step", type=int, help="the step; by default the newest")
     export.add_argument("--to", required=True, metavar="PATH", help="file or folder to create")
@@ -80,8 +82,9 @@ def list_all(chosen: argparse.Namespace) -> int:
         print_json({**survey_json(found), "lease": str(has) if has else None})
         return 0
     rows: list[tuple[str, ...]] = [("STEP", "ATTEMPT", "RANKS", "SIZE", "SAVED", "METRICS")]
-    rows += [row(snapshot) for snapshot in found.committed]
-    if found.committed:
+    committed = sorted((*found.committed, *found.suspects), key=lambda each: each.key)
+    rows += [row(snapshot) for snapshot in committed]
+    if committed:
         print_table(rows)
     else:
         print(f"{chosen.folder} holds no snapshot")
@@ -95,7 +98,7 @@ def verify(chosen: argparse.Namespace) -> int:
     """`verify`: read all, or one step's, snapshots back."""
     found = folder.survey(chosen.folder)
     results: list[Result] = [(each.path, each.error) for each in found.problems if chosen.step in (None, each.key.step)]
-    for snapshot in found.committed:
+    for snapshot in (*found.committed, *found.suspects):
         if chosen.step in (None, snapshot.step):
             results += read_back(snapshot)
     if not results:
@@ -133,6 +136,19 @@ def prune_folder(chosen: argparse.Namespace) -> int:
         return report(chosen, *prune_now(chosen, keep))
     with lease.acquire(chosen.folder, ""):
         return report(chosen, *prune_now(chosen, keep))
+
+
+def remove_marks(chosen: argparse.Namespace) -> int:
+    """`unmark`: remove the marks of suspect snapshots. Holds the folder's lease: a job judges them at its start."""
+    path = Path(chosen.folder)
+    with lease.acquire(path, ""):
+        keys = [key for key in sorted(folder.survey(path).marks) if chosen.step in (None, key.step)]
+        lives.unmark(path, keys)
+    if chosen.json:
+        print_json({"unmarked": [key.name for key in keys]})
+    else:
+        print("\n".join(f"unmarked  {key.name}" for key in keys) or f"{chosen.folder} has no such mark")
+    return 0
 
 
 def export_snapshot(chosen: argparse.Namespace) -> int:
@@ -256,6 +272,7 @@ def survey_json(found: Survey) -> dict[str, Any]:
         "problems": [{"name": problem.path.name, "error": told(problem.error)} for problem in found.problems],
         "debris": [path.name for path in found.debris],
         "quarantined": [path.name for path in found.quarantined],
+        "suspects": [{"name": key.name, "why": lives.why_marked(found.path, key)} for key in sorted(found.marks)],
     }
 
 
@@ -267,3 +284,5 @@ def print_rest(found: Survey) -> None:
         print(f"unfinished   {path.name}")
     for path in found.quarantined:
         print(f"quarantined  {path.name}")
+    for key in sorted(found.marks):
+        print(f"suspect      {key.name}  {lives.why_marked(found.path, key)}")

@@ -20,7 +20,7 @@ from holdfast.coordinator.coordinator_state import (
     master_address,
     names,
 )
-from holdfast.coordinator.ending import Budget, Endings, Judge, ended_without
+from holdfast.coordinator.ending import FINAL, Budget, Endings, Judge, ended_without
 from holdfast.coordinator.formation import (
     Candidate,
     Gathering,
@@ -33,7 +33,6 @@ from holdfast.coordinator.monitor import Monitor, cannot_tell
 from holdfast.coordinator.regrouping import Plan, Regrouping
 from holdfast.coordinator.replacements import Replacements
 from holdfast.coordinator.views import job_view
-from holdfast.protocol.errors import EXIT_REQUEUE
 from holdfast.protocol.messages import (
     Abandon,
     Drain,
@@ -244,8 +243,8 @@ class CoordinatorActs:
         """The generation that follows this stop, where a restart of the same nodes is likely. None: wait for the end of
         the stop, because what is prepared in vain costs a node some work."""
         failed = reason in (StopReason.WORKER_FAILED, StopReason.HUNG) and not (world.drain or world.lost_nodes)
-        requeue = any(failure.exit_code == EXIT_REQUEUE for failure in world.failures)
-        if not failed or requeue or self._quit or self.job.exclude_after or not self.budget.allows_restart:
+        final = any(failure.exit_code in FINAL for failure in world.failures)
+        if not failed or final or self._quit or self.job.exclude_after or not self.budget.allows_restart:
             return None
         formation = self._next_formation(self.generation, self.budget.used + (not world.charged))
         return formation if formation.world.order == world.order else None
@@ -272,7 +271,7 @@ class CoordinatorActs:
         self._membership.set_busy(member, world.generation)
         member.first_started_s = member.first_started_s or now
         interval_s = self.limits.progress_interval_of(len(world.order))
-        self._tell(member, Start(world.generation, *world.master, interval_s))
+        self._tell(member, Start(world.generation, *world.master, interval_s, self._endings.before))
 
     def _admit(self, newcomers: Collection[Member]) -> None:
         """Let these join the running generation without a worker in it, as far as there is room."""

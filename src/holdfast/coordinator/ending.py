@@ -4,6 +4,7 @@ allows it, or the end of the job with its outcome for each node.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +12,7 @@ from msgspec import Struct, structs
 
 from holdfast.coordinator.coordinator_state import World
 from holdfast.coordinator.membership import HostBackoff
-from holdfast.protocol.errors import EXIT_REQUEUE, JoinTimeoutError, NodesError
+from holdfast.protocol.errors import EXIT_NO_PROGRESS, EXIT_REQUEUE, JoinTimeoutError, NodesError
 from holdfast.protocol.messages import Notice, StopReason, Waiting
 from holdfast.protocol.outcome import Evidence, Outcome, OutcomeKind, Verdict, job_exit_code
 from holdfast.protocol.policy import JobSpec, Limits
@@ -19,6 +20,10 @@ from holdfast.text import spans
 
 UNBOUNDED = 2**31 - 1
 """`max_restarts` of a job whose restarts are counted elsewhere."""
+FINAL = (EXIT_REQUEUE, EXIT_NO_PROGRESS)
+"""Exit codes of workers that end the job."""
+FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
+TOLD_CHARACTERS_MAX = 200
 
 
 class Retry(Struct, frozen=True):
@@ -98,6 +103,7 @@ def after_stop(world: World, budget: Budget, judge: Judge) -> Again | Outcome:
     | the generation ended because            | then                                              |
     |-----------------------------------------|---------------------------------------------------|
     | a worker exited with 75                 | over: please requeue                              |
+    | a worker exited with 93                 | over: please do not requeue                       |
     | a node was lost                         | again, free: it explains the failures of its peers |
     | the store host died                     | again, free, with back-off                        |
     | no worker failed (arrival, leave)       | again, free                                       |
@@ -111,6 +117,8 @@ def after_stop(world: World, budget: Budget, judge: Judge) -> Again | Outcome:
         text = f"a worker asked to be requeued (exit code {EXIT_REQUEUE})"
         return Outcome(kind=OutcomeKind.PREEMPTED, exit_code=EXIT_REQUEUE, message=text)
     verdict = judge(_evidence(world, budget, ""))
+    if any(failure.exit_code == EXIT_NO_PROGRESS for failure in own):
+        return Outcome(kind=OutcomeKind.FAILED, exit_code=EXIT_NO_PROGRESS, code=verdict.code, verdict=verdict)
     decision: Retry | GiveUp = Retry(0.0)
     if not (world.lost_nodes or world.drain_agreed or world.charged):
         if world.stop_reason is StopReason.STORE_LOST:
@@ -133,6 +141,23 @@ def restart_text(again: Again, budget: Budget, *, charged: bool) -> str:
         theirs = "its log" if len(verdict.victims) == 1 else "their logs"
         lines.append(f"rank {spans(verdict.victims)} failed because of it: the words are in {theirs}")
     return "\n".join(lines)
+
+
+def previous_end(verdict: Verdict, *, charged: bool, hung: bool) -> str:
+    """How a generation ended, for the workers of the next one (snapshots/lives.py).
+
+    `failed STEP TEXT`: by a fault of the training itself, at this step (0: unknown); `hung STEP`. Else `lost`: nodes
+    were lost, came or left, or a process was killed from outside.
+    """
+    culprit = verdict.culprit
+    if not charged or culprit is None:
+        return "lost"
+    if hung:
+        return f"hung {culprit.step}"
+    if culprit.exit_code in FROM_OUTSIDE and not culprit.out_of_memory:
+        return "lost"
+    said = culprit.message.partition("\n")[0] or f"exit code {culprit.exit_code}"
+    return f"failed {culprit.step} {said[:TOLD_CHARACTERS_MAX]}".replace("\0", "")
 
 
 def plain_verdict(evidence: Evidence) -> Verdict:
@@ -200,6 +225,8 @@ class Endings:
         self._note = note
         self._newest: Verdict | None = None
         """Verdict on the last generation after which another one followed."""
+        self.before = ""
+        """For the workers of the next generation."""
 
     def stopped(self, now: float, world: World) -> Restart | Outcome:
         """Decide, now that no worker of this world is alive any more."""
@@ -208,7 +235,9 @@ class Endings:
         if isinstance(end, Outcome):
             return end
         verdict = self._newest = end.verdict
-        text = restart_text(end, self._budget, charged=world.charged or self._budget.used > used)
+        charged = world.charged or self._budget.used > used
+        self.before = previous_end(verdict, charged=charged, hung=world.stop_reason is StopReason.HUNG)
+        text = restart_text(end, self._budget, charged=charged)
         self._note_verdict(world, verdict)
         notice = Notice(text, verdict.victims) if text else None
         return Restart(end.backoff_s, notice, self._excluded(now, world, verdict))

@@ -17,7 +17,7 @@ from io import StringIO
 from typing import Any
 
 from holdfast.launchers.kubernetes_names import Volume
-from holdfast.protocol.errors import EXIT_REQUEUE, EXIT_USAGE, MissingPackageError
+from holdfast.protocol.errors import EXIT_NO_PROGRESS, EXIT_REQUEUE, EXIT_USAGE, MissingPackageError
 
 INDENT = 2
 LINE_CHARACTERS_MAX = 2**30
@@ -238,9 +238,10 @@ def failure_rules() -> list[object]:
         Noted(
             {
                 "action": "FailJob",
-                "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [EXIT_USAGE]},
+                "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [EXIT_USAGE, EXIT_NO_PROGRESS]},
             },
-            f"{EXIT_USAGE}: the line or the configuration is wrong; another attempt would not help.",
+            f"{EXIT_USAGE}: the line or the configuration is wrong; {EXIT_NO_PROGRESS}: the job fails at the same step "
+            "again and again. Another attempt would not help.",
         ),
     ]
 

@@ -31,6 +31,8 @@ EXIT_USAGE = 2
 EXIT_INTERNAL = 70
 EXIT_REQUEUE = 75
 """EX_TEMPFAIL of sysexits.h: the job was preempted, and the scheduler should requeue it."""
+EXIT_NO_PROGRESS = 93
+"""The job fails at the same step again and again: the scheduler should not requeue it."""
 EXIT_SIGNAL_BASE = 128
 """The end by signal N has the exit status 128+N, as in every shell."""
 
@@ -318,6 +320,10 @@ class SnapshotMemoryError(SnapshotError, code="HF410"):
 
 class SaverLostError(SnapshotWriteError, code="HF411"):
     """The process that writes snapshots died before it had written this one. The next save starts another."""
+
+
+class NotFiniteError(SnapshotError, code="HF412"):
+    """The loss is not finite since a snapshot was loaded: the snapshot is suspect, and an older one is used."""
 
 
 class InternalError(HoldfastError, code="HF901"):

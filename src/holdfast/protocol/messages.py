@@ -308,6 +308,8 @@ class Start(CoordinatorMessage, frozen=True, tag="start"):
     master_port: Port
     progress_interval_s: Period = 1.0
     """How often the node reports Progress. It grows with the job, so that the coordinator's load stays bounded."""
+    before: str = ""
+    """How the generation before it ended: see `coordinator.ending.previous_end`. Empty: unknown, or it is the first."""
 
 
 class Regroup(CoordinatorMessage, frozen=True, tag="regroup"):

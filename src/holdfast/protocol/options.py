@@ -231,6 +231,8 @@ def worker_environment(
         "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_text,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": parent.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
+    if start.before:
+        environment["HOLDFAST_PREVIOUS_END"] = start.before
     if options.omp_num_threads is not None:
         environment["OMP_NUM_THREADS"] = str(options.omp_num_threads)
     if options.virtual_local_rank:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotIncompleteError, SnapshotWriteError
 from holdfast.snapshots import disk, folder, memory_folder, slots
 from holdfast.snapshots.changes import SaveRequest, abandon, commit, write_rank
-from holdfast.snapshots.folder import being_written, inspect, is_being_written
+from holdfast.snapshots.folder import being_written, inspect, is_being_written, mark_file
 from holdfast.snapshots.layout import FolderKind, Key, parse_name
 from holdfast.snapshots.memory_folder import Mappings
 
@@ -188,12 +188,14 @@ def _inventory_file(rank: int) -> str:
 
 
 def newest_on_disk(folder: str) -> int:
-    """The newest committed step by its name; -1: none. It is validated only when it is loaded."""
+    """The newest committed step that is not suspect, by its name; -1: none. It is validated only when it is loaded."""
     try:
-        found = [named for name in os.listdir(folder) if (named := parse_name(name)) is not None]
+        names = set(os.listdir(folder))
     except OSError:
         return -1
-    return max((named.key.step for named in found if named.kind is FolderKind.COMMITTED), default=-1)
+    found = [named for name in names if (named := parse_name(name)) is not None]
+    steps = (each.key.step for each in found if each.kind is FolderKind.COMMITTED and mark_file(each.key) not in names)
+    return max(steps, default=-1)
 
 
 def pending_flush(

@@ -206,6 +206,20 @@ def _in_threads(work: Callable[[Sequence[int]], None], numbers: Sequence[int]) -
     return None
 
 
+MARK = "suspect."
+
+
+def mark_file(key: Key) -> str:
+    """Name of the file that marks this snapshot as suspect."""
+    return MARK + key.name
+
+
+def marked_key(name: str) -> Key | None:
+    """The snapshot that a file of this name marks; None: it is no mark."""
+    named = parse_name(name.removeprefix(MARK)) if name.startswith(MARK) else None
+    return named.key if named is not None and named.kind is FolderKind.COMMITTED else None
+
+
 WHY = "WHY.txt"
 SUFFIX_MAX = 1000
 
@@ -248,10 +262,15 @@ class Survey:
 
     path: Path
     committed: tuple[Snapshot, ...] = ()
+    """Those that are marked as suspect are not among them."""
     problems: tuple[Problem, ...] = ()
     debris: tuple[Path, ...] = ()
     """Unfinished attempts (they may be in progress now), and folders that retention did not finish deleting."""
     quarantined: tuple[Path, ...] = ()
+    suspects: tuple[Snapshot, ...] = ()
+    """Committed and marked: training that went on from them failed (lives.py)."""
+    marks: frozenset[Key] = frozenset()
+    """All marks, also those of states that are, or were, in memory."""
 
     @property
     def newest_valid(self) -> Snapshot | None:
@@ -261,7 +280,13 @@ class Survey:
     @property
     def fresh(self) -> bool:
         """Whether the folder has never held a save."""
-        return not (self.committed or self.problems or self.debris or self.quarantined)
+        return not (self.committed or self.problems or self.debris or self.quarantined or self.suspects)
+
+    @property
+    def keys(self) -> list[Key]:
+        """Of everything that is saved here, or was begun."""
+        rest = [named.key for path in (*self.debris, *self.quarantined) if (named := parse_name(path.name))]
+        return [*(each.key for each in (*self.committed, *self.suspects)), *(each.key for each in self.problems), *rest]
 
 
 def survey(folder: str | os.PathLike[str]) -> Survey:
@@ -273,6 +298,7 @@ def survey(folder: str | os.PathLike[str]) -> Survey:
         return Survey(path)
     except OSError as error:
         raise SnapshotError(f"{path}: {error.strerror}") from error
+    marks = frozenset(key for name in names if (key := marked_key(name)))
     ours = sorted((named.key, name, named.kind) for name in names if (named := parse_name(name)))
     committed, problems = [], []
     for key, name, kind in ours:
@@ -286,10 +312,12 @@ def survey(folder: str | os.PathLike[str]) -> Survey:
             problems.append(Problem(path / name, key, error))
     return Survey(
         path,
-        committed=tuple(committed),
+        committed=tuple(each for each in committed if each.key not in marks),
         problems=tuple(problems),
         debris=tuple(path / name for _, name, kind in ours if kind in (FolderKind.ATTEMPT, FolderKind.GONE)),
         quarantined=tuple(path / name for _, name, kind in ours if kind is FolderKind.BAD),
+        suspects=tuple(each for each in committed if each.key in marks),
+        marks=marks,
     )
 
 
@@ -320,12 +348,12 @@ def unreadable(snapshot: Path, error: OSError) -> SnapshotError:
 
 
 def choose(found: Survey, *, fresh_ok: bool = False) -> Snapshot | None:
-    """The snapshot to resume from; None: start from the beginning.
+    """The snapshot to resume from; None: start from the beginning. If all are suspect, the newest of them.
 
     NoValidSnapshotError when there are saves and none of them is valid, unless `fresh_ok`. A snapshot that is
     unreadable now, but may be valid and newer than the newest valid one, is an error: it is not skipped silently.
     """
-    newest = found.newest_valid
+    newest = found.newest_valid or (found.suspects[-1] if found.suspects else None)
     for problem in reversed(found.problems):
         if not problem.damaged and (newest is None or problem.key > newest.key) and not fresh_ok:
             raise problem.error

@@ -8,6 +8,8 @@
       attempt.step_000000140.0001/           being written, or debris of a save that did not end
       bad.step_000000100.0001/               found damaged and set aside
       gone.step_000000080.0001/              being deleted
+      suspect.step_000000120.0001            a mark on that snapshot: it is not used (lives.py)
+      history.json, failure.json             how far earlier lives came, and how they failed (lives.py)
       lease.000003                           which job has the folder
 
 Order is (step, attempt), never a time stamp. Records and manifest are JSON, read strictly: bounded, every field of its

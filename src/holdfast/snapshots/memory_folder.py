@@ -31,11 +31,14 @@ Messages on that socket are those of seqpacket.py:
     saver → agent    {"is": "up"}                                     it listens
                      {"is": "news", "text"}                           for the user
 
-Files are mapped in huge pages where the kernel has them. tmpfs uses small pages, and a write past the page cache spends
-processor time on pinning each of them. The kernel collapses small pages into huge ones on request (Linux 6.1), in any
-mapping whose addresses and offsets agree within a huge page, while others read and write them. That takes one to four
-seconds for each gigabyte, so it is done beside the training, a page now and then, once for each slot; and not by a
-process of low priority, for which others would wait with it when it loses its core.
+Files are mapped in huge pages where the kernel has them. tmpfs uses small pages: to take and map them costs twelve
+times as much as a copy of the same bytes, and a write past the page cache spends processor time on pinning each of
+them. The kernel collapses small pages into huge ones on request (Linux 6.1), in any mapping whose addresses and offsets
+agree within a huge page, while others read and write them. Where one small page is all that is there yet, this takes
+and maps a huge page for the price of one copy. Where free memory is in small pieces, the kernel has to move pages
+first: then it takes one to four seconds for each gigabyte. So memory is taken in small pages as soon as a huge one
+takes long, and they are collapsed beside the training, a page now and then, once for each slot; and not by a process of
+low priority, for which others would wait with it when it loses its core.
 
 Standard library only."""
 
@@ -345,6 +348,10 @@ _POPULATE_READ = 22
 _COLLAPSE = 25
 """MADV_COLLAPSE, Linux 6.1."""
 _MAP_FIXED = 0x10
+_HUGE_S_MAX = 0.002
+"""Processor time: as much as small pages for the same bytes take. A huge page that takes longer had to be made free."""
+_SMALL_MIN, _SMALL_MAX = 8, 256
+"""After that so many units are taken in small pages; twice as many each time."""
 _POPULATE_BYTES = 2 << 20
 """Populated in one call: other threads of the worker run in between."""
 
@@ -381,11 +388,37 @@ class MappedFile:
         view = memoryview(around)[at : at + size_bytes]
         self.memory = view if writable else view.toreadonly()
 
-    def populate(self) -> None:
-        """Make all pages present. On a kernel without this, the first access to each page waits for it."""
-        size_bytes = len(self.memory)
+    def populate(self, end: int | None = None) -> Iterator[None]:
+        """Make all pages present, piece by piece. On a kernel without this, the first access to each page waits for it.
+
+        The file's memory is taken already, up to `end`."""
+        size_bytes = len(self.memory) if end is None else end
         for at in range(0, size_bytes, _POPULATE_BYTES):
             self._advise(at, min(_POPULATE_BYTES, size_bytes - at), _POPULATE_READ)
+            yield
+
+    def take(self, fd: int, begin: int) -> Iterator[None]:
+        """Take memory for the file from `begin` on, and make all its pages present, piece by piece. OSError."""
+        unit_bytes = max(self._unit_bytes, _POPULATE_BYTES)
+        at, size_bytes, small, pause = begin, len(self.memory), 0, _SMALL_MIN
+        while at < size_bytes:
+            end = min((at // unit_bytes + 1) * unit_bytes, size_bytes)
+            whole, huge = end - at == self._unit_bytes, False
+            if whole and not small:
+                began_s = time.thread_time()
+                os.posix_fallocate(fd, at, mmap.PAGESIZE)
+                huge = self._advise(at, unit_bytes, _COLLAPSE) == 0
+                if not huge or time.thread_time() - began_s > _HUGE_S_MAX:
+                    small, pause = pause, min(2 * pause, _SMALL_MAX)
+                else:
+                    pause = _SMALL_MIN
+            elif whole:
+                small -= 1
+            if not huge:
+                os.posix_fallocate(fd, at, end - at)
+                self._advise(at, end - at, _POPULATE_READ)
+            at = end
+            yield
 
     def make_huge(self) -> Iterator[float]:
         """Turn its pages into huge ones, one by one, as far as the kernel can: yields the seconds each took.

@@ -12,7 +12,7 @@
 the process.
 
 Both keep a staged image unchanged while it is written, and neither waits unless asked. Use them in one thread, except
-`reserve` and `read_back`. A forked child must not use them. Standard library only."""
+`reserving` and `read_back`. A forked child must not use them. Standard library only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ import subprocess
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -59,8 +59,9 @@ class Tier(Protocol):
     def regroup(self, rank: int, world: int, generation: int) -> None:
         """This worker goes on as this rank of another generation: what is staged from now on belongs to that."""
 
-    def reserve(self, size_bytes: int) -> None:
-        """Take memory, so that no `stage` has to."""
+    def reserving(self, size_bytes: int) -> Iterator[int]:
+        """Take memory piece by piece, so that no `stage` has to; for any threads in turn. Yields how many states have
+        room; the one that is staged next is the first."""
 
     def stage(self, step: int, size_bytes: int, *, wait: bool) -> memoryview | None:
         """Memory for an image; None when all is being written and `wait` is false."""
@@ -119,7 +120,7 @@ class SaverClient:
         self._newest_step = -1
         """The newest step that was held when this life began."""
         self._reserving = threading.Lock()
-        """Held by a thread that takes memory in the background, and during `close`."""
+        """Held by a thread that takes a piece of memory, and during `close`."""
         self._closing = threading.Event()
         self._making_huge: threading.Thread | None = None
         self._sock: socket.socket | None = None
@@ -142,10 +143,14 @@ class SaverClient:
         if self._sock is not None:
             self._say_hello(self._sock)
 
-    def reserve(self, size_bytes: int) -> None:
-        with self._reserving:
-            if not self._closing.is_set():
-                self.slots.reserve(size_bytes)
+    def reserving(self, size_bytes: int) -> Iterator[int]:
+        pieces = self.slots.reserving(size_bytes)
+        while True:
+            with self._reserving:
+                ready = None if self._closing.is_set() else next(pieces, None)
+            if ready is None:
+                return
+            yield ready
 
     def stage(self, step: int, size_bytes: int, *, wait: bool = False) -> memoryview | None:
         memory = self.slots.stage(step, size_bytes)
@@ -160,7 +165,7 @@ class SaverClient:
     def commit(self, request: SaveRequest | None) -> None:
         """See Tier. None: it is not written if this process dies."""
         self._committed = self.slots.commit(request)
-        if self._making_huge is None:
+        if self._making_huge is None and self.slots.has_room:
             # By a thread of ordinary priority, which a low-priority thread could not start: a thread that touches a
             # page waits for it.
             self._making_huge = threading.Thread(
@@ -395,7 +400,11 @@ class InProcessStaging:
     def regroup(self, rank: int, world: int, generation: int) -> None:
         """A request names its rank; nothing else here does."""
 
-    def reserve(self, size_bytes: int) -> None:
+    def reserving(self, size_bytes: int) -> Iterator[int]:
+        self._reserve(size_bytes)
+        yield 1
+
+    def _reserve(self, size_bytes: int) -> None:
         if self._memory is None or len(self._memory) < size_bytes:
             self._memory = mmap.mmap(-1, size_bytes)
 
@@ -403,7 +412,7 @@ class InProcessStaging:
         if self.busy and not wait:
             return None
         self._join()
-        self.reserve(size_bytes)
+        self._reserve(size_bytes)
         self._size_bytes = size_bytes
         assert self._memory is not None
         return memoryview(self._memory)[:size_bytes]

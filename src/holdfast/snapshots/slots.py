@@ -1,22 +1,20 @@
 """Two slots per local rank in /dev/shm: the newest states of a worker, which outlive it and cost one memory copy.
 
     slots = Slots(place)
-    slots.reserve(size_bytes)                      # once: memory is taken and mapped, or SnapshotMemoryError
+    for _ in slots.reserving(size_bytes): ...      # once: memory is taken and mapped, or SnapshotMemoryError
     memory = slots.stage(step, size_bytes)         # None: the saver still writes both slots out
     ...copy into memory...
     slot = slots.commit()                          # from here on a restarted worker finds it
 
 A slot is a file: a header of HEADER_BYTES, then the bytes of the rank's snapshot file (layout.py). Its memory is taken
-with posix_fallocate, so a full /dev/shm is an error when it is reserved and never a SIGBUS later, mapped once with its
-pages present, and used again and again.
+at once, so a full /dev/shm is an error then and never a SIGBUS later, mapped with its pages present, and used again.
 
 **A slot is valid** if its commit word is set. The word is zeroed before the first byte of a slot changes, and set to
-the slot's sequence number after the last one. So the death of a process cannot make a torn slot look whole, and a
-machine that stops loses its memory anyway. The commit word does not detect writes after `commit()`: a copy from a GPU
-that was not waited for, or a stray write of another part of the program. Against those the header carries a CRC of
-itself and one of a sample: SAMPLES places at equal distances and the body's last bytes. Damage to a hundredth of the
-body is always found. Smaller damage is found by the digests of the snapshot on disk, when the saver has written the
-slot. A checksum of all bytes would make a save several times as slow.
+the slot's sequence number after the last one. So the death of a process cannot make a torn slot look whole. The commit
+word does not detect writes after `commit()`: a copy from a GPU that was not waited for, or a stray write. Against those
+the header carries a CRC of itself and one of a sample: SAMPLES places at equal distances and the body's last bytes.
+Damage to a hundredth of the body is always found, smaller damage by the digests of the snapshot on disk. A checksum of
+all bytes would make a save several times as slow.
 
 **Locks.** A process that stages a slot holds an exclusive lock (flock) on its file, one that writes it out a shared
 lock. The lock travels with a descriptor through the saver's socket, so there is no gap during the handover, and the
@@ -41,12 +39,11 @@ import shutil
 import sys
 import threading
 import zlib
-from collections.abc import Iterable, Mapping
-from math import inf
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from holdfast.linux import group_folders, group_room_bytes
+from holdfast.linux import check_memory
 from holdfast.protocol.errors import SnapshotMemoryError
 from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.memory_folder import MappedFile, Mappings
@@ -105,7 +102,7 @@ class Slots:
     """The two slots of one local rank. Use it in one thread; a forked child must not use it."""
 
     def __init__(self, folder: Path, owner: SlotOwner) -> None:
-        """`folder`: the shared-memory folder. Nothing is made before the first `reserve` or `stage`."""
+        """`folder`: the shared-memory folder. Nothing is made before the first `reserving` or `stage`."""
         self._folder = folder
         self._owner = owner
         self._files = [_File(slot_path(folder, owner.local_rank, index)) for index in range(COUNT)]
@@ -113,26 +110,51 @@ class Slots:
         self._staging: _Staging | None = None
         self._claim = -1
         """Holds this process's lock, once it has staged."""
+        self._unfinished: dict[int, tuple[int, int]] = {}
+        """Files that grow until all have room: size and sequence number before."""
 
     def regroup(self, rank: int, world: int, generation: int) -> None:
         """This worker goes on as this rank of another generation."""
         self._owner = self._owner._replace(rank=rank, world=world, generation=generation)
 
-    def reserve(self, size_bytes: int) -> None:
-        """Take and map memory for two slots of this size, so that no `stage` has to.
+    def reserving(self, size_bytes: int) -> Iterator[int]:
+        """Take and map memory for two slots of this size, so that no `stage` has to; piece by piece, by any threads in
+        turn. Yields how many slots have room; the one that is staged next is the first. SnapshotMemoryError when there
+        is too little memory; `close` gives back what nobody has staged into."""
+        with self._errors(size_bytes):
+            need_bytes = sum(file.missing_bytes(size_bytes) for file in self._files)
+            check_memory(need_bytes)
+            if need_bytes > _free_bytes(self._folder) > 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        for ready, index in enumerate(self._oldest_first()):
+            file = self._files[index]
+            if file.room_bytes < size_bytes and (held := self._lock(index)) is not None:
+                try:
+                    self._unfinished[index] = os.fstat(held).st_size, file.sequence
+                    with self._errors(size_bytes):
+                        for _ in file.growing(size_bytes):
+                            yield ready
+                finally:
+                    os.close(held)
+            yield ready + 1
+        self._unfinished.clear()
 
-        Takes several times as long as a copy. Raises SnapshotMemoryError when there is too little memory; existing
-        slots are unchanged then, and no memory is taken.
-        """
-        with contextlib.ExitStack() as failing:
-            for index, file in enumerate(self._files):
-                if file.room_bytes < size_bytes and (held := self._lock(index)) is not None:
-                    try:
-                        failing.callback(file.shrink, os.fstat(held).st_size)
-                        self._grow(file, size_bytes)
-                    finally:
-                        os.close(held)
-            failing.pop_all()
+    def _give_back(self) -> None:
+        for index, (before_bytes, sequence) in self._unfinished.items():
+            file = self._files[index]
+            unused = file.sequence == sequence and (self._staging is None or self._staging.number != index)
+            if unused and (held := self._lock(index)) is not None:
+                file.shrink(before_bytes)
+                os.close(held)
+        self._unfinished.clear()
+
+    @property
+    def has_room(self) -> bool:
+        return all(file.mapped is not None for file in self._files)
+
+    def _oldest_first(self) -> list[int]:
+        """A slot that was never committed is older than any."""
+        return sorted(range(COUNT), key=lambda each: self._files[each].sequence)
 
     def make_huge(self, stop: threading.Event) -> None:
         """Put the slots into huge pages gradually, in a separate thread, until `stop` is set."""
@@ -152,8 +174,7 @@ class Slots:
         cannot.
         """
         self.abandon()
-        # The older one first; a slot that was never committed is older than any.
-        older, newer = sorted(range(COUNT), key=lambda each: self._files[each].sequence)
+        older, newer = self._oldest_first()
         number, held = older, self._lock(older)
         if held is None and self._files[older].sequence:
             number, held = newer, self._lock(newer)
@@ -161,7 +182,9 @@ class Slots:
             return None
         file = self._files[number]
         try:
-            self._grow(file, size_bytes)
+            with self._errors(size_bytes):
+                for _ in file.growing(size_bytes):
+                    pass
         except SnapshotMemoryError:
             os.close(held)
             raise
@@ -223,6 +246,7 @@ class Slots:
     def close(self) -> None:
         """Release files and memory; removes nothing."""
         self.abandon()
+        self._give_back()
         for file in self._files:
             file.close()
         if self._claim >= 0:
@@ -247,9 +271,10 @@ class Slots:
             return None
         return fd
 
-    def _grow(self, file: _File, size_bytes: int) -> None:
+    @contextlib.contextmanager
+    def _errors(self, size_bytes: int) -> Iterator[None]:
         try:
-            file.grow(size_bytes)
+            yield
         except OSError as error:
             free_bytes = _free_bytes(self._folder)
             raise SnapshotMemoryError(
@@ -279,25 +304,31 @@ class _File:
         self.sequence = 0 if slot is None else slot.sequence
         """The sequence number of its committed bytes; 0: none."""
 
-    def grow(self, size_bytes: int) -> None:
-        """Make room, with every page present. Raises OSError; the file is unchanged then."""
+    def missing_bytes(self, size_bytes: int) -> int:
+        """How much the file has to grow."""
+        return max(0, _whole_bytes(size_bytes) - (os.stat(self.path).st_size if self.path.exists() else 0))
+
+    def growing(self, size_bytes: int) -> Iterator[None]:
+        """Make room, with every page present, piece by piece. Raises OSError; the file is unchanged then."""
         if self.room_bytes >= size_bytes and self.room_bytes:
             return
-        whole_bytes = -(-(HEADER_BYTES + max(1, size_bytes)) // mmap.PAGESIZE) * mmap.PAGESIZE
         fd = _open_for_writing(self.path)
         try:
             before_bytes = os.fstat(fd).st_size
-            whole_bytes = max(whole_bytes, before_bytes)
+            whole_bytes = max(_whole_bytes(size_bytes), before_bytes)
             try:
-                _check_memory(whole_bytes - before_bytes)
-                os.posix_fallocate(fd, 0, whole_bytes)
+                check_memory(whole_bytes - before_bytes)
+                if before_bytes:
+                    os.posix_fallocate(fd, 0, before_bytes)  # who died while it grew has left holes
+                os.ftruncate(fd, whole_bytes)
                 mapped = MappedFile(fd, whole_bytes, writable=True)
-            except OSError:
+                yield from mapped.populate(before_bytes)
+                yield from mapped.take(fd, before_bytes)
+            except BaseException:  # also where nobody waits for the rest
                 os.ftruncate(fd, before_bytes)
                 raise
         finally:
             os.close(fd)
-        mapped.populate()
         self.close()
         self.mapped = mapped
         self.memory = mapped.memory
@@ -317,6 +348,10 @@ class _File:
         self.memory = memoryview(b"")
         self.words = memoryview(b"").cast("Q")
         self.room_bytes = 0
+
+
+def _whole_bytes(size_bytes: int) -> int:
+    return -(-(HEADER_BYTES + max(1, size_bytes)) // mmap.PAGESIZE) * mmap.PAGESIZE
 
 
 def lend(folder: Path, slot: Slot) -> int:
@@ -457,20 +492,6 @@ def sample(data: memoryview) -> int:
     for start in range(0, len(data), max(SAMPLE_BYTES, -(-len(data) // SAMPLES))):
         crc = zlib.crc32(data[start : start + SAMPLE_BYTES], crc)
     return crc
-
-
-def _check_memory(more_bytes: int) -> None:
-    """A tmpfs may be larger than the free memory: taking that would wake the kernel's OOM killer. Raises OSError."""
-    if more_bytes > min(_available_bytes(), *map(group_room_bytes, group_folders())):
-        raise OSError(errno.ENOMEM, "too little memory is available")
-
-
-def _available_bytes() -> float:
-    with contextlib.suppress(OSError), open("/proc/meminfo", "rb") as file:
-        found = re.search(rb"MemAvailable: +(\d+) kB", file.read())
-        if found is not None:
-            return int(found[1]) * 1024
-    return inf
 
 
 def _free_bytes(folder: Path) -> int:

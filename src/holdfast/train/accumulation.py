@@ -5,11 +5,18 @@ Knows DDP, FSDP2 and plain modules, and a loader's share of its batch (batch.Sha
 The gradient of an optimizer step is the mean over all its samples, on all ranks, whatever the number of ranks and
 micro-batches. In a loop over a loader of ours each micro-batch weighs what it holds, and a step ends with the epoch.
 With a number and any other loader each weighs the same, and the count goes on over the epoch's end.
+
+**Memory.** With a loader that shrinks, a rank that runs out of memory must not leave the others waiting in an exchange
+of gradients that it never joins. So no micro-batch of such a step exchanges anything. After the last one all ranks say
+whether they had memory enough; then either all exchange their gradients, or all drop them and the loader hands out the
+step again in smaller micro-batches. The price: the exchange does not overlap with the backward pass.
 """
 
 from __future__ import annotations
 
 import contextlib
+import traceback
+import warnings
 import weakref
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +28,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.protocol.errors import ProcessGroupError
-from holdfast.train.data import Ahead, HasShare, Share, in_hand
+from holdfast.train.boundary import Buffers
+from holdfast.train.data import Ahead, HasShare, Share, Shrinks, in_hand
 from holdfast.train.guards import watch
 
 
@@ -67,6 +75,7 @@ class _Accumulation:
         # Weakly: this object must not keep alive the model whose life it shares.
         self._ddp = [weakref.ref(each) for each in _outermost(plain, DistributedDataParallel)]
         self._fsdp = [weakref.ref(each) for each in _outermost(plain, FSDPModule)]
+        self._model = weakref.ref(plain)
         # A plain module on each rank has a loss of its own.
         self._world = dist.get_world_size(self._group()) if self._ddp or self._fsdp else 1
         self._sum: torch.Tensor | None = None
@@ -79,6 +88,7 @@ class _Accumulation:
         self._last_share: Share | None = None
         self._cut = False
         """The loop's body splits a batch into several micro-batches, so the loader's batches are not micro-batches."""
+        self._careful: _CarefulStep | None = None
 
     def next_of(self, loader: Ahead, every: int) -> tuple[int, int, float] | None:
         """Number, count and scale of the next micro-batch, when `every` batches of the loader make a step or, at the
@@ -117,17 +127,37 @@ class _Accumulation:
         return self._sum / self._weight if self._weight > 0 else self._sum
 
     @contextlib.contextmanager
-    def micro_batch(self, number: int, every: int, scale: float) -> Iterator[MicroBatch]:
+    def micro_batch(self, number: int, every: int, scale: float, loader: Shrinks | None = None) -> Iterator[MicroBatch]:
+        """`loader`: the step is repeated with smaller micro-batches if a rank runs out of memory."""
         if number == 0:
             self._sum, self._weight, self._exchange = None, 0.0, None
+            self._careful = None if loader is None else self._be_careful()
+        careful = self._careful
         self._weight += scale
         micro = MicroBatch(self, number, every, scale)
-        with self._synced(exchange=micro.last):
+        attempt = careful.attempt(loader) if careful and loader else contextlib.nullcontext()
+        with attempt, self._synced(exchange=micro.last and careful is None):
             yield micro
+        if careful is not None and loader is not None and micro.last and not careful.complete(loader):
+            micro.last, self.done, self._sum = False, 0, None
+            return
         self.done = 0 if micro.last else number + 1
         if micro.last and self._world > 1 and self._sum is not None:
             # Every rank comes here once per step, so this meets no other collective; it runs beside the optimizer.
             self._exchange = dist.all_reduce(self._sum, group=self._group(), async_op=True)
+
+    def _be_careful(self) -> _CarefulStep:
+        if self._fsdp:
+            raise ProcessGroupError(
+                "shrink_on_oom=True works with DDP and plain modules: with FSDP2 the other ranks wait in each layer\n"
+                "for the rank that has run out of memory."
+            )
+        if self._careful is None:
+            model = self._model()
+            assert model is not None  # it is in use
+            return _CarefulStep(model, list(_alive(self._ddp)), self._group() if self._ddp else None)
+        self._careful.begin()
+        return self._careful
 
     @contextlib.contextmanager
     def _synced(self, *, exchange: bool) -> Iterator[None]:
@@ -140,6 +170,105 @@ class _Accumulation:
                 _set_fsdp(module, exchange=exchange)
                 stack.callback(_set_fsdp, module, exchange=True)
             yield
+
+
+BUCKET_BYTES = 25 << 20
+"""Gradients that are exchanged at once, as in DDP."""
+
+
+class _CarefulStep:
+    """An optimizer step in which no rank exchanges anything before all have done their backward passes."""
+
+    def __init__(self, model: nn.Module, wrappers: list[DistributedDataParallel], group: Any) -> None:
+        """`group`: None for a plain module, which exchanges nothing."""
+        self._group = group
+        self._wrappers = [weakref.ref(each) for each in wrappers]
+        ignored = {id(each) for wrapper in wrappers for each in _ignored(wrapper)}
+        self._parameters = [each for each in model.parameters() if each.requires_grad and id(each) not in ignored]
+        self._buffers = Buffers([model])
+        self._failed = False
+        self.begin()
+
+    def begin(self) -> None:
+        """The step's first micro-batch comes."""
+        self._failed = False
+        self._buffers.keep()
+        for wrapper in _alive(self._wrappers):
+            wrapper.require_forward_param_sync = False  # it would wait for the others in the forward pass
+
+    @contextlib.contextmanager
+    def attempt(self, loader: Shrinks) -> Iterator[None]:
+        """Note that memory was too short for a micro-batch, unless there are no smaller ones."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if loader.batch_size == 1:
+                raise
+            self._failed = True
+            traceback.clear_frames(error.__traceback__)  # they hold what the forward pass has kept
+            self._drop_gradients()
+            if torch.cuda.is_initialized():
+                torch.cuda.empty_cache()
+
+    def complete(self, loader: Shrinks) -> bool:
+        """All ranks, after their last micro-batch: exchange the gradients. False: the step is to be repeated."""
+        short, used = self._agree()
+        if not short:
+            if self._group is not None:
+                self._exchange([each for each, there in zip(self._parameters, used, strict=True) if there])
+            return True
+        self._drop_gradients()
+        self._buffers.restore()
+        before = loader.batch_size
+        loader.shrink()
+        if self._group is None or dist.get_rank(self._group) == 0:
+            warnings.warn(
+                f"holdfast: rank {short - 1} ran out of memory with {before} samples at once: this optimizer step is "
+                f"repeated with {loader.batch_size}, and so are the next ones (shrink_on_oom=True)",
+                RuntimeWarning,
+                stacklevel=6,
+            )
+        return False
+
+    def _drop_gradients(self) -> None:
+        for each in self._parameters:
+            each.grad = None
+
+    def _agree(self) -> tuple[int, list[bool]]:
+        """One more than a rank that had too little memory, 0: none; and which parameters have a gradient anywhere."""
+        rank = 0 if self._group is None else dist.get_rank(self._group)
+        said = torch.tensor([(rank + 1) * self._failed, *(each.grad is not None for each in self._parameters)])
+        if self._group is not None:
+            said = said.to(self._parameters[0].device)
+            dist.all_reduce(said, dist.ReduceOp.MAX, group=self._group)
+        short, *used = said.tolist()
+        return short, [bool(each) for each in used]
+
+    def _exchange(self, parameters: list[nn.Parameter]) -> None:
+        """The mean over the ranks, in place."""
+        world = dist.get_world_size(self._group)
+        buckets: dict[Any, list[list[torch.Tensor]]] = {}
+        for each in reversed(parameters):
+            if each.grad is None:
+                each.grad = torch.zeros_like(each)
+            full = buckets.setdefault((each.grad.dtype, each.grad.device), [[]])
+            if sum(gradient.nbytes for gradient in full[-1]) >= BUCKET_BYTES:
+                full.append([])
+            full[-1].append(each.grad)
+        for bucket in (each for full in buckets.values() for each in full):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).mul_(1 / world)
+            dist.all_reduce(flat, group=self._group)
+            parts = flat.split([gradient.numel() for gradient in bucket])
+            torch._foreach_copy_(bucket, [part.view_as(each) for part, each in zip(parts, bucket, strict=True)])
+        for wrapper in _alive(self._wrappers):
+            buffers = [each.detach() for each in wrapper.module.buffers()] if wrapper.broadcast_buffers else []
+            if buffers:
+                dist._broadcast_coalesced(self._group, buffers, BUCKET_BYTES, 0)
+
+
+def _ignored(wrapper: DistributedDataParallel) -> list[nn.Parameter]:
+    names = wrapper.parameters_to_ignore
+    return [each for name, each in wrapper.module.named_parameters() if name in names]
 
 
 def _alive(references: list[weakref.ref[Any]]) -> Iterator[Any]:
@@ -184,13 +313,14 @@ def accumulate(model: nn.Module, every: int | HasShare | None = None) -> Iterato
     if accumulation is None:
         accumulation = _accumulations[model] = _Accumulation(model)
     watch(model)
-    number, every, scale = _place(accumulation, every)
-    with accumulation.micro_batch(number, every, scale) as micro:
+    with accumulation.micro_batch(*_place(accumulation, every)) as micro:
         yield micro
 
 
-def _place(accumulation: _Accumulation, every: int | HasShare | None) -> tuple[int, int, float]:
-    """Number, count and loss factor of the next micro-batch."""
+def _place(
+    accumulation: _Accumulation, every: int | HasShare | None
+) -> tuple[int, int, float] | tuple[int, int, float, Shrinks | None]:
+    """Number, count and loss factor of the next micro-batch, and the loader if it shrinks."""
     loader = in_hand()
     if every is None:
         every = 1 if loader is None or loader.share is None else loader
@@ -213,7 +343,8 @@ def _place(accumulation: _Accumulation, every: int | HasShare | None) -> tuple[i
         raise ProcessGroupError(
             "accumulate(model, loader) belongs into the loop over that loader: it has no batch yet."
         )
-    return share.micro, share.every, share.scale
+    shrinks: Any = every if getattr(every, "shrinks_on_oom", False) else None
+    return share.micro, share.every, share.scale, shrinks
 
 
 def forget_pending() -> None:

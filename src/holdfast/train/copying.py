@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import threading
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
@@ -32,7 +31,6 @@ THREADS_MAX = 16
 
 PAGES_BYTES = 512 << 10
 """Copied at once: an access to the last of these pages waits for all of them."""
-NICENESS = 19
 _NO_OVERLAP, _OVERLAP = 0, 1
 """Results of torch's own overlap check; it returns 2 where it cannot tell."""
 _SHARED = "a tensor whose items share memory (expanded?) cannot hold what was saved: give the model a copy, .clone()"
@@ -74,12 +72,6 @@ class PrivateMapping:
         if _libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(size_bytes), _POPULATE_WRITE) != 0:
             number = ctypes.get_errno()
             raise SnapshotMemoryError(f"no memory to take over the state: {os.strerror(number)}")
-
-
-def step_back() -> None:
-    """Run this thread only when training leaves a core free. torch's threads synchronize at every operation: one that
-    loses its core to us delays all of them."""
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def can_settle() -> bool:

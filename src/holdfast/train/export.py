@@ -96,7 +96,9 @@ FORMATS: dict[str, Callable[[Snapshot, Path], None]] = {
 def export(folder: Path, to: Path, kind: str, step: int | None = None) -> Snapshot:
     """Write the newest snapshot, or that of this step, whole or not at all; return it. Raises SnapshotError,
     FileExistsError, OSError."""
-    committed = folders.survey(folder).committed
+    survey = folders.survey(folder)
+    committed = [*survey.committed, *(() if step is None else survey.suspects)]
+    committed.sort(key=lambda each: each.key)
     found = [each for each in committed if step is None or each.step == step]
     if not found:
         raise NoValidSnapshotError(f"{folder} has no valid snapshot" + ("" if step is None else f" of step {step}"))

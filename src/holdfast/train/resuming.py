@@ -1,8 +1,9 @@
 """Resuming: all ranks agree on the newest state that every one of them can load, and load it.
 
 Memory first, when it is at least as new as the disk and every rank finds all that it needs on its own node. Otherwise
-the newest snapshot on the disk whose bytes are all valid; damaged ones are renamed and reported. Rank 0 decides, the
-others follow (agreement.py); a failure of one rank is reported to all, so that no rank waits for it.
+the newest snapshot on the disk whose bytes are all valid; damaged ones are renamed and reported, suspect ones are left
+out (quarantine.py). Rank 0 decides, the others follow (agreement.py); a failure of one rank is reported to all, so that
+no rank waits for it.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from holdfast.snapshots.layout import FolderKind, Key, parse_name
 from holdfast.snapshots.saver_client import Tier
 from holdfast.snapshots.slots import Slot
 from holdfast.train.agreement import Peers
+from holdfast.train.quarantine import Judged, Patience, end_without_progress, judged
 from holdfast.train.reading import FilePart, ReadPlan, Saved, open_files, parts_of_slot
 from holdfast.train.state import Restored, Tracker
 from holdfast.train.tracked import Choice, Compared, Fit, Targets, together
@@ -53,7 +55,7 @@ class Resumed:
     world_then: int
     """Ranks of the job that saved it."""
     skipped: tuple[str, ...] = ()
-    """Newer snapshots that were found damaged, and why."""
+    """Newer snapshots that were found damaged or are suspect, and why."""
     notes: tuple[str, ...] = ()
     """What was not restored as it was saved, because `strict=False` or `optional=` allowed it."""
 
@@ -72,18 +74,30 @@ class Resumer:
     peers: Peers
     tier: Tier
     fresh_ok: bool
+    patience: Patience
     choice: Choice = field(default_factory=Choice)
+    life: str = ""
+    """A random word, the same on all ranks: notes of this life carry it."""
+    origin: Key | None = None
+    """What was loaded; a state in memory has the number of the attempt as which the saver would write it."""
     adopted: Saved | None = None
     """Of a state in memory: its `settling` has to be done before anybody stages a new one."""
     skipped: list[str] = field(default_factory=list)
     _misfit: StateMismatchError | None = None
     """Of a state in memory."""
+    _judged: Judged | None = None
+    """Rank 0's."""
+    _suspects: list[tuple[int, str]] = field(default_factory=list)
+    """Steps, and why."""
 
     def run(self) -> Resumed | None:
-        """None: there is nothing to go on from. All ranks return the same, or all raise."""
+        """None: there is nothing to go on from. All ranks return the same, or all raise. SystemExit for want of
+        progress."""
         resumed = self._from_memory() or self._from_disk()
         if resumed is None and self._misfit is not None:
             raise self._misfit  # a beginning from zero would lose that state
+        if self._judged is not None:
+            self._judged.begin(self.path, self.life, self.origin)
         for note in resumed.notes if resumed is not None and self.peers.rank == 0 else ():
             warnings.warn(f"holdfast: {note}", RuntimeWarning, stacklevel=4)
         return resumed
@@ -96,23 +110,40 @@ class Resumer:
             assert each.request is not None
             held.setdefault((each.step, each.request.attempt, each.request.save), []).append(each)
         said = self.peers.gather(sorted(held))
-        chosen = self.peers.tell(self._choose(said, held) if said else None)
-        for offer in ((each[0], each[1], each[2]) for each in chosen):
+        word = self.peers.tell(self._first_word(said, held) if said else None)
+        if word["over"]:
+            end_without_progress(word["over"])
+        self.life, self._suspects = word["life"], [(step, why) for step, why in word["suspects"]]
+        for offer in ((each[0], each[1], each[2]) for each in word["offers"]):
             resumed = self._from_slots(offer[0], held[offer])
             if resumed is not None:
+                self.origin = Key(offer[0], offer[1])
                 return resumed
         return None
 
-    def _choose(self, said: list[list[list[int]]], held: dict[Inventory, list[Slot]]) -> list[Inventory]:
-        """Rank 0: what every rank has something of, newest first, and is not older than the disk."""
-        common = set.intersection(*({(each[0], each[1], each[2]) for each in offers} for offers in said))
-        if not common:
-            return []
+    def _first_word(self, said: list[list[list[int]]], held: dict[Inventory, list[Slot]]) -> dict[str, Any]:
+        """Rank 0: what is suspect, and which states in memory to try."""
+        word: dict[str, Any] = {"over": "", "life": os.urandom(8).hex(), "suspects": [], "offers": []}
+        offers = [{(each[0], each[1], each[2]) for each in theirs} for theirs in said]
         try:
-            on_disk = folders.survey(self.path).newest_valid
+            self._judged = judged(self.path, self.patience, (Key(each[0], each[1]) for each in set().union(*offers)))
+            found = folders.survey(self.path)
         except SnapshotError:
-            return []  # the disk is looked at next, and says it then
-        newest_step = -1 if on_disk is None else on_disk.step
+            return word  # the disk is looked at next, and says it then
+        suspects = self._judged.suspects
+        word |= {
+            "over": self._judged.over,
+            "suspects": [(key.step, f"{key.name} is suspect: {why}") for key, why in suspects.items()],
+        }
+        return {**word, "offers": self._choose(set.intersection(*offers), held, found)}
+
+    def _choose(self, common: set[Inventory], held: dict[Inventory, list[Slot]], found: Survey) -> list[Inventory]:
+        """Rank 0: what every rank has something of, newest first, and is not suspect or older than the disk."""
+        assert self._judged is not None
+        good = {each for each in common if not self._judged.is_suspect(each[0], each[1])}
+        if good or found.committed or found.suspects:
+            common = good  # else a suspect state is better than none
+        newest_step = -1 if found.newest_valid is None else found.newest_valid.step
 
         def age(offer: Inventory) -> tuple[int, int]:
             return offer[0], max(each.sequence for each in held[offer])
@@ -187,6 +218,7 @@ class Resumer:
                 resumed, damage = self._from_folder(word["step"], path)
             if resumed is not None:
                 self._clear()
+                self.origin = Key(word["step"], word["attempt"])
                 return resumed
             self.skipped.append(f"{path.name}: {damage}")
             if self.peers.rank == 0:
@@ -202,8 +234,10 @@ class Resumer:
                     self.skipped.append(f"{problem.path.name}: {problem.error}")
                     passed.add(problem.key)
                     folders.quarantine(problem.path, str(problem.error))
-            left = tuple(each for each in found.committed if each.key not in passed)
-            chosen = folders.choose(replace(found, committed=left), fresh_ok=self.fresh_ok)
+            left = [
+                tuple(each for each in some if each.key not in passed) for some in (found.committed, found.suspects)
+            ]
+            chosen = folders.choose(replace(found, committed=left[0], suspects=left[1]), fresh_ok=self.fresh_ok)
         except HoldfastError as error:
             return {"error": error if self.peers.world == 1 else str(error)}
         if chosen is None:
@@ -287,7 +321,8 @@ class Resumer:
         for name in sorted(refused):
             self.tracker.put_back(name, restored)
         notes = (*fit.notes, *(f"{name} is not restored: {why}" for name, why in sorted(refused.items())))
-        return Resumed(step, source, restored.world_then, tuple(self.skipped), notes)
+        skipped = (*self.skipped, *(why for then, why in self._suspects if then >= step))
+        return Resumed(step, source, restored.world_then, skipped, notes)
 
     def _together(self, work: Callable[[], _T]) -> tuple[_T, str]:
         """All ranks do it. Returns its result and no text, or a text when the snapshot is at fault; else all raise."""

@@ -10,7 +10,7 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,6 @@ from holdfast.snapshots.lease import FolderLease
 from holdfast.snapshots.saver_client import InProcessStaging, Tier, warn_of_disk
 from holdfast.train import sharding
 from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper, node_key
-from holdfast.train.copying import step_back
 from holdfast.train.reading import Saved
 from holdfast.train.sharding import TEXT, Layout, Places
 from holdfast.train.state import Collected, Tracker
@@ -32,6 +31,12 @@ from holdfast.train.state import Collected, Tracker
 TEXT_ROOM = 1.25
 """The text's entry is this much larger than the text, whose length changes from save to save."""
 TEXT_BLOCK_BYTES = 4096
+
+
+ALL_STATES = 2
+"""States that a tier has room for."""
+PAUSE = 3.0
+"""Pause until the next piece of memory is taken in the background, in multiples of the time for one."""
 
 
 @dataclass(frozen=True)
@@ -80,11 +85,12 @@ class Saving:
         self._saves = 0
         """Since this life began; equal on all ranks."""
         self._layout: Layout | None = None
+        self._staged = 0
+        """States, since the layout was planned."""
         self._signature: tuple[Any, ...] = ()
         self._places: dict[int, Places] = {}
         """By address of the memory."""
-        self._reserving: threading.Thread | None = None
-        self._too_small: SnapshotMemoryError | None = None
+        self._reservation: MemoryReservation | None = None
         self._to_settle: deque[Callable[[], None]] = deque()
         self._settling: threading.Thread | None = None
         self._unsettled: SnapshotMemoryError | None = None
@@ -272,18 +278,18 @@ class Saving:
         room = layout.file.spans[TEXT]
         if len(collected.text) > room.stop - room.start:
             return "unplanned"
-        self._await_reserved()
+        self._await_reserved(self._staged + 1)
         try:
             memory = self.tier.stage(self._tracker.state.step, layout.size_bytes, wait=wait)
         except SnapshotMemoryError as error:  # the saver had this slot when room was taken: it is a previous worker's
-            self._too_small = error
-            self._await_reserved()
+            self._use_disk_alone(error)
             memory = self.tier.stage(self._tracker.state.step, layout.size_bytes, wait=wait)
         if memory is None:
             return "no room"  # both slots are being written: the next one will do
         if not fill(memory, layout, self._places_in(memory, layout), collected):
             return "unplanned"
         self.tier.commit(self._request(self._rescue, metrics))
+        self._staged += 1
         return "staged"
 
     def _places_in(self, memory: memoryview, layout: Layout) -> Places:
@@ -326,27 +332,66 @@ class Saving:
         self._places.clear()
         self._layout = _plan(self._peers, f"{node_key()}:{self.tier.place}", collected)
         self._signature = collected.signature()
-        self._reserving = threading.Thread(
-            target=self._reserve, args=(self._layout.size_bytes,), name="holdfast-reserve"
-        )
-        self._reserving.start()
+        self._staged = 0
+        self._reservation = MemoryReservation(self.tier.reserving(self._layout.size_bytes))
 
-    def _reserve(self, size_bytes: int) -> None:
-        step_back()
-        try:
-            self.tier.reserve(size_bytes)
-        except SnapshotMemoryError as error:
-            self._too_small = error
+    def _await_reserved(self, states: int = ALL_STATES) -> None:
+        """Until so many states have room."""
+        if self._reservation is None:
+            return
+        error = self._reservation.finish(states)
+        if error is not None or states >= ALL_STATES:
+            self._reservation = None
+        if error is not None:
+            self._use_disk_alone(error)
 
-    def _await_reserved(self) -> None:
-        if self._reserving is not None:
-            self._reserving.join()
-            self._reserving = None
-        if self._too_small is not None:
-            warn_of_disk(self._too_small)
-            self._too_small = None
-            self.tier.close(ahead=False)
-            self.tier = InProcessStaging()
+    def _use_disk_alone(self, error: SnapshotMemoryError) -> None:
+        warn_of_disk(error)
+        self.tier.close(ahead=False)
+        self.tier = InProcessStaging()
+
+
+class MemoryReservation:
+    """Memory that is taken in the background, a piece now and then. Who cannot wait for it takes the rest at once.
+
+    Not by a thread of low priority: on a busy machine that may not run for seconds, and who needs the memory waits."""
+
+    def __init__(self, pieces: Iterator[int]) -> None:
+        """`pieces`: of `Tier.reserving`."""
+        self._pieces = pieces
+        self._turn = threading.Lock()
+        self._wanted = threading.Event()
+        self._ready = 0
+        self._error: SnapshotMemoryError | None = None
+        self._thread = threading.Thread(target=self._in_background, name="holdfast-reserve")
+        self._thread.start()
+
+    def _in_background(self) -> None:
+        began_s = time.monotonic()
+        while self._take(ALL_STATES):
+            if self._wanted.wait(PAUSE * (time.monotonic() - began_s)):
+                return
+            began_s = time.monotonic()
+
+    def _take(self, states: int) -> bool:
+        """One more piece. False: so many states have room, or never will."""
+        with self._turn:
+            if self._ready >= states or self._error is not None:
+                return False
+            try:
+                self._ready = next(self._pieces, ALL_STATES)
+            except SnapshotMemoryError as error:
+                self._error = error
+            return True
+
+    def finish(self, states: int) -> SnapshotMemoryError | None:
+        """Until so many states have room; or the error."""
+        if states >= ALL_STATES:
+            self._wanted.set()
+            self._thread.join()
+        while self._take(states):
+            pass
+        return self._error
 
 
 class Pruner:

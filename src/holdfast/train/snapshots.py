@@ -6,10 +6,9 @@
     ...
         snaps.step(loss=loss)
 
-A save costs the training one copy of this rank's part into a slot, and a message to rank 0 over the store
-while it has no other work: the plan is made once, and the saver writes to the disk
-(snapshots/saver_client.py). Only the main thread talks to other ranks, and only in these methods, which every rank
-calls equally often.
+A save costs the training one copy of this rank's part into a slot, and a message to rank 0 over the store while it has
+no other work: the plan is made once, and the saver writes to the disk (snapshots/saver_client.py). Only the main thread
+talks to other ranks, and only in these methods, which every rank calls equally often.
 
 Knows when, what and where to save; state.py, sharding.py, save.py and resuming.py know how.
 """
@@ -44,6 +43,7 @@ from holdfast.snapshots.memory_folder import SAVER_VARIABLE
 from holdfast.snapshots.saver_client import Tier, open_tier
 from holdfast.train.agreement import Peers, Schedule, Steps, Timekeeper, seconds
 from holdfast.train.guards import same_loss
+from holdfast.train.quarantine import OwnLife, Patience
 from holdfast.train.reading import Saved
 from holdfast.train.resuming import Resumed, Resumer
 from holdfast.train.save import Pruner, Saving
@@ -68,6 +68,9 @@ class Snapshots:
     fresh_ok      whether resume() may return None where the folder has only unfinished or damaged snapshots
     failures_max  saves to the disk that fail in a row until all ranks raise; fewer are a warning of rank 0's
     exit_on_stop  leave with exit code 0 when the launcher asks to stop and all is saved; False: `stopping` says it
+    suspect_within  a failure that repeats, or a loss that is not finite, so many steps after resume() makes the
+                  snapshot suspect; None: the interval of snapshots; 0: never
+    no_progress_after  so many restarts may fail before the job's best step; then it ends with exit code 93; None: any
 
     Raises IntervalError, RetentionError. Usable as a context manager; otherwise closed when the process ends."""
 
@@ -81,6 +84,8 @@ class Snapshots:
         fresh_ok: bool = False,
         failures_max: int = 5,
         exit_on_stop: bool = True,
+        suspect_within: int | None = None,
+        no_progress_after: int | None = 3,
     ) -> None:
         self.path = Path(os.path.abspath(folder))
         self.stopping = False
@@ -93,6 +98,9 @@ class Snapshots:
             raise RetentionError(f"keep={keep!r}: write ht.Keep(last=3), or None for all")
         timed = None if every is None or isinstance(every, Steps) else seconds(every)
         self._schedule = Schedule(every if isinstance(every, Steps) else timed, memory_every)
+        interval = memory_every or (every.count if isinstance(every, Steps) else None)
+        self._patience = Patience.of(suspect_within, interval, no_progress_after)
+        self._life: OwnLife | None = None
         self._clock = Timekeeper(timed)
         self._keep = keep
         self._fresh_ok = fresh_ok
@@ -118,12 +126,9 @@ class Snapshots:
         self._lease: leases.FolderLease | None = None
         self._pruner: Pruner | None = None
         self._closed = False
-        self._process = 0
-        """Whose these are, once they are open."""
-        self._until_first_step: list[Any] = []
-        """Hooks of the optimizers."""
-        self._survivor: Survivor | None = None
-        """While the training function runs in `ht.survive`."""
+        self._process = 0  # whose these are, once they are open
+        self._until_first_step: list[Any] = []  # hooks of the optimizers
+        self._survivor: Survivor | None = None  # while the training function runs in `ht.survive`
 
     @property
     def state(self) -> TrainState:
@@ -181,11 +186,10 @@ class Snapshots:
         only      restore these objects alone (fine-tuning), and step, epoch and random numbers. The next save
                   is whole: a restart with the same `only` restores all of it
         optional  objects that keep their initial state, with a warning, where the snapshot lacks them or they do not
-        fit:
-                  an average of the weights that was added later, the loader of a dataset that has grown
+                  fit: an average of the weights that was added later, the loader of a dataset that has grown
 
         Raises NoValidSnapshotError when there is only debris (unless `fresh_ok`), StateMismatchError when what is
-        tracked does not fit what was saved.
+        tracked does not fit what was saved. Ends the process with exit code 93 for want of progress.
         """
         choice = Choice.of(strict, only, optional)
         if self._closed:
@@ -199,8 +203,9 @@ class Snapshots:
                 return self._resume_from_survivors()
         with self._closed_by_failure():
             peers, tier = self._open()
-            resumer = Resumer(self.path, self._tracker, peers, tier, self._fresh_ok, choice)
+            resumer = Resumer(self.path, self._tracker, peers, tier, self._fresh_ok, self._patience, choice)
             resumed = resumer.run()
+        self._life = OwnLife(self.path, resumer.life, resumer.origin, self._patience, self._keep)
         if choice.only is not None:
             self._tracker.chosen = tuple(sorted(choice.only))
         tier.forget(self.state.step if resumed else -1)
@@ -313,10 +318,9 @@ class Snapshots:
         return self._saving
 
     def _may_begin_anew(self) -> bool:
-        """Beside good snapshots a new beginning would be lost: the next resume() takes them, and retention its
-        steps."""
+        """Beside good snapshots it would be lost: the next resume() takes them, and retention its steps."""
         found = folders.survey(self.path)
-        return found.fresh or (self._fresh_ok and found.newest_valid is None)
+        return found.fresh or (self._fresh_ok and not found.committed and not found.suspects)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -341,6 +345,8 @@ class Snapshots:
         if not self._optimized and self._tracker.optimizers:
             return
         self._optimized = False
+        if self._life is not None:
+            self._life.step(self.state.step, metrics)
         while self._until_first_step:  # not by the hook itself: torch is iterating over its hooks then
             self._until_first_step.pop().remove()
         if self._survivor is not None:
@@ -461,10 +467,12 @@ class Snapshots:
                 raise SnapshotWriteError(f"the newest state is not on the disk: {self._unsaved}")
         tier.check()
 
-    def _abandon(self) -> None:
-        """After an exception: wait for nothing, and have the saver write what memory is ahead."""
+    def _abandon(self, error: BaseException | None = None) -> None:
+        """After an error: wait for nothing, and have the saver write what memory is ahead."""
         if self._is_child_s:
             return
+        if self._life is not None and error is not None:
+            self._life.failed(error, self.state.step)
         self._closed = True
         atexit.unregister(self._at_exit)
         if self._current_tier is not None:
@@ -473,9 +481,9 @@ class Snapshots:
             self._lease.release()
 
     def _at_exit(self) -> None:
-        # The interpreter shows what ended the program before it comes here.
-        if getattr(sys, "last_value", None) is not None:
-            self._abandon()
+        """The interpreter has shown what ended the program."""
+        if (error := getattr(sys, "last_value", None)) is not None:
+            self._abandon(error)
         else:
             self.close()
 
@@ -488,4 +496,4 @@ class Snapshots:
         if error is None or (isinstance(error, SystemExit) and not error.code):
             self.close()
         else:
-            self._abandon()
+            self._abandon(error)

@@ -110,6 +110,21 @@ class HasShare(Protocol):
         """Micro-batches per optimizer step."""
 
 
+class Shrinks(HasShare, Protocol):
+    """A loader that can take fewer samples at once."""
+
+    @property
+    def shrinks_on_oom(self) -> bool:
+        """Whether it is to do so where memory is short."""
+
+    @property
+    def batch_size(self) -> int:
+        """Samples of the largest batch that this rank gets at once; equal on all ranks."""
+
+    def shrink(self) -> None:
+        """Halve that, and hand out the optimizer step in hand again. All ranks call it in the same step."""
+
+
 class Ahead(HasShare, Protocol):
     """What `ht.accumulate` needs in addition to combine several optimizer steps of a loader into one."""
 

@@ -39,6 +39,8 @@ from holdfast.train.data import (
 from holdfast.train.data.shards import ShardedDataset, ShardOrder, ShardReader, shard_order_name, shard_sizes
 
 _WORD = (1 << 64) - 1
+SHRUNK = "batch_size"
+"""In a loader's state: samples of a rank at once, after memory was short."""
 
 
 class BatchKey(NamedTuple):
@@ -147,6 +149,8 @@ class DataLoader:
     seed               of the order and the augmentations (0, or that of `generator`); has to be equal on all ranks
     seed_samples       seed `random`, numpy and torch for each sample from (seed, epoch, index) while it is read
     rank, world        where they are not the process group's: the rank among the data-parallel groups
+    shrink_on_oom      where a rank runs out of memory within `ht.accumulate`, all ranks repeat that optimizer step with
+                       half as many samples at once, and go on so; needs `global_batch_size`
     resumable          whether a `for` that was left by `break` is continued by the next one. None: if the loader's
                        position is kept, by `Snapshots.track` or by a call of `state_dict()`. False: each `for`
                        begins an epoch, and so does a restart; for validation data that are tracked
@@ -178,6 +182,7 @@ class DataLoader:
         rank: int | None = None,
         world: int | None = None,
         resumable: bool | None = None,
+        shrink_on_oom: bool = False,
         sampler: Any = None,
         batch_sampler: Any = None,
     ) -> None:
@@ -188,8 +193,13 @@ class DataLoader:
         self._follows_group = rank is None
         tail = _tail(tail, drop_last=drop_last)
         self._kept = global_batch_size is not None
+        if shrink_on_oom and not self._kept:
+            raise DataError("shrink_on_oom=True needs global_batch_size=: optimizer steps have to stay what they are.")
+        self._shrinks, self._shrunk = shrink_on_oom, 0
+        self._again = False
+        """The optimizer step in hand is to be handed out again."""
         self._plan_for = _planner(batch_size, every, global_batch_size, tail)
-        self.plan = self._plan_for(self.world)
+        self.plan = self._plan(self.world)
         if seed is None:
             seed = 0 if generator is None else generator.initial_seed()
         seed = operator.index(seed)
@@ -231,14 +241,9 @@ class DataLoader:
         self._share = None
         if not position.begin():
             return
-        epoch, cursor, length = position.epoch, position.cursor, position.length
-        self._generator.manual_seed(sample_seed(position.seed, epoch, cursor))
-        fetched = self._batches.begin(epoch, self._order_of(epoch), self.plan.deal(self.rank, cursor, length))
         outside = in_hand()
         try:
-            for batch in self._torch:
-                self._share = fetched.popleft()
-                position.hand_out(self._share.cursor)
+            for batch in self._rest():
                 set_in_hand(self)
                 yield batch
                 if this_pass != self._passes:
@@ -248,6 +253,22 @@ class DataLoader:
             if in_hand() is self:
                 set_in_hand(outside)
         position.finish()
+
+    def _rest(self) -> Iterator[Any]:
+        """The batches that are left of the epoch; after `shrink` those from its optimizer step on, smaller."""
+        position, epoch = self._position, self._position.epoch
+        order, self._again = self._order_of(epoch), True
+        while self._again:
+            self._again = False
+            self._generator.manual_seed(sample_seed(position.seed, epoch, position.cursor))
+            shares = self.plan.deal(self.rank, position.cursor, position.length)
+            fetched = self._batches.begin(epoch, order, shares)
+            for batch in self._torch:
+                self._share = fetched.popleft()
+                position.hand_out(self._share.cursor)
+                yield batch
+                if self._again:
+                    break
 
     def __len__(self) -> int:
         """Batches of a whole epoch for this rank, the same number on every rank."""
@@ -290,6 +311,25 @@ class DataLoader:
         return self.plan.size
 
     @property
+    def shrinks_on_oom(self) -> bool:
+        """Whether `ht.accumulate` is to call `shrink` where memory is short."""
+        return self._shrinks
+
+    def shrink(self) -> None:
+        """Take half as many samples at once from here on, and hand out the optimizer step in hand again, from its first
+        sample. All ranks call it in the same step."""
+        self._shrunk = -(-self.batch_size // 2)
+        self.plan = self._plan(self.world)
+        self._position.give_up()
+        self._again = True
+
+    def _plan(self, world: int) -> GlobalBatch:
+        plan = self._plan_for(world)
+        if self._shrunk and self._shrunk < plan.batch_size:
+            return GlobalBatch.kept(plan.size, world, self._shrunk, plan.tail)
+        return plan
+
+    @property
     def num_workers(self) -> int:
         workers: int = self._torch.num_workers
         return workers
@@ -315,13 +355,13 @@ class DataLoader:
         if not self._follows_group:
             raise DataError("The loader has a rank= and world= of its own: it cannot follow the process group.")
         self.rank, self.world = place(rank, world)
-        self.plan = self._plan_for(world)
+        self.plan = self._plan(world)
         self.load_state_dict(self.position())
 
     def position(self) -> dict[str, Any]:
         """As `state_dict()`, without the batch in the loop's body, which counts as not trained."""
         self._position.give_up()
-        return self._position.state_dict()
+        return self._whole(self._position.state_dict())
 
     def keep_position(self) -> None:
         """The position is saved: a `for` that is left early is continued by the next one, unless `resumable=False`."""
@@ -344,15 +384,22 @@ class DataLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """(seed, epoch, cursor, length) and the order's name, equal on all ranks; it fits any world and any
-        num_workers."""
+        num_workers. After `shrink` also how many samples a rank takes at once."""
         self.keep_position()
-        state = self._position.state_dict()
+        state = self._whole(self._position.state_dict())
         return state if self._resumable else {**state, "cursor": 0}
+
+    def _whole(self, state: dict[str, Any]) -> dict[str, Any]:
+        return {**state, SHRUNK: self._shrunk} if self._shrunk else state
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on there. Raises DataStateError when the state belongs to another dataset, seed or order."""
         self.keep_position()
         self._position.load_state_dict(state)
+        shrunk = state.get(SHRUNK, 0)
+        if self._shrinks and type(shrunk) is int:
+            self._shrunk = max(shrunk, 0)
+            self.plan = self._plan(self.world)
         self._passes += 1
         self._share = None
 

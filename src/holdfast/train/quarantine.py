@@ -1,0 +1,175 @@
+"""Snapshots from which training does not go on well are left out of the next resume; a job that does not get on ends.
+
+`judged` is rank 0's, at each resume; `OwnLife` is every rank's, from its resume on. What they leave for the next life,
+and how it is judged: snapshots/lives.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import sys
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from holdfast.protocol.errors import EXIT_NO_PROGRESS, IntervalError, NotFiniteError, SnapshotError
+from holdfast.snapshots import folder as folders
+from holdfast.snapshots import lives
+from holdfast.snapshots.changes import Keep
+from holdfast.snapshots.layout import Key
+from holdfast.snapshots.lives import JobHistory, LifeFailure
+from holdfast.text import plural
+
+PREVIOUS_END = "HOLDFAST_PREVIOUS_END"
+"""In a worker's environment: how the workers before it ended (`coordinator.ending.previous_end`)."""
+WITHIN_STEPS = 20
+"""The window after a resume where the interval of snapshots is a time."""
+NOT_FINITE_STEPS = 3
+"""So many losses in a row that are not finite are no scaler that looks for its scale."""
+
+
+@dataclass(frozen=True)
+class Patience:
+    """The limits of `Snapshots`."""
+
+    within_steps: int
+    """A failure in so many steps after a resume makes the snapshot suspect; 0: never."""
+    restarts: int
+    """So many restarts may fail to come further; 0: any number."""
+
+    @classmethod
+    def of(cls, within_steps: int | None, interval: int | None, restarts: int | None) -> Patience:
+        """From the arguments of `Snapshots`; `interval`: steps between its snapshots. IntervalError."""
+        for name, number in (("suspect_within", within_steps), ("no_progress_after", restarts)):
+            if number is not None and (type(number) is not int or number < 0):
+                raise IntervalError(f"{name}={number!r}: a number from 0 on")
+        return cls(interval or WITHIN_STEPS if within_steps is None else within_steps, restarts or 0)
+
+
+@dataclass(frozen=True)
+class Judged:
+    """What rank 0 knows of the lives until now."""
+
+    history: JobHistory
+    suspects: dict[Key, str]
+    """The marks, with their reasons."""
+    over: str = ""
+    """Why the job ends here."""
+
+    def is_suspect(self, step: int, attempt: int) -> bool:
+        return Key(step, attempt) in self.suspects
+
+    def begin(self, folder: Path, life: str, origin: Key | None) -> None:
+        """Another life goes on from there. A disk that takes no note ends no training."""
+        try:
+            replace(self.history, life=life, origin=origin, ended=False).save(folder)
+        except SnapshotError as error:
+            _warn(f"the history of this job was not written: {error}")
+        lives.forget_failure(folder)
+
+
+def judged(folder: Path, patience: Patience, in_memory: Iterable[Key]) -> Judged:
+    """Judge the life that has ended, and mark what is suspect. `in_memory`: of all ranks. SnapshotError."""
+    found, before, held = folders.survey(folder), JobHistory.load(folder), set(in_memory)
+    failure = _failure(folder, before.life)
+    reached = max((key.step for key in (*found.keys, *held)), default=0)
+    new = lives.suspects_of(before, failure, patience.within_steps, found, held)
+    after = before.after(failure, reached, found.keys, found_suspect=bool(new))
+    gone = found.marks - {*found.keys, *held, *new}
+    marks = {*found.marks, *new} - gone
+    try:
+        lives.unmark(folder, gone)
+        if new and failure is not None:
+            why = f"training failed at step {failure.step} after it had gone on from step {new[0].step}: {failure.text}"
+            lives.mark(folder, new, why)
+            _warn(f"{', '.join(key.name for key in new)}: suspect, and left out: {why}")
+    except SnapshotError as error:
+        _warn(f"suspect snapshots were not marked: {error}")
+        marks = set(found.marks)
+    suspects = {key: lives.why_marked(folder, key) for key in sorted(marks)}
+    return _without_progress(folder, Judged(after, suspects), patience, failure)
+
+
+def _failure(folder: Path, life: str) -> LifeFailure | None:
+    """How the newest life failed: the launcher knows it best; without its word what a rank noted."""
+    noted = lives.noted_failure(folder)
+    if noted is not None and noted.life != life:
+        noted = None
+    told = os.environ.get(PREVIOUS_END, "")
+    if not told:
+        return noted
+    failure = LifeFailure.of_launcher(told)
+    if failure is not None and failure.step == 0:
+        return noted
+    return failure
+
+
+def _without_progress(folder: Path, found: Judged, patience: Patience, failure: LifeFailure | None) -> Judged:
+    history = found.history
+    if not patience.restarts or history.stalled < patience.restarts:
+        return found
+    if history.ended and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") == "0":
+        return replace(
+            found, history=replace(history, stalled=0, floor=None)
+        )  # started again, after the cause was removed
+    with contextlib.suppress(SnapshotError):
+        replace(history, ended=True).save(folder)
+    lives.forget_failure(folder)
+    text = f"no progress: {plural(history.stalled, 'restart')} did not come past step {history.best}"
+    last = f"; the last failure: {failure.text}" if failure is not None and failure.text else ""
+    return replace(found, over=f"{text}{last}")
+
+
+@dataclass
+class OwnLife:
+    """One rank's life, from its resume to its end."""
+
+    folder: Path
+    word: str
+    """All ranks have the same; empty: this rank does not know it."""
+    origin: Key | None
+    patience: Patience
+    keep: Keep | None
+    _in_row: int = 0
+
+    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
+        """An optimizer step is complete. NotFiniteError: the state that was loaded is poisoned."""
+        if self.origin is None or not metrics or step > self.origin.step + self.patience.within_steps:
+            return
+        best = self.keep.best[0] if self.keep is not None and self.keep.best is not None else ""
+        watched = [value for name, value in metrics.items() if name == best or "loss" in name.lower()]
+        self._in_row = self._in_row + 1 if watched and not all(map(_is_finite, watched)) else 0
+        if self._in_row >= NOT_FINITE_STEPS:
+            raise NotFiniteError(
+                f"the loss is not finite in steps {step - self._in_row + 1} to {step}, after the state of step "
+                f"{self.origin.step} was loaded\nThat snapshot is suspect; the next start goes on from an older one."
+            )
+
+    def failed(self, error: BaseException, step: int) -> None:
+        """This rank ends with this error."""
+        text = lives.text_of(error)
+        if self.word and text:
+            lives.note_failure(self.folder, LifeFailure(text, step, self.word))
+
+
+def end_without_progress(text: str) -> NoReturn:
+    """Every rank ends, with an exit code that asks the scheduler not to requeue the job."""
+    sys.stderr.write(f"holdfast: HF253: {text}\n")
+    raise SystemExit(EXIT_NO_PROGRESS)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value.detach() if isinstance(value, torch.Tensor) else value)
+    except (TypeError, ValueError, RuntimeError, OverflowError):
+        return True  # no number
+
+
+def _warn(text: str) -> None:
+    warnings.warn(f"holdfast: {text}", RuntimeWarning, stacklevel=3)
