@@ -75,7 +75,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
         """The member in this process."""
         self._witnesses: dict[int, Seat] = {}
         self._came: set[str] = set()
-        """Agents that joined and have taken part in a generation before."""
+        """Agents that joined and have taken part in that generation."""
         self._presumed_dead = succession.closed
         self._reseat = False
         """The members have changed, and perhaps the voters should."""
@@ -285,7 +285,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
             self._local_name = member.name
         if self._founds:
             self._charters.take_term(join.term + 1)
-        if join.last_generation:
+        if join.last_generation == self._floor:
             self._came.add(member.node.agent)
         super()._observe_previous_leader(now, member, join)
 

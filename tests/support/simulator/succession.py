@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
+from math import inf
 from typing import Any
 
 from msgspec import structs
@@ -242,7 +243,7 @@ class SuccessionCluster(SimCluster):
         self.coordinators += 1
         machine = self.replicated(node, succession)
         coordinator = SimReplicated(self, agent, self.coordinators, machine)
-        self.jobs.leads(coordinator.number, founds=succession.charter is None)
+        self.jobs.leads(coordinator.number, succession.charter)
         self.log(coordinator.who, f"begins: term {succession.term}, {succession.silent_s:.3f} s, {succession.closed}")
         self.coordinator = coordinator
         return coordinator
@@ -283,9 +284,13 @@ class SuccessionCluster(SimCluster):
             self.agenda.after(LOOK_S, self._look)
 
     def living(self, charter: Charter) -> dict[str, str]:
-        """Hosts of the voters that have a charter, by name. A voter without one cannot know that its job goes on."""
+        """Hosts of the voters that know of the job and have not given it up, by name."""
+        patient_s = self.clock.now - self.limits.elect_s
         living = [(host, process.voter.machine) for host, process in self.processes.items() if host not in self.frozen]
-        names = {voter.name: host for host, voter in living if voter.charter is not None}
+        lost_s = {voter.name: inf if voter.stage is vote.Stage.FOLLOWING else voter._lost_s for _, voter in living}
+        names = {
+            voter.name: host for host, voter in living if voter.charter is not None and lost_s[voter.name] > patient_s
+        }
         return {seat.name: names[seat.name] for seat in charter.seats if seat.name in names}
 
     def _together(self, charter: Charter) -> set[str]:
@@ -561,9 +566,8 @@ class ElectingAgent(DrawnAgent):
             self.handle(ev.DialFailed(error.code, error.exit_code, "nobody leads there", final=False))
 
     def _ignores(self, process: Process) -> bool:
-        founded = process.coordinator.machine.founded
-        name = process.voter.machine.name
-        return bool(self.voter.machine.ignores(self.world.clock.now, name, founded=founded))
+        leader, name = process.coordinator.machine, process.voter.machine.name
+        return bool(self.voter.machine.ignores(self.world.clock.now, name, leader.term, founded=leader.founded))
 
     def _link_to(self, coordinator: SimReplicated) -> None:
         self._attempt += 1
@@ -635,10 +639,12 @@ class SimReplicated(SimCoordinator):
     def _handled(self) -> None:
         super()._handled()
         machine = self.machine
+        self.cluster.jobs.wrote(self.number, machine.charter)
         if machine.charter is not self._committed and machine.charter.voters and machine._charters.counts:
             self._committed = machine.charter
             living = self.cluster.living(self.cluster.jobs.newest or machine.charter)
-            self.cluster.jobs.committed(self.number, machine.term, machine.charter, living)
+            agents = [name for name, host in living.items() if host in self.cluster.hosts]
+            self.cluster.jobs.committed(self.number, machine.term, machine.charter, living if agents else ())
 
     def _do(self, command: cstate.Command) -> None:
         match command:
