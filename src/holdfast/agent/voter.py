@@ -236,11 +236,11 @@ class Voter:
             case PolledCame(name, poll, polled):
                 if polled.voter != name:  # its process has ended, and another one listens there
                     self._gone.add(name)
-                self._on_answer(name, poll, polled if polled.voter == name else None)
+                self._on_answer(now, name, poll, polled if polled.voter == name else None)
             case PollFailed(name, poll, gone):
                 if gone:
                     self._gone.add(name)
-                self._on_answer(name, poll, None)
+                self._on_answer(now, name, poll, None)
             case HeardOf(term, address, port):
                 self._on_heard_of(now, Where(address, port, term))
             case Tick():
@@ -320,7 +320,8 @@ class Voter:
         silent_s, closed = max(0.0, now - self._bound_s), self._closed
         if granted and poll.final:
             self._vote(now, poll)
-        self._out.append(AnswerPoll(ticket, Polled(self.term, granted, silent_s, closed, self.name, follows)))
+        charter = self.charter if not follows and poll.held < self.held else None
+        self._out.append(AnswerPoll(ticket, Polled(self.term, granted, silent_s, closed, self.name, follows, charter)))
 
     def _would_vote(self, poll: Poll) -> bool:
         if self.stage in (Stage.FOLLOWING, Stage.LEADING) or poll.held < self.held:
@@ -351,12 +352,17 @@ class Voter:
         self._enter(stage)
         self._out += [AskVote(seat, self._poll) for seat in charter.seats if seat.name != self.name]
 
-    def _on_answer(self, name: str, poll: Poll, polled: Polled | None) -> None:
+    def _on_answer(self, now: float, name: str, poll: Poll, polled: Polled | None) -> None:
         if polled is not None and not polled.granted:
             self._next_term = max(self._next_term, polled.term + 1)
         self._follow_terms[name] = 0 if polled is None else polled.follows
         if poll == self._poll:
             self._answers[name] = polled
+        if polled is not None and polled.charter is not None and polled.charter.position > self.held:
+            self.charter = polled.charter
+            if self._poll is not None:
+                self._fail(now)
+                self._stand_at_s = now
 
     def _count(self, now: float) -> None:
         """Whether the votes decide."""

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
-from math import inf
 from typing import Any
 
 from msgspec import structs
@@ -283,13 +282,16 @@ class SuccessionCluster(SimCluster):
         if self.agents or self.clock.now <= self.last_fault_s:
             self.agenda.after(LOOK_S, self._look)
 
-    def living(self, charter: Charter) -> dict[str, str]:
-        """Hosts of the voters that know of the job and have not given it up, by name."""
+    def living(self, charter: Charter, but: int = 0) -> dict[str, str]:
+        """Hosts of the voters that know of the job and have not given it up, by name. `but`: for a coordinator of this
+        term."""
         patient_s = self.clock.now - self.limits.elect_s
-        living = [(host, process.voter.machine) for host, process in self.processes.items() if host not in self.frozen]
-        lost_s = {voter.name: inf if voter.stage is vote.Stage.FOLLOWING else voter._lost_s for _, voter in living}
+        awake = [(host, process.voter.machine) for host, process in self.processes.items() if host not in self.frozen]
         names = {
-            voter.name: host for host, voter in living if voter.charter is not None and lost_s[voter.name] > patient_s
+            voter.name: host
+            for host, voter in awake
+            if voter.charter is not None
+            and (voter._lost_s > patient_s or (voter.stage is vote.Stage.FOLLOWING and voter._followed != but))
         }
         return {seat.name: names[seat.name] for seat in charter.seats if seat.name in names}
 
@@ -642,7 +644,7 @@ class SimReplicated(SimCoordinator):
         self.cluster.jobs.wrote(self.number, machine.charter)
         if machine.charter is not self._committed and machine.charter.voters and machine._charters.counts:
             self._committed = machine.charter
-            living = self.cluster.living(self.cluster.jobs.newest or machine.charter)
+            living = self.cluster.living(self.cluster.jobs.newest or machine.charter, machine.term)
             agents = [name for name, host in living.items() if host in self.cluster.hosts]
             self.cluster.jobs.committed(self.number, machine.term, machine.charter, living if agents else ())
 
