@@ -11,6 +11,7 @@ vote in a term, it confirms no coordinator of an earlier one.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import Enum
 
 from msgspec import Struct
@@ -370,13 +371,17 @@ class Voter:
         assert charter is not None
         votes = {name: answer for name, answer in self._answers.items() if answer is not None and answer.granted}
         possible = [seat.name for seat in charter.seats if seat.name in votes or seat.name not in self._answers]
-        if charter.carried_by([self.name, *votes]):
+        if self._elected_by([self.name, *votes]):
             if self.stage is Stage.ASKING:
                 self._ask(now, Stage.STANDING)
             else:
                 self._win(now, list(votes.values()))
-        elif now >= self._asked_s + self.limits.poll_s or not charter.carried_by([self.name, *possible]):
+        elif now >= self._asked_s + self.limits.poll_s or not self._elected_by([self.name, *possible]):
             self._fail(now)
+
+    def _elected_by(self, names: Collection[str]) -> bool:
+        """Of all voters: one that has ended may have been the only one with the newest charter, so it counts, too."""
+        return self.charter is not None and self.charter.carried_by(names)
 
     def _win(self, now: float, votes: list[Polled]) -> None:
         own, charter = self._seat(), self.charter

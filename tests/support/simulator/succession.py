@@ -66,6 +66,9 @@ class Weather:
 class SuccessionCluster(SimCluster):
     """Nodes `n0` … and witnesses `w0` …; the endpoint is on n0, others may be listed after it."""
 
+    voter_class = vote.Voter
+    coordinator_class = ReplicatedCoordinator
+
     def __init__(
         self,
         seed: int,
@@ -248,11 +251,11 @@ class SuccessionCluster(SimCluster):
         return coordinator
 
     def replicated(self, node: NodeSpec, succession: Succession) -> ReplicatedCoordinator:
-        now = self.clock.now
-        return ReplicatedCoordinator(self.job, self.limits, simple_judge, now, node, succession, examine=simple_examine)
+        judge, now = simple_judge, self.clock.now
+        return self.coordinator_class(self.job, self.limits, judge, now, node, succession, examine=simple_examine)
 
     def new_voter(self, name: str, *, stands: bool) -> vote.Voter:
-        return vote.Voter(name, self.limits, self.clock.now, stands=stands)
+        return self.voter_class(name, self.limits, self.clock.now, stands=stands)
 
     def leader_host(self) -> str:
         return self.coordinator.host if self.coordinator is not None else self.hosts[0]
