@@ -36,6 +36,7 @@ COMMANDS = {
     "env": "describe this machine and its software, to paste into an issue",
     "completion": "print a completion script for bash, zsh, fish or tcsh",
     "shim": "write a torchrun command that calls holdfast run, for tools that call torchrun by its name",
+    "witness": "vote for jobs whose coordinator is lost: two nodes and a witness survive the loss of one",
     "snaps": "list, verify, prune or export the snapshots of a training job; no job needed",
 }
 """Sub-commands and what they do. Each is `main(argv) -> int` of the module of its name, unless SHARED has it."""

@@ -83,6 +83,7 @@ def commands() -> list[Command]:
         status,
         submit,
         submit_k8s,
+        witness,
     )
     from holdfast.diagnosis.reference import everything
 
@@ -108,6 +109,7 @@ def commands() -> list[Command]:
         "env": doctor.env_parser(),
         "report": report.parser(),
         "token": shim.token_parser(),
+        "witness": witness.parser(),
     }
     found += [Command(name, "", words_of_parser(parser)) for name, parser in others.items()]
     by_name = {command.name: command for command in found}

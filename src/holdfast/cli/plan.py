@@ -15,6 +15,7 @@ from signal import Signals
 from typing import TYPE_CHECKING
 
 from holdfast.cli.grammar import FROM_FLAG
+from holdfast.cli.rendezvous import survives
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import CommandKind, worker_environment
 from holdfast.runtime.run_folder import safe_name
@@ -86,6 +87,7 @@ def render(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str]) -
         *([("slurm", slurm)] if (slurm := slurm_text(parsed)) else []),
         ("rendezvous", rendezvous_text(options)),
         ("coordinator", coordinator_text(options)),
+        ("survives", survives(options)),
         ("token", "yes, agents prove that they know it" if options.token else "none"),
         ("workers here", workers_text(resolution)),
         ("threads", threads_text(resolution, environ)),
@@ -147,7 +149,8 @@ def coordinator_text(options: RunOptions) -> str:
         return "this agent, by is_host" if options.is_host else "another agent, by is_host"
     if options.etcd is not None or options.third_party is not None:
         return f"an agent elected through {options.job.backend}; another one if its node is lost"
-    return f"the agent on the machine that owns {options.endpoint.host}"
+    later = "; another one if its node is lost" if options.succession else ""
+    return f"the agent on the machine that owns {options.endpoint.host}{later}"
 
 
 def workers_text(resolution: Resolution) -> str:

@@ -11,6 +11,7 @@ import stat
 import uuid
 from typing import TYPE_CHECKING, NamedTuple
 
+from holdfast.protocol.charter import VOTERS_MAX, losses
 from holdfast.protocol.errors import EndpointError, NodesError, RendezvousConfigError
 from holdfast.protocol.options import Endpoint, EtcdOptions, ThirdPartyOptions
 from holdfast.protocol.policy import Grow, JobSpec, Limits, Survive
@@ -22,9 +23,11 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from holdfast.cli.grammar import Parsed
+    from holdfast.protocol.options import RunOptions
 
 STATIC_PORT = 29500
 LOOPBACK = "localhost"
+ENDPOINTS_MAX = 16
 
 
 class RendezvousOptions(NamedTuple):
@@ -39,6 +42,9 @@ class RendezvousOptions(NamedTuple):
     node_rank: int | None
     etcd: EtcdOptions | None = None
     third_party: ThirdPartyOptions | None = None
+    more_endpoints: tuple[Endpoint, ...] = ()
+    succession: bool = False
+    agent_port: int = 0
 
 
 def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, notices: list[str]) -> RendezvousOptions:
@@ -48,6 +54,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
     standalone = is_standalone(parsed, most)
     backend = "c10d" if standalone else parsed.values.rdzv_backend
     foreign = not is_built_in(backend)
+    more: tuple[Endpoint, ...] = ()
     if standalone:
         least, most = alone(parsed, least, most, notices)
         endpoint = Endpoint(host=LOOPBACK, port=0)
@@ -55,7 +62,8 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
         report_idle_master(parsed, backend, notices)
         endpoint = Endpoint(host="", port=0)
     else:
-        endpoint = meeting_point(parsed, backend, least, most, notices)
+        endpoint, *others = meeting_points(parsed, backend, least, most, notices)
+        more = tuple(others)
     job_id = run_id(parsed, standalone, most, notices)
     third_party = None
     try:
@@ -68,8 +76,12 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
         limits = rdzv_conf.limits_from_conf(known, conf, patience)
         is_host = None if standalone or backend != "c10d" else rdzv_conf.read_is_host(conf)
         etcd = etcd_options(backend, conf, endpoint)
+        succession = backend == "c10d" and most > 1 and rdzv_conf.read_succession(conf)
     except RendezvousConfigError as error:
         raise of_variable(parsed, error) from None
+    if more and not succession:
+        text = "a list of endpoints is of no use with --rdzv-conf succession=off; name one endpoint"
+        raise parsed.error("rdzv_endpoint", EndpointError, text)
     fixed = backend == "static"
     report_open_token(conf.get("token_file"), notices)
     token = read_token(conf.get("token_file"), environ)
@@ -97,7 +109,41 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
         node_rank=node_rank(parsed, standalone, fixed, most, notices),
         etcd=etcd,
         third_party=third_party,
+        more_endpoints=more,
+        succession=succession,
+        agent_port=agent_port(parsed, succession, notices),
     )
+
+
+def agent_port(parsed: Parsed, succession: bool, notices: list[str]) -> int:
+    port: int = parsed.values.agent_port
+    if not 0 <= port <= PORT_MAX:
+        raise parsed.error("agent_port", EndpointError, f"a port is a number from 0 to {PORT_MAX}")
+    if port and not succession:
+        notices.append(f"{parsed.said('agent_port')} without effect: no other agent connects to the agents of this job")
+        return 0
+    return port
+
+
+def survives(options: RunOptions) -> str:
+    """How many nodes this job may lose, and why, in words."""
+    job, others = options.job, options.more_endpoints
+    if job.max_nodes == 1:
+        return "the loss of no node: it has one"
+    if options.etcd is not None or options.third_party is not None:
+        return f"the loss of any node, the coordinator's too: another one is elected through {job.backend}"
+    if not options.succession:
+        why = "with static rendezvous the others wait for it" if job.fixed_ranks else "succession is off"
+        return f"the loss of any node but the coordinator's: {why}"
+    count = losses(min(job.max_nodes, VOTERS_MAX))
+    if count == 0:
+        listed = " or ".join(map(str, others))
+        if listed:
+            return f"the loss of 1 of 2 nodes, the coordinator's too, if a witness is at {listed}"
+        why = "two nodes have no majority without the other; a witness gives one (holdfast witness)"
+        return f"the loss of any node but the coordinator's: {why}"
+    text = f"the loss of {count} of {job.max_nodes} nodes at one time, the coordinator's too: a majority elects another"
+    return text if job.max_nodes - count >= job.min_nodes else f"{text}; it trains when {job.min_nodes} are here"
 
 
 def report_open_token(path: str | None, notices: list[str]) -> None:
@@ -203,8 +249,8 @@ def alone(parsed: Parsed, least: int, most: int, notices: list[str]) -> tuple[in
     return 1, 1
 
 
-def meeting_point(parsed: Parsed, backend: str, least: int, most: int, notices: list[str]) -> Endpoint:
-    """The coordinator's endpoint. Raises EndpointError."""
+def meeting_points(parsed: Parsed, backend: str, least: int, most: int, notices: list[str]) -> list[Endpoint]:
+    """The coordinator's endpoint, and further places where newcomers may ask. Raises EndpointError."""
     given = parsed.values
     static = backend == "static"
     from_master = static and not given.rdzv_endpoint
@@ -212,10 +258,10 @@ def meeting_point(parsed: Parsed, backend: str, least: int, most: int, notices: 
         endpoint = master_endpoint(parsed, most)
         if most > 1 and not parsed.given("master_addr"):
             notices.append(f"no --master-addr: the endpoint is {endpoint}, which only this machine can reach")
-        return endpoint
+        return [endpoint]
     report_idle_master(parsed, backend, notices)
     try:
-        endpoint = parse_endpoint(given.rdzv_endpoint, default_port(backend))
+        endpoint, *more = parse_endpoints(given.rdzv_endpoint, backend, most)
     except EndpointError as error:
         if parsed.by_variable("rdzv_endpoint") or parsed.by_file("rdzv_endpoint"):
             raise parsed.error("rdzv_endpoint", EndpointError, str(error)) from None
@@ -224,7 +270,31 @@ def meeting_point(parsed: Parsed, backend: str, least: int, most: int, notices: 
         notices.append(f"no --rdzv-endpoint: the endpoint is {endpoint}, which only this machine can reach")
     if endpoint.port == 0 and least > 1:
         raise parsed.error("rdzv_endpoint", EndpointError, "port 0 means any free port, which other nodes cannot know")
-    return endpoint
+    return [endpoint, *more]
+
+
+def parse_endpoints(text: str, backend: str, most: int) -> list[Endpoint]:
+    """One endpoint, or with c10d a list. Raises EndpointError."""
+    texts = text.split(",")
+    endpoints = [parse_endpoint(each, default_port(backend)) for each in texts] if all(texts) else []
+    if len(texts) == 1:
+        return endpoints or [parse_endpoint(text, default_port(backend))]
+    if backend != "c10d":
+        raise EndpointError(f"the endpoint {text!r} is a list, which only backend c10d has, not {backend}")
+    if most == 1:
+        raise EndpointError(f"the endpoint {text!r} is a list, but this job has one node; name one endpoint")
+    problem = ""
+    if not all(each.strip() for each in texts):
+        problem = "has an empty entry"
+    elif len(set(map(str, endpoints))) < len(endpoints):
+        problem = "names a place twice"
+    elif len(endpoints) > ENDPOINTS_MAX:
+        problem = f"has {len(endpoints)} entries; at most {ENDPOINTS_MAX} are useful"
+    elif any(not each.port for each in endpoints):
+        problem = "has an entry with port 0, any free port, which other nodes cannot know"
+    if problem:
+        raise EndpointError(f"the list of endpoints {text!r} {problem}")
+    return endpoints
 
 
 def report_idle_master(parsed: Parsed, backend: str, notices: list[str]) -> None:

@@ -129,6 +129,10 @@ def start(
         forget_secrets()
         for notice in options.notices if say_notices else ():
             print(f"holdfast: {notice}", file=sys.stderr)
+        if options.succession and say_notices:
+            from holdfast.cli.rendezvous import survives
+
+            print(f"holdfast: this job survives {survives(options)}", file=sys.stderr)
         from holdfast.runtime.inherited import provide_descriptors
         from holdfast.supervisor import worker_command
 

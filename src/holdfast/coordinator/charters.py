@@ -58,6 +58,8 @@ class Charters:
         self._links: dict[str, int] = {}
         """Links of agents and witnesses, voters or not, by name."""
         self._gone: set[str] = set()
+        self._uninformed: set[str] = set()
+        """Agents without a vote that do not know the present voters, one of which may be the next coordinator."""
         self._number = 0
         self._send_at_s = now
         if succession.charter is not None:  # its own term's first charter: it counts only with a majority for this term
@@ -108,6 +110,8 @@ class Charters:
         self.charter = structs.replace(changed, position=Position(self.term, self._next_number()))
         same = structs.replace(changed, voters=now_.voters, before=now_.before) == now_
         self.settled = self.settled and same
+        if (voters, before) != (now_.voters, now_.before):
+            self._uninformed.update(self._links)
         if not self.elects:  # until now nobody could take its place
             self._since_s = now
         self._seat()
@@ -126,7 +130,9 @@ class Charters:
             voter = self._voters[name]
             voter.link, voter.prove_at_s = link, inf
             voter.open.clear()
-            self._send_at_s = -inf
+        else:
+            self._uninformed.add(name)
+        self._send_at_s = -inf
 
     def unlinked(self, link: int, now: float) -> str | None:
         """Returns whose link it was."""
@@ -162,6 +168,9 @@ class Charters:
         if now >= self._send_at_s:
             self._send_at_s = now + self._limits.keep_interval_s
             out += [self._keep(now, voter) for voter in self._voters.values() if voter.link is not None]
+            for name in sorted(self._uninformed & (self._links.keys() - self._voters.keys())):
+                out.append(Tell(self._links[name], Keep(self.term, 0, self.charter)))
+            self._uninformed.clear()
         for voter in self._voters.values():
             if now >= voter.prove_at_s:
                 voter.prove_at_s = now + self._limits.prove_s
@@ -212,7 +221,10 @@ def voters_of(
         if (seat := _seat_of(member, members)) is not None:
             seats.setdefault(seat.name, seat)
     watching = tuple(witnesses)
-    chosen = (*list(seats.values())[: VOTERS_MAX - len(watching)], *watching)
+    agents = list(seats.values())[: VOTERS_MAX - len(watching)]
+    if len(agents) > 1 and (len(agents) + len(watching)) % 2 == 0:
+        agents.pop()  # an even number of voters survives no more losses than one voter less
+    chosen = (*agents, *watching)
     if own is None or len(chosen) < VOTERS_MIN:
         return () if own is None else (own,)
     return chosen

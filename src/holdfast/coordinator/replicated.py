@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from math import inf
 
-from holdfast.coordinator.charters import Charters, voters_of
+from holdfast.coordinator.charters import REVISION_OF_KEEP, Charters, voters_of
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.coordinator.coordinator_state import (
     Command,
@@ -280,7 +280,8 @@ class ReplicatedCoordinator(CoordinatorMachine):
 
     def _observe_previous_leader(self, now: float, member: Member, join: Join) -> None:
         self._reseat = True
-        self._charters.linked(member.node.agent, member.link)
+        if join.revision >= REVISION_OF_KEEP:
+            self._charters.linked(member.node.agent, member.link)
         if member.node.hosts_coordinator:
             self._local_name = member.name
         if self._founds:

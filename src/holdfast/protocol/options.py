@@ -138,6 +138,12 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     command: WorkerCommand
     logs: LogOptions
     endpoint: Endpoint
+    more_endpoints: tuple[Endpoint, ...] = ()
+    """Further entries of --rdzv-endpoint: places where a newcomer may ask, and witnesses."""
+    succession: bool = False
+    """The nodes elect a successor when the coordinator is lost, so every agent listens."""
+    agent_port: int = 0
+    """Where it listens; 0: any free port."""
     standalone: bool = False
     """One node that no other can join: it listens on loopback only."""
     is_host: bool | None = None
@@ -185,7 +191,9 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     @property
     def meeting_point(self) -> str:
         """--rdzv-endpoint in words."""
-        return self.third_party.endpoint or "(no endpoint)" if self.third_party is not None else str(self.endpoint)
+        if self.third_party is not None:
+            return self.third_party.endpoint or "(no endpoint)"
+        return ",".join(map(str, (self.endpoint, *self.more_endpoints)))
 
 
 def worker_environment(

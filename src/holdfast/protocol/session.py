@@ -93,6 +93,9 @@ class Accepted(Struct, frozen=True, array_like=True, tag="accepted"):
     address: str = ""
     """If `absent`: where it is, as far as this agent knows; empty: unknown."""
     port: int = 0
+    name: str = ""
+    """The identity of the agent or witness that answers (`charter.Seat.name`)."""
+    witness: bool = False
 
 
 T = TypeVar("T")
@@ -113,6 +116,8 @@ class Handshake:
         self.done = False
         self.error: HoldfastError | None = None
         self.seal: Seal | None = None
+        self.accepted = Accepted(PROTOCOL_VERSION)
+        """What the accepting side says of itself; valid once `done`."""
 
     def opening(self) -> list[bytes]:
         """Payloads to send before anything was received."""
@@ -169,7 +174,7 @@ class ClientHandshake(Handshake):
         if refusal is not None:
             raise RefusedError(refusal[1])
         if self.seal is not None:
-            _decode(_accepted_decoder, self.seal.open(payload))
+            self.accepted = _decode(_accepted_decoder, self.seal.open(payload))
             self.done = True
             return []
         answer = _decode(_answer_decoder, payload)
@@ -177,7 +182,7 @@ class ClientHandshake(Handshake):
             return self._answer_challenge(answer)
         if self._token is not None:
             raise RefusedError(_token_presence_text(name=self._name, has_token=True))
-        self.done = True
+        self.accepted, self.done = answer, True
         return []
 
     def _answer_challenge(self, challenge: Challenge) -> list[bytes]:
@@ -198,9 +203,17 @@ class ClientHandshake(Handshake):
 class ServerHandshake(Handshake):
     """The coordinator's side. After `done` it has the `hello`; the text of its `error` is safe for the log."""
 
-    def __init__(self, job: JobSpec, token: bytes | None, nonce: bytes) -> None:
+    def __init__(
+        self,
+        job: JobSpec | None,
+        token: bytes | None,
+        nonce: bytes,
+        answer: Callable[[Hello], Accepted] = lambda _: Accepted(PROTOCOL_VERSION),
+    ) -> None:
+        """`job` None: any job is welcome (a witness). `answer`: the state of this side when the peer is accepted."""
         super().__init__(token)
         self._job = job
+        self._answer = answer
         self._nonce = nonce
         self._said = b""
         self.hello: Hello | None = None
@@ -222,8 +235,7 @@ class ServerHandshake(Handshake):
         if contradiction is not None:
             return self._refuse(RefusedError(contradiction))
         if self._token is None:
-            self.done = True
-            return [_encoder.encode(Accepted(PROTOCOL_VERSION))]
+            return [self._accept(hello)]
         from holdfast.protocol.seal import prove, transcript  # hashing is loaded only for a token
 
         self._said = transcript(payload, self._nonce)
@@ -245,8 +257,11 @@ class ServerHandshake(Handshake):
         if contradiction is not None:
             return self._refuse(RefusedError(contradiction))
         self.seal = Seal(self._token, "coordinator", self._said)
-        self.done = True
-        return [self.seal.seal(_encoder.encode(Accepted(PROTOCOL_VERSION)))]
+        return [self.seal.seal(self._accept(self.hello))]
+
+    def _accept(self, hello: Hello) -> bytes:
+        self.accepted, self.done = self._answer(hello), True
+        return _encoder.encode(self.accepted)
 
     def _unproven(self, hello: Hello) -> str | None:
         """Why to refuse a peer that has not proved the token yet, without any value of the job; None: no reason."""
@@ -260,14 +275,8 @@ class ServerHandshake(Handshake):
         name = _shown(hello.host)
         if hello.version != PROTOCOL_VERSION:
             return _version_text(ours=PROTOCOL_VERSION, theirs=hello.version, name=name)
-        if hello.run_id != _portable(self._job.run_id):
-            return (
-                f"this endpoint serves the job with --rdzv-id {_shown(self._job.run_id)}, "
-                f"but {name} asks for {_shown(hello.run_id)}"
-            )
-        ours = fingerprint_of(self._job)
-        if hello.fingerprint != ours:
-            return f"the nodes were started differently: the coordinator with {ours}; {name} with {hello.fingerprint}"
+        if self._job is not None and (differs := _differs(self._job, hello, name)):
+            return differs
         if hello.has_token != (self._token is not None):
             return _token_presence_text(name=name, has_token=hello.has_token)
         return None
@@ -275,6 +284,19 @@ class ServerHandshake(Handshake):
     def _refuse(self, error: HoldfastError) -> list[bytes]:
         self.error = error
         return [write_refusal(error.code, str(error))]
+
+
+def _differs(job: JobSpec, hello: Hello, name: str) -> str:
+    """How the job of this node differs from ours; empty: it does not."""
+    if hello.run_id != _portable(job.run_id):
+        return (
+            f"this endpoint serves the job with --rdzv-id {_shown(job.run_id)}, "
+            f"but {name} asks for {_shown(hello.run_id)}"
+        )
+    ours = fingerprint_of(job)
+    if hello.fingerprint != ours:
+        return f"the nodes were started differently: the coordinator with {ours}; {name} with {hello.fingerprint}"
+    return ""
 
 
 def fingerprint_of(job: JobSpec) -> Fingerprint:
@@ -348,6 +370,11 @@ class Session(Generic[Received]):
         """The peer's preamble has arrived: the peer is a holdfast, perhaps of another version."""
         self.established = False
         self.error: HoldfastError | None = None
+
+    @property
+    def accepted(self) -> Accepted:
+        """What the accepting side says of itself; valid once `established`."""
+        return self._handshake.accepted
 
     @property
     def torn(self) -> bool:

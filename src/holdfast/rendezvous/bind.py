@@ -89,6 +89,20 @@ def claim(endpoint: Endpoint, *, standalone: bool = False, is_host: bool | None 
     return _hosted(listening)
 
 
+def open_port(host: str | None, port: int, *, loopback: bool) -> Claim:
+    """Listens for other agents, at any free port for port 0: on this host's addresses if they are this machine's, on
+    loopback, or else on all addresses.
+
+    Raises PortInUseError, or OSError when the system refuses for another reason."""
+    for addresses in (_addresses(host) if host else (), _LOOPBACK if loopback else _WILDCARD):
+        listening = _listen_somewhere(addresses, port)
+        if isinstance(listening, str):
+            raise _in_use(Endpoint(host=host or addresses[0][1], port=port))
+        if listening:
+            return _hosted(listening)
+    raise _in_use(Endpoint(host="localhost", port=port))
+
+
 def _connect(endpoint: Endpoint, reason: str) -> Claim:
     return Claim((), (), endpoint, reason)
 

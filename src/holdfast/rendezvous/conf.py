@@ -223,6 +223,12 @@ def store_type(key: str, text: str) -> str:
     raise RendezvousConfigError(f"--rdzv-conf {key}={text}: must be tcp")
 
 
+def on_or_off(key: str, text: str) -> bool:
+    if text.lower() not in ("on", "off"):
+        raise RendezvousConfigError(f"--rdzv-conf {key}={text}: must be on or off")
+    return text.lower() == "on"
+
+
 def protocol(key: str, text: str) -> str:
     if text not in ("http", "https"):
         raise RendezvousConfigError(f"--rdzv-conf {key}={text}: must be http or https")
@@ -271,7 +277,7 @@ _ETCD: dict[str, Parser] = {
     "password_file": plain_text,
 }
 KEYS: dict[str, dict[str, Parser]] = {
-    "c10d": {**_DYNAMIC, "is_host": flag, "store_type": store_type},
+    "c10d": {**_DYNAMIC, "is_host": flag, "store_type": store_type, "succession": on_or_off},
     "static": {"timeout": whole_seconds, **_OURS},
     "etcd-v2": {
         **_DYNAMIC,
@@ -335,6 +341,11 @@ def read_conf(backend: str, conf: Conf) -> dict[str, Value]:
 def read_is_host(conf: Conf) -> bool | None:
     """`is_host` of c10d; None: not given."""
     return flag("is_host", conf["is_host"]) if "is_host" in conf else None
+
+
+def read_succession(conf: Conf) -> bool:
+    """`succession` of c10d: whether the nodes elect another coordinator."""
+    return on_or_off("succession", conf.get("succession", "on"))
 
 
 def unknown_key_notices(backend: str, conf: Conf, *, name: str = "", own: Collection[str] = ()) -> list[str]:

@@ -41,7 +41,7 @@ from holdfast.agent.commands import (
     StartReplacements,
     StartWorkers,
 )
-from holdfast.agent.events import Dialed, DialFailed, Event, LinkLost, PassSignal, Received, Signalled
+from holdfast.agent.events import DialFailed, Event, LinkLost, PassSignal, Received, Signalled
 from holdfast.coordinator.ending import Judge
 from holdfast.metrics import observing
 from holdfast.protocol.errors import EXIT_FAILURE
@@ -459,4 +459,4 @@ class AgentService:
             return
         self._link = answer
         answer.start(self._received, lambda reason: self._link_lost(answer, reason))
-        self._feed(Dialed(local=self._rendezvous.coordinator is not None))
+        self._feed(self._rendezvous.dialed())

@@ -29,9 +29,10 @@ from holdfast.protocol.errors import (
 from holdfast.protocol.messages import FromCoordinator
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.policy import JobSpec, NodeSpec
-from holdfast.protocol.session import NONCE_BYTES, ClientHandshake, Session
+from holdfast.protocol.session import NONCE_BYTES, Accepted, ClientHandshake, Session
 from holdfast.rendezvous.bind import who_holds
 from holdfast.runtime.driver import describe, run_detached
+from holdfast.text import is_loopback
 
 HANDSHAKE_S_MAX = 5.0
 CONNECT_S_MAX = 3.0
@@ -39,6 +40,8 @@ CONNECT_S_MAX = 3.0
 CLOSE_S_MAX = 5.0
 """A closed connection may take this long to send the rest, then it is cut."""
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, KEEPALIVE_PROBES = 30, 10, 3
+TURNS_MAX = 4
+"""So many agents in a row may say that the coordinator is elsewhere."""
 WRITE_BUFFER_BYTES_MAX = 8 * 1024 * 1024
 """A peer that leaves this much unread is treated as lost."""
 
@@ -72,12 +75,20 @@ class Connection(asyncio.Protocol, Generic[Received]):
         self._close_timer: asyncio.TimerHandle | None = None
         self.peer_address = ""
         """Numeric, as the kernel reports the peer."""
+        self.peer_port = 0
         self.local_address = ""
+        self.ended_by_peer = False
+        """The peer's side has closed the connection: its process has ended, or wanted to."""
 
     @property
     def open(self) -> bool:
         """Whether messages may still be sent. The first reason to end wins and makes this False."""
         return self._transport is not None and not self._reason
+
+    @property
+    def accepted(self) -> Accepted:
+        """What the side that accepted says of itself."""
+        return self._session.accepted
 
     @property
     def heard(self) -> bool:
@@ -121,7 +132,8 @@ class Connection(asyncio.Protocol, Generic[Received]):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         self._transport = transport
-        self.peer_address = plain_address(transport.get_extra_info("peername"))
+        peer = transport.get_extra_info("peername")
+        self.peer_address, self.peer_port = plain_address(peer), peer[1] if peer else 0
         self.local_address = plain_address(transport.get_extra_info("sockname"))
         tune(transport.get_extra_info("socket"))
         transport.write(self._session.opening())
@@ -149,6 +161,7 @@ class Connection(asyncio.Protocol, Generic[Received]):
         if self._close_timer is not None:
             self._close_timer.cancel()
         if not self._reason:
+            self.ended_by_peer = exc is None or isinstance(exc, (ConnectionResetError, BrokenPipeError))
             torn = " in the middle of a frame" if self._session.torn else ""
             self._reason = f"the connection broke: {exc}" if exc else f"the peer closed the connection{torn}"
         self._tell_handshake(PeerError(self._reason))
@@ -208,7 +221,36 @@ async def dial(
     *,
     handshake_s_max: float = HANDSHAKE_S_MAX,
 ) -> Connection[FromCoordinator]:
-    """Return an accepted connection to the job's coordinator. Raises what `dial_endpoint` raises."""
+    """Return an accepted connection to the job's coordinator. An agent without it names the place where it is.
+
+    Raises what `dial_endpoint` raises.
+    """
+    for _ in range(TURNS_MAX):
+        connection = await dial_agent(endpoint, job, node, token, handshake_s_max=handshake_s_max)
+        accepted = connection.accepted
+        if not accepted.absent:
+            return connection
+        connection.close()
+        if not accepted.port and accepted.witness:
+            raise CoordinatorUnreachableError(f"the witness at {endpoint} knows of no coordinator yet")
+        if not accepted.port:
+            raise CoordinatorUnreachableError(
+                f"the coordinator is not at {endpoint} any more, and no other is known yet"
+            )
+        endpoint = Endpoint(host=seen_from_here(accepted.address, connection.peer_address), port=accepted.port)
+    raise CoordinatorUnreachableError(f"the coordinator moved {TURNS_MAX} times while it was dialled")
+
+
+async def dial_agent(
+    endpoint: Endpoint,
+    job: JobSpec,
+    node: NodeSpec,
+    token: bytes | None = None,
+    *,
+    handshake_s_max: float = HANDSHAKE_S_MAX,
+) -> Connection[FromCoordinator]:
+    """Return an accepted connection to an agent or witness of this job, wherever the coordinator is. Raises what
+    `dial_endpoint` raises."""
 
     def session() -> Session[FromCoordinator]:
         return Session(ClientHandshake(job, node, token, fresh_nonce()), decode_from_coordinator)
@@ -326,6 +368,20 @@ async def connect(family: int, address: tuple[Any, ...], limit_s: float = CONNEC
     return sock
 
 
+async def nobody_listens(endpoint: Endpoint, limit_s: float) -> bool:
+    """Whether its machine answers that no process listens there. False also if nothing answers."""
+    places = await _resolve(endpoint)
+    for family, address in places:
+        try:
+            (await connect(family, address, limit_s)).close()
+        except ConnectionRefusedError:
+            continue
+        except OSError:
+            return False
+        return False
+    return bool(places)
+
+
 def why(error: OSError) -> str:
     """The system's words for this error: asyncio replaces them by its own."""
     return os.strerror(error.errno).lower() if error.errno else str(error)
@@ -343,6 +399,11 @@ def _holder(connection: Connection[Any], port: int) -> str:
         return ""
     holder = who_holds(port)
     return f" (held by {holder})" if holder else ""
+
+
+def seen_from_here(address: str, peer_address: str) -> str:
+    """An address that a peer names: loopback is meant as seen from the peer."""
+    return peer_address if is_loopback(address) else address
 
 
 def plain_address(name: Any) -> str:

@@ -17,11 +17,11 @@ import socket
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from holdfast.protocol.codec import STORE_MAGIC, decode_from_agent, read_preamble
+from holdfast.protocol.codec import PROTOCOL_VERSION, STORE_MAGIC, decode_from_agent, read_preamble
 from holdfast.protocol.errors import HoldfastError, ProtocolError
 from holdfast.protocol.messages import FromAgent
 from holdfast.protocol.policy import JobSpec
-from holdfast.protocol.session import Hello, ServerHandshake, Session
+from holdfast.protocol.session import Accepted, Hello, ServerHandshake, Session
 from holdfast.runtime.connection import HANDSHAKE_S_MAX, Connection, fresh_nonce, plain_address, tune
 
 ARRIVALS_MAX = 4096
@@ -40,18 +40,20 @@ class Listener:
     """Delivers accepted connections to `on_connection(connection, hello)`, which must `start` them.
 
     `other` gets the connections of torch TCPStore clients (static rendezvous); without it they are dropped. `decode`
-    decodes the messages of the delivered connections. The sockets already listen and are closed by `close`.
+    decodes the messages of the delivered connections. `answer`: what this side says of itself when it accepts a peer.
+    `job` None: any job is welcome. The sockets already listen and are closed by `close`.
     """
 
     def __init__(
         self,
         sockets: Iterable[socket.socket],
-        job: JobSpec,
+        job: JobSpec | None,
         token: bytes | None,
         on_connection: Callable[[Connection[Any], Hello], None],
         log: Callable[[str], None],
         other: TakeOver | None = None,
         *,
+        answer: Callable[[Hello], Accepted] = lambda _: Accepted(PROTOCOL_VERSION),
         decode: Callable[[bytes], object] = decode_from_agent,
         handshake_s_max: float = HANDSHAKE_S_MAX,
         arrivals_max: int = ARRIVALS_MAX,
@@ -60,6 +62,7 @@ class Listener:
         self._job = job
         self._token = token
         self._log = log
+        self._answer = answer
         self.decode = decode
         self.on_connection = on_connection
         self.other = other
@@ -89,7 +92,7 @@ class Listener:
     # For arrivals
 
     def handshake(self) -> ServerHandshake:
-        return ServerHandshake(self._job, self._token, fresh_nonce())
+        return ServerHandshake(self._job, self._token, fresh_nonce(), self._answer)
 
     def enter(self, arrival: _Arrival) -> None:
         self._arrivals[arrival] = None

@@ -11,7 +11,7 @@ import asyncio
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
-from holdfast.agent.events import DialFailed
+from holdfast.agent.events import Dialed, DialFailed
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.coordinator.coordinator_state import (
     Command,
@@ -37,7 +37,7 @@ from holdfast.protocol.errors import (
     RendezvousConfigError,
 )
 from holdfast.protocol.messages import Ask, Finish, FromAgent, FromCoordinator, Looked
-from holdfast.protocol.options import RunOptions
+from holdfast.protocol.options import Endpoint, RunOptions
 from holdfast.protocol.outcome import fault_outcome
 from holdfast.protocol.policy import NodeSpec, Note, Tick
 from holdfast.protocol.rank_progress import Examine
@@ -50,6 +50,7 @@ if TYPE_CHECKING:
     from holdfast.rendezvous.bind import Claim
     from holdfast.runtime.leadership import ElectedClient
     from holdfast.runtime.listener import AgentConnection, Listener, StoreProxy
+    from holdfast.runtime.succession import SuccessionClient
 
 FINAL = (PortInUseError, RefusedError, EtcdError, MissingPackageError, RendezvousConfigError)
 PASSING = (NoAnswerError, EtcdUnreachableError)
@@ -83,9 +84,14 @@ class RendezvousClient:
         self._journal = journal
         self._say = say
         self._elected: ElectedClient | None = None
-        self.coordinator: CoordinatorService | None = None
-        """The coordinator that is bound to the endpoint, so that no other can lead beside it. An elected one is not
-        here."""
+        self._succeeding: SuccessionClient | None = None
+        self._hosted: CoordinatorService | None = None
+
+    @property
+    def coordinator(self) -> CoordinatorService | None:
+        """The coordinator in this process. One that was elected through a storage is not here: others can lead beside
+        it."""
+        return self._hosted if self._succeeding is None else self._succeeding.service
 
     async def connect(self, node: NodeSpec) -> CoordinatorLink | DialFailed:
         """Make one attempt. The link has to be started; a DialFailed says whether another attempt can help."""
@@ -100,6 +106,13 @@ class RendezvousClient:
             text = f"cannot bind the endpoint {self._options.endpoint}: {error.strerror or error}"
             return DialFailed(PortInUseError.code, PortInUseError.exit_code, text, final=True)
 
+    def dialed(self) -> Dialed:
+        """The event for the agent's machine: a link is up."""
+        local = self.coordinator is not None
+        if self._succeeding is None:
+            return Dialed(local)
+        return Dialed(local and not self._succeeding.replaceable, self._succeeding.port, self._succeeding.term)
+
     def store_opened(self, port: int) -> None:
         """The store of this generation listens at this port: clients that connect to the endpoint itself are piped
         there."""
@@ -107,8 +120,10 @@ class RendezvousClient:
             self.coordinator.proxy.set_target("127.0.0.1", port)
 
     async def close(self) -> None:
-        if self.coordinator is not None:
-            await self.coordinator.close()
+        if self._hosted is not None:
+            await self._hosted.close()
+        if self._succeeding is not None:
+            await self._succeeding.close()
         if self._elected is not None:
             await self._elected.close()
 
@@ -116,11 +131,16 @@ class RendezvousClient:
         options = self._options
         if options.etcd is not None or options.third_party is not None:
             return await self._connect_by_election(node)
+        if options.succession:
+            return await self._connect_to_successor(node)
         if self.coordinator is None:
             if options.standalone and options.job.max_nodes == 1:
                 await self._host(None)  # no other node can join: no socket at all
-            elif (place := await self._claim()) is not None:
-                await self._host(place)
+            else:
+                place = await claim_endpoint(options)
+                self._journal.write("claim", endpoint=str(place.endpoint), host=place.is_host, reason=place.reason)
+                if place.is_host:
+                    await self._host(place)
         if self.coordinator is not None:
             return self.coordinator.connect_locally()
         from holdfast.runtime.connection import dial
@@ -137,22 +157,12 @@ class RendezvousClient:
             self._elected = ElectedClient(self._options, election, self._judge, self._journal, self._say, self._examine)
         return await self._elected.connect(node)
 
-    async def _claim(self) -> Claim | None:
-        """The endpoint, if it is ours; None: dial it."""
-        from holdfast.rendezvous.bind import claim
+    async def _connect_to_successor(self, node: NodeSpec) -> CoordinatorLink:
+        if self._succeeding is None:
+            from holdfast.runtime.succession import SuccessionClient
 
-        options = self._options
-        wanted = options.is_host
-        if wanted is None and options.job.fixed_ranks and options.node_rank:
-            wanted = False  # static: the endpoint is node 0's, also where two nodes share a machine
-        if _is_numeric_or_local(options.endpoint.host):
-            place = claim(options.endpoint, standalone=options.standalone, is_host=wanted)
-        else:
-            from holdfast.runtime.driver import run_detached
-
-            place = await run_detached(lambda: claim(options.endpoint, standalone=options.standalone, is_host=wanted))
-        self._journal.write("claim", endpoint=str(place.endpoint), host=place.is_host, reason=place.reason)
-        return place if place.is_host else None
+            self._succeeding = SuccessionClient(self._options, self._judge, self._journal, self._say, self._examine)
+        return await self._succeeding.connect(node)
 
     async def _host(self, place: Claim | None) -> None:
         options = self._options
@@ -168,7 +178,22 @@ class RendezvousClient:
         service = CoordinatorService(machine, self._journal, self._say)
         if place is not None:
             await service.listen(place, options.token, static=static)
-        self.coordinator = service
+        self._hosted = service
+
+
+async def claim_endpoint(options: RunOptions, endpoint: Endpoint | None = None) -> Claim:
+    """Bind the job's endpoint, or another one of its list, if it is this machine's."""
+    from holdfast.rendezvous.bind import claim
+
+    wanted = options.is_host if endpoint is None else None
+    place = options.endpoint if endpoint is None else endpoint
+    if wanted is None and options.job.fixed_ranks and options.node_rank:
+        wanted = False  # static: the endpoint is node 0's, also where two nodes share a machine
+    if _is_numeric_or_local(place.host):
+        return claim(place, standalone=options.standalone, is_host=wanted)
+    from holdfast.runtime.driver import run_detached
+
+    return await run_detached(lambda: claim(place, standalone=options.standalone, is_host=wanted))
 
 
 def _is_numeric_or_local(host: str) -> bool:
@@ -272,7 +297,7 @@ class CoordinatorService:
             claim.sockets,
             self.machine.job,
             token,
-            lambda connection, _: self._connected(connection),
+            lambda connection, _: self.connected(connection),
             self._say,
             other=self.proxy.take if self.proxy is not None else None,
         )
@@ -280,11 +305,18 @@ class CoordinatorService:
 
     def connect_locally(self) -> LocalLink:
         """The link of this process's own agent."""
-        self._number += 1
-        link = LocalLink(self, self._number)
-        self._links[self._number] = link.to_agent
-        self._driver.feed(LinkOpened(self._number, "127.0.0.1", "127.0.0.1", local=True))
+        link = LocalLink(self, self._number + 1)
+        number = self._add(link.to_agent)
+        self._driver.feed(LinkOpened(number, "127.0.0.1", "127.0.0.1", local=True))
         return link
+
+    def connected(self, connection: AgentConnection) -> None:
+        """Take the connection of a remote agent."""
+        number = self._add(connection)
+        self._remote.add(number)
+        self._alone.clear()
+        connection.start(lambda message: self.heard(number, message), lambda reason: self.link_closed(number, reason))
+        self._driver.feed(LinkOpened(number, connection.peer_address, connection.local_address))
 
     def heard(self, number: int, message: FromAgent) -> None:
         if number not in self._links:
@@ -311,24 +343,24 @@ class CoordinatorService:
                     await self._alone.wait()
             except TimeoutError:
                 self._journal.write("linger_over", links=len(self._remote))
-        self._driver.stop()
-        self._answers.close()
-        for link in list(self._links.values()):
-            link.close("the coordinator ends")
-        self._links.clear()
+        self.cut("the coordinator ends")
         if self._listener is not None:
             self._listener.close()
         if self.proxy is not None:
             await self.proxy.close()
 
-    def _connected(self, connection: AgentConnection) -> None:
+    def cut(self, reason: str) -> None:
+        """Handle nothing more, and close all links."""
+        self._driver.stop()
+        self._answers.close()
+        for link in list(self._links.values()):
+            link.close(reason)
+        self._links.clear()
+
+    def _add(self, link: AgentLink) -> int:
         self._number += 1
-        number = self._number
-        self._links[number] = connection
-        self._remote.add(number)
-        self._alone.clear()
-        connection.start(lambda message: self.heard(number, message), lambda reason: self.link_closed(number, reason))
-        self._driver.feed(LinkOpened(number, connection.peer_address, connection.local_address))
+        self._links[self._number] = link
+        return self._number
 
     def _forget(self, number: int) -> bool:
         self._remote.discard(number)

@@ -25,7 +25,6 @@ from typing import Any, NamedTuple, Protocol
 from holdfast.agent import commands as do
 from holdfast.agent.agent_machine import AgentMachine
 from holdfast.agent.events import (
-    Dialed,
     DialFailed,
     Event,
     LinkLost,
@@ -319,7 +318,7 @@ class HandlerMember:
             return
         self._link = answer
         answer.start(self._received, lambda reason: self._link_lost(answer, reason))
-        self._feed(Dialed(local=self._rendezvous.coordinator is not None))
+        self._feed(self._rendezvous.dialed())
 
     def _received(self, message: FromCoordinator) -> None:
         if isinstance(message, Stop):

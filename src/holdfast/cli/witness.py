@@ -1,0 +1,77 @@
+"""`holdfast witness --bind HOST:PORT`: a process that votes when the coordinator of a job is lost.
+
+Knows the options and the signals; runtime/witness.py does the work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import sys
+from typing import TYPE_CHECKING
+
+from holdfast.cli.printing import Parser
+from holdfast.protocol.errors import EndpointError
+from holdfast.protocol.policy import Limits
+from holdfast.rendezvous.bind import Claim, claim
+from holdfast.rendezvous.conf import limits_from_conf, parse_endpoint
+from holdfast.runtime.inherited import forget_secrets, read_token
+
+if TYPE_CHECKING:
+    import argparse
+    from collections.abc import Sequence
+
+
+def parser() -> argparse.ArgumentParser:
+    made = Parser(
+        prog="holdfast witness",
+        description="Vote for jobs whose coordinator is lost, so that a job of two nodes survives the loss of one. "
+        "Run it on a machine that is none of the job's nodes, and name it in --rdzv-endpoint of all nodes: "
+        "NODE,OTHER,WITNESS:PORT. One witness serves any number of jobs. "
+        "With a job token it needs the same one (HOLDFAST_TOKEN).",
+    )
+    made.add_argument("--bind", required=True, metavar="HOST:PORT", help="listen there")
+    made.add_argument("--token-file", metavar="FILE", help="the token of the jobs, as in --rdzv-conf token_file")
+    made.add_argument(
+        "--lease",
+        metavar="SECONDS",
+        help="as in --rdzv-conf lease of the jobs, if they set it: a coordinator is lost after that",
+    )
+    return made
+
+
+def main(argv: Sequence[str]) -> int:
+    """Run a witness until a signal ends it. Returns the exit status. Raises HoldfastError."""
+    given = parser().parse_args(argv)
+    endpoint = parse_endpoint(given.bind, None)
+    limits = limits_from_conf("c10d", {"lease": given.lease} if given.lease else {}, Limits())
+    token = read_token(given.token_file, os.environ)
+    forget_secrets()
+    try:
+        place = claim(endpoint)
+    except OSError as error:
+        raise EndpointError(f"cannot listen at {endpoint}: {error.strerror or error}") from None
+    if not place.is_host:
+        raise EndpointError(f"cannot listen at {endpoint}: {place.reason}")
+    asyncio.run(serve(place, token, limits))
+    return 0
+
+
+async def serve(place: Claim, token: bytes | None, limits: Limits) -> None:
+    from holdfast.runtime.witness import Witness
+
+    loop, ended = asyncio.get_running_loop(), asyncio.Event()
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        loop.add_signal_handler(signum, ended.set)
+    host = socket.gethostname().partition(".")[0]
+    witness = Witness(place, token, limits, host, say)
+    await witness.start()
+    say(f"a witness listens at {place.endpoint}")
+    await ended.wait()
+    witness.close()
+
+
+def say(text: str) -> None:
+    print(f"holdfast: {text}", file=sys.stderr, flush=True)

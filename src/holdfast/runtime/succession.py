@@ -1,0 +1,527 @@
+"""Connects an agent of a job whose nodes elect a successor when the coordinator is lost (c10d, more than one node).
+
+`SuccessionClient` finds the coordinator wherever it is, founds the job where the endpoint is ours, and starts the
+coordinator when this node's voter has won. `ReplicatedService` is that coordinator's shell. It keeps its connections to
+witnesses, and calls the other endpoints of the job: a node that returned there may have founded the job again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from functools import partial
+
+from holdfast.agent.voter import (
+    AskVote,
+    HeardOf,
+    Linked,
+    PolledCame,
+    PollFailed,
+    Unlinked,
+    Voter,
+    Where,
+)
+from holdfast.coordinator.coordinator_state import (
+    Command,
+    Deposed,
+    ProveVoterGone,
+    StepDown,
+    VoterGone,
+    WitnessOpened,
+)
+from holdfast.coordinator.ending import Judge
+from holdfast.coordinator.replicated import ReplicatedCoordinator
+from holdfast.protocol.charter import VOTERS_MIN, Seat, Succession
+from holdfast.protocol.errors import (
+    CoordinatorUnreachableError,
+    HoldfastError,
+    NoAnswerError,
+    PortInUseError,
+    RefusedError,
+)
+from holdfast.protocol.messages import (
+    Call,
+    FromAgent,
+    FromCoordinator,
+    Joined,
+    Keep,
+    Moved,
+    Poll,
+    Polled,
+)
+from holdfast.protocol.options import Endpoint, RunOptions
+from holdfast.protocol.policy import NodeSpec
+from holdfast.protocol.rank_progress import Examine
+from holdfast.rendezvous.bind import Claim, open_port
+from holdfast.runtime.connection import Connection, dial, dial_agent, nobody_listens, seen_from_here
+from holdfast.runtime.rendezvous_client import CoordinatorLink, CoordinatorService, LocalLink, claim_endpoint
+from holdfast.runtime.run_folder import Journal
+from holdfast.runtime.voter_service import Errands, Reception, VoterService
+from holdfast.text import is_loopback
+
+STAGGER_S = 0.05
+"""Between the first attempts at the places where the coordinator may be: the likely one answers alone."""
+ELECTION_S_MAX = 2.0
+"""During an election an attempt is repeated after RETRY_S, for so long, before it counts as failed."""
+RETRY_S = 0.05
+PATIENCE_S, PATIENCE_S_MAX = 0.5, 8.0
+"""An attempt at several places ends after this time, which doubles: a silent one must not delay the next attempt."""
+ASK_S_MAX = 0.5
+"""Before a node founds the job: how long the other places may take to say where it lives."""
+ASK_LEADER_S_MAX = 5.0
+"""The same, if this node has heard of another coordinator."""
+CALL_FIRST_S, CALL_S = 0.25, 2.0
+"""Pauses between two calls of an endpoint, in the first CALL_OFTEN_S of a coordinator and later."""
+CALL_OFTEN_S = 5.0
+
+Outgoing = Connection[FromCoordinator]
+
+
+class SuccessionClient:
+    """The client of one agent. Holds the coordinator while it runs in this process."""
+
+    def __init__(
+        self,
+        options: RunOptions,
+        judge: Judge,
+        journal: Journal,
+        say: Callable[[str], None],
+        examine: Examine,
+    ) -> None:
+        self._options = options
+        self._judge = judge
+        self._journal = journal
+        self._say = say
+        self._examine = examine
+        self._loop = asyncio.get_running_loop()
+        self._errands = Errands()
+        self._node: NodeSpec | None = None
+        self._voter: VoterService | None = None
+        self._reception: Reception | None = None
+        self._bound: set[Endpoint] = set()
+        """Endpoints of the job at which this process listens."""
+        self._place: Endpoint | None = None
+        """Where the coordinator was at the other end of the newest link."""
+        self._link: WatchedLink | None = None
+        self._patience_s = PATIENCE_S
+        self.service: ReplicatedService | None = None
+        self.port = 0
+        """Where this agent listens."""
+
+    @property
+    def term(self) -> int:
+        return self._voter.machine.term if self._voter is not None else 0
+
+    @property
+    def replaceable(self) -> bool:
+        """Whether another node may take the coordinator's place."""
+        return self._options.job.max_nodes + len(self._options.more_endpoints) >= VOTERS_MIN
+
+    async def connect(self, node: NodeSpec) -> CoordinatorLink:
+        """Make one attempt; while the voters elect, several. Raises HoldfastError or OSError."""
+        if self._voter is None:
+            await self._begin(node)
+        assert self._voter is not None
+        until_s = self._loop.time() + ELECTION_S_MAX
+        while True:
+            self._voter.news.clear()
+            try:
+                link = self._link_locally() or await self._seek(node, self._voter)
+            except CoordinatorUnreachableError:
+                if not self._voter.electing or self._loop.time() >= until_s:
+                    raise
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(RETRY_S):
+                        await self._voter.news.wait()
+            else:
+                if link is not None:
+                    return link
+
+    async def close(self) -> None:
+        if self.service is not None:
+            await self.service.close()
+        self._errands.cancel()
+        if self._voter is not None:
+            self._voter.stop()
+        if self._reception is not None:
+            self._reception.close()
+
+    # ---------------------------------------------------------------- this agent's own port
+
+    async def _begin(self, node: NodeSpec) -> None:
+        options = self._options
+        try:
+            place = open_port(options.local_addr, options.agent_port, loopback=is_loopback(options.endpoint.host))
+        except OSError as error:
+            text = f"cannot listen at port {options.agent_port} (--agent-port): {error.strerror or error}"
+            raise PortInUseError(text) from None
+        machine = Voter(node.agent, options.limits, self._loop.time(), stands=True)
+        voter = VoterService(machine, self._journal, self._ask, partial(self._lead, node))
+        reception = Reception(options, voter, self._where, self._say)
+        await reception.listen(place)
+        self._node, self._voter, self._reception, self.port = node, voter, reception, place.port
+        self._journal.write("listens", addresses=place.addresses, port=place.port)
+        for endpoint in options.more_endpoints:
+            await self._bind(endpoint)
+
+    async def _bind(self, endpoint: Endpoint) -> bool:
+        """Listen at an endpoint of the job, if it is this machine's and free."""
+        place = await claim_endpoint(self._options, endpoint)
+        if place.is_host:
+            await self._listen(endpoint, place)
+        return place.is_host
+
+    async def _listen(self, endpoint: Endpoint, place: Claim) -> None:
+        assert self._reception is not None
+        self._bound.add(endpoint)
+        await self._reception.listen(place)
+
+    def _where(self) -> Where | None:
+        """Where the coordinator is, for others: that at the end of our link, or one that was elected since."""
+        link, leader = self._link, self._voter.machine.leader if self._voter is not None else None
+        if leader is not None and leader.term > (link.term if link is not None else 0):
+            return leader
+        if link is None or not link.up or self._place is None:
+            return None
+        return Where(self._place.host, self._place.port, link.term)
+
+    # ---------------------------------------------------------------- finding the coordinator
+
+    def _link_locally(self) -> CoordinatorLink | None:
+        if self.service is None:
+            return None
+        assert self._voter is not None
+        self._place = None
+        self._link = WatchedLink(self.service.connect_locally(), self._voter)
+        return self._link
+
+    async def _seek(self, node: NodeSpec, voter: VoterService) -> CoordinatorLink | None:
+        """A link; None: there are news meanwhile, or this process has the coordinator. Raises HoldfastError."""
+        finding = asyncio.ensure_future(self._find(node, voter))
+        news = asyncio.ensure_future(voter.news.wait())
+        try:
+            await asyncio.wait({finding, news}, return_when=asyncio.FIRST_COMPLETED)
+            found = finding.result() if finding.done() else None
+        finally:
+            finding.cancel()
+            news.cancel()
+            await asyncio.gather(finding, news, return_exceptions=True)
+        if found is None:
+            return None
+        self._patience_s = PATIENCE_S
+        self._place = Endpoint(host=found.peer_address, port=found.peer_port)
+        self._link = WatchedLink(found, voter)
+        return self._link
+
+    async def _find(self, node: NodeSpec, voter: VoterService) -> Outgoing | None:
+        """None: this process has founded the job, and has the coordinator."""
+        if voter.electing or not await self._owns_endpoint():
+            return await self._first(self._places(voter), node)
+        places = self._places(voter)
+        limit_s = ASK_S_MAX if voter.machine.leader is None else ASK_LEADER_S_MAX
+        with contextlib.suppress(HoldfastError, TimeoutError):
+            async with asyncio.timeout(limit_s if places else None):
+                return await self._first(places, node)
+        self._host(node, Succession())
+        return None
+
+    async def _owns_endpoint(self) -> bool:
+        """Whether this process listens at the endpoint, so that it may found the job."""
+        options = self._options
+        if options.endpoint not in self._bound:
+            place = await claim_endpoint(options)
+            self._journal.write("claim", endpoint=str(place.endpoint), host=place.is_host, reason=place.reason)
+            if place.is_host:
+                await self._listen(options.endpoint, place)
+        return options.endpoint in self._bound
+
+    def _places(self, voter: VoterService) -> list[Endpoint]:
+        """Where the coordinator may be, the most likely place first."""
+        leader, charter = voter.machine.leader, voter.machine.charter
+        places = [Endpoint(host=leader.address, port=leader.port)] if leader is not None else []
+        places += [self._place] if self._place is not None else []
+        places += [each for each in (self._options.endpoint, *self._options.more_endpoints) if each not in self._bound]
+        seats = charter.seats if charter is not None else ()
+        places += [_endpoint(seat) for seat in seats if seat.name != voter.machine.name and not seat.witness]
+        return list(dict.fromkeys(places))
+
+    async def _first(self, places: list[Endpoint], node: NodeSpec) -> Outgoing:
+        """A link by the first of these places that leads to the coordinator. Raises the error of the likeliest one."""
+        dials = [asyncio.ensure_future(self._dial(n * STAGGER_S, place, node)) for n, place in enumerate(places)]
+        until_s = self._loop.time() + self._patience_s
+        waiting, winner = set(dials), None
+        try:
+            while waiting and winner is None:
+                left_s = None if len(dials) == 1 else until_s - self._loop.time()
+                done, waiting = await asyncio.wait(waiting, timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+                winner = next((each for each in dials if each in done and each.exception() is None), None)
+                if not done:
+                    self._patience_s = min(2 * self._patience_s, PATIENCE_S_MAX)
+                    break
+        finally:
+            for each in dials:
+                each.cancel()
+            for found in await asyncio.gather(*dials, return_exceptions=True):
+                if isinstance(found, Connection) and (winner is None or found is not winner.result()):
+                    found.abort()
+        if winner is not None:
+            return winner.result()
+        if dials and not dials[0].cancelled() and (error := dials[0].exception()) is not None:
+            raise error
+        raise CoordinatorUnreachableError(f"no answer from {places[0]}" if places else "no other node is known")
+
+    async def _dial(self, pause_s: float, place: Endpoint, node: NodeSpec) -> Outgoing:
+        options = self._options
+        await asyncio.sleep(pause_s)
+        try:
+            return await dial(place, options.job, node, options.token)
+        except (RefusedError, PortInUseError) as error:
+            if place == options.endpoint and self._place is None and not self._bound:
+                raise
+            raise CoordinatorUnreachableError(str(error)) from None  # its port is another job's now
+
+    # ---------------------------------------------------------------- votes
+
+    def _ask(self, question: AskVote) -> None:
+        self._errands.start(self._ask_vote(question))
+
+    async def _ask_vote(self, question: AskVote) -> None:
+        """Ends in one event of the voter."""
+        assert self._voter is not None
+        assert self._node is not None
+        seat, poll = question.seat, question.poll
+        answer: asyncio.Future[Polled | None] = self._loop.create_future()
+
+        def end(polled: Polled | None) -> None:
+            if not answer.done():
+                answer.set_result(polled)
+
+        polled = None
+        with contextlib.suppress(HoldfastError, TimeoutError):
+            async with asyncio.timeout(self._options.limits.poll_s):
+                connection = await self._dial_agent(_endpoint(seat))
+                try:
+                    connection.start(
+                        lambda message: end(message) if isinstance(message, Polled) else None, lambda _: end(None)
+                    )
+                    connection.send(poll)
+                    polled = await answer
+                finally:
+                    connection.close()
+        self._voter.feed(PollFailed(seat.name, poll) if polled is None else PolledCame(seat.name, poll, polled))
+
+    async def _dial_agent(self, endpoint: Endpoint) -> Outgoing:
+        assert self._node is not None
+        return await dial_agent(endpoint, self._options.job, self._node, self._options.token)
+
+    # ---------------------------------------------------------------- leading
+
+    def _lead(self, node: NodeSpec, succession: Succession) -> None:
+        charter = succession.charter
+        assert charter is not None
+        before = charter.led_from.node.host if charter.led_from is not None else charter.voters[0].host
+        self._say(f"this node is the coordinator now (term {succession.term}): lost {before}, which had it")
+        self._host(node, succession)
+
+    def _host(self, node: NodeSpec, succession: Succession) -> None:
+        assert self._reception is not None
+        options = self._options
+        machine = ReplicatedCoordinator(
+            options.job, options.limits, self._judge, self._loop.time(), node, succession, examine=self._examine
+        )
+        service = self.service = ReplicatedService(machine, self._journal, self._say, self)
+        self._reception.connected = service.connected
+        self._journal.write("leads", term=succession.term, founds=succession.charter is None)
+        for endpoint in (options.endpoint, *options.more_endpoints):
+            if endpoint not in self._bound:
+                service.errands.start(self._watch(service, endpoint))
+
+    def stepped_down(self, command: StepDown) -> None:
+        """The coordinator in this process has no authority any more."""
+        assert self._voter is not None
+        assert self._reception is not None
+        service, self.service = self.service, None
+        assert service is not None
+        self._reception.connected = None
+        self._say(f"this node is not the coordinator any more: {command.reason}")
+        if command.port:
+            service.announce(Moved(command.term, command.address, command.port))
+            self._voter.feed(HeardOf(command.term, command.address, command.port))
+        service.cut(command.reason)
+
+    def poll_came(self, poll: Poll, answer: Callable[[Polled], None]) -> None:
+        assert self._voter is not None
+        self._voter.poll_came(poll, answer)
+
+    async def prove_gone(self, seat: Seat) -> bool:
+        """Whether the process of this voter has ended: its machine answers, and nobody listens or it is another one."""
+        endpoint = _endpoint(seat)
+        try:
+            if await nobody_listens(endpoint, self._options.limits.poll_s):
+                return True
+            connection = await self._dial_agent(endpoint)
+        except NoAnswerError:
+            return False
+        except (RefusedError, PortInUseError):
+            return True
+        except HoldfastError:
+            return False
+        connection.close()
+        return connection.accepted.name != seat.name
+
+    # ---------------------------------------------------------------- the endpoints of the job, while leading
+
+    async def _watch(self, service: ReplicatedService, endpoint: Endpoint) -> None:
+        """Listen at this endpoint if it is this machine's; else keep the connection to a witness there, or call."""
+        began_s = self._loop.time()
+        while True:
+            with contextlib.suppress(HoldfastError, OSError):
+                if await self._bind(endpoint):
+                    return
+                connection = await self._dial_agent(endpoint)
+                try:
+                    await self._talk(service, connection, endpoint)
+                finally:
+                    connection.close()
+            often = self._loop.time() < began_s + CALL_OFTEN_S
+            await asyncio.sleep(CALL_FIRST_S if often else CALL_S)
+
+    async def _talk(self, service: ReplicatedService, connection: Outgoing, endpoint: Endpoint) -> None:
+        closed: asyncio.Future[None] = self._loop.create_future()
+
+        def end(_: str = "") -> None:
+            if not closed.done():
+                closed.set_result(None)
+
+        accepted = connection.accepted
+        if accepted.witness:
+            seat = Seat(accepted.name, endpoint.host, connection.peer_address, endpoint.port, witness=True)
+            service.witness_opened(connection, seat, end)
+            await closed
+            return
+        connection.start(partial(self._answered, service, connection), end)
+        address = self._options.local_addr or connection.local_address
+        connection.send(Call(service.replicated.term, address, self.port))
+        await asyncio.wait({closed}, timeout=self._options.limits.poll_s)
+
+    def _answered(self, service: ReplicatedService, connection: Outgoing, message: FromCoordinator) -> None:
+        if isinstance(message, Moved):
+            address = seen_from_here(message.address, connection.peer_address)
+            service.deposed(Deposed(message.term, address, message.port))
+
+
+class ReplicatedService(CoordinatorService):
+    """Runs a ReplicatedCoordinator."""
+
+    def __init__(
+        self,
+        machine: ReplicatedCoordinator,
+        journal: Journal,
+        say: Callable[[str], None],
+        client: SuccessionClient,
+    ) -> None:
+        self.replicated = machine
+        self.errands = Errands()
+        """They end with this coordinator."""
+        self._client = client
+        super().__init__(machine, journal, say)
+
+    def heard(self, number: int, message: FromAgent) -> None:
+        link = self._links.get(number)
+        if isinstance(message, Poll) and link is not None:
+            self._client.poll_came(message, link.send)
+        else:
+            super().heard(number, message)
+
+    def witness_opened(self, connection: Outgoing, seat: Seat, on_closed: Callable[[], None]) -> None:
+        number = self._add(connection)
+
+        def closed(reason: str) -> None:
+            self.link_closed(number, reason)
+            on_closed()
+
+        connection.start(lambda message: self._witness_heard(number, message), closed)
+        self._driver.feed(WitnessOpened(number, seat))
+
+    def _witness_heard(self, number: int, message: FromCoordinator) -> None:
+        if isinstance(message, FromAgent):
+            self.heard(number, message)
+
+    def deposed(self, event: Deposed) -> None:
+        self._driver.feed(event)
+
+    def announce(self, message: FromCoordinator) -> None:
+        """Send this to every agent."""
+        for number in self._remote:
+            self._links[number].send(message)
+
+    def cut(self, reason: str) -> None:
+        self.errands.cancel()
+        super().cut(reason)
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case StepDown():
+                self._client.stepped_down(command)
+            case ProveVoterGone(seat):
+                self.errands.start(self._prove(seat))
+            case _:
+                super()._execute(command)
+
+    async def _prove(self, seat: Seat) -> None:
+        if await self._client.prove_gone(seat):
+            self._driver.feed(VoterGone(seat.name))
+
+
+class WatchedLink:
+    """The agent's link. What concerns the voter goes there: Keeps, where the coordinator has moved, gain and loss of
+    the link."""
+
+    def __init__(self, link: Outgoing | LocalLink, voter: VoterService) -> None:
+        self.term = 0
+        self.up = True
+        self._link = link
+        self._voter = voter
+        self._joined = False
+        self._moved = False
+
+    def start(self, on_message: Callable[[FromCoordinator], None], on_closed: Callable[[str], None]) -> None:
+        self._link.start(partial(self._heard, on_message), partial(self._closed, on_closed))
+
+    def send(self, message: FromAgent) -> None:
+        self._link.send(message)
+
+    def close(self, reason: str = "closed here") -> None:
+        self._lost(closed=False)
+        self._link.close(reason)
+
+    def _heard(self, on_message: Callable[[FromCoordinator], None], message: FromCoordinator) -> None:
+        match message:
+            case Keep():
+                self._voter.keep_came(message, self._link.send)
+            case Moved(term, address, port):
+                self._moved = True
+                self._voter.feed(HeardOf(term, address, port))
+            case Joined(term=term):
+                self.term, self._joined = term, True
+                self._voter.feed(Linked(term))
+                on_message(message)
+            case _:
+                on_message(message)
+
+    def _closed(self, on_closed: Callable[[str], None], reason: str) -> None:
+        ended = isinstance(self._link, Connection) and self._link.ended_by_peer
+        self._lost(closed=ended and not self._moved)
+        on_closed(reason)
+
+    def _lost(self, *, closed: bool) -> None:
+        if not self.up:
+            return
+        self.up = False
+        if self._joined:
+            self._voter.feed(Unlinked(self.term, closed, local=isinstance(self._link, LocalLink)))
+
+
+def _endpoint(seat: Seat) -> Endpoint:
+    return Endpoint(host=seat.address, port=seat.port)

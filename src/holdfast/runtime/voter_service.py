@@ -1,0 +1,206 @@
+"""The shells around a Voter: its timers, its questions to other voters, and the port at which others reach this agent.
+
+`VoterService` runs the machine. `Reception` accepts the connections to an agent: those of agents that look for the
+coordinator go to it if it runs in this process; candidates get their answer, callers learn where the coordinator is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+from holdfast.agent.voter import (
+    AnswerPoll,
+    AskVote,
+    Command,
+    Event,
+    HeardOf,
+    KeepCame,
+    Lead,
+    PollCame,
+    SendKept,
+    Stage,
+    Voter,
+    Where,
+)
+from holdfast.protocol.charter import VOTERS_MIN, Succession
+from holdfast.protocol.codec import PROTOCOL_VERSION
+from holdfast.protocol.messages import Call, FromAgent, Keep, Kept, Moved, Poll, Polled
+from holdfast.protocol.options import RunOptions
+from holdfast.protocol.policy import Note, Tick
+from holdfast.protocol.session import Accepted, Hello
+from holdfast.rendezvous.bind import Claim
+from holdfast.runtime.connection import seen_from_here
+from holdfast.runtime.driver import Driver
+from holdfast.runtime.inherited import raise_limit
+from holdfast.runtime.listener import AgentConnection, Listener
+from holdfast.runtime.run_folder import Journal
+
+
+class Errands:
+    """Tasks that end by themselves. A fault in one reaches the loop's exception handler, which ends the agent."""
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def cancel(self) -> None:
+        for task in self._tasks:
+            task.cancel()
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            context = {"message": "a task of the rendezvous failed", "exception": error}
+            asyncio.get_running_loop().call_exception_handler(context)
+
+
+class VoterService:
+    """Runs a Voter. `ask` starts a question to another voter, `lead` starts the coordinator in this process: a witness
+    does neither."""
+
+    def __init__(
+        self,
+        machine: Voter,
+        journal: Journal,
+        ask: Callable[[AskVote], None] | None = None,
+        lead: Callable[[Succession], None] | None = None,
+    ) -> None:
+        self.machine = machine
+        self.news = asyncio.Event()
+        """Set when it knows of another coordinator, or leads itself. Cleared by whoever waits for it."""
+        self._journal = journal
+        self._ask = ask
+        self._lead = lead
+        self._keepers: deque[Callable[[Kept], None]] = deque()
+        self._candidates: dict[int, Callable[[Polled], None]] = {}
+        self._ticket = 0
+        self._known: Where | None = None
+        self._driver: Driver[Event, Command] = Driver(machine, Tick(), self._execute, after=self._look)
+
+    @property
+    def electing(self) -> bool:
+        """Whether an election is possible: this voter has lost the newest coordinator that it knows."""
+        charter, stage = self.machine.charter, self.machine.stage
+        able = charter is not None and len(charter.seats) >= VOTERS_MIN
+        return able and stage in (Stage.ALONE, Stage.ASKING, Stage.STANDING)
+
+    def feed(self, event: Event) -> None:
+        self._driver.feed(event)
+
+    def keep_came(self, keep: Keep, answer: Callable[[Kept], None]) -> None:
+        self._keepers.append(answer)
+        self.feed(KeepCame(keep))
+
+    def poll_came(self, poll: Poll, answer: Callable[[Polled], None]) -> None:
+        self._ticket += 1
+        self._candidates[self._ticket] = answer
+        self.feed(PollCame(self._ticket, poll))
+
+    def stop(self) -> None:
+        self._driver.stop()
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case SendKept(kept):
+                self._keepers.popleft()(kept)
+            case AskVote():
+                assert self._ask is not None
+                self._ask(command)
+            case AnswerPoll(ticket, polled):
+                self._candidates.pop(ticket)(polled)
+            case Lead(succession):
+                assert self._lead is not None
+                self._lead(succession)
+                self.news.set()
+            case Note(event, fields):
+                self._journal.write(f"voter.{event}", **fields)
+
+    def _look(self) -> None:
+        if self.machine.leader != self._known:
+            self._known = self.machine.leader
+            self.news.set()
+
+
+class Reception:
+    """Where others reach this agent: at its own port, and at every endpoint of the job that is this machine's.
+
+    `connected` gets the connections while a coordinator runs in this process; None: there is none. `where` says where
+    else it is, as far as this agent knows.
+    """
+
+    def __init__(
+        self, options: RunOptions, voter: VoterService, where: Callable[[], Where | None], say: Callable[[str], None]
+    ) -> None:
+        self.connected: Callable[[AgentConnection], None] | None = None
+        self._options = options
+        self._voter = voter
+        self._where = where
+        self._say = say
+        self._listeners: list[Listener] = []
+        self._guests: dict[AgentConnection, asyncio.TimerHandle] = {}
+
+    async def listen(self, place: Claim) -> None:
+        """Accept connections at these sockets, until `close`."""
+        raise_limit()
+        options = self._options
+        listener = Listener(
+            place.sockets, options.job, options.token, self._arrived, self._say, answer=lambda _: self._answer()
+        )
+        self._listeners.append(listener)
+        await listener.start()
+
+    def close(self) -> None:
+        for listener in self._listeners:
+            listener.close()
+        for guest in list(self._guests):
+            guest.close("this agent ends")
+
+    def _answer(self) -> Accepted:
+        name = self._voter.machine.name
+        if self.connected is not None:
+            return Accepted(PROTOCOL_VERSION, name=name)
+        where = self._where()
+        if where is None:
+            return Accepted(PROTOCOL_VERSION, absent=True, name=name)
+        return Accepted(PROTOCOL_VERSION, absent=True, address=where.address, port=where.port, name=name)
+
+    def _arrived(self, connection: AgentConnection, _: Hello) -> None:
+        if self.connected is not None and not connection.accepted.absent:
+            self.connected(connection)
+            return
+        limit_s = self._options.limits.unjoined_s
+        timer = asyncio.get_running_loop().call_later(limit_s, connection.close, "it asked nothing")
+        self._guests[connection] = timer
+        connection.start(lambda message: self._heard(connection, message), lambda _: self._left(connection))
+
+    def _left(self, connection: AgentConnection) -> None:
+        self._guests.pop(connection).cancel()
+
+    def _heard(self, connection: AgentConnection, message: FromAgent) -> None:
+        if not answer_guest(self._voter, self._where, connection, message):
+            connection.close("no coordinator is here")
+
+
+def answer_guest(
+    voter: VoterService, where: Callable[[], Where | None], connection: AgentConnection, message: FromAgent
+) -> bool:
+    """Answer a candidate, or a coordinator that calls. False: it is another message."""
+    match message:
+        case Poll():
+            voter.poll_came(message, connection.send)
+        case Call(term, address, port):
+            voter.feed(HeardOf(term, seen_from_here(address, connection.peer_address), port))
+            known = where()
+            if known is not None and known.term > term:
+                connection.send(Moved(known.term, known.address, known.port))
+            connection.close("the call is over")
+        case _:
+            return False
+    return True

@@ -1,0 +1,83 @@
+"""The node with the coordinator is lost, and the others elect a successor, who goes on where it stopped."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import time
+
+from tests.network.fleet import LEASE_S, LONG_LEASE, SHORT_LEASE, Fleet, Generation, until
+from tests.support.limits import limit_s
+
+
+def started(
+    fleet, count: int, nnodes: str, conf: str = SHORT_LEASE, endpoint: str = "node1"
+) -> tuple[Fleet, Generation]:
+    """A job whose coordinator is on node 1."""
+    job: Fleet = fleet(count)
+    job.c10d(nnodes, endpoint, conf)
+    numbers = list(range(1, count + 1))
+    job.start_all(numbers)
+    return job, job.trains(numbers)
+
+
+def finish(job: Fleet, *numbers: int) -> None:
+    names = {f"node{number}" for number in numbers}
+    job.finish_all([agent for agent in job.agents if agent.host.name in names and agent.program.running])
+
+
+def coordinators(job: Fleet) -> list[str]:
+    """The hosts of agents that became the coordinator by election."""
+    return [agent.host.name for agent in job.agents if "this node is the coordinator now" in agent.text]
+
+
+def test_every_process_of_the_coordinators_node_is_killed(fleet) -> None:
+    """The kernel tells the others, who wait for no lease."""
+    job, _ = started(fleet, 3, "2:3", LONG_LEASE)
+    since_s = time.monotonic()
+    job.hosts[1].kill()
+    after = job.trains([2, 3], since_s)
+    print(f"the others trained {after.born_s - since_s:.2f} s after the kill")
+    assert len(coordinators(job)) == 1
+    finish(job, 2, 3)
+    job.check()
+
+
+def test_the_coordinators_node_becomes_silent(fleet) -> None:
+    """Its cable is pulled: it steps down, its workers are dead before the others go on, and it comes back."""
+    job, first = started(fleet, 3, "2:3")
+    since_s = time.monotonic()
+    job.hosts.unplug(1)
+    after = job.trains([2, 3], since_s)
+    print(f"the others trained {after.born_s - since_s:.2f} s after the cable was pulled")
+    assert first.last_s(["node1"]) < after.born_s
+    job.agents[0].says("this node is not the coordinator any more")
+    job.hosts.plug(1)
+    job.trains([1, 2, 3], after.born_s)
+    finish(job, 1, 2, 3)
+    job.check()
+
+
+def test_two_nodes_and_a_witness(fleet) -> None:
+    """The node with the coordinator is killed; the other one goes on with the witness's vote. A new agent on the first
+    node learns from the witness where the job is, and joins it."""
+    job: Fleet = fleet(3)
+    screen = job.folder / "witness.txt"
+    with screen.open("wb") as file:
+        line = [sys.executable, "-m", "holdfast", "witness", "--bind", "10.77.0.3:29500"]
+        witness = job.hosts[3].start([*line, "--lease", f"{LEASE_S:g}"], cwd=job.folder, stdout=file)
+    until(lambda: "listens" in screen.read_text(), job.story)
+    job.c10d("1:2", "node1:29400,node3:29500", SHORT_LEASE)
+    job.start_all([1, 2])
+    job.trains([1, 2])
+    until(lambda: "witness of job" in screen.read_text(), screen.read_text)
+    since_s = time.monotonic()
+    job.hosts[1].kill()
+    after = job.trains([2], since_s)
+    job.hosts[1].boot()
+    job.start(1)
+    job.trains([1, 2], after.born_s)
+    finish(job, 1, 2)
+    witness.signal(signal.SIGTERM)
+    assert witness.wait(limit_s(5.0)) == 0
+    job.check()
