@@ -165,20 +165,20 @@ def test_each_rule_is_needed(rules: tuple[type, ...], seed: int, words: str) -> 
 # --- the checker ------------------------------------------------------------------------------------------------------
 
 
-def test_the_checker_finds_what_must_not_be() -> None:
-    def charter(term: int, number: int, generation: int, restarts: int = 0) -> Charter:
-        return Charter(Position(term, number), (), generation=generation, restarts=restarts)
-
-    for later, words in [
-        ((3, charter(1, 2, 2)), "both decide in term 1"),
-        ((2, charter(1, 1, 2)), "counts after"),
-        ((2, charter(1, 2, 1)), r"\(1, 1\) counts after \(2, 1\)"),
-    ]:
-        checker = SuccessionChecker()
-        for coordinator in (2, 3):
-            checker.leads(coordinator, None) if coordinator == 2 else checker.leads(coordinator, charter(1, 1, 2, 1))
-            checker.wrote(2, charter(1, 1, 2, 1))
-        checker.committed(2, 1, charter(1, 1, 2, 1), ())
-        coordinator, newer = later
-        with pytest.raises(BrokenPromiseError, match=words):
-            checker.committed(coordinator, 1, newer if "counts" not in words or newer.restarts else newer, ())
+@pytest.mark.parametrize(
+    ("coordinator", "newer", "words"),
+    [
+        pytest.param(3, Charter(Position(1, 2), (), generation=2, restarts=1), "both decide in term 1", id="leaders"),
+        pytest.param(2, Charter(Position(1, 1), (), generation=2, restarts=1), "number=1. counts after", id="position"),
+        pytest.param(2, Charter(Position(1, 2), (), generation=1, restarts=1), "1, 1. counts after .2, 1", id="number"),
+        pytest.param(2, Charter(Position(1, 2), (), generation=2), "2, 0. counts after .2, 1", id="restarts"),
+    ],
+)
+def test_the_checker_finds_what_must_not_be(coordinator: int, newer: Charter, words: str) -> None:
+    checker, charter = SuccessionChecker(), Charter(Position(1, 1), (), generation=2, restarts=1)
+    checker.leads(2, None)
+    checker.wrote(2, charter)
+    checker.leads(3, charter)
+    checker.committed(2, 1, charter, ())
+    with pytest.raises(BrokenPromiseError, match=words):
+        checker.committed(coordinator, 1, newer, ())
