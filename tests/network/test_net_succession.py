@@ -81,3 +81,75 @@ def test_two_nodes_and_a_witness(fleet) -> None:
     witness.signal(signal.SIGTERM)
     assert witness.wait(limit_s(5.0)) == 0
     job.check()
+
+
+def test_the_coordinators_node_and_one_more_of_five(fleet) -> None:
+    """Nobody has seen the end of the other one: its workers may live until their fence."""
+    job, _ = started(fleet, 5, "2:5")
+    since_s = time.monotonic()
+    job.hosts[1].kill()
+    job.hosts[2].kill()
+    job.trains([3, 4, 5], since_s)
+    finish(job, 3, 4, 5)
+    job.check()
+
+
+def test_its_agent_is_restarted_at_once_at_the_endpoint(fleet) -> None:
+    """Node 1 founds the job again while the others elect, or finds their successor: all three train in one job."""
+    job, _ = started(fleet, 3, "1:3", LONG_LEASE)
+    since_s = time.monotonic()
+    job.agents[0].signal(signal.SIGKILL)
+    job.start(1)
+    job.trains([1, 2, 3], since_s)
+    finish(job, 1, 2, 3)
+    job.check()
+
+
+def test_a_fourth_node_without_a_vote_finds_the_successor_and_so_does_a_newcomer(fleet) -> None:
+    """The endpoint is gone for ever: who has no vote knows the voters, and a newcomer asks at the list's next entry."""
+    job: Fleet = fleet(5)
+    job.c10d("2:5", "node1:29400,node2:29400", LONG_LEASE)
+    job.start_all([1, 2, 3, 4])
+    job.trains([1, 2, 3, 4])
+    since_s = time.monotonic()
+    job.hosts[1].kill()
+    after = job.trains([2, 3, 4], since_s)
+    job.start(5)
+    job.trains([2, 3, 4, 5], after.born_s)
+    finish(job, 2, 3, 4, 5)
+    job.check()
+
+
+def test_the_coordinator_is_killed_while_it_admits_a_node(fleet) -> None:
+    job: Fleet = fleet(4)
+    job.c10d("2:4", conf=LONG_LEASE)
+    job.start_all([1, 2, 3])
+    job.trains([1, 2, 3])
+    job.start(4)
+    job.agents[1].says("regrouping to take in node4")
+    since_s = time.monotonic()
+    job.hosts[1].kill()
+    until(lambda: any(coordinators(job)), job.story)
+    until(
+        lambda: any(each.complete and each.born_s > since_s and "node1" not in each.hosts for each in job.generations),
+        job.story,
+    )
+    finish(job, 2, 3)
+    job.check()
+
+
+def test_the_coordinator_is_killed_while_the_workers_stop(fleet) -> None:
+    """They take their time. The successor ends them with the old generation before it forms another one."""
+    job: Fleet = fleet(4)
+    job.c10d("1:4", conf=LONG_LEASE)
+    job.start(1)
+    job.start(2, "--shutdown-timeout", "3", env={"SLOW_TO_STOP": "1"})
+    job.start_all([3, 4])
+    job.trains([1, 2, 3, 4])
+    job.agents[3].signal(signal.SIGTERM)
+    until((job.folder / "asked").exists, job.story)
+    since_s = time.monotonic()
+    job.hosts[1].kill()
+    job.trains([2, 3], since_s)
+    finish(job, 2, 3)
+    job.check()

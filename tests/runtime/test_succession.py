@@ -1,0 +1,245 @@
+"""The shells of succession, with real sockets on loopback: who is told what at an agent's port, and votes over the wire."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+
+import pytest
+
+from holdfast.agent.voter import AskVote, PolledCame, PollFailed
+from holdfast.protocol.charter import Charter, Position, Seat
+from holdfast.protocol.errors import CoordinatorUnreachableError
+from holdfast.protocol.messages import REVISION, Call, FromCoordinator, Join, Joined, Keep, Moved, Poll, Polled
+from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
+from holdfast.rendezvous.bind import claim
+from holdfast.runtime.connection import dial, dial_agent
+from holdfast.runtime.rendezvous_client import CoordinatorLink
+from holdfast.runtime.run_folder import Journal
+from holdfast.runtime.succession import SuccessionClient
+from holdfast.runtime.witness import Witness
+from tests.runtime.peers import TOKEN, service, settled
+from tests.support.limits import limit_s
+from tests.support.simulator.nodes import simple_judge
+
+JOB = JobSpec(run_id="j", min_nodes=1, max_nodes=3, backend="c10d")
+PATIENT = Limits(lease_s=3600.0, fence_s=2400.0)
+
+
+class Agent:
+    """A SuccessionClient that has joined, and what its coordinator sent."""
+
+    def __init__(self, name: str, endpoints: list[Endpoint], token: bytes | None = None, port: int = 0) -> None:
+        first, *more = endpoints
+        self.node = NodeSpec(member=f"{name}#1", host=name, nproc=1)
+        self.options = RunOptions(
+            job=JOB,
+            limits=PATIENT,
+            nproc=1,
+            command=WorkerCommand(kind=CommandKind.PROGRAM, target="true"),
+            logs=LogOptions(log_dir=None),
+            endpoint=first,
+            more_endpoints=tuple(more),
+            succession=True,
+            agent_port=port,
+            token=token,
+        )
+        self.lines: list[str] = []
+        self.client = SuccessionClient(self.options, simple_judge, Journal(None), self.lines.append, lambda _: None)  # type: ignore[arg-type, return-value]
+        self.heard: list[FromCoordinator] = []
+        self.lost: list[str] = []
+        self.link: CoordinatorLink | None = None
+
+    async def join(self) -> None:
+        self.link = await self.client.connect(self.node)
+        self.link.start(self.heard.append, self.lost.append)
+        self.link.send(Join(self.node, revision=REVISION, port=self.client.port, term=self.client.term))
+        await settled(lambda: any(isinstance(each, Joined) for each in self.heard))
+
+    @property
+    def place(self) -> Endpoint:
+        return Endpoint(host="127.0.0.1", port=self.client.port)
+
+    @property
+    def seat(self) -> Seat:
+        return Seat(self.node.agent, self.node.host, "127.0.0.1", self.client.port)
+
+    @property
+    def voter(self):  # type: ignore[no-untyped-def]
+        assert self.client._voter is not None
+        return self.client._voter
+
+    def holds(self, charter: Charter) -> None:
+        self.voter.keep_came(Keep(charter.position.term, 1, charter), lambda _: None)
+
+
+@contextlib.asynccontextmanager
+async def agents(*names: str, token: bytes | None = None) -> AsyncIterator[list[Agent]]:
+    """Agents of one job; the first has the coordinator."""
+    endpoint = free_endpoint()
+    made = [Agent(name, [endpoint], token) for name in names]
+    try:
+        for each in made:
+            await each.join()
+        yield made
+    finally:
+        for each in made:
+            await each.client.close()
+
+
+def free_endpoint() -> Endpoint:
+    place = claim(Endpoint(host="127.0.0.1", port=0))
+    place.close()
+    return place.endpoint
+
+
+@pytest.mark.parametrize("token", [None, TOKEN])
+async def test_an_agent_tells_where_the_coordinator_is(token: bytes | None) -> None:
+    async with agents("a", "b", token=token) as (a, b):
+        at_b = await dial_agent(b.place, JOB, b.node, token)
+        assert at_b.accepted.absent
+        assert at_b.accepted.name == b.node.agent
+        at_b.abort()
+        found = await dial(b.place, JOB, b.node, token)
+        assert found.peer_port == a.options.endpoint.port
+        assert not found.accepted.absent
+        found.abort()
+
+
+async def test_an_agent_that_knows_of_no_coordinator_says_so() -> None:
+    async with agents("a", "b") as (a, b):
+        await a.client.close()
+        await settled(lambda: bool(b.lost))
+        with pytest.raises(CoordinatorUnreachableError, match="no other is known yet"):
+            await dial(b.place, JOB, b.node)
+
+
+async def test_who_joins_where_no_coordinator_is_is_sent_away() -> None:
+    async with agents("a", "b") as (_, b):
+        connection = await dial_agent(b.place, JOB, b.node)
+        closed: list[str] = []
+        connection.start(lambda _: None, closed.append)
+        connection.send(Join(b.node))
+        await settled(lambda: bool(closed))
+
+
+async def test_a_call_is_answered_by_whom_knows_a_newer_term_and_heard_by_others() -> None:
+    async with agents("a", "b") as (_, b):
+        heard: list[FromCoordinator] = []
+        for term, answer in ((5, []), (3, [Moved(5, "127.0.0.1", 4000)])):
+            connection = await dial_agent(b.place, JOB, b.node)
+            closed: list[str] = []
+            connection.start(heard.append, closed.append)
+            connection.send(Call(term, "127.0.0.1", 4000))
+            await settled(lambda closed=closed: bool(closed))
+            assert heard == answer
+        assert b.voter.machine.leader.term == 5
+
+
+async def test_votes_over_the_wire() -> None:
+    """b has lost the coordinator, c has not, d is gone, and at e's port another one answers."""
+    async with agents("a", "b", "c") as (_, b, c):
+        charter = Charter(Position(1, 1), (b.seat, c.seat, Seat("x#1", "x", "127.0.0.1", 9)))
+        for each in (b, c):
+            each.holds(charter)
+        assert b.link is not None
+        b.link.close("no answer")
+        asked: list[object] = []
+        feed, c.voter.feed = c.voter.feed, asked.append
+        poll = Poll(2, c.seat, charter.position)
+        for seat in (
+            b.seat,
+            Seat("d#1", "d", "127.0.0.1", free_endpoint().port),
+            Seat("e#1", "e", "127.0.0.1", b.client.port),
+        ):
+            await c.client._ask_vote(AskVote(seat, poll))
+        c.voter.feed = feed
+        granted, failed, other = (each for each in asked if isinstance(each, PolledCame | PollFailed))
+        assert granted.polled.granted
+        assert granted.name == granted.polled.voter == b.node.agent
+        assert failed == PollFailed("d#1", poll)
+        assert other.polled.voter != "e#1"
+
+
+async def test_a_process_is_proved_to_have_ended_and_silence_proves_nothing() -> None:
+    async def say_nothing(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async def say_hello(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"220 hello\r\n")
+        await writer.drain()
+
+    async with agents("a", "b") as (a, b), service(say_hello) as stranger:
+        for seat, gone in (
+            (b.seat, False),
+            (Seat("earlier#1", "b", "127.0.0.1", b.client.port), True),
+            (Seat("b#1", "b", "127.0.0.1", free_endpoint().port), True),
+            (Seat("b#1", "b", "127.0.0.1", stranger.port), True),
+        ):
+            assert await a.client.prove_gone(seat) is gone, seat
+
+
+async def test_the_successor_is_found_by_those_who_stay() -> None:
+    """The coordinator's process ends: one of the other two has the coordinator, and both join it."""
+    async with agents("a", "b", "c") as (a, b, c):
+        charter = Charter(Position(1, 9), (a.seat, b.seat, c.seat), generation=1, nodes=3)
+        for each in (b, c):
+            each.holds(charter)
+        assert a.client.service is not None
+        a.client.service.cut("killed")
+        for listener in a.client._reception._listeners:
+            listener.close()
+        await settled(lambda: bool(b.lost) and bool(c.lost))
+        b.heard.clear(), c.heard.clear()
+        async with asyncio.timeout(limit_s(20.0)):
+            await asyncio.gather(b.join(), c.join())
+        assert (b.client.service is None) != (c.client.service is None)
+        terms = {each.term for agent in (b, c) for each in agent.heard if isinstance(each, Joined)}
+        assert terms == {b.client.term} == {c.client.term}
+        assert any("this node is the coordinator now" in line for line in (*b.lines, *c.lines))
+
+
+async def test_a_founder_that_hears_of_a_newer_coordinator_steps_down_and_goes_there() -> None:
+    async with agents("a") as (a,), agents("b") as (b,):
+        assert a.client.service is not None
+        calls = await dial_agent(a.options.endpoint, JOB, b.node)
+        calls.start(lambda _: None, lambda _: None)
+        calls.send(Call(7, "127.0.0.1", b.options.endpoint.port))
+        await settled(lambda: bool(a.lost))
+        assert a.client.service is None
+        await a.join()
+        assert a.link is not None
+        assert a.client.service is None
+        assert b.client.service is not None
+        calls.abort()
+
+
+async def test_a_witness_votes_for_many_jobs_and_knows_their_coordinators() -> None:
+    place = claim(Endpoint(host="127.0.0.1", port=0))
+    said: list[str] = []
+    witness = Witness(place, None, PATIENT, "w", said.append)
+    await witness.start()
+    own = [free_endpoint(), place.endpoint]
+    a = Agent("a", own)
+    try:
+        await a.join()
+        await settled(lambda: a.client.service is not None and bool(a.client.service.replicated._witnesses))
+        other = JobSpec(run_id="other", min_nodes=1, max_nodes=2, backend="c10d")
+        names = set()
+        for job in (JOB, other):
+            connection = await dial_agent(place.endpoint, job, a.node)
+            assert connection.accepted.witness
+            names.add(connection.accepted.name)
+            polled: list[FromCoordinator] = []
+            connection.start(polled.append, lambda _: None)
+            connection.send(Poll(4, a.seat, Position(0, 0), final=True))
+            await settled(lambda polled=polled: bool(polled))
+            assert isinstance(polled[0], Polled)
+            connection.abort()
+        assert len(names) == 2, "one job's votes count in another one"
+        assert said == ["witness of job 'j'", "witness of job 'other'"]
+    finally:
+        await a.client.close()
+        witness.close()
