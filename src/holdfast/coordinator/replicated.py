@@ -40,6 +40,7 @@ from holdfast.protocol.messages import (
     Finish,
     Join,
     Joined,
+    Keep,
     Kept,
     Moved,
     Pong,
@@ -69,6 +70,8 @@ class ReplicatedCoordinator(CoordinatorMachine):
         self._charters = Charters(limits, now, node.agent, succession)
         self.founded = succession.charter is None
         """It was elected by nobody."""
+        self._known_term = 0
+        """The newest term that a member knew while this one had formed nothing."""
         self._floor = 0
         """The newest generation that the old coordinator may have started."""
         self._local_name = ""
@@ -169,7 +172,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
 
     def _called(self, link: int, call: Call) -> list[Command]:
         """The coordinator of another term calls this endpoint."""
-        if call.term > self.term or (self._founds and call.term == self.term):
+        if call.term > self.term or self._founds:
             where = StepDown("the job goes on elsewhere", call.term, call.address, call.port)
             return self._step_down(where)
         own = next((seat for seat in self.charter.seats if seat.name == self._charters.name), None)
@@ -207,6 +210,11 @@ class ReplicatedCoordinator(CoordinatorMachine):
     def _propose(self, now: float) -> None:
         """Bring the charter up to date."""
         charters, world = self._charters, self.world
+        if self.founded and not self._founds and charters.term <= self._known_term:  # it continues after them
+            charters.take_term(self._known_term + 1)
+            for member in self.members.values():
+                if member.revision >= REVISION_OF_KEEP:
+                    self._tell(member, Keep(self.term, 0))
         members = () if world is None else world.order
         key = (
             self.newest_generation,
@@ -285,7 +293,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
         if member.node.hosts_coordinator:
             self._local_name = member.name
         if self._founds:
-            self._charters.take_term(join.term + 1)
+            self._known_term = max(self._known_term, join.term)
         if join.last_generation == self._floor:
             self._came.add(member.node.agent)
         super()._observe_previous_leader(now, member, join)

@@ -226,11 +226,12 @@ class SuccessionCluster(SimCluster):
         self.log(host, f"ends: {outcome.kind.value} {outcome.exit_code}")
         self.kinds[outcome.kind] += 1
         self.outcomes[host] = outcome
-        agent = self.agents.pop(host)
+        self.agents.pop(host)
+        agent = self.processes[host]
         coordinator = agent.coordinator
 
         def end() -> None:
-            if self.processes.get(host) is agent:
+            if host in self.processes and self.processes[host] is agent:
                 del self.processes[host]
                 agent.end()
 
