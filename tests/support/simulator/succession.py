@@ -581,11 +581,19 @@ class ElectingAgent(DrawnAgent):
         link = self.world.network.connect(self.host, coordinator.host)
         self._end = link.a
         self._term, self._moved, self._local = 0, False, coordinator.host == self.host
-        link.a.on_message = partial(self._got, link.a)
-        link.a.on_closed = self._link_lost
+        link.a.on_message = partial(self._on_link, link.a, partial(self._got, link.a))
+        link.a.on_closed = partial(self._on_link, link.a, self._link_lost)
         self.coordinator_number = coordinator.number
         coordinator.accept(link.b, self.host)
         self.handle(ev.Dialed(local=False, port=self.port, term=self.voter.machine.term))
+
+    def _on_link(self, end: FakeEnd, action: Callable[[Any], None], what: object) -> None:
+        """What comes waits in the socket while the process stands still, and is lost when the process hangs up."""
+        until_s = self.world.frozen.get(self.host, 0.0)
+        if until_s > self.world.clock.now:
+            self.world.agenda.at(until_s, lambda: self._on_link(end, action, what))
+        elif end is self._end:
+            action(what)
 
     def _got(self, end: FakeEnd, message: FromCoordinator) -> None:
         match message:
