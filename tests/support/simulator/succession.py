@@ -495,6 +495,9 @@ class ElectingAgent(DrawnAgent):
         leader: vote.Where | None = self.voter.machine.leader
         if leader is not None and leader.term > self._term:
             return leader
+        return self.linked_to()
+
+    def linked_to(self) -> vote.Where | None:
         return vote.Where(*self._place, self._term) if self._place is not None and self._term else None
 
     def _dial(self) -> None:
@@ -711,7 +714,7 @@ class SimReplicated(SimCoordinator):
             self.cluster.agenda.after(self.cluster.limits.poll_s, link.a.close)
             return
         process.voter.handle(vote.HeardOf(call.term, call.address, call.port))
-        where = process.where()
+        where = process.linked_to()  # what it only heard of may be lost
         if where is not None and where.term > call.term:
             self._answered(Moved(where.term, where.address, where.port))
 
