@@ -44,7 +44,7 @@ class Draw:
     """Every host that goes comes back, and the budget is large: ending is not enough, the job must succeed."""
 
 
-PLAIN, SUCCESSION = "plain", "succession"
+PLAIN, SUCCESSION = FAMILIES = "plain", "succession"
 """Families of jobs: a seed stands for another one in each."""
 
 
@@ -297,9 +297,7 @@ def _sweep(first: int, end: int, family: str) -> int:
 def main(arguments: Sequence[str]) -> int:
     try:
         *families, text = arguments
-        (family,) = families or [PLAIN]
-        if family not in (PLAIN, SUCCESSION):
-            raise ValueError(f"no such family: {family}")
+        family = FAMILIES[FAMILIES.index(families[0])] if families else PLAIN
         if ":" in text:
             return _sweep(*parse_seeds(text), family)
         return _tell_story(int(text), family)
