@@ -19,7 +19,7 @@ from holdfast.runtime.connection import dial, dial_agent
 from holdfast.runtime.rendezvous_client import CoordinatorLink
 from holdfast.runtime.run_folder import Journal
 from holdfast.runtime.succession import SuccessionClient
-from holdfast.runtime.witness import Witness
+from holdfast.runtime.witness_service import Witness
 from tests.runtime.peers import TOKEN, service, settled
 from tests.support.limits import limit_s
 from tests.support.simulator.nodes import simple_judge
