@@ -132,8 +132,8 @@ class CountsTheNewOnly(ReplicatedCoordinator):
         charters = self._charters
 
         def count() -> None:
-            position, name = charters.charter.position, charters.name
-            held = [each for each, voter in charters._voters.items() if each == name or voter.held >= position]
+            position = charters.charter.position
+            held = [name for name, voter in charters._voters.items() if voter.held >= position or not charters.elects]
             charters.counts = majority(charters.charter.voters, held, charters._gone)
             charters.settled = charters.settled or charters.counts
 

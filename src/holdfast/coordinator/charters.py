@@ -199,7 +199,8 @@ class Charters:
 
     def _count(self) -> None:
         position = self.charter.position
-        holders = [name for name, voter in self._voters.items() if name == self.name or voter.held >= position]
+        # The voter in this process holds it only once it has said so: it outlives a coordinator that steps down.
+        holders = [name for name, voter in self._voters.items() if voter.held >= position or not self.elects]
         self.counts = self.charter.carried_by(holders, self._gone)
         self.settled = self.settled or self.counts
 

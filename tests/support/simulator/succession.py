@@ -28,7 +28,7 @@ from holdfast.protocol.charter import VOTERS_MIN, Charter, Seat, Succession
 from holdfast.protocol.errors import CoordinatorUnreachableError
 from holdfast.protocol.messages import Call, FromCoordinator, Joined, Keep, Kept, Moved, Poll, Polled
 from holdfast.protocol.outcome import Outcome
-from holdfast.protocol.policy import NodeSpec
+from holdfast.protocol.policy import NodeSpec, Note
 from tests.support.simulator.checkers import SuccessionChecker
 from tests.support.simulator.cluster import SimCluster, SimOptions
 from tests.support.simulator.drawn import DrawnAgent
@@ -44,6 +44,7 @@ ASK_S_MAX, ASK_LEADER_S_MAX = 0.5, 5.0
 CALL_FIRST_S, CALL_S, CALL_OFTEN_S = 0.25, 2.0, 5.0
 """As in the runtime."""
 HOPS_MAX = 2
+DECISIONS = frozenset({"assigned", "charter", "elected", "regroup_begun", "started", "stopping"})
 LOOK_S = 1.0
 CALM_S = 30.0
 """A majority that was not disturbed for so long has a job that runs."""
@@ -101,6 +102,14 @@ class SuccessionCluster(SimCluster):
             self.witnesses.append(f"w{number}")
             self.boot_witness(f"w{number}")
         self.agenda.at(LOOK_S, self._look)
+        self._strikes = options.faults.leader_moments
+
+    def trace(self, who: str, what: object) -> None:
+        super().trace(who, what)
+        decided = isinstance(what, Note) and what.event in DECISIONS
+        if decided and self._strikes and self.clock.now < self.options.faults.span_s:
+            self._strikes -= 1
+            self.faults.strike()
 
     # ---------------------------------------------------------------- who reaches whom
 

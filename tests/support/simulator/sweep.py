@@ -160,6 +160,7 @@ def draw_succession(seed: int, *, story_lines_max: int | None, build: Build = Su
         link_resets=random.choice([0, 0, 1, 3]),
         signals=random.choice([0, 0, 0, 1]),
         leader_crashes=random.choice([0, 1, 1, 2, 4]),
+        leader_moments=random.choice([0, 10, 30]),
         leader_cuts=random.choice([0, 0, 1, 2]),
         cuts=random.choice([0, 0, 1, 2]),
         freezes=random.choice([0, 0, 1, 3]),
