@@ -1,4 +1,4 @@
-"""The shell of a coordinator that may get a successor, and an agent's link to it: messages for the voter are taken out."""
+"""The shell of a coordinator that may get a successor; and the link of an agent to it, where the voter listens, too."""
 
 from __future__ import annotations
 
