@@ -120,7 +120,7 @@ class VoterService:
                 self._lead(succession)
                 self.news.set()
             case Note(event, fields):
-                self._journal.write(f"voter.{event}", **fields)
+                self._journal.write(f"agent.{event}", **fields)
 
     def _look(self) -> None:
         if self.machine.leader != self._known:
