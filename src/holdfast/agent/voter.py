@@ -359,8 +359,9 @@ class Voter:
         self._follow_terms[name] = 0 if polled is None else polled.follows
         if poll == self._poll:
             self._answers[name] = polled
-        if polled is not None and polled.charter is not None and polled.charter.position > self.held:
-            self.charter = polled.charter
+        newer = None if polled is None else polled.charter
+        if newer is not None and newer.position > self.held and any(seat.name == self.name for seat in newer.seats):
+            self.charter = newer
             if self._poll is not None:
                 self._fail(now)
                 self._stand_at_s = now

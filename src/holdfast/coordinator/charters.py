@@ -143,6 +143,10 @@ class Charters:
                 self._voters[name].link, self._voters[name].prove_at_s = None, now
         return name
 
+    def confirmed_by(self, link: int) -> bool:
+        """Whether the voter behind this link has acknowledged a Keep of this coordinator."""
+        return any(voter.link == link and voter.confirmed_s > -inf for voter in self._voters.values())
+
     def gone(self, name: str) -> None:
         """Its process has ended: it holds nothing and cannot vote any more."""
         if name in self._voters and name not in self._links:

@@ -79,6 +79,8 @@ class ReplicatedCoordinator(CoordinatorMachine):
         self._witnesses: dict[int, Seat] = {}
         self._left: set[str] = set()
         """Agents whose workers took part in that generation, without that of the old coordinator; empty: unknown."""
+        self._strangers: set[str] = set()
+        """Witnesses that know a newer coordinator and have never confirmed this one: they remember another job."""
         self._came: set[str] = set()
         """Agents that have joined."""
         self._presumed_dead = succession.closed
@@ -137,7 +139,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
                     return self._step_down(StepDown(f"another coordinator has term {term}", term, address, port))
             case VoterGone(name):
                 self._charters.gone(name)
-            case WitnessOpened(link, seat):
+            case WitnessOpened(link, seat) if seat.name not in self._strangers:
                 self._witnesses[link] = seat
                 self._charters.linked(seat.name, link)
                 self._reseat = True
@@ -145,7 +147,9 @@ class ReplicatedCoordinator(CoordinatorMachine):
                 self._charters.unlinked(link, now)
                 self._reseat = self._witnesses.pop(link, None) is not None or self._reseat
             case Heard(link, Kept() as kept):
-                if kept.term > self.term:
+                if kept.term > self.term and link in self._witnesses and not self._charters.confirmed_by(link):
+                    self._do_without(link, now)
+                elif kept.term > self.term:
                     return self._step_down(StepDown(f"this node's voters have elected another one (term {kept.term})"))
                 self._charters.kept(link, kept)
             case Heard(_, Join(term=term)) if term > self.term and not self._founds:
@@ -181,6 +185,11 @@ class ReplicatedCoordinator(CoordinatorMachine):
             return self._step_down(where)
         own = next((seat for seat in self.charter.seats if seat.name == self._charters.name), None)
         return [] if own is None else [Tell(link, Moved(self.term, own.address, own.port))]
+
+    def _do_without(self, link: int, now: float) -> None:
+        self._strangers.add(self._witnesses.pop(link).name)
+        self._charters.unlinked(link, now)
+        self._reseat = True
 
     def _step_down(self, command: StepDown) -> list[Command]:
         self.stepped_down = True
