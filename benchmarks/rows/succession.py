@@ -50,7 +50,7 @@ def kill_two_of_five(running: Job) -> int:
 def restart_at_once(running: Job) -> int:
     running.agents[1].signal(signal.SIGKILL)
     running.start(1)
-    return 3
+    return 2  # the others train before it has imported torch
 
 
 class Turn:

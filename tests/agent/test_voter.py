@@ -105,7 +105,7 @@ class Desk:
         self.ballots = [ballot for ballot in self.ballots if ballot not in ballots]
         for ballot in ballots:
             if ballot.to not in self.voters:
-                self.give(ballot.of, vote.PollFailed(ballot.to, ballot.poll))
+                self.give(ballot.of, vote.PollFailed(ballot.to, ballot.poll, gone=True))
             elif (polled := self.give(ballot.to, vote.PollCame(1, ballot.poll))) is not None:
                 self.answers.append((ballot, polled))
 
@@ -253,7 +253,7 @@ def test_a_newer_charter_wins() -> None:
     desk.lose("c")
     assert not polled(desk, "c", "b", 2, Position(FOUNDER, 1)).granted
     desk.elect()
-    assert desk.led["c"].charter == charter("abc", number=2)
+    assert desk.led["b"].charter == charter("abc", number=2), "b takes it from the denial"
 
 
 def test_a_term_counts_more_than_a_number() -> None:
@@ -320,6 +320,31 @@ def test_while_the_voters_change_both_majorities_are_needed() -> None:
     assert len(desk.led) == 1
 
 
+def test_it_joins_no_coordinator_that_founded_the_job_again() -> None:
+    desk = three()
+    voter = desk.voters["b"]
+    assert voter.elects(desk.now)
+    assert voter.ignores(desk.now, "a#2", 1, founded=True)
+    assert not voter.ignores(desk.now, "a", 1, founded=True), "the one it has lost"
+    assert not voter.ignores(desk.now, "d", 2, founded=False), "one that was elected"
+    assert not voter.ignores(desk.now + LIMITS.elect_s, "a#2", 1, founded=True), "the others are lost, too"
+
+
+def test_it_gives_the_job_up_when_a_majority_has_ended() -> None:
+    desk = three()
+    del desk.voters["c"]
+    desk.elect(0.5)
+    assert not desk.voters["b"].elects(desk.now)
+
+
+def test_it_joins_what_the_others_have_joined() -> None:
+    desk = three()
+    desk.give("c", vote.Linked(2))
+    desk.elect(0.5)
+    assert not desk.voters["b"].ignores(desk.now, "a#2", 2, founded=True)
+    assert desk.voters["b"].ignores(desk.now, "a#3", 3, founded=True)
+
+
 def test_two_voters_elect_nobody() -> None:
     desk = Desk("ab", charter("ab"))
     desk.lose("a", "b")
@@ -369,6 +394,15 @@ def test_a_witness_notices_by_itself_that_the_coordinator_is_silent() -> None:
     assert not polled(desk, "w", "b", 2, Position(FOUNDER, 1)).granted
     desk.wait(2 * STEP_S)
     assert polled(desk, "w", "b", 2, Position(FOUNDER, 1)).granted
+
+
+def test_what_only_a_witness_has_reaches_a_candidate() -> None:
+    desk = Desk("abcw", charter("abcw"))
+    del desk.voters["a"]
+    desk.keep("w", charter("abcw", number=2))
+    desk.lose("b", "c", "w")
+    desk.elect()
+    assert desk.led["b"].charter == charter("abcw", number=2)
 
 
 def test_the_end_of_an_older_link_says_nothing_about_a_newer_coordinator() -> None:

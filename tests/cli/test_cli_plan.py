@@ -29,6 +29,26 @@ def plan(line: str, **environ: str) -> str:
 
 
 @pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("train.py", "it has one"),
+        ("--nnodes 3 train.py", "static rendezvous"),
+        ("--nnodes 2", "two nodes have no majority"),
+        ("--nnodes 2 --rdzv-endpoint a,w:9", "1 of 2 nodes, the coordinator's too, if a witness is at w:9"),
+        ("--nnodes 3 --rdzv-conf succession=off", "succession is off"),
+        ("--nnodes 3", "1 of 3 nodes at one time, the coordinator's too: a majority elects another; it trains when 3"),
+        ("--nnodes 1:6", "2 of 6 nodes"),
+        ("--nnodes 1:100", "3 of 100 nodes"),
+    ],
+)
+def test_the_plan_states_what_the_job_survives_and_why(line: str, said: str) -> None:
+    if "train.py" not in line:
+        line = f"--rdzv-backend c10d {line if 'endpoint' in line else f'--rdzv-endpoint a {line}'} train.py"
+    (told,) = [row for row in plan(line).splitlines() if row.startswith("survives ")]
+    assert said in told
+
+
+@pytest.mark.parametrize(
     ("line", "environ", "said"),
     [
         ("--hang-timeout 20 train.py", {}, "restart if none changes for 20 s"),
@@ -56,6 +76,7 @@ job           id none, up to 0 restarts after worker failures
 nodes         2; this one is node 1
 rendezvous    static at h:29500, waits 900 s for 2
 coordinator   the agent on the machine that owns h
+survives      the loss of any node but the coordinator's: with static rendezvous the others wait for it
 token         none
 workers here  2
 threads       OMP_NUM_THREADS=3: 6 CPUs for 2 workers

@@ -255,7 +255,7 @@ def charter_of(*links: int, generation: int = 4) -> Charter:
         Position(1, 9),
         seats(*(links or (1, 2, 3))),
         generation=generation,
-        nodes=3,
+        nodes=("n1#1", "n2#1", "n3#1"),
         led_from=LedFrom(node(1), 0, (0,)),
         restarts=1,
         streak=1,
@@ -287,7 +287,12 @@ def test_a_silent_coordinator_is_given_its_fence() -> None:
 
 
 def test_a_node_that_does_not_come_is_given_its_fence() -> None:
-    desk = Desk(Succession(2, structs.replace(charter_of(), nodes=4), closed=True), least=2, own=2, most=4)
+    desk = Desk(
+        Succession(2, structs.replace(charter_of(), nodes=("n1#1", "n2#1", "n3#1", "n4#1")), closed=True),
+        least=2,
+        own=2,
+        most=4,
+    )
     desk.join(2, 3, last=4)
     desk.wait(LIMITS.fence_s)
     assert desk.machine.phase is Phase.GATHERING
@@ -316,7 +321,7 @@ def test_workers_that_cannot_go_on_are_stopped_in_order() -> None:
 
 
 def test_a_generation_without_the_coordinators_node_continues() -> None:
-    charter = structs.replace(charter_of(), led_from=None, nodes=2)
+    charter = structs.replace(charter_of(), led_from=None, nodes=("n2#1", "n3#1"))
     desk = Desk(Succession(2, charter, closed=True), own=2)
     for link in (2, 3):
         desk.join(link, last=4, running=msg.Running(4, link - 2, 2, 1))

@@ -6,7 +6,7 @@ import signal
 import sys
 import time
 
-from tests.network.fleet import LEASE_S, LONG_LEASE, SHORT_LEASE, Fleet, Generation, until
+from tests.network.fleet import LEASE_S, LONG_LEASE, SHORT_LEASE, WORKER, Fleet, Generation, until
 from tests.support.limits import limit_s
 
 
@@ -151,5 +151,36 @@ def test_the_coordinator_is_killed_while_the_workers_stop(fleet) -> None:
     since_s = time.monotonic()
     job.hosts[1].kill()
     job.trains([2, 3], since_s)
+    finish(job, 2, 3)
+    job.check()
+
+
+GLOO = WORKER.replace(
+    'while not os.path.exists(SITE + "/finish"):\n    note()',
+    """import torch
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+done = torch.zeros(1)
+while not done.item():
+    done[0] = os.path.exists(SITE + "/finish")
+    dist.all_reduce(done, dist.ReduceOp.MAX)
+    note()""",
+)
+
+
+def test_collectives_go_on_after_the_coordinators_node_was_killed(fleet) -> None:
+    """torch on gloo: the others' all-reduce breaks, and works again in the next generation."""
+    job: Fleet = fleet(3)
+    script = job.folder / "reduce.py"
+    script.write_text(GLOO)
+    job.c10d("2:3", conf=LONG_LEASE)
+    for number in (1, 2, 3):
+        job.start(number, script=script)
+    job.trains([1, 2, 3])
+    since_s = time.monotonic()
+    job.hosts[1].kill()
+    after = job.trains([2, 3], since_s)
+    print(f"the others trained {after.born_s - since_s:.2f} s after the kill")
     finish(job, 2, 3)
     job.check()

@@ -15,13 +15,15 @@ from typing import Any
 import pytest
 
 from holdfast.agent.agent_machine import AgentMachine
+from holdfast.agent.voter import Voter
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.coordinator.replicated import ReplicatedCoordinator
 from holdfast.diagnosis.reference import problems
 from holdfast.protocol.policy import Limits, Note
 from tests.support.simulator.cluster import SimCluster, SimOptions
 from tests.support.simulator.faults import FaultOptions
 from tests.support.simulator.scenario import inputs, play
-from tests.support.simulator.sweep import Draw, draw, parse_seeds, report, run_seed, run_seeds
+from tests.support.simulator.sweep import Draw, draw, parse_seeds, report, run_seed, run_seeds, run_succession
 
 # Read while the tests are collected: the session's own home removes HOLDFAST_ variables afterwards.
 FIRST, END = parse_seeds(os.environ.get("HOLDFAST_SEEDS", "0:600"))
@@ -119,12 +121,17 @@ def test_every_note_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
 
     listening(AgentMachine, "agent.")
     listening(CoordinatorMachine, "coordinator.")
+    listening(ReplicatedCoordinator, "coordinator.")
+    listening(Voter, "voter.")
     for path in SCENARIOS:
         play(inputs(path.read_text(encoding="utf-8")))
     for seed in range(SEEDS):
         run_seed(seed)
+    for seed in range(SEEDS // 4):
+        run_succession(seed)
     assert wrong == set()
     assert seen >= {
+        *("voter.elected", "voter.votes", "coordinator.charter", "coordinator.steps_down"),
         *("agent.fenced", "agent.link_lost", "agent.resumed", "coordinator.assigned", "coordinator.drain_to"),
         *("coordinator.lost", "coordinator.over", "coordinator.resumed", "coordinator.verdict"),
     }

@@ -303,7 +303,7 @@ class AgentMachine:
                 self._on_look(generation, number, store=store)
             case Assign():
                 self._on_assign(message)
-            case Start():
+            case Start() if now < self._fence_at_s():  # else this process has slept: the others are without it now
                 self._on_start(message)
             case Regroup(assign, safe_point, text):
                 self._on_regroup(assign, safe_point, text)

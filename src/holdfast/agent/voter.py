@@ -11,6 +11,7 @@ vote in a term, it confirms no coordinator of an earlier one.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from enum import Enum
 
 from msgspec import Struct
@@ -168,8 +169,8 @@ class Voter:
         self._lost_s = now
         self._gone: set[str] = set()
         """Voters whose process has ended."""
-        self._elsewhere: set[str] = set()
-        """Voters that have a newer coordinator."""
+        self._follow_terms: dict[str, int] = {}
+        """The terms of the coordinators to which other voters are linked."""
         self._stand_at_s = now
         self._failed = 0
         """Elections without a winner since the loss."""
@@ -200,19 +201,23 @@ class Voter:
         return NO_CHARTER if self.charter is None else self.charter.position
 
     def elects(self, now: float) -> bool:
-        """Whether it has lost a coordinator that its voters may replace: so it should not found the job again, nor join
-        one that did."""
+        """Whether it has lost a coordinator that its voters may replace: then it does not found the job again."""
+        return self._may_elect(now, self._gone)
+
+    def ignores(self, now: float, name: str, term: int, *, founded: bool) -> bool:
+        """Whether it should not join the coordinator of this term in the process of this name: one that founded the job
+        again, while this one's voters may elect."""
+        with_it = {name for name, follows in self._follow_terms.items() if follows == term > self._followed}
+        known = self.charter is not None and any(seat.name == name for seat in self.charter.seats)
+        return founded and not known and self._may_elect(now, self._gone | with_it)
+
+    def _may_elect(self, now: float, but: set[str]) -> bool:
         if self.stage in (Stage.FOLLOWING, Stage.LEADING) or now >= self._lost_s + self.limits.elect_s:
             return False
-        seats = self.charter.seats if self.charter is not None else ()
-        free = {seat.name for seat in seats} - self._gone - self._elsewhere
-        return self.charter is not None and len(seats) >= VOTERS_MIN and self.charter.carried_by(free)
-
-    def ignores(self, now: float, name: str, *, founded: bool) -> bool:
-        """Whether it should not join the coordinator in the process of this name: one that founded the job again, while
-        this one's voters may elect."""
-        known = self.charter is not None and any(seat.name == name for seat in self.charter.seats)
-        return founded and not known and self.elects(now)
+        charter = self.charter
+        if charter is None or len(charter.seats) < VOTERS_MIN:
+            return False
+        return charter.carried_by({seat.name for seat in charter.seats} - but)
 
     # ---------------------------------------------------------------- surface
 
@@ -232,11 +237,11 @@ class Voter:
             case PolledCame(name, poll, polled):
                 if polled.voter != name:  # its process has ended, and another one listens there
                     self._gone.add(name)
-                self._on_answer(name, poll, polled if polled.voter == name else None)
+                self._on_answer(now, name, poll, polled if polled.voter == name else None)
             case PollFailed(name, poll, gone):
                 if gone:
                     self._gone.add(name)
-                self._on_answer(name, poll, None)
+                self._on_answer(now, name, poll, None)
             case HeardOf(term, address, port):
                 self._on_heard_of(now, Where(address, port, term))
             case Tick():
@@ -285,7 +290,7 @@ class Voter:
             self._bound_s = now
         self._closed = closed and not local
         self._lost_s = now
-        self._elsewhere.clear()
+        self._follow_terms.clear()
         self._stand_at_s = now + self.limits.stand_s * self._place()
         self._enter(Stage.ALONE)
 
@@ -311,11 +316,13 @@ class Voter:
     # ---------------------------------------------------------------- votes for others
 
     def _on_poll(self, now: float, ticket: int, poll: Poll) -> None:
-        granted, follows = self._would_vote(poll), self.stage in (Stage.FOLLOWING, Stage.LEADING)
+        granted = self._would_vote(poll)
+        follows = self.term if self.stage in (Stage.FOLLOWING, Stage.LEADING) else 0
         silent_s, closed = max(0.0, now - self._bound_s), self._closed
         if granted and poll.final:
             self._vote(now, poll)
-        self._out.append(AnswerPoll(ticket, Polled(self.term, granted, silent_s, closed, self.name, follows)))
+        charter = self.charter if not follows and poll.held < self.held else None
+        self._out.append(AnswerPoll(ticket, Polled(self.term, granted, silent_s, closed, self.name, follows, charter)))
 
     def _would_vote(self, poll: Poll) -> bool:
         if self.stage in (Stage.FOLLOWING, Stage.LEADING) or poll.held < self.held:
@@ -346,15 +353,18 @@ class Voter:
         self._enter(stage)
         self._out += [AskVote(seat, self._poll) for seat in charter.seats if seat.name != self.name]
 
-    def _on_answer(self, name: str, poll: Poll, polled: Polled | None) -> None:
+    def _on_answer(self, now: float, name: str, poll: Poll, polled: Polled | None) -> None:
         if polled is not None and not polled.granted:
             self._next_term = max(self._next_term, polled.term + 1)
-        if polled is not None and polled.follows and polled.term > self._followed:
-            self._elsewhere.add(name)
-        else:
-            self._elsewhere.discard(name)
+        self._follow_terms[name] = 0 if polled is None else polled.follows
         if poll == self._poll:
             self._answers[name] = polled
+        newer = None if polled is None else polled.charter
+        if newer is not None and newer.position > self.held and any(seat.name == self.name for seat in newer.seats):
+            self.charter = newer
+            if self._poll is not None:
+                self._fail(now)
+                self._stand_at_s = now
 
     def _count(self, now: float) -> None:
         """Whether the votes decide."""
@@ -362,13 +372,17 @@ class Voter:
         assert charter is not None
         votes = {name: answer for name, answer in self._answers.items() if answer is not None and answer.granted}
         possible = [seat.name for seat in charter.seats if seat.name in votes or seat.name not in self._answers]
-        if charter.carried_by([self.name, *votes]):
+        if self._elected_by([self.name, *votes]):
             if self.stage is Stage.ASKING:
                 self._ask(now, Stage.STANDING)
             else:
                 self._win(now, list(votes.values()))
-        elif now >= self._asked_s + self.limits.poll_s or not charter.carried_by([self.name, *possible]):
+        elif now >= self._asked_s + self.limits.poll_s or not self._elected_by([self.name, *possible]):
             self._fail(now)
+
+    def _elected_by(self, names: Collection[str]) -> bool:
+        """Of all voters: one that has ended may have been the only one with the newest charter, so it counts, too."""
+        return self.charter is not None and self.charter.carried_by(names)
 
     def _win(self, now: float, votes: list[Polled]) -> None:
         own, charter = self._seat(), self.charter

@@ -1,6 +1,6 @@
 """`holdfast witness --bind HOST:PORT`: a process that votes when the coordinator of a job is lost.
 
-Knows the options and the signals; runtime/witness.py does the work.
+Knows the options and the signals; runtime/witness_service.py does the work.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 async def serve(place: Claim, token: bytes | None, limits: Limits) -> None:
-    from holdfast.runtime.witness import Witness
+    from holdfast.runtime.witness_service import Witness
 
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

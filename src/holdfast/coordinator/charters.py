@@ -143,6 +143,10 @@ class Charters:
                 self._voters[name].link, self._voters[name].prove_at_s = None, now
         return name
 
+    def confirmed_by(self, link: int) -> bool:
+        """Whether the voter behind this link has acknowledged a Keep of this coordinator."""
+        return any(voter.link == link and voter.confirmed_s > -inf for voter in self._voters.values())
+
     def gone(self, name: str) -> None:
         """Its process has ended: it holds nothing and cannot vote any more."""
         if name in self._voters and name not in self._links:
@@ -199,7 +203,8 @@ class Charters:
 
     def _count(self) -> None:
         position = self.charter.position
-        holders = [name for name, voter in self._voters.items() if name == self.name or voter.held >= position]
+        # The voter in this process holds it only once it has said so: it outlives a coordinator that steps down.
+        holders = [name for name, voter in self._voters.items() if voter.held >= position or not self.elects]
         self.counts = self.charter.carried_by(holders, self._gone)
         self.settled = self.settled or self.counts
 

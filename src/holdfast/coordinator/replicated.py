@@ -35,19 +35,20 @@ from holdfast.coordinator.coordinator_state import (
 )
 from holdfast.coordinator.ending import Judge
 from holdfast.coordinator.monitor import cannot_tell
-from holdfast.protocol.charter import Charter, HostRecord, LedFrom, Position, Seat, Succession
+from holdfast.protocol.charter import NODES_MAX, Charter, HostRecord, LedFrom, Position, Seat, Succession
 from holdfast.protocol.messages import (
     Call,
     Finish,
     Join,
     Joined,
+    Keep,
     Kept,
     Moved,
     Pong,
     Resume,
     Start,
 )
-from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, agent_of
 from holdfast.protocol.rank_progress import Examine
 
 
@@ -70,13 +71,19 @@ class ReplicatedCoordinator(CoordinatorMachine):
         self._charters = Charters(limits, now, node.agent, succession)
         self.founded = succession.charter is None
         """It was elected by nobody."""
+        self._known_term = 0
+        """The newest term that a member knew while this one had formed nothing."""
         self._floor = 0
         """The newest generation that the old coordinator may have started."""
         self._local_name = ""
         """The member in this process."""
         self._witnesses: dict[int, Seat] = {}
+        self._left: set[str] = set()
+        """Agents whose workers took part in that generation, without that of the old coordinator; empty: unknown."""
+        self._strangers: set[str] = set()
+        """Witnesses that know a newer coordinator and have never confirmed this one: they remember another job."""
         self._came: set[str] = set()
-        """Agents that joined and have taken part in a generation before."""
+        """Agents that have joined."""
         self._presumed_dead = succession.closed
         self._reseat = False
         """The members have changed, and perhaps the voters should."""
@@ -106,8 +113,10 @@ class ReplicatedCoordinator(CoordinatorMachine):
         self._floor = charter.generation
         if charter.generation:
             self._previous_leader.generation = charter.generation
-            left = charter.nodes - (charter.led_from is not None)
-            self._gathering.awaited = max(self.job.min_nodes, left)
+            self._left = set(charter.nodes)
+            if charter.led_from is not None:
+                self._left.discard(charter.led_from.node.agent)
+            self._gathering.awaited = max(self.job.min_nodes, len(self._left)) if self._left else 0
             died_s = now - succession.silent_s
             super()._wait_for_fence_previous_leader(died_s, charter.generation)
             if succession.closed:
@@ -131,7 +140,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
                     return self._step_down(StepDown(f"another coordinator has term {term}", term, address, port))
             case VoterGone(name):
                 self._charters.gone(name)
-            case WitnessOpened(link, seat):
+            case WitnessOpened(link, seat) if seat.name not in self._strangers:
                 self._witnesses[link] = seat
                 self._charters.linked(seat.name, link)
                 self._reseat = True
@@ -139,7 +148,9 @@ class ReplicatedCoordinator(CoordinatorMachine):
                 self._charters.unlinked(link, now)
                 self._reseat = self._witnesses.pop(link, None) is not None or self._reseat
             case Heard(link, Kept() as kept):
-                if kept.term > self.term:
+                if kept.term > self.term and link in self._witnesses and not self._charters.confirmed_by(link):
+                    self._do_without(link, now)
+                elif kept.term > self.term:
                     return self._step_down(StepDown(f"this node's voters have elected another one (term {kept.term})"))
                 self._charters.kept(link, kept)
             case Heard(_, Join(term=term)) if term > self.term and not self._founds:
@@ -170,11 +181,16 @@ class ReplicatedCoordinator(CoordinatorMachine):
 
     def _called(self, link: int, call: Call) -> list[Command]:
         """The coordinator of another term calls this endpoint."""
-        if call.term > self.term or (self._founds and call.term == self.term):
+        if call.term > self.term or self._founds:
             where = StepDown("the job goes on elsewhere", call.term, call.address, call.port)
             return self._step_down(where)
         own = next((seat for seat in self.charter.seats if seat.name == self._charters.name), None)
         return [] if own is None else [Tell(link, Moved(self.term, own.address, own.port))]
+
+    def _do_without(self, link: int, now: float) -> None:
+        self._strangers.add(self._witnesses.pop(link).name)
+        self._charters.unlinked(link, now)
+        self._reseat = True
 
     def _step_down(self, command: StepDown) -> list[Command]:
         self.stepped_down = True
@@ -208,6 +224,11 @@ class ReplicatedCoordinator(CoordinatorMachine):
     def _propose(self, now: float) -> None:
         """Bring the charter up to date."""
         charters, world = self._charters, self.world
+        if self.founded and not self._founds and charters.term <= self._known_term:  # it continues after them
+            charters.take_term(self._known_term + 1)
+            for member in self.members.values():
+                if member.revision >= REVISION_OF_KEEP:
+                    self._tell(member, Keep(self.term, 0))
         members = () if world is None else world.order
         key = (
             self.newest_generation,
@@ -238,7 +259,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
             position=Position(0, 0),
             voters=(),
             generation=max(self.newest_generation, self._floor),
-            nodes=len(world.order) if world is not None else self.charter.nodes,
+            nodes=self.charter.nodes if world is None else _nodes(world),
             led_from=self._led_from(world) if world is not None else self.charter.led_from,
             restarts=budget.used,
             streak=budget.streak,
@@ -286,9 +307,8 @@ class ReplicatedCoordinator(CoordinatorMachine):
         if member.node.hosts_coordinator:
             self._local_name = member.name
         if self._founds:
-            self._charters.take_term(join.term + 1)
-        if join.last_generation:
-            self._came.add(member.node.agent)
+            self._known_term = max(self._known_term, join.term)
+        self._came.add(member.node.agent)
         super()._observe_previous_leader(now, member, join)
 
     def _wait_for_fence_previous_leader(self, died_s: float, generation: int) -> None:
@@ -298,8 +318,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
             super()._wait_for_fence_previous_leader(died_s, generation)
 
     def _advance_gathering(self, now: float) -> None:
-        awaited = self._gathering.awaited
-        if self.world is None and self._presumed_dead and awaited and len(self._came) >= awaited:
+        if self.world is None and self._presumed_dead and self._left and self._came >= self._left:
             self._gathering.not_before_s = min(self._gathering.not_before_s, now)  # nobody else runs workers
         super()._advance_gathering(now)
 
@@ -315,3 +334,9 @@ class ReplicatedCoordinator(CoordinatorMachine):
         self._reseat = True
         self._charters.unlinked(member.link, now)
         super()._lose(now, member, reason)
+
+
+def _nodes(world: World) -> tuple[str, ...]:
+    """As in Charter."""
+    names = tuple(agent_of(name) for name in world.order if world.places[name])
+    return names if len(names) <= NODES_MAX else ()

@@ -19,6 +19,8 @@ VOTERS_MAX = 7
 """More voters would survive more losses at one time, and cost the coordinator messages."""
 VOTERS_MIN = 3
 """With fewer, no loss leaves a majority: the coordinator is its only voter."""
+NODES_MAX = 1024
+"""Agents in a charter. The successor in a larger job waits for the fence."""
 HOSTS_MAX = 1024
 """Hosts with a back-off in a charter."""
 
@@ -73,8 +75,8 @@ class Charter(Struct, frozen=True, array_like=True):
     """The voters before, until this charter counts; empty: they are the same."""
     generation: Count = 0
     """The newest generation that may have been started."""
-    nodes: Count = 0
-    """How many nodes take part in it."""
+    nodes: Annotated[tuple[str, ...], Meta(max_length=NODES_MAX)] = ()
+    """The agents whose workers take part in it; empty: unknown, or too many."""
     led_from: LedFrom | None = None
     """None: the coordinator's node has no part in it."""
     restarts: Rank = 0

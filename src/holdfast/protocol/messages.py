@@ -407,8 +407,11 @@ class Polled(CoordinatorMessage, frozen=True, tag="polled"):
     """Its link to the old coordinator was closed by that side, so that process has ended; False: it became silent."""
     voter: str = ""
     """The name of its seat. Another process may listen where a voter was."""
-    follows: bool = False
-    """It is linked to a coordinator."""
+    follows: Count = 0
+    """The term of the coordinator to which it is linked; 0: none."""
+    charter: Charter | None = None
+    """The voter's own, if it denies its vote only because that one is newer: the candidate takes it and asks again. A
+    witness never stands, so what only witnesses have must reach a candidate."""
 
 
 class Moved(CoordinatorMessage, frozen=True, tag="moved"):

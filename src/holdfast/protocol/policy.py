@@ -261,5 +261,10 @@ class NodeSpec(Struct, frozen=True, kw_only=True):
     @property
     def agent(self) -> str:
         """The agent with this identity, the same for all its joins: `node7#5f3a90c1` for `node7#5f3a90c1.2`."""
-        host, mark, incarnation = self.member.rpartition("#")
-        return host + mark + incarnation.partition(".")[0]
+        return agent_of(self.member)
+
+
+def agent_of(member: str) -> str:
+    """`node7#5f3a90c1` for `node7#5f3a90c1.2`."""
+    host, mark, incarnation = member.rpartition("#")
+    return host + mark + incarnation.partition(".")[0]

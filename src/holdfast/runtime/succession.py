@@ -1,8 +1,8 @@
 """Connects an agent of a job whose nodes elect a successor when the coordinator is lost (c10d, more than one node).
 
 `SuccessionClient` finds the coordinator wherever it is, founds the job where the endpoint is ours, and starts the
-coordinator when this node's voter has won. `ReplicatedService` is that coordinator's shell. It keeps its connections to
-witnesses, and calls the other endpoints of the job: a node that returned there may have founded the job again.
+coordinator when this node's voter has won. While it leads, it keeps connections to witnesses, and calls the other
+endpoints of the job: a node that returned there may have founded the job again.
 """
 
 from __future__ import annotations
@@ -15,20 +15,14 @@ from functools import partial
 from holdfast.agent.voter import (
     AskVote,
     HeardOf,
-    Linked,
     PolledCame,
     PollFailed,
-    Unlinked,
     Voter,
     Where,
 )
 from holdfast.coordinator.coordinator_state import (
-    Command,
     Deposed,
-    ProveVoterGone,
     StepDown,
-    VoterGone,
-    WitnessOpened,
 )
 from holdfast.coordinator.ending import Judge
 from holdfast.coordinator.replicated import ReplicatedCoordinator
@@ -42,10 +36,7 @@ from holdfast.protocol.errors import (
 )
 from holdfast.protocol.messages import (
     Call,
-    FromAgent,
     FromCoordinator,
-    Joined,
-    Keep,
     Moved,
     Poll,
     Polled,
@@ -55,7 +46,8 @@ from holdfast.protocol.policy import NodeSpec
 from holdfast.protocol.rank_progress import Examine
 from holdfast.rendezvous.bind import Claim, open_port
 from holdfast.runtime.connection import Connection, dial, dial_agent, nobody_listens, seen_from_here
-from holdfast.runtime.rendezvous_client import CoordinatorLink, CoordinatorService, LocalLink, claim_endpoint
+from holdfast.runtime.rendezvous_client import CoordinatorLink, claim_endpoint
+from holdfast.runtime.replicated_service import Outgoing, ReplicatedService, WatchedLink
 from holdfast.runtime.run_folder import Journal
 from holdfast.runtime.voter_service import Errands, Reception, VoterService
 from holdfast.text import is_loopback
@@ -74,8 +66,6 @@ ASK_LEADER_S_MAX = 5.0
 CALL_FIRST_S, CALL_S = 0.25, 2.0
 """Pauses between two calls of an endpoint, in the first CALL_OFTEN_S of a coordinator and later."""
 CALL_OFTEN_S = 5.0
-
-Outgoing = Connection[FromCoordinator]
 
 
 class SuccessionClient:
@@ -409,118 +399,6 @@ class SuccessionClient:
         if isinstance(message, Moved):
             address = seen_from_here(message.address, connection.peer_address)
             service.deposed(Deposed(message.term, address, message.port))
-
-
-class ReplicatedService(CoordinatorService):
-    """Runs a ReplicatedCoordinator."""
-
-    def __init__(
-        self,
-        machine: ReplicatedCoordinator,
-        journal: Journal,
-        say: Callable[[str], None],
-        client: SuccessionClient,
-    ) -> None:
-        self.replicated = machine
-        self.errands = Errands()
-        """They end with this coordinator."""
-        self._client = client
-        super().__init__(machine, journal, say)
-
-    def heard(self, number: int, message: FromAgent) -> None:
-        link = self._links.get(number)
-        if isinstance(message, Poll) and link is not None:
-            self._client.poll_came(message, link.send)
-        else:
-            super().heard(number, message)
-
-    def witness_opened(self, connection: Outgoing, seat: Seat, on_closed: Callable[[], None]) -> None:
-        number = self._add(connection)
-
-        def closed(reason: str) -> None:
-            self.link_closed(number, reason)
-            on_closed()
-
-        connection.start(lambda message: self._witness_heard(number, message), closed)
-        self._driver.feed(WitnessOpened(number, seat))
-
-    def _witness_heard(self, number: int, message: FromCoordinator) -> None:
-        if isinstance(message, FromAgent):
-            self.heard(number, message)
-
-    def deposed(self, event: Deposed) -> None:
-        self._driver.feed(event)
-
-    def announce(self, message: FromCoordinator) -> None:
-        """Send this to every agent."""
-        for number in self._remote:
-            self._links[number].send(message)
-
-    def cut(self, reason: str) -> None:
-        self.errands.cancel()
-        super().cut(reason)
-
-    def _execute(self, command: Command) -> None:
-        match command:
-            case StepDown():
-                self._client.stepped_down(command)
-            case ProveVoterGone(seat):
-                self.errands.start(self._prove(seat))
-            case _:
-                super()._execute(command)
-
-    async def _prove(self, seat: Seat) -> None:
-        if await self._client.prove_gone(seat):
-            self._driver.feed(VoterGone(seat.name))
-
-
-class WatchedLink:
-    """The agent's link. What concerns the voter goes there: Keeps, where the coordinator has moved, gain and loss of
-    the link."""
-
-    def __init__(self, link: Outgoing | LocalLink, voter: VoterService) -> None:
-        self.term = 0
-        self.up = True
-        self._link = link
-        self._voter = voter
-        self._joined = False
-        self._moved = False
-
-    def start(self, on_message: Callable[[FromCoordinator], None], on_closed: Callable[[str], None]) -> None:
-        self._link.start(partial(self._heard, on_message), partial(self._closed, on_closed))
-
-    def send(self, message: FromAgent) -> None:
-        self._link.send(message)
-
-    def close(self, reason: str = "closed here") -> None:
-        self._lost(closed=False)
-        self._link.close(reason)
-
-    def _heard(self, on_message: Callable[[FromCoordinator], None], message: FromCoordinator) -> None:
-        match message:
-            case Keep():
-                self._voter.keep_came(message, self._link.send)
-            case Moved(term, address, port):
-                self._moved = True
-                self._voter.feed(HeardOf(term, address, port))
-            case Joined(term=term):
-                self.term, self._joined = term, True
-                self._voter.feed(Linked(term))
-                on_message(message)
-            case _:
-                on_message(message)
-
-    def _closed(self, on_closed: Callable[[str], None], reason: str) -> None:
-        ended = isinstance(self._link, Connection) and self._link.ended_by_peer
-        self._lost(closed=ended and not self._moved)
-        on_closed(reason)
-
-    def _lost(self, *, closed: bool) -> None:
-        if not self.up:
-            return
-        self.up = False
-        if self._joined:
-            self._voter.feed(Unlinked(self.term, closed, local=isinstance(self._link, LocalLink)))
 
 
 def _endpoint(seat: Seat) -> Endpoint:

@@ -80,7 +80,7 @@ class VoterService:
         self._lead = lead
         self._keepers: deque[Callable[[Kept], None]] = deque()
         self._candidates: dict[int, Callable[[Polled], None]] = {}
-        self._ticket = 0
+        self._asked = 0
         self._known: Where | None = None
         self._driver: Driver[Event, Command] = Driver(machine, Tick(), self._execute, after=self._look)
 
@@ -99,9 +99,9 @@ class VoterService:
         self.feed(KeepCame(keep))
 
     def poll_came(self, poll: Poll, answer: Callable[[Polled], None]) -> None:
-        self._ticket += 1
-        self._candidates[self._ticket] = answer
-        self.feed(PollCame(self._ticket, poll))
+        self._asked += 1
+        self._candidates[self._asked] = answer
+        self.feed(PollCame(self._asked, poll))
 
     def stop(self) -> None:
         self._driver.stop()
@@ -113,14 +113,14 @@ class VoterService:
             case AskVote():
                 assert self._ask is not None
                 self._ask(command)
-            case AnswerPoll(ticket, polled):
-                self._candidates.pop(ticket)(polled)
+            case AnswerPoll(number, polled):
+                self._candidates.pop(number)(polled)
             case Lead(succession):
                 assert self._lead is not None
                 self._lead(succession)
                 self.news.set()
             case Note(event, fields):
-                self._journal.write(f"voter.{event}", **fields)
+                self._journal.write(f"agent.{event}", **fields)
 
     def _look(self) -> None:
         if self.machine.leader != self._known:

@@ -120,13 +120,22 @@ class SuccessionChecker(WorldChecker):
         """The newest charter that counts."""
         self._job_of: dict[int, int] = {}
         """The first coordinator of the job, by coordinator."""
+        self._writers: dict[tuple[object, ...], int] = {}
+        """By whose job each charter was written."""
         self._present = 0
         self._deciding: dict[tuple[int, int], int] = {}
         """The coordinator that has decided, by job and term."""
 
-    def leads(self, coordinator: int, *, founds: bool) -> None:
-        """A coordinator begins: it was elected, or founds the job."""
-        self._job_of[coordinator] = coordinator if founds else self._present
+    def leads(self, coordinator: int, charter: Charter | None) -> None:
+        """A coordinator begins: it was elected and continues this charter, or founds a job."""
+        self._job_of[coordinator] = coordinator if charter is None else self._writers[self._key(charter)]
+
+    def wrote(self, coordinator: int, charter: Charter) -> None:
+        self._writers[self._key(charter)] = self._job_of[coordinator]
+
+    @staticmethod
+    def _key(charter: Charter) -> tuple[object, ...]:
+        return charter.position, charter.voters
 
     def committed(self, coordinator: int, term: int, charter: Charter, living: Collection[str]) -> None:
         """A charter counts. `living`: voters of the newest one that have not ended."""

@@ -96,7 +96,7 @@ class SimCluster(World):
         self.last_fault_s = 0.0
         for host in self.hosts:
             self.agenda.at(self.random.uniform(0.0, 1.0), lambda host=host: self.boot(host))  # type: ignore[misc]
-        plan_faults(self, options.faults)
+        self.faults = plan_faults(self, options.faults)
 
     # ---------------------------------------------------------------- running
 

@@ -44,6 +44,8 @@ class FaultOptions:
     """A worker does not come to where the others wait for it."""
     leader_crashes: int = 0
     """The host of the newest coordinator loses power, or its agent is killed; sometimes one more host at the same time."""
+    leader_moments: int = 0
+    """As leader_crashes, within moments of something that a coordinator decides."""
     leader_cuts: int = 0
     """That host is cut off, perhaps in one direction only."""
     cuts: int = 0
@@ -56,9 +58,9 @@ class FaultOptions:
     """There are no steps for a while: all do something else, or all wait for one that sleeps."""
 
 
-def plan_faults(cluster: SimCluster, options: FaultOptions) -> None:
+def plan_faults(cluster: SimCluster, options: FaultOptions) -> Faults:
     """Put every fault on the cluster's agenda."""
-    faults = _Faults(cluster, options)
+    faults = Faults(cluster, options)
     faults.plan(options.worker_failures, faults.fail_worker)
     faults.plan(options.worker_kills, faults.kill_worker)
     faults.plan(options.agent_kills, lambda: faults.crash(silent=False))
@@ -77,10 +79,11 @@ def plan_faults(cluster: SimCluster, options: FaultOptions) -> None:
     faults.plan(options.lags, faults.lag)
     faults.plan(options.hangs, lambda: faults.stall(hangs=True))
     faults.plan(options.pauses, lambda: faults.stall(hangs=False))
+    return faults
 
 
 @dataclass(frozen=True)
-class _Faults:
+class Faults:
     cluster: SimCluster
     options: FaultOptions
 
@@ -176,6 +179,12 @@ class _Faults:
             self._reboot_later(each)
         if random.random() < 0.3:  # while another one is elected, or begins
             self._at(self.cluster.clock.now + random.choice([0.05, 0.3, 1.0, 5.0]), self.crash_leader)
+
+    def strike(self) -> None:
+        """A coordinator has just decided something."""
+        random = self.cluster.random
+        if random.random() < 0.15:
+            self._at(self.cluster.clock.now + random.choice([0.0, 0.002, 0.01, 0.05]), self.crash_leader)
 
     def freeze(self) -> None:
         host = self.cluster.random.choice([self.cluster.leader_host(), self._some_host()])

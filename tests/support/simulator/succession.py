@@ -28,7 +28,7 @@ from holdfast.protocol.charter import VOTERS_MIN, Charter, Seat, Succession
 from holdfast.protocol.errors import CoordinatorUnreachableError
 from holdfast.protocol.messages import Call, FromCoordinator, Joined, Keep, Kept, Moved, Poll, Polled
 from holdfast.protocol.outcome import Outcome
-from holdfast.protocol.policy import NodeSpec
+from holdfast.protocol.policy import NodeSpec, Note
 from tests.support.simulator.checkers import SuccessionChecker
 from tests.support.simulator.cluster import SimCluster, SimOptions
 from tests.support.simulator.drawn import DrawnAgent
@@ -44,6 +44,7 @@ ASK_S_MAX, ASK_LEADER_S_MAX = 0.5, 5.0
 CALL_FIRST_S, CALL_S, CALL_OFTEN_S = 0.25, 2.0, 5.0
 """As in the runtime."""
 HOPS_MAX = 2
+DECISIONS = frozenset({"assigned", "charter", "elected", "regroup_begun", "started", "stopping"})
 LOOK_S = 1.0
 CALM_S = 30.0
 """A majority that was not disturbed for so long has a job that runs."""
@@ -65,6 +66,9 @@ class Weather:
 
 class SuccessionCluster(SimCluster):
     """Nodes `n0` … and witnesses `w0` …; the endpoint is on n0, others may be listed after it."""
+
+    voter_class = vote.Voter
+    coordinator_class = ReplicatedCoordinator
 
     def __init__(
         self,
@@ -98,6 +102,14 @@ class SuccessionCluster(SimCluster):
             self.witnesses.append(f"w{number}")
             self.boot_witness(f"w{number}")
         self.agenda.at(LOOK_S, self._look)
+        self._strikes = options.faults.leader_moments
+
+    def trace(self, who: str, what: object) -> None:
+        super().trace(who, what)
+        decided = isinstance(what, Note) and what.event in DECISIONS
+        if decided and self._strikes and self.clock.now < self.options.faults.span_s:
+            self._strikes -= 1
+            self.faults.strike()
 
     # ---------------------------------------------------------------- who reaches whom
 
@@ -223,11 +235,12 @@ class SuccessionCluster(SimCluster):
         self.log(host, f"ends: {outcome.kind.value} {outcome.exit_code}")
         self.kinds[outcome.kind] += 1
         self.outcomes[host] = outcome
-        agent = self.agents.pop(host)
+        self.agents.pop(host)
+        agent = self.processes[host]
         coordinator = agent.coordinator
 
         def end() -> None:
-            if self.processes.get(host) is agent:
+            if host in self.processes and self.processes[host] is agent:
                 del self.processes[host]
                 agent.end()
 
@@ -242,17 +255,17 @@ class SuccessionCluster(SimCluster):
         self.coordinators += 1
         machine = self.replicated(node, succession)
         coordinator = SimReplicated(self, agent, self.coordinators, machine)
-        self.jobs.leads(coordinator.number, founds=succession.charter is None)
+        self.jobs.leads(coordinator.number, succession.charter)
         self.log(coordinator.who, f"begins: term {succession.term}, {succession.silent_s:.3f} s, {succession.closed}")
         self.coordinator = coordinator
         return coordinator
 
     def replicated(self, node: NodeSpec, succession: Succession) -> ReplicatedCoordinator:
-        now = self.clock.now
-        return ReplicatedCoordinator(self.job, self.limits, simple_judge, now, node, succession, examine=simple_examine)
+        judge, now = simple_judge, self.clock.now
+        return self.coordinator_class(self.job, self.limits, judge, now, node, succession, examine=simple_examine)
 
     def new_voter(self, name: str, *, stands: bool) -> vote.Voter:
-        return vote.Voter(name, self.limits, self.clock.now, stands=stands)
+        return self.voter_class(name, self.limits, self.clock.now, stands=stands)
 
     def leader_host(self) -> str:
         return self.coordinator.host if self.coordinator is not None else self.hosts[0]
@@ -282,10 +295,17 @@ class SuccessionCluster(SimCluster):
         if self.agents or self.clock.now <= self.last_fault_s:
             self.agenda.after(LOOK_S, self._look)
 
-    def living(self, charter: Charter) -> dict[str, str]:
-        """Hosts of the voters that have a charter, by name. A voter without one cannot know that its job goes on."""
-        living = [(host, process.voter.machine) for host, process in self.processes.items() if host not in self.frozen]
-        names = {voter.name: host for host, voter in living if voter.charter is not None}
+    def living(self, charter: Charter, but: int = 0) -> dict[str, str]:
+        """Hosts of the voters that know of the job and have not given it up, by name. `but`: for a coordinator of this
+        term."""
+        patient_s = self.clock.now - self.limits.elect_s
+        awake = [(host, process.voter.machine) for host, process in self.processes.items() if host not in self.frozen]
+        names = {
+            voter.name: host
+            for host, voter in awake
+            if voter.charter is not None
+            and (voter._lost_s > patient_s or (voter.stage is vote.Stage.FOLLOWING and voter._followed != but))
+        }
         return {seat.name: names[seat.name] for seat in charter.seats if seat.name in names}
 
     def _together(self, charter: Charter) -> set[str]:
@@ -484,6 +504,9 @@ class ElectingAgent(DrawnAgent):
         leader: vote.Where | None = self.voter.machine.leader
         if leader is not None and leader.term > self._term:
             return leader
+        return self.linked_to()
+
+    def linked_to(self) -> vote.Where | None:
         return vote.Where(*self._place, self._term) if self._place is not None and self._term else None
 
     def _dial(self) -> None:
@@ -561,9 +584,8 @@ class ElectingAgent(DrawnAgent):
             self.handle(ev.DialFailed(error.code, error.exit_code, "nobody leads there", final=False))
 
     def _ignores(self, process: Process) -> bool:
-        founded = process.coordinator.machine.founded
-        name = process.voter.machine.name
-        return bool(self.voter.machine.ignores(self.world.clock.now, name, founded=founded))
+        leader, name = process.coordinator.machine, process.voter.machine.name
+        return bool(self.voter.machine.ignores(self.world.clock.now, name, leader.term, founded=leader.founded))
 
     def _link_to(self, coordinator: SimReplicated) -> None:
         self._attempt += 1
@@ -571,11 +593,19 @@ class ElectingAgent(DrawnAgent):
         link = self.world.network.connect(self.host, coordinator.host)
         self._end = link.a
         self._term, self._moved, self._local = 0, False, coordinator.host == self.host
-        link.a.on_message = partial(self._got, link.a)
-        link.a.on_closed = self._link_lost
+        link.a.on_message = partial(self._on_link, link.a, partial(self._got, link.a))
+        link.a.on_closed = partial(self._on_link, link.a, self._link_lost)
         self.coordinator_number = coordinator.number
         coordinator.accept(link.b, self.host)
         self.handle(ev.Dialed(local=False, port=self.port, term=self.voter.machine.term))
+
+    def _on_link(self, end: FakeEnd, action: Callable[[Any], None], what: object) -> None:
+        """What comes waits in the socket while the process stands still, and is lost when the process hangs up."""
+        until_s = self.world.frozen.get(self.host, 0.0)
+        if until_s > self.world.clock.now:
+            self.world.agenda.at(until_s, lambda: self._on_link(end, action, what))
+        elif end is self._end:
+            action(what)
 
     def _got(self, end: FakeEnd, message: FromCoordinator) -> None:
         match message:
@@ -635,10 +665,12 @@ class SimReplicated(SimCoordinator):
     def _handled(self) -> None:
         super()._handled()
         machine = self.machine
+        self.cluster.jobs.wrote(self.number, machine.charter)
         if machine.charter is not self._committed and machine.charter.voters and machine._charters.counts:
             self._committed = machine.charter
-            living = self.cluster.living(self.cluster.jobs.newest or machine.charter)
-            self.cluster.jobs.committed(self.number, machine.term, machine.charter, living)
+            living = self.cluster.living(self.cluster.jobs.newest or machine.charter, machine.term)
+            agents = [name for name, host in living.items() if host in self.cluster.hosts]
+            self.cluster.jobs.committed(self.number, machine.term, machine.charter, living if agents else ())
 
     def _do(self, command: cstate.Command) -> None:
         match command:
@@ -691,7 +723,7 @@ class SimReplicated(SimCoordinator):
             self.cluster.agenda.after(self.cluster.limits.poll_s, link.a.close)
             return
         process.voter.handle(vote.HeardOf(call.term, call.address, call.port))
-        where = process.where()
+        where = process.linked_to()  # what it only heard of may be lost
         if where is not None and where.term > call.term:
             self._answered(Moved(where.term, where.address, where.port))
 

@@ -44,7 +44,7 @@ class Draw:
     """Every host that goes comes back, and the budget is large: ending is not enough, the job must succeed."""
 
 
-PLAIN, SUCCESSION = "plain", "succession"
+PLAIN, SUCCESSION = FAMILIES = "plain", "succession"
 """Families of jobs: a seed stands for another one in each."""
 
 
@@ -160,6 +160,7 @@ def draw_succession(seed: int, *, story_lines_max: int | None, build: Build = Su
         link_resets=random.choice([0, 0, 1, 3]),
         signals=random.choice([0, 0, 0, 1]),
         leader_crashes=random.choice([0, 1, 1, 2, 4]),
+        leader_moments=random.choice([0, 10, 30]),
         leader_cuts=random.choice([0, 0, 1, 2]),
         cuts=random.choice([0, 0, 1, 2]),
         freezes=random.choice([0, 0, 1, 3]),
@@ -297,9 +298,7 @@ def _sweep(first: int, end: int, family: str) -> int:
 def main(arguments: Sequence[str]) -> int:
     try:
         *families, text = arguments
-        (family,) = families or [PLAIN]
-        if family not in (PLAIN, SUCCESSION):
-            raise ValueError(f"no such family: {family}")
+        family = FAMILIES[FAMILIES.index(families[0])] if families else PLAIN
         if ":" in text:
             return _sweep(*parse_seeds(text), family)
         return _tell_story(int(text), family)

@@ -16,7 +16,7 @@ from holdfast.agent.voter import Unlinked, Voter, Where
 from holdfast.protocol.codec import PROTOCOL_VERSION
 from holdfast.protocol.messages import FromAgent, Keep
 from holdfast.protocol.policy import Limits
-from holdfast.protocol.session import Accepted, Hello
+from holdfast.protocol.session import SHOWN_CHARS_MAX, Accepted, Hello
 from holdfast.rendezvous.bind import Claim
 from holdfast.runtime.inherited import raise_limit
 from holdfast.runtime.listener import AgentConnection, Listener
@@ -85,7 +85,7 @@ class Witness:
         name = f"{self._host}#{os.urandom(NAME_BYTES).hex()}"
         machine = Voter(name, self._limits, self._loop.time(), stands=False)
         job = self._jobs[run_id] = _Job(VoterService(machine, Journal(None)), idle_since_s=self._loop.time())
-        self._say(f"witness of job {run_id!r}")
+        self._say(f"witness of job {run_id[:SHOWN_CHARS_MAX]!r}")
         return job
 
     def _arrived(self, connection: AgentConnection, hello: Hello) -> None:

@@ -19,7 +19,7 @@ from holdfast.runtime.connection import dial, dial_agent
 from holdfast.runtime.rendezvous_client import CoordinatorLink
 from holdfast.runtime.run_folder import Journal
 from holdfast.runtime.succession import SuccessionClient
-from holdfast.runtime.witness import Witness
+from holdfast.runtime.witness_service import Witness
 from tests.runtime.peers import TOKEN, service, settled
 from tests.support.limits import limit_s
 from tests.support.simulator.nodes import simple_judge
@@ -184,7 +184,9 @@ async def test_a_process_is_proved_to_have_ended_and_silence_proves_nothing() ->
 async def test_the_successor_is_found_by_those_who_stay() -> None:
     """The coordinator's process ends: one of the other two has the coordinator, and both join it."""
     async with agents("a", "b", "c") as (a, b, c):
-        charter = Charter(Position(1, 9), (a.seat, b.seat, c.seat), generation=1, nodes=3)
+        charter = Charter(
+            Position(1, 9), (a.seat, b.seat, c.seat), generation=1, nodes=(a.seat.name, b.seat.name, c.seat.name)
+        )
         for each in (b, c):
             each.holds(charter)
         assert a.client.service is not None

@@ -1,0 +1,141 @@
+"""The shell of a coordinator that may get a successor; and the link of an agent to it, where the voter listens, too."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING
+
+from holdfast.agent.voter import HeardOf, Linked, Unlinked
+from holdfast.coordinator.coordinator_state import (
+    Command,
+    Deposed,
+    ProveVoterGone,
+    StepDown,
+    VoterGone,
+    WitnessOpened,
+)
+from holdfast.coordinator.replicated import ReplicatedCoordinator
+from holdfast.protocol.charter import Seat
+from holdfast.protocol.messages import FromAgent, FromCoordinator, Joined, Keep, Moved, Poll
+from holdfast.runtime.connection import Connection
+from holdfast.runtime.rendezvous_client import CoordinatorService, LocalLink
+from holdfast.runtime.run_folder import Journal
+from holdfast.runtime.voter_service import Errands, VoterService
+
+if TYPE_CHECKING:
+    from holdfast.runtime.succession import SuccessionClient
+
+Outgoing = Connection[FromCoordinator]
+
+
+class ReplicatedService(CoordinatorService):
+    """Runs a ReplicatedCoordinator."""
+
+    def __init__(
+        self,
+        machine: ReplicatedCoordinator,
+        journal: Journal,
+        say: Callable[[str], None],
+        client: SuccessionClient,
+    ) -> None:
+        self.replicated = machine
+        self.errands = Errands()
+        """They end with this coordinator."""
+        self._client = client
+        super().__init__(machine, journal, say)
+
+    def heard(self, number: int, message: FromAgent) -> None:
+        link = self._links.get(number)
+        if isinstance(message, Poll) and link is not None:
+            self._client.poll_came(message, link.send)
+        else:
+            super().heard(number, message)
+
+    def witness_opened(self, connection: Outgoing, seat: Seat, on_closed: Callable[[], None]) -> None:
+        number = self._add(connection)
+
+        def closed(reason: str) -> None:
+            self.link_closed(number, reason)
+            on_closed()
+
+        connection.start(lambda message: self._witness_heard(number, message), closed)
+        self._driver.feed(WitnessOpened(number, seat))
+
+    def _witness_heard(self, number: int, message: FromCoordinator) -> None:
+        if isinstance(message, FromAgent):
+            self.heard(number, message)
+
+    def deposed(self, event: Deposed) -> None:
+        self._driver.feed(event)
+
+    def announce(self, message: FromCoordinator) -> None:
+        """Send this to every agent."""
+        for number in self._remote:
+            self._links[number].send(message)
+
+    def cut(self, reason: str) -> None:
+        self.errands.cancel()
+        super().cut(reason)
+
+    def _execute(self, command: Command) -> None:
+        match command:
+            case StepDown():
+                self._client.stepped_down(command)
+            case ProveVoterGone(seat):
+                self.errands.start(self._prove(seat))
+            case _:
+                super()._execute(command)
+
+    async def _prove(self, seat: Seat) -> None:
+        if await self._client.prove_gone(seat):
+            self._driver.feed(VoterGone(seat.name))
+
+
+class WatchedLink:
+    """The agent's link. What concerns the voter goes there: Keeps, where the coordinator has moved, gain and loss of
+    the link."""
+
+    def __init__(self, link: Outgoing | LocalLink, voter: VoterService) -> None:
+        self.term = 0
+        self.up = True
+        self._link = link
+        self._voter = voter
+        self._joined = False
+        self._moved = False
+
+    def start(self, on_message: Callable[[FromCoordinator], None], on_closed: Callable[[str], None]) -> None:
+        self._link.start(partial(self._heard, on_message), partial(self._closed, on_closed))
+
+    def send(self, message: FromAgent) -> None:
+        self._link.send(message)
+
+    def close(self, reason: str = "closed here") -> None:
+        self._lost(closed=False)
+        self._link.close(reason)
+
+    def _heard(self, on_message: Callable[[FromCoordinator], None], message: FromCoordinator) -> None:
+        match message:
+            case Keep():
+                self._voter.keep_came(message, self._link.send)
+            case Moved(term, address, port):
+                self._moved = True
+                self._voter.feed(HeardOf(term, address, port))
+            case Joined(term=term):
+                self.term, self._joined = term, True
+                self._voter.feed(Linked(term))
+                on_message(message)
+            case _:
+                on_message(message)
+
+    def _closed(self, on_closed: Callable[[str], None], reason: str) -> None:
+        ended = isinstance(self._link, Connection) and self._link.ended_by_peer
+        self._lost(closed=ended and not self._moved)
+        on_closed(reason)
+
+    def _lost(self, *, closed: bool) -> None:
+        if not self.up:
+            return
+        self.up = False
+        if self._joined:
+            self._voter.feed(Unlinked(self.term, closed, local=isinstance(self._link, LocalLink)))

@@ -1,0 +1,211 @@
+"""Simulated jobs whose nodes elect a successor. HOLDFAST_SEEDS=first:end runs others than the ordinary ones.
+
+Each safety rule is broken on purpose, and a seed is named whose job then breaks a promise.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+from holdfast.agent.voter import Stage, Voter
+from holdfast.coordinator.coordinator_state import Command, Tell
+from holdfast.coordinator.replicated import ReplicatedCoordinator
+from holdfast.protocol.charter import Charter, Position, majority
+from holdfast.protocol.messages import Poll, Pong
+from holdfast.protocol.policy import Grow, Limits, Note
+from tests.support.simulator.checkers import BrokenPromiseError, SuccessionChecker
+from tests.support.simulator.cluster import SimOptions
+from tests.support.simulator.faults import FaultOptions
+from tests.support.simulator.succession import SuccessionCluster
+from tests.support.simulator.sweep import SUCCESSION, parse_seeds, report, run_seeds, run_succession
+
+FIRST, END = parse_seeds(os.environ.get("HOLDFAST_SEEDS", "0:150"))
+CHUNKS = 6
+STEP = max(1, -(-(END - FIRST) // CHUNKS))
+
+
+@pytest.mark.parametrize("first", range(FIRST, END, STEP))
+def test_every_promise_holds(first: int) -> None:
+    tally = run_seeds(first, min(first + STEP, END), SUCCESSION)
+    assert not tally.failures, report(tally)
+
+
+def test_successors_are_elected_and_continue() -> None:
+    """Nothing of it would break a promise if there were no successors."""
+    seen: Counter[str] = Counter()
+
+    class Counting(SuccessionCluster):
+        def trace(self, who: str, what: object) -> None:
+            if isinstance(what, Note):
+                seen[what.event] += 1
+            super().trace(who, what)
+
+    for seed in range(12):
+        run_succession(seed, build=Counting)
+    assert min(seen[event] for event in ("votes", "elected", "steps_down", "resumed", "regrouped")) > 0, seen
+
+
+def test_one_seed_gives_one_history() -> None:
+    first, second = (run_succession(3, story_lines_max=None) for _ in range(2))
+    assert list(first.story) == list(second.story)
+
+
+# --- each rule is needed ----------------------------------------------------------------------------------------------
+
+
+class VotesTwice(Voter):
+    """More than one vote in a term."""
+
+    def _would_vote(self, poll: Poll) -> bool:
+        free = self.stage not in (Stage.FOLLOWING, Stage.LEADING)
+        return free and poll.term >= self.term and poll.held >= self.held
+
+
+class VotesForOlder(Voter):
+    """A vote for a candidate whose charter is older."""
+
+    def _would_vote(self, poll: Poll) -> bool:
+        free = self.stage not in (Stage.FOLLOWING, Stage.LEADING)
+        return free and poll.term > self.term
+
+
+class LeavesGoneOut(Voter):
+    """A candidate does without the voters whose process has ended."""
+
+    def _elected_by(self, names: Collection[str]) -> bool:
+        return self.charter is not None and self.charter.carried_by(names, self._gone)
+
+
+class AsksTheNewOnly(Voter):
+    """While the voters change, those before are not asked."""
+
+    def _elected_by(self, names: Collection[str]) -> bool:
+        return self.charter is not None and majority(self.charter.voters, names)
+
+
+class StartsAtOnce(ReplicatedCoordinator):
+    """It orders what no majority knows."""
+
+    def _settle(self, now: float, commands: list[Command]) -> list[Command]:
+        out = super()._settle(now, commands)
+        held, self._held = self._held, []
+        return out + held
+
+
+class WaitsForNoFence(ReplicatedCoordinator):
+    """It forms a generation while the old one may live."""
+
+    def _advance_gathering(self, now: float) -> None:
+        self._gathering.not_before_s = now
+        super()._advance_gathering(now)
+
+
+class NeverStepsDown(ReplicatedCoordinator):
+    """It needs no majority to stay."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        self._charters.authority_s = lambda now: now  # type: ignore[method-assign]
+
+
+class AnswersWithoutAge(ReplicatedCoordinator):
+    """Its answers prolong what it has started, although no majority confirms it."""
+
+    def _settle(self, now: float, commands: list[Command]) -> list[Command]:
+        out = super()._settle(now, commands)
+        return [
+            Tell(each.link, Pong(each.message.number))
+            if isinstance(each, Tell) and isinstance(each.message, Pong)
+            else each
+            for each in out
+        ]
+
+
+class CountsTheNewOnly(ReplicatedCoordinator):
+    """A charter counts without a majority of the voters before."""
+
+    def __init__(self, *args: Any, **named: Any) -> None:
+        super().__init__(*args, **named)
+        charters = self._charters
+
+        def count() -> None:
+            position = charters.charter.position
+            held = [name for name, voter in charters._voters.items() if voter.held >= position or not charters.elects]
+            charters.counts = majority(charters.charter.voters, held, charters._gone)
+            charters.settled = charters.settled or charters.counts
+
+        charters._count = count  # type: ignore[method-assign]
+
+
+def breaking(*rules: type) -> type[SuccessionCluster]:
+    """A cluster whose machines break these rules."""
+    voters = [rule for rule in rules if issubclass(rule, Voter)]
+    coordinators = [rule for rule in rules if issubclass(rule, ReplicatedCoordinator)]
+
+    class Breaking(SuccessionCluster):
+        voter_class = voters[0] if voters else Voter
+        coordinator_class = coordinators[0] if coordinators else ReplicatedCoordinator
+
+    return Breaking
+
+
+def nemesis(seed: int, *rules: type) -> SuccessionCluster:
+    """A small job whose coordinators crash while they decide, with machines that break these rules."""
+    limits = Limits(join_s=60.0, last_call_s=4.0, stop_grace_s=0.5, lease_s=3.0, fence_s=2.0, ping_interval_s=0.5)
+    faults = FaultOptions(span_s=30.0, leader_moments=200, leader_cuts=2, freezes=1, worker_failures=3, agent_kills=1)
+    nodes = 3 + seed % 3
+    options = SimOptions(
+        min_nodes=nodes // 2 + 1,
+        max_nodes=nodes,
+        nproc_max=1,
+        max_restarts=100,
+        work_s=40.0,
+        delay_s_max=(0.005, 0.05, 0.2)[seed // 3 % 3],
+        limits=limits,
+        grow=Grow.NOW,
+        faults=faults,
+    )
+    return breaking(*rules)(seed, nodes, options, witnesses=seed // 9 % 2, fixed_ports=True)
+
+
+BROKEN: list[tuple[tuple[type, ...], tuple[int, ...], str]] = []
+
+
+@pytest.mark.parametrize(("rules", "seeds", "words"), BROKEN)
+def test_each_rule_is_needed(rules: tuple[type, ...], seeds: tuple[int, ...], words: str) -> None:
+    """Several seeds, since a change of the machines changes their stories: one of them must find it."""
+    problems: list[str] = []
+    for seed in seeds:
+        nemesis(seed).run()
+        try:
+            nemesis(seed, *rules).run()
+        except BrokenPromiseError as error:
+            problems.append(str(error).partition("\n")[0])
+    assert any(words in problem for problem in problems), problems
+
+
+# --- the checker ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "newer", "words"),
+    [
+        pytest.param(3, Charter(Position(1, 2), (), generation=2, restarts=1), "both decide in term 1", id="leaders"),
+        pytest.param(2, Charter(Position(1, 1), (), generation=2, restarts=1), "number=1. counts after", id="position"),
+        pytest.param(2, Charter(Position(1, 2), (), generation=1, restarts=1), "1, 1. counts after .2, 1", id="number"),
+        pytest.param(2, Charter(Position(1, 2), (), generation=2), "2, 0. counts after .2, 1", id="restarts"),
+    ],
+)
+def test_the_checker_finds_what_must_not_be(coordinator: int, newer: Charter, words: str) -> None:
+    checker, charter = SuccessionChecker(), Charter(Position(1, 1), (), generation=2, restarts=1)
+    checker.leads(2, None)
+    checker.wrote(2, charter)
+    checker.leads(3, charter)
+    checker.committed(2, 1, charter, ())
+    with pytest.raises(BrokenPromiseError, match=words):
+        checker.committed(coordinator, 1, newer, ())
