@@ -11,7 +11,7 @@ from enum import Enum
 
 from msgspec import Struct
 
-from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator, StopReason
+from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator, Question, StopReason
 from holdfast.protocol.outcome import Failure, Outcome
 from holdfast.protocol.policy import NodeSpec, Note, Tick
 from holdfast.protocol.rank_progress import Finding, RankStory
@@ -47,7 +47,16 @@ class QuitAsked(Struct, frozen=True):
     by: str
 
 
-Event = LinkOpened | LinkClosed | Heard | QuitAsked | Tick
+class HostAsked(Struct, frozen=True):
+    """A user asks to drain, exclude or readmit one host."""
+
+    question: Question
+    host: str
+    by: str
+    for_s: float = 0.0
+
+
+Event = LinkOpened | LinkClosed | Heard | QuitAsked | HostAsked | Tick
 
 
 class Tell(Struct, frozen=True):
