@@ -15,6 +15,7 @@
 #                soak-patience are the parts; the last two need root on Linux
 #   make dist    an sdist and a manylinux wheel in dist/, each installed into an empty environment and tried
 #   make docs    the documentation as a site, in build/site
+#   make screenshots  the pictures of the dashboard in docs/pictures, from a real job
 #   make fmt     format the code and regenerate the pages of docs/ that are made from it
 
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -45,7 +46,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 PACKAGING := pyproject.toml constraints.txt src/holdfast/train/_stream.c
 
 .DELETE_ON_ERROR:
-.PHONY: demo fast test test-torch test-pythons record-torchrun coverage check dist docs bench soak soak-seeds soak-chaos soak-patience fmt debian clean
+.PHONY: demo fast test test-torch test-pythons record-torchrun coverage check dist docs bench soak soak-seeds soak-chaos soak-patience screenshots fmt debian clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo.py
@@ -110,6 +111,9 @@ soak-chaos: $(VENV)/.dev debian
 
 soak-patience: $(VENV)/.dev debian
 	$(BIN)/python -m soak patience --minutes $(SOAK_PATIENCE_MINUTES)
+
+screenshots: $(VENV)/.dev debian
+	$(BIN)/python -m tools.screenshots
 
 fmt: $(VENV)/.dev
 	$(BIN)/ruff format .

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -59,6 +60,13 @@ def two_nodes(tmp_path: Path) -> list[str]:
     )
     two = journal(tmp_path / "two", begins("b"), phases(1, import_s=3.0), phases(2, stop_s=0.1), torn='{"event": "hal')
     return [one, two]
+
+
+def saved_in(page: str) -> Any:
+    """The data in a page of --html."""
+    found = re.search(r'<script type="application/json" id="saved">(.*?)</script>', page)
+    assert found is not None
+    return json.loads(found[1])
 
 
 def test_rows_of_the_slowest_node(two_nodes: list[str], capsys: pytest.CaptureFixture[str]) -> None:
@@ -291,9 +299,9 @@ def test_a_wished_end_is_told_as_what_it_was(
         {"event": "ended", "kind": kind, "exit_code": exit_code, "text": why},
     )
     assert main(["report", "--html", "-", one]) == 0
-    page = capsys.readouterr().out
-    assert "failure" not in page
-    assert "asked for by holdfast stop on a" in page
+    story = saved_in(capsys.readouterr().out)["story"]
+    assert [each["what"] for each in story["incidents"]] == ["stop"]
+    assert story["incidents"][0]["text"] == "asked for by holdfast stop on a"
     assert main(["report", one]) == 0
     assert f"ended: {kind}, exit code {exit_code} ({why})\n" in capsys.readouterr().out
 

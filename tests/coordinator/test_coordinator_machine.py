@@ -6,7 +6,16 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.coordinator.coordinator_state import TRANSITIONS, Event, Heard, LinkClosed, LinkOpened, Phase, QuitAsked
+from holdfast.coordinator.coordinator_state import (
+    TRANSITIONS,
+    Event,
+    Heard,
+    HostAsked,
+    LinkClosed,
+    LinkOpened,
+    Phase,
+    QuitAsked,
+)
 from holdfast.protocol import messages as msg
 from holdfast.protocol.charter import Position, Seat
 from holdfast.protocol.outcome import Failure, OutcomeKind
@@ -233,6 +242,7 @@ EVENTS: list[Event] = [
     *(Heard(link, message) for link in (1, 2, 9) for message in MESSAGES),
     QuitAsked(drain=True, by="holdfast stop"),
     QuitAsked(drain=False, by="holdfast kill"),
+    *(HostAsked(question, "b", "a user", 60.0) for question in msg.OF_A_HOST),
     Tick(),
 ]
 

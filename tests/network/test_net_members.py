@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 
 import pytest
@@ -48,6 +49,27 @@ def test_too_few_are_left(fleet) -> None:
     job.hosts[2].boot()
     agents[1] = job.start(2)
     job.trains([1, 2], since_s)
+    job.finish_all(agents)
+    job.check()
+
+
+def test_an_excluded_host_takes_no_part_until_it_is_readmitted(fleet) -> None:
+    """Its nodes leave the running job, which goes on without them; its next agent has to wait."""
+    job: Fleet = fleet(3)
+    job.c10d("2:3")
+    agents = job.start_all([1, 2, 3])
+    job.trains([1, 2, 3])
+    (run,) = (job.folder / "agent0-node1").iterdir()
+    command = [sys.executable, "-m", "holdfast"]
+    since_s = time.monotonic()
+    assert "1 node told" in job.hosts[1].run([*command, "exclude", "node3", run, "--for", "1d"])
+    assert agents[2].end() == 128 + signal.SIGTERM
+    job.trains([1, 2], since_s)
+    agents[2] = job.start(3)
+    agents[2].says("node3 is excluded: it has to wait")
+    since_s = time.monotonic()
+    job.hosts[1].run([*command, "readmit", "node3", run])
+    job.trains([1, 2, 3], since_s)
     job.finish_all(agents)
     job.check()
 

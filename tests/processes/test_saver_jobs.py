@@ -88,8 +88,11 @@ if ROUND < 2:
 
 def test_what_only_memory_had_is_on_disk_when_the_job_has_failed(site) -> None:
     body = "persist(20)\nsaver.wait(20 * SLOWNESS)\nmeet()\nstage(40, 600000000)\nmeet('staged')\ndie()"
-    site.ends(137, *ONE, "--max-restarts", "0", script(site, body))
+    agent = site.ends(137, *ONE, "--max-restarts", "0", script(site, body))
     assert snapshots(site) == [20, 40]
+    saved = agent.events("snapshot")
+    assert [each["step"] for each in saved] == [20, 40]
+    assert Path(saved[1]["path"]) == site.folder / "snaps" / "step_000000040.600000000"
     assert (site.folder / "snaps" / "step_000000040.600000000").is_dir()
 
 

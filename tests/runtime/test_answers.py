@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.coordinator.coordinator_state import LinkOpened, QuitAsked
+from holdfast.coordinator.coordinator_state import HostAsked, LinkOpened, QuitAsked
 from holdfast.protocol.messages import Answer, Ask, FromCoordinator, Look, Looked, Question
 from holdfast.protocol.rank_progress import Frame, JobView, NodeView, RankSample, RankView, StacksView, Stage
 from holdfast.runtime import control_handlers as answers
@@ -40,7 +40,7 @@ class Bench:
     def __init__(self, state: Callable[[], Desk]) -> None:
         self.desk = state()
         self.lines = {1: Line(), 2: Line()}
-        self.fed: list[QuitAsked] = []
+        self.fed: list[QuitAsked | HostAsked] = []
         self.faulty: list[str] = []
         self.answers = Answers(self.desk.machine, self.lines, self.fed.append, self.faults)
 
@@ -73,6 +73,21 @@ async def test_the_end_is_the_machines_to_order(question: Question, drain: bool)
     assert bench.lines[1].answer == {"nodes": 2}
     await asyncio.sleep(0)
     assert bench.fed == [QuitAsked(drain, "somebody")]
+
+
+async def test_a_host_of_the_job_may_leave_but_not_the_coordinators() -> None:
+    bench = Bench(running)
+    leader, other = bench.desk.machine.members.values()
+    leader.node = msgspec.structs.replace(leader.node, hosts_coordinator=True)
+    first, second = leader.node, other.node
+    wanted = [(second.host, 1, ""), (first.host, 0, "coordinator"), ("nowhere", 0, "no node of this job")]
+    for number, (host, nodes, words) in enumerate(wanted):
+        bench.lines[1].sent.clear()
+        bench.answers.asked(1, Ask(number, Question.EXCLUDE, "somebody", host, 60.0))
+        told = bench.lines[1].answer
+        assert (told["nodes"], words in told["refused"], bool(words)) == (nodes, True, bool(told["refused"]))
+    await asyncio.sleep(0)
+    assert bench.fed == [HostAsked(Question.EXCLUDE, second.host, "somebody", 60.0)]
 
 
 async def test_stacks_of_all_nodes() -> None:

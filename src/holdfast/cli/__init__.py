@@ -26,9 +26,13 @@ COMMANDS = {
     "submit": "submit a job to Slurm (--slurm) or Kubernetes (--k8s), or show what would be submitted",
     "status": "show a running job: its nodes and ranks, steps, restarts; --watch; or how a job ended",
     "stacks": "show where all ranks of a running job are now",
+    "dashboard": "show a job as a page in the browser: running, or ended; or the list of all",
     "logs": "show what workers wrote; --rank, --follow, --grep",
     "stop": "end a running job on all its nodes; its workers save first",
     "kill": "end a running job on all its nodes at once; nothing is saved",
+    "drain": "have one host's nodes leave a running job; its workers save first",
+    "exclude": "the same, and keep the host out for a time; --for 1h",
+    "readmit": "let an excluded host take part again",
     "doctor": "check this node, and with the line of a run on several nodes also every pair of them",
     "explain": "explain a code (HF211) and what to do about it; works offline",
     "report": "show how a run used its time: starts, training, lost work; also as a page with pictures",
@@ -49,6 +53,9 @@ SHARED = {
     "stacks": ("status", "main_stacks"),
     "stop": ("status", "main_stop"),
     "kill": ("status", "main_kill"),
+    "drain": ("status", "main_drain"),
+    "exclude": ("status", "main_exclude"),
+    "readmit": ("status", "main_readmit"),
     "token": ("shim", "main_token"),
 }
 """Sub-commands with their module and function. `remote` is for ssh, not for users."""

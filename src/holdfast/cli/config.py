@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 TOOL, OURS = "tool", "holdfast"
 LINE_ONLY = frozenset({"config", "no_config", "plan", "help", "version", "use_env"})
-NUMBERS_TOO = frozenset({"nnodes", "nproc_per_node", "rdzv_id", "redirects", "tee", "metrics", "health"})
+NUMBERS_TOO = frozenset({"nnodes", "nproc_per_node", "rdzv_id", "redirects", "tee", "metrics", "health", "dashboard"})
 """Text options whose value is often a number."""
 PATHS = ("DIR", "FILE")
 """Metavars of paths, which are relative to the file's folder."""

@@ -134,31 +134,36 @@ class Wanted(NamedTuple):
 
 def log_files(folder: Path) -> list[LogFile]:
     """All log files of a run folder; its journal records the ranks of each generation."""
-    return [
-        LogFile(rank, stream, generation, path)
-        for generation, rank, its_folder in workers(folder)
-        for stream in ("stdout", "stderr")
-        if (path := its_folder / f"{stream}.log").is_file()
-    ]
-
-
-def workers(folder: Path) -> Iterator[tuple[int, int, Path]]:
-    """Each worker of each generation that was started here: generation, rank, the folder of its logs."""
     try:
         lines = (folder / JOURNAL).read_bytes().splitlines()
     except OSError as error:
         raise NoRunError(f"{folder} is no run folder: {JOURNAL} in it: {error.strerror}") from error
+    found: list[LogFile] = []
     for line in lines:
-        if b'"generation"' not in line:
-            continue
-        with contextlib.suppress(ValueError, KeyError, TypeError):
-            event = json.loads(line)
-            match event["event"]:
-                case "generation":
-                    for place, its_folder in enumerate(folders_of(event, folder)):
-                        yield event["generation"], event["rank_base"] + place, its_folder
-                case "replacing":
-                    yield event["generation"], event["rank"], folder / event["folder"]
+        if b'"generation"' in line:
+            with contextlib.suppress(ValueError):
+                found += files_named(json.loads(line), folder)
+    return [file for file in found if file.path.is_file()]
+
+
+def files_named(event: dict[str, Any], folder: Path) -> list[LogFile]:
+    """The log files of the workers that were started here with this event of the folder's journal."""
+    return [
+        LogFile(rank, stream, generation, its_folder / f"{stream}.log")
+        for generation, rank, its_folder in workers(event, folder)
+        for stream in ("stdout", "stderr")
+    ]
+
+
+def workers(event: dict[str, Any], folder: Path) -> Iterator[tuple[int, int, Path]]:
+    """The workers that were started here with this event: generation, rank, the folder of its logs."""
+    with contextlib.suppress(KeyError, TypeError):
+        match event["event"]:
+            case "generation":
+                for place, its_folder in enumerate(folders_of(event, folder)):
+                    yield event["generation"], event["rank_base"] + place, its_folder
+            case "replacing":
+                yield event["generation"], event["rank"], folder / event["folder"]
 
 
 def folders_of(generation: dict[str, Any], folder: Path) -> list[Path]:

@@ -199,7 +199,7 @@ def drain_text(options: RunOptions) -> str:
 
 def watched_text(options: RunOptions) -> str:
     """What can be observed from outside; empty: nothing."""
-    places = (("metrics", options.metrics), ("health", options.health))
+    places = (("dashboard", options.dashboard), ("metrics", options.metrics), ("health", options.health))
     parts = [f"{name} at {place}" for name, place in places if place is not None]
     if options.event_log_handler == "console":
         parts.append("torchelastic's events on stderr")

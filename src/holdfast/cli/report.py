@@ -14,10 +14,10 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import msgspec
 from msgspec.structs import asdict
 
 from holdfast.cli.finding import newest_ended, outcome_of, run_folders, screen_of
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
     journals = [list(read_journal(folder)) for folder in folders]
     course, past = timeline(journals), history(journals)
     if chosen.html is not None:
-        write_page(chosen.html, course, past, journals, folders)
+        write_page(chosen.html, folders)
     if chosen.json:
         print_json(as_json(course) | {"history": history_as_json(past)})
     elif chosen.html is None:
@@ -159,24 +159,10 @@ def history_as_json(past: History | None) -> dict[str, Any] | None:
     }
 
 
-def write_page(
-    place: str,
-    course: Timeline,
-    past: History | None,
-    journals: Sequence[Sequence[dict[str, Any]]],
-    folders: Sequence[Path],
-) -> None:
+def write_page(place: str, folders: Sequence[Path]) -> None:
     """Write the page of --html. Raises UsageError when the file cannot be written."""
-    from holdfast.diagnosis.history import incidents
-    from holdfast.diagnosis.page import PageContent, render
-
-    end = first_outcome(folders)
-    verdict = msgspec.to_builtins(end[1].verdict) if end is not None else None
-    page = render(
-        PageContent(
-            course=course, history=past, incidents=incidents(journals), verdict=verdict, made_epoch_s=time.time()
-        )
-    )
+    # By name: the dashboard builds upon the commands. It needs no package for this.
+    page = import_module("holdfast.dashboard.saved_page").render(folders)
     if place == "-":
         print(page, end="")
         return

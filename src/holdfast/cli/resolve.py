@@ -99,6 +99,8 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         standby=given.standby == "on" and bool(imports.modules) and may_restart(place.job),
         start_method=given.start_method,
         event_log_handler=given.event_log_handler,
+        dashboard=served(parsed, "dashboard"),
+        notify=targets(parsed),
         metrics=metrics,
         health=health,
         health_if_free=health_if_free,
@@ -165,7 +167,7 @@ def stop_grace_s(parsed: Parsed, environ: Mapping[str, str]) -> float:
 
 
 def served(parsed: Parsed, dest: str) -> Endpoint | None:
-    """`[HOST:]PORT` of --metrics or --health."""
+    """`[HOST:]PORT` of --dashboard, --metrics or --health."""
     text = getattr(parsed.values, dest)
     if text is None:
         return None
@@ -173,6 +175,21 @@ def served(parsed: Parsed, dest: str) -> Endpoint | None:
         return serving_place(text)
     except ValueError as error:
         raise parsed.error(dest, UsageError, str(error)) from None
+
+
+def targets(parsed: Parsed) -> tuple[str, ...]:
+    """The URLs and commands of --notify, one a line."""
+    from shutil import which  # it loads the compression modules
+
+    found = tuple(line.strip() for line in parsed.values.notify.splitlines() if line.strip())
+    for each in found:
+        try:
+            words = shlex.split(each)
+        except ValueError as error:
+            raise parsed.error("notify", UsageError, f"{each!r}: {error}") from None
+        if not each.startswith(("http://", "https://")) and which(words[0]) is None:
+            raise parsed.error("notify", UsageError, f"{words[0]!r} is neither a URL nor a program on this node")
+    return found
 
 
 def health_check(parsed: Parsed, environ: Mapping[str, str], notices: list[str]) -> tuple[Endpoint | None, bool]:

@@ -1,8 +1,9 @@
-"""Commands about a running job, on any of its nodes: status, stacks, stop and kill.
+"""Commands about a running job, on any of its nodes: status, stacks, stop, kill, drain, exclude and readmit.
 
 `holdfast status` shows the job as its coordinator sees it, once or repeatedly; for a job that has ended, its last
 screen. `holdfast stacks` shows where all ranks are now, equal stacks once. `holdfast stop` ends the job on all nodes,
-as a signal to every agent would: workers save first. `holdfast kill` ends it at once, and nothing is saved.
+as a signal to every agent would: workers save first. `holdfast kill` ends it at once, and nothing is saved. The last
+three are about the nodes of one host.
 finding.py finds the job; diagnosis/screen.py makes the lines.
 """
 
@@ -20,15 +21,16 @@ import msgspec
 from holdfast.cli.finding import end_of, ended_run, outcome_of, running_job
 from holdfast.cli.printing import Parser, print_json, ranks_of
 from holdfast.diagnosis.screen import group, how_it_ended, stack_lines, status_lines
-from holdfast.protocol.errors import ControlSilentError, NoRunError, UsageError
+from holdfast.protocol.errors import ControlRefusedError, ControlSilentError, NoRunError, UsageError
 from holdfast.protocol.messages import Question
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.rank_progress import JobView, StacksView
 from holdfast.runtime.running import Call, NodeEnd, Reply, RunningAgent, ask, ask_any
-from holdfast.text import plural
+from holdfast.text import plural, seconds_of
 
 WATCH_S = "2"
 WATCH_S_MIN = 0.1
+EXCLUDED = "1h"
 CLEAR = "\x1b[H\x1b[2J"
 SCREEN_ON, SCREEN_OFF = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 """Switch to the alternate screen without a cursor, and back."""
@@ -220,6 +222,69 @@ def end_job(made: Parser, argv: Sequence[str], question: Question) -> int:
         return EXIT_NOT_STOPPED
     end = answer.read(NodeEnd)
     tell(chosen.json, {"run": entry.name, "nodes": nodes, "whole": whole, "ended": True, **msgspec.to_builtins(end)})
+    return 0
+
+
+class HostReply(msgspec.Struct, frozen=True):
+    """The answer to a question about one host."""
+
+    nodes: int
+    refused: str = ""
+    """Why nothing was done."""
+
+
+def main_drain(argv: Sequence[str]) -> int:
+    """Run `holdfast drain` with these arguments; returns the exit status. Raises HoldfastError."""
+    return ask_about_host(drain_parser(), argv, Question.DRAIN)
+
+
+def main_exclude(argv: Sequence[str]) -> int:
+    """Run `holdfast exclude` with these arguments; returns the exit status. Raises HoldfastError."""
+    return ask_about_host(exclude_parser(), argv, Question.EXCLUDE)
+
+
+def main_readmit(argv: Sequence[str]) -> int:
+    """Run `holdfast readmit` with these arguments; returns the exit status. Raises HoldfastError."""
+    return ask_about_host(readmit_parser(), argv, Question.READMIT)
+
+
+def drain_parser() -> Parser:
+    return host_parser("drain", "Have the nodes of one host leave a running job, after its workers have saved.")
+
+
+def exclude_parser() -> Parser:
+    made = host_parser("exclude", "The same, and let the host take no part for a time.")
+    made.add_argument("--for", dest="time", default=EXCLUDED, metavar="TIME", help=f"90s, 30min, 1h, 1d; {EXCLUDED}")
+    return made
+
+
+def readmit_parser() -> Parser:
+    return host_parser("readmit", "Let a host that is excluded from a running job take part again.")
+
+
+def host_parser(command: str, description: str) -> Parser:
+    made = Parser(prog=f"holdfast {command}", description=description)
+    made.add_argument("host", metavar="HOST", help="as `holdfast status` shows it")
+    made.add_run()
+    made.add_json()
+    return made
+
+
+def ask_about_host(made: Parser, argv: Sequence[str], question: Question) -> int:
+    """Ask; returns 0 when it is being done. Raises ControlRefusedError when it is not."""
+    chosen = made.parse_args(argv)
+    text = getattr(chosen, "time", "0")
+    for_s = seconds_of(text)
+    if question is Question.EXCLUDE and for_s is None:
+        raise UsageError(f"--for {text}: write a time like 90s, 30min or 1h")
+    entry, reply = ask_any(running_job(chosen.run), question, host=chosen.host, for_s=for_s or 0.0)
+    told = reply.read(HostReply)
+    if told.refused:
+        raise ControlRefusedError(f"{entry.name}: {told.refused}")
+    if chosen.json:
+        print_json({"run": entry.name, "host": chosen.host, "nodes": told.nodes})
+    else:
+        print(f"{entry.name}: {question.value} {chosen.host}: {plural(told.nodes, 'node')} told")
     return 0
 
 

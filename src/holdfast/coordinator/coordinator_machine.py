@@ -25,6 +25,7 @@ from holdfast.coordinator.coordinator_state import (
     EndGeneration,
     Event,
     Heard,
+    HostAsked,
     LinkClosed,
     LinkOpened,
     Member,
@@ -59,6 +60,7 @@ from holdfast.protocol.messages import (
     Pong,
     Prepared,
     Progress,
+    Question,
     Quit,
     Refuse,
     ReplacementFailed,
@@ -93,6 +95,8 @@ class CoordinatorMachine(CoordinatorActs):
                 self._on_message(now, link, message)
             case QuitAsked(drain, by):
                 self._on_quit(Quit(drain, by))
+            case HostAsked():
+                self._on_host_asked(now, event)
             case _:  # a Tick, or an event of succession
                 pass
         if not routine or self.phase is not before:
@@ -254,7 +258,8 @@ class CoordinatorMachine(CoordinatorActs):
                 self._observe_previous_leader(now, member, join)
                 wait_s = self.host_backoff.until_s(member.node.host, now) - now
                 if wait_s > 0:
-                    self._tell(member, Waiting(f"{member.node.host} failed too often: it has to wait {wait_s:.0f} s"))
+                    why = "is excluded" if self.host_backoff.excludes(member.node.host, now) else "failed too often"
+                    self._tell(member, Waiting(f"{member.node.host} {why}: it has to wait {wait_s:.0f} s"))
                 elif self.phase is not Phase.GATHERING:
                     self._tell(member, Waiting(self._standby_text()))
             case Deny(link, join, problem):
@@ -389,6 +394,25 @@ class CoordinatorMachine(CoordinatorActs):
         self._note("quit", drain=quit_.drain, by=quit_.by)
         for member in self.members.values():
             self._tell(member, quit_)
+
+    def _on_host_asked(self, now: float, asked: HostAsked) -> None:
+        """The agents of one host leave as if they had received a signal; or the host's exclusion begins or ends."""
+        host, by = asked.host, asked.by
+        match asked.question:
+            case Question.READMIT:
+                self._note("readmitted", host=host, by=by)
+                self.host_backoff.readmit(host)
+                self._membership.changed()
+                return
+            case Question.EXCLUDE:
+                self._note("excluded", host=host, for_s=asked.for_s, by=by)
+                self.host_backoff.exclude(host, now + asked.for_s)
+                self._exclude([Waiting(f"{host} is excluded for {asked.for_s:g} s by {by}")])
+            case _:
+                self._note("drain_asked", host=host, by=by)
+        for member in self.members.values():
+            if member.node.host == host:
+                self._tell(member, Quit(drain=True, by=by))
 
     def _lose(self, now: float, member: Member, reason: str) -> None:
         """Remove a member whose link was closed, whose lease expired, or that was dropped."""

@@ -12,7 +12,7 @@ from enum import Enum
 from msgspec import Struct
 
 from holdfast.protocol.charter import Seat
-from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator, StopReason
+from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator, Question, StopReason
 from holdfast.protocol.outcome import Failure, Outcome
 from holdfast.protocol.policy import NodeSpec, Note, Tick
 from holdfast.protocol.rank_progress import Finding, RankStory
@@ -69,7 +69,16 @@ class Deposed(Struct, frozen=True):
     port: int
 
 
-Event = LinkOpened | LinkClosed | Heard | QuitAsked | WitnessOpened | VoterGone | Deposed | Tick
+class HostAsked(Struct, frozen=True):
+    """A user asks to drain, exclude or readmit one host."""
+
+    question: Question
+    host: str
+    by: str
+    for_s: float = 0.0
+
+
+Event = LinkOpened | LinkClosed | Heard | QuitAsked | HostAsked | WitnessOpened | VoterGone | Deposed | Tick
 
 
 class Tell(Struct, frozen=True):

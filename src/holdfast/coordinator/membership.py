@@ -287,6 +287,18 @@ class HostBackoff:
         record.excluded_until_s = now + pause_s
         return pause_s
 
+    def exclude(self, host: str, until_s: float) -> None:
+        """A user excludes this host."""
+        self._records.setdefault(host, _Record()).excluded_until_s = until_s
+
+    def readmit(self, host: str) -> None:
+        """A user ends its exclusion, and what it was blamed for is forgotten."""
+        self._records.pop(host, None)
+
+    def excludes(self, host: str, now: float) -> bool:
+        record = self._records.get(host)
+        return record is not None and record.excluded_until_s > now
+
     def until_s(self, host: str, joined_s: float) -> float:
         """The time from which an agent of this host that joined at `joined_s` may take part."""
         record = self._records.get(host)

@@ -383,6 +383,9 @@ def _progress(event: Event, life: Life, result: NodeHistory) -> None:
     if not steps:
         return
     life.steps = max(life.steps, *steps)
+    if life.ready_s is None:  # its phases are recorded with the first optimizer step; these may be beats
+        life.ready_s = event["time"]
+    life.stepped = True
     life.began_at = max(life.began_at, *event["began_at"])
     life.ended_at = max(life.ended_at, *at)
     result.points.append(Point(event["time"], min(at) if min(at) >= 0 else min(steps), event["generation"]))

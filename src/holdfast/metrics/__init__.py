@@ -169,6 +169,31 @@ def observing(
         from holdfast.metrics.listeners import TorchEvents
 
         journal.listen(TorchEvents(options, lambda line: say(line, prefix="")).heard)
+    with notifying(options, journal, node), serving(options, journal, say, node=node, look=look, view=view):
+        yield
+
+
+@contextlib.contextmanager
+def notifying(options: RunOptions, journal: Journal, node: str) -> Iterator[None]:
+    """Send notices while the job runs, and about its end."""
+    if not options.notify:
+        yield
+        return
+    from holdfast.metrics.notices import Notices, Sender
+
+    sender = Sender(options.notify, lambda to, why: journal.write("notice_lost", to=to, why=why))
+    journal.listen(Notices(options.job.run_id, node, sender.send).heard)
+    try:
+        yield
+    finally:
+        sender.close()
+
+
+@contextlib.contextmanager
+def serving(
+    options: RunOptions, journal: Journal, say: Callable[..., None], *, node: str, look: Look, view: View
+) -> Iterator[None]:
+    """Serve metrics and health checks while the job runs."""
     if options.metrics is None and options.health is None:
         yield
         return

@@ -65,6 +65,15 @@ class Question(Enum):
     """Ends the job: the workers drain, and every agent ends."""
     KILL = "kill"
     """Ends the job at once: nothing is saved."""
+    DRAIN = "drain"
+    """The agents of one host leave, after their workers have saved."""
+    EXCLUDE = "exclude"
+    """The same, and the host takes no part for a time."""
+    READMIT = "readmit"
+    """An excluded host may take part again."""
+
+
+OF_A_HOST = (Question.DRAIN, Question.EXCLUDE, Question.READMIT)
 
 
 class Running(Struct, frozen=True, array_like=True):
@@ -254,6 +263,10 @@ class Ask(AgentMessage, frozen=True, tag="ask"):
     question: Question
     by: str = ""
     """The asking user, in words."""
+    host: str = ""
+    """Of a question of OF_A_HOST."""
+    for_s: Seconds = 0.0
+    """EXCLUDE: how long."""
 
 
 class CoordinatorMessage(Struct, frozen=True, array_like=True, tag=True):

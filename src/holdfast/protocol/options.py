@@ -172,6 +172,10 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """Where Prometheus metrics are served; None: nowhere."""
     health: Endpoint | None = None
     """Where health checks are answered; None: nowhere."""
+    dashboard: Endpoint | None = None
+    """Where the node of the coordinator serves the dashboard; None: nowhere."""
+    notify: tuple[str, ...] = ()
+    """URLs and commands that get a notice at each turn of the job (--notify)."""
     health_if_free: bool = False
     """Health checks were requested by torchrun's variable: a port in use is only reported."""
     monitor_interval_s: float = 0.1

@@ -184,7 +184,9 @@ async def _outcome(service: AgentService, journal: Journal, folder: RunFolder) -
 
 
 def _write_end(journal: Journal, outcome: Outcome) -> None:
-    journal.write("ended", kind=outcome.kind.value, exit_code=outcome.exit_code, text=outcome.message)
+    verdict = outcome.verdict
+    told = {"code": verdict.code, "cause": verdict.cause, "advice": verdict.advice} if verdict is not None else {}
+    journal.write("ended", kind=outcome.kind.value, exit_code=outcome.exit_code, text=outcome.message, **told)
 
 
 def _rendered(render: Render, finished: Finished, journal: Journal) -> str:
@@ -303,7 +305,7 @@ class AgentService:
                 if self._dialing is not None:
                     self._dialing.cancel()
                 await self._rendezvous.close()
-                await worker_group.close()
+                await worker_group.close(self._outcome())
                 await control.close(self._outcome())
         return outcome
 
@@ -459,4 +461,6 @@ class AgentService:
             return
         self._link = answer
         answer.start(self._received, lambda reason: self._link_lost(answer, reason))
+        if self._rendezvous.coordinator is not None and self._worker_group is not None:
+            self._worker_group.serve_dashboard()
         self._feed(self._rendezvous.dialed())

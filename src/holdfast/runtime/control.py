@@ -13,13 +13,13 @@ import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from holdfast import seqpacket
 from holdfast.protocol.errors import ControlRefusedError, ControlSilentError
-from holdfast.protocol.messages import Question
+from holdfast.protocol.messages import Ask, Question
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Outcome
 from holdfast.runtime import running
@@ -28,6 +28,8 @@ from holdfast.runtime.run_folder import Journal, RunFolder
 from holdfast.runtime.running import NodeEnd, Reply
 
 REQUEST_BYTES_MAX = 4096
+BY_CHARACTERS_MAX = 200
+HOST_CHARACTERS_MAX = 255
 REQUEST_S_MAX = 5.0
 """From the connection to the end of the question."""
 TAKE_S_MAX = 10.0
@@ -42,9 +44,14 @@ class ControlRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     ask: Question | None = None
     """None: the question how the agent ends, answered at its end."""
+    by: Annotated[str, msgspec.Meta(max_length=BY_CHARACTERS_MAX)] = ""
+    """Who asks, in words; empty: the command of the question's name."""
+    host: Annotated[str, msgspec.Meta(max_length=HOST_CHARACTERS_MAX)] = ""
+    for_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    """Both as in Ask."""
 
 
-Answerer = Callable[[Question], Awaitable[Reply]]
+Answerer = Callable[[Ask], Awaitable[Reply]]
 
 
 class Control:
@@ -178,7 +185,7 @@ class Control:
             return Reply(code=ControlRefusedError.code, text=f"not a question: {error}")
         if request.ask is None:
             return await self._until_ended(reader)
-        return await self._answer(request.ask)
+        return await self._answer(Ask(0, request.ask, request.by, request.host, request.for_s))
 
     async def _until_ended(self, reader: asyncio.StreamReader) -> Reply | None:
         """Wait for the end of the job or of the client, whichever comes first."""

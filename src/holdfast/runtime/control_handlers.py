@@ -17,8 +17,19 @@ from msgspec import Struct
 from holdfast.agent.agent_machine import AgentMachine
 from holdfast.agent.events import Event, Received
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
-from holdfast.coordinator.coordinator_state import QuitAsked
-from holdfast.protocol.messages import Answer, Ask, Assign, FromAgent, FromCoordinator, Look, Looked, Question, Quit
+from holdfast.coordinator.coordinator_state import HostAsked, QuitAsked
+from holdfast.protocol.messages import (
+    OF_A_HOST,
+    Answer,
+    Ask,
+    Assign,
+    FromAgent,
+    FromCoordinator,
+    Look,
+    Looked,
+    Question,
+    Quit,
+)
 from holdfast.protocol.policy import JobSpec, NodeSpec
 from holdfast.protocol.rank_progress import (
     Frame,
@@ -32,7 +43,7 @@ from holdfast.protocol.rank_progress import (
 )
 from holdfast.runtime.running import Reply
 
-ANSWER_S_MAX = {Question.STATUS: 3.0, Question.STACKS: 8.0, Question.STOP: 3.0, Question.KILL: 3.0}
+ANSWER_S_MAX = {**dict.fromkeys(Question, 3.0), Question.STACKS: 8.0}
 """How long an agent waits for the coordinator; stacks are collected on all nodes first."""
 LOOK_S_MAX = 5.0
 """Nodes that have not answered by then are listed as missing."""
@@ -53,12 +64,18 @@ class JobSource(Protocol):
     def quit(self, *, drain: bool, by: str) -> int:
         """Pass the request to the machine. Returns how many nodes it reaches."""
 
+    def host(self, ask: Ask, /) -> tuple[int, str]:
+        """The same for a question about one host. Also returns why nothing was done; empty: it was."""
 
-def answer_at_once(source: JobSource, question: Question, by: str) -> bytes:
+
+def answer_at_once(source: JobSource, ask: Ask) -> bytes:
     """Answer any question except STACKS."""
-    if question is Question.STATUS:
+    if ask.question is Question.STATUS:
         return status_body(source.view())
-    return msgspec.json.encode({"nodes": source.quit(drain=question is Question.STOP, by=by)})
+    if ask.question in OF_A_HOST:
+        nodes, refused = source.host(ask)
+        return msgspec.json.encode({"nodes": nodes, "refused": refused})
+    return msgspec.json.encode({"nodes": source.quit(drain=ask.question is Question.STOP, by=ask.by)})
 
 
 def stacks_view(
@@ -151,7 +168,7 @@ class Answers:
         self,
         machine: CoordinatorMachine,
         links: Mapping[int, MemberLink],
-        feed: Callable[[QuitAsked], None],
+        feed: Callable[[QuitAsked | HostAsked], None],
         fault: Callable[[str, Exception], None],
     ) -> None:
         """`fault`: gets the error of a failed answer; the job continues, and the asking agent gets an empty answer."""
@@ -171,7 +188,7 @@ class Answers:
         elif ask.question is Question.STACKS:
             self._look(link, ask)
         else:
-            self._tell(link, ask, lambda: answer_at_once(self, ask.question, ask.by))
+            self._tell(link, ask, lambda: answer_at_once(self, ask))
 
     def view(self) -> JobView:
         return self._machine.view(self._loop.time())
@@ -180,6 +197,16 @@ class Answers:
         # Later: the answer is sent before the machine ends the links. A fault of the machine is not the answer's.
         self._loop.call_soon(self._feed, QuitAsked(drain=drain, by=by))
         return len(self._machine.members)
+
+    def host(self, ask: Ask, /) -> tuple[int, str]:
+        there = [member for member in self._machine.members.values() if member.node.host == ask.host]
+        if ask.question is not Question.READMIT:
+            if not there:
+                return 0, f"no node of this job is on {ask.host}"
+            if any(member.node.hosts_coordinator for member in there):
+                return 0, f"{ask.host} has the job's coordinator: only `holdfast stop` ends it"
+        self._loop.call_soon(self._feed, HostAsked(ask.question, ask.host, ask.by, ask.for_s))
+        return len(there), ""
 
     def looked(self, link: int, message: Looked) -> bool:
         """Take a node's samples. False: they answer a look of the machine, not one of ours."""
@@ -311,6 +338,9 @@ class OwnNode:
         self._loop.call_soon(self._feed, Received(Quit(drain=drain, by=by)))
         return 1
 
+    def host(self, _ask: Ask, /) -> tuple[int, str]:
+        return 0, "the coordinator does not answer"
+
     def _ranks(self, place: Assign) -> tuple[RankView, ...]:
         return tuple(
             RankView(
@@ -346,12 +376,15 @@ class ControlRequests:
         self._number = 0
         self._open: dict[int, asyncio.Future[bytes]] = {}
 
-    async def ask(self, question: Question) -> Reply:
-        by = f"holdfast {question.value} on {self._host}"
-        body = await self._ask_coordinator(question, by)
+    async def ask(self, ask: Ask) -> Reply:
+        """`ask`: its number is not used. `by` empty: the command of the question's name asks."""
+        by = f"{ask.by or f'holdfast {ask.question.value}'} on {self._host}"
+        self._number += 1
+        ask = msgspec.structs.replace(ask, number=self._number, by=by)
+        body = await self._ask_coordinator(ask)
         if body is not None:
             return Reply(body=msgspec.Raw(body))
-        body = await self._own.stacks() if question is Question.STACKS else answer_at_once(self._own, question, by)
+        body = await self._own.stacks() if ask.question is Question.STACKS else answer_at_once(self._own, ask)
         return Reply(whole=False, body=msgspec.Raw(body))
 
     def answered(self, answer: Answer) -> None:
@@ -364,15 +397,13 @@ class ControlRequests:
         for waiting in self._open.values():
             waiting.cancel()
 
-    async def _ask_coordinator(self, question: Question, by: str) -> bytes | None:
+    async def _ask_coordinator(self, ask: Ask) -> bytes | None:
         """The coordinator's answer; None: it is unreachable, does not answer in time, or has no answer."""
-        self._number += 1
-        number = self._number
-        waiting = self._open[number] = asyncio.get_running_loop().create_future()
+        waiting = self._open[ask.number] = asyncio.get_running_loop().create_future()
         try:
-            if not self._send(Ask(number, question, by)):
+            if not self._send(ask):
                 return None
-            await asyncio.wait({waiting}, timeout=ANSWER_S_MAX[question])
+            await asyncio.wait({waiting}, timeout=ANSWER_S_MAX[ask.question])
             return (waiting.result() or None) if waiting.done() and not waiting.cancelled() else None
         finally:
-            del self._open[number]
+            del self._open[ask.number]

@@ -261,9 +261,9 @@ class NodeEnd(msgspec.Struct, frozen=True):
 class Call:
     """One connection to an agent, with the question asked. A context manager."""
 
-    def __init__(self, entry: RunningAgent, ask: Question | None) -> None:
-        """Connect and ask. `ask` None asks how the agent ends. Raises NoRunError, ControlRefusedError,
-        ControlSilentError."""
+    def __init__(self, entry: RunningAgent, ask: Question | None, **more: object) -> None:
+        """Connect and ask. `ask` None asks how the agent ends; `more`: further fields of ControlRequest. Raises
+        NoRunError, ControlRefusedError, ControlSilentError."""
         self._entry = entry
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._received = bytearray()
@@ -272,7 +272,7 @@ class Call:
         try:
             with reachable(entry.socket) as name:
                 self._socket.connect(name)
-            self._socket.sendall(msgspec.json.encode({"ask": ask}) + b"\n")
+            self._socket.sendall(msgspec.json.encode({"ask": ask, **more}) + b"\n")
         except OSError as error:
             self._socket.close()
             raise self._reason(error) from None
@@ -330,22 +330,22 @@ class Call:
         return ControlSilentError(f"the agent of {entry.name} cannot be asked: {error.strerror or error}")
 
 
-def ask(entry: RunningAgent, question: Question) -> Reply:
+def ask(entry: RunningAgent, question: Question, **more: object) -> Reply:
     """Ask one question. Raises NoRunError, ControlRefusedError, ControlSilentError."""
-    with Call(entry, question) as call:
+    with Call(entry, question, **more) as call:
         reply = call.answer()
     if reply is None:
         raise NoRunError(f"{entry.name} has just ended")
     return reply
 
 
-def ask_any(entries: list[RunningAgent], question: Question) -> tuple[RunningAgent, Reply]:
+def ask_any(entries: list[RunningAgent], question: Question, **more: object) -> tuple[RunningAgent, Reply]:
     """The answer of the first agent of a job that answers. Raises the error of the last one when none answers."""
     *others, last = entries
     for entry in others:
         with contextlib.suppress(ControlSilentError, NoRunError):
-            return entry, ask(entry, question)
-    return last, ask(last, question)
+            return entry, ask(entry, question, **more)
+    return last, ask(last, question, **more)
 
 
 def _plight(pid: int) -> str:

@@ -30,6 +30,7 @@ Messages on that socket are those of seqpacket.py:
     agent → saver    {"do": "finish"}                                 end when nothing is in flight any more
     saver → agent    {"is": "up"}                                     it listens
                      {"is": "news", "text"}                           for the user
+                     {"is": "saved", "path", "step", "took_s"}        a snapshot is committed
 
 Files are mapped in huge pages where the kernel has them. tmpfs uses small pages: to take and map them costs twelve
 times as much as a copy of the same bytes, and a write past the page cache spends processor time on pinning each of

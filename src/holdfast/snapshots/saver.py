@@ -31,6 +31,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -349,6 +350,7 @@ class Saver:
         asked = (save.request.folder, save.local_rank)
         before = self._newest_asked.get(asked, -1)
         self._newest_asked[asked] = max(before, save.request.step)
+        began_s = time.monotonic()
 
         def told(answer: memory_folder.Packet) -> None:
             nonlocal writing
@@ -356,6 +358,10 @@ class Saver:
             writing = False
             if answer["is"] != "written":
                 self._over(save, answer, before)
+            if answer["is"] == "saved" and answer["path"]:
+                took_s = time.monotonic() - began_s
+                path = os.path.abspath(answer["path"])
+                self._tell_agent({"is": "saved", "path": path, "step": save.request.step, "took_s": round(took_s, 3)})
             flights.changed()
             tell(answer)
 

@@ -241,11 +241,18 @@ class StoreHost:
 class SaverHost:
     """The saver of one node, over all generations. Pass every event of the supervisor to `handle`."""
 
-    def __init__(self, supervisor: SupervisorClient, run_id: str, on_notice: Callable[[str], None]) -> None:
-        """`on_notice` gets messages for the user."""
+    def __init__(
+        self,
+        supervisor: SupervisorClient,
+        run_id: str,
+        on_notice: Callable[[str], None],
+        on_saved: Callable[[seqpacket.Message], None] = lambda _: None,
+    ) -> None:
+        """`on_notice` gets messages for the user, `on_saved` the path, step and duration of each save."""
         self._saver = ServiceProcess(supervisor, SAVER, self._heard, lambda: self._gone.set())  # noqa: PLW0108
         self._run_id = run_id
         self._on_notice = on_notice
+        self._on_saved = on_saved
         self._loop = asyncio.get_running_loop()
         self._memory_folder: MemoryFolder | None = None
         self._listening: socket.socket | None = None
@@ -345,6 +352,8 @@ class SaverHost:
             self._failures = 0
         elif packet.get("is") == "news":
             self._on_notice(f"snapshots: {packet.get('text')}")
+        elif packet.get("is") == "saved":
+            self._on_saved({name: packet.get(name) for name in ("path", "step", "took_s")})
 
     def _ended(self, why: str) -> None:
         self._saver.drop()

@@ -10,6 +10,7 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 
+from holdfast import seqpacket
 from holdfast.agent.agent_state import Work
 from holdfast.agent.events import (
     Event,
@@ -24,11 +25,13 @@ from holdfast.agent.events import (
 from holdfast.protocol.errors import HoldfastError, LogDirError, PeerError, SupervisorLostError
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import RunOptions
+from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.rank_progress import RankProgress, RankSample
 from holdfast.runtime.run_folder import Journal, RunFolder, WorkerSlot, WorkerStreams
 from holdfast.supervisor import client as kept
 from holdfast.supervisor.board import HOLD_SETTLES_S, Observer, Phases, ProgressNotes
 from holdfast.supervisor.client import Revivals, SupervisorClient, revive_supervisor
+from holdfast.supervisor.dashboard_host import DashboardHost
 from holdfast.supervisor.ends import Ends, OomWatch
 from holdfast.supervisor.generation import RunningGeneration, taking_part
 from holdfast.supervisor.log_router import LogRouter
@@ -94,7 +97,9 @@ class WorkerGroup:
         )
         self._oom: OomWatch | None = None
         self._store: StoreHost | None = None
-        self._saver = SaverHost(self._supervisor, options.job.run_id, on_notice)
+        self._saver = SaverHost(self._supervisor, options.job.run_id, on_notice, self._note_saved)
+        place, run_id, path = options.dashboard, options.job.run_id, str(folder.path or "")
+        self._dashboard = DashboardHost(self._supervisor, place, run_id, path, journal, on_notice) if place else None
         self._cpus: dict[int, list[int]] = {}
         """CPUs by local rank, with --numa-binding."""
         self._logs_in_hand = asyncio.Lock()
@@ -233,8 +238,18 @@ class WorkerGroup:
         if self._supervisor_ready.is_set():
             self._supervisor.kill_tree()
 
-    async def close(self) -> None:
-        """End everything: no process of this group is alive afterwards."""
+    def _note_saved(self, saved: seqpacket.Message) -> None:
+        self._journal.write("snapshot", **saved)
+
+    def serve_dashboard(self) -> None:
+        """The coordinator runs here: if a dashboard is wanted, it does too."""
+        if self._dashboard is not None:
+            self._dashboard.open()
+
+    async def close(self, outcome: Outcome | None) -> None:
+        """End everything: no process of this group is alive afterwards. `outcome` None: a fault of ours ends it."""
+        if self._dashboard is not None:
+            await self._dashboard.close(outcome)
         if self._store is not None:
             self._store.close()
         await self._saver.close()
@@ -397,6 +412,8 @@ class WorkerGroup:
 
     def _on_supervisor(self, event: kept.SupervisorEvent) -> None:
         self._saver.handle(event)
+        if self._dashboard is not None:
+            self._dashboard.handle(event)
         if self._store is not None:
             self._store.handle(event)
         match event:
@@ -457,6 +474,8 @@ class WorkerGroup:
             raise SupervisorLostError(f"the process that holds this node's workers cannot be started: {why}") from error
         self._supervisor = SupervisorClient(handle, self._on_supervisor)
         self._saver.renew(self._supervisor)
+        if self._dashboard is not None:
+            self._dashboard.renew(self._supervisor)
         if self._options.preempt_signal is not None:
             self._supervisor.ignore(self._options.preempt_signal)
         self._supervisor.fence(self._guard_s)

@@ -1,0 +1,98 @@
+"""The dashboard's process beside a coordinator: `python -m holdfast.dashboard`, started by dashboard_host.py.
+
+Descriptor 3 is the socket to the agent, 4 the listening socket. Messages (seqpacket.py):
+
+    agent → here   {"agent": pid, "run_id", "folder", "credentials"}   the first one
+                   {"do": "finish", "outcome"}                 the job has ended: tell the browsers, and end
+    here → agent   {"is": "up"}                                it serves
+                   {"is": "used"}                              the login link was used
+                   {"is": "fault", "text"}                     a fault of ours ends this process
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import traceback
+
+import msgspec
+import uvicorn
+
+from holdfast import seqpacket
+from holdfast.dashboard.feed import JobFeeds
+from holdfast.dashboard.job_source import ShownJob
+from holdfast.dashboard.serving import serve
+from holdfast.protocol.outcome import Outcome
+from holdfast.supervisor.dashboard_host import LISTENING_FD, Credentials
+from holdfast.supervisor.service_host import CONTROL_FD
+
+TEXT_CHARACTERS_MAX = 8000
+NICENESS = 5
+"""Training has priority."""
+
+
+def main() -> None:
+    """Serve until the agent ends or says so. Signals that end whole sessions are ignored: a drain has to be seen."""
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(signum, signal.SIG_IGN)
+    os.nice(NICENESS)
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
+        file.write("holdfast-dash")
+    control = socket.socket(fileno=CONTROL_FD)
+    first = seqpacket.receive(control)
+    if first is not None:
+        try:
+            asyncio.run(_serve(control, first[0]))
+        except BaseException:
+            _tell(control, "fault", text=traceback.format_exc()[-TEXT_CHARACTERS_MAX:])
+            raise
+
+
+async def _serve(control: socket.socket, about: seqpacket.Message) -> None:
+    source = ShownJob(about["folder"] or about["run_id"], pid=about["agent"])
+    source.add_folder(about["folder"])
+    loop, ending = asyncio.get_running_loop(), asyncio.Event()
+    outcome: Outcome | None = None
+
+    def heard() -> None:
+        nonlocal outcome
+        told = seqpacket.receive(control)
+        if told is not None and "outcome" in told[0]:
+            outcome = msgspec.convert(told[0]["outcome"], Outcome)
+        loop.remove_reader(control)
+        ending.set()
+
+    async def end(feeds: JobFeeds, server: uvicorn.Server) -> None:
+        await ending.wait()
+        if outcome is not None:
+            await feeds.finish(outcome)
+        server.should_exit = True
+
+    enders: set[asyncio.Task[None]] = set()
+
+    def begun(feeds: JobFeeds, server: uvicorn.Server) -> None:
+        control.setblocking(False)
+        loop.add_reader(control, heard)
+        enders.add(loop.create_task(end(feeds, server)))
+        _tell(control, "up")
+
+    await serve(
+        socket.socket(fileno=LISTENING_FD),
+        msgspec.convert(about["credentials"], Credentials),
+        [source],
+        on_used=lambda: _tell(control, "used"),
+        handle_signals=False,
+        on_feeds=begun,
+    )
+
+
+def _tell(control: socket.socket, what: str, **more: str) -> None:
+    with contextlib.suppress(OSError):
+        seqpacket.send(control, {"is": what, **more})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,200 @@
+"""One reader for each job, however many browsers look at it, and what each browser has not got yet.
+
+A browser's mailbox keeps only the newest message of each kind: who reads slowly sees fewer updates, and costs no more
+memory. Without a browser the job is asked every ten seconds, for the curves of whoever comes next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import msgspec
+
+from holdfast.dashboard.job_source import Json, ShownJob, jobs_here
+from holdfast.protocol.outcome import Outcome
+
+EVERY_S = 1.0
+IDLE_S = 10.0
+"""Interval without a browser."""
+STORY_LOAD_MAX = 0.04
+"""Part of the time that may go into telling the story again, in a job with long journals."""
+CURVE_MAX = 1200
+"""Points; with more, every other one is dropped and the interval doubled."""
+CLIENTS_MAX = 64
+FINISH_S_MAX = 1.0
+"""At the end of the job: for browsers to take how it ended."""
+
+
+class Mailbox:
+    """The messages for one browser."""
+
+    def __init__(self) -> None:
+        self._waiting: dict[str, bytes] = {}
+        self._news = asyncio.Event()
+        self.empty = asyncio.Event()
+        self.empty.set()
+
+    def put(self, kind: str, body: bytes) -> None:
+        self._waiting[kind] = body
+        self._news.set()
+        self.empty.clear()
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        """As server-sent events."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            waiting, self._waiting = self._waiting, {}
+            for kind, body in waiting.items():
+                yield b"event: " + kind.encode() + b"\ndata: " + body + b"\n\n"
+            if not self._waiting:
+                self.empty.set()
+
+
+class Curve:
+    """Step times over time, in bounded memory: time, median, 99th percentile, own part (ms), steps per second."""
+
+    def __init__(self) -> None:
+        self.points: list[tuple[float | None, ...]] = []
+        self._interval_s = 0.0
+
+    def add(self, now: Json) -> None:
+        if "median_ms" not in now or (self.points and now["at"] - (self.points[-1][0] or 0.0) < self._interval_s):
+            return
+        self.points.append((now["at"], now["median_ms"], now["p99_ms"], now["own_ms"], now["steps_s"]))
+        if len(self.points) > CURVE_MAX:
+            first, last = self.points[0][0] or 0.0, self.points[-1][0] or 0.0
+            self.points = self.points[::2]
+            self._interval_s = 1.5 * (last - first) / len(self.points) / 2
+
+
+class JobFeed:
+    """The reader of one job."""
+
+    def __init__(self, source: ShownJob) -> None:
+        self.source = source
+        self.clients: set[Mailbox] = set()
+        self._curve = Curve()
+        self._newest: dict[str, bytes] = {}
+        self._wake = asyncio.Event()
+        self._reading = asyncio.Lock()
+        """The source is for one thread at a time."""
+        self._dirty = True
+        self._story_due_s = 0.0
+        self._over = False
+
+    async def run(self) -> None:
+        """Read until cancelled."""
+        while True:
+            await self._turn()
+            try:
+                async with asyncio.timeout(EVERY_S if self.clients else IDLE_S):
+                    await self._wake.wait()
+            except TimeoutError:
+                pass
+            self._wake.clear()
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        """For one browser: what is known, and then what is new."""
+        mailbox = Mailbox()
+        for kind, body in self._newest.items():
+            mailbox.put(kind, body)
+        mailbox.put("curve", msgspec.json.encode(self._curve.points))
+        self.clients.add(mailbox)
+        self._wake.set()
+        try:
+            async for message in mailbox.messages():
+                yield message
+        finally:
+            self.clients.discard(mailbox)
+
+    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """A method of the source, in a thread."""
+        async with self._reading:
+            return await asyncio.to_thread(function, *args)
+
+    async def finish(self, outcome: Outcome) -> None:
+        """The job has ended, and its agent ends too: tell everybody."""
+        self.source.outcome = outcome
+        self._over = True
+        self._put("story", await self.call(self._encoded, self.source.story), last=True)
+        self._put("now", msgspec.json.encode({"at": time.time(), "ended": True}), last=True)
+        try:
+            async with asyncio.timeout(FINISH_S_MAX):
+                for each in list(self.clients):
+                    await each.empty.wait()
+        except TimeoutError:
+            pass  # they do not read
+
+    async def _turn(self) -> None:
+        now = await self.call(self.source.now)
+        self._curve.add(now)
+        self._put("now", await asyncio.to_thread(msgspec.json.encode, now))
+        self._dirty = await self.call(self.source.read) or self._dirty
+        began_s = time.monotonic()
+        if self._dirty and began_s >= self._story_due_s:
+            self._dirty = False
+            self._put("story", await self.call(self._encoded, self.source.story))
+            took_s = time.monotonic() - began_s
+            self._story_due_s = began_s + took_s / STORY_LOAD_MAX
+
+    @staticmethod
+    def _encoded(function: Callable[[], Json]) -> bytes:
+        return msgspec.json.encode(function())
+
+    def _put(self, kind: str, body: bytes, *, last: bool = False) -> None:
+        """`last`: it says how the job has ended; nothing that was read before may replace it."""
+        if self._over and not last:
+            return
+        self._newest[kind] = body
+        for each in self.clients:
+            each.put(kind, body)
+
+
+class JobFeeds:
+    """The feeds of one dashboard by the name of the job."""
+
+    def __init__(self, tasks: asyncio.TaskGroup, sources: list[ShownJob], *, all_jobs: bool) -> None:
+        """`all_jobs`: also any other job of this user on this machine, when somebody opens its page."""
+        self._tasks = tasks
+        self.all_jobs = all_jobs
+        self._feeds: dict[str, JobFeed] = {}
+        self._readers: list[asyncio.Task[None]] = []
+        for source in sources:
+            self._start(source)
+
+    @property
+    def names(self) -> list[str]:
+        return list(self._feeds)
+
+    async def of(self, name: str) -> JobFeed | None:
+        """The feed of this job; None: there is no such job."""
+        if name in self._feeds or not self.all_jobs:
+            return self._feeds.get(name)
+        found = {each["name"]: each["folder"] for each in await asyncio.to_thread(jobs_here)}
+        if name not in found:
+            return None
+        if name not in self._feeds:  # somebody else may have asked meanwhile
+            source = ShownJob(found[name] or name)
+            source.add_folder(found[name])
+            self._start(source, name)
+        return self._feeds[name]
+
+    def _start(self, source: ShownJob, name: str = "") -> None:
+        feed = self._feeds[name or source.title] = JobFeed(source)
+        self._readers.append(self._tasks.create_task(feed.run()))
+
+    def stop(self) -> None:
+        for reader in self._readers:
+            reader.cancel()
+
+    async def finish(self, outcome: Outcome) -> None:
+        for feed in self._feeds.values():
+            await feed.finish(outcome)
+
+    @property
+    def clients(self) -> int:
+        return sum(len(feed.clients) for feed in self._feeds.values())

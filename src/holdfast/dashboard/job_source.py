@@ -1,0 +1,402 @@
+"""The data of one job's page, from what the commands read: the answer to `status`, and the run folders of this machine.
+
+Three parts, each a JSON object: `now` (the state, a second old at most), `story` (generations, incidents, the end) and
+`logs` (what can be read here). Columns instead of objects for ranks: 10,000 of them fit into 200 KB. Blocking; every
+method is called in a thread, one at a time. Knows files and the control socket; nothing of HTTP.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from statistics import median, quantiles
+from typing import Any
+
+import msgspec
+
+from holdfast.cli.finding import kept_runs, outcome_of, run_id_of, running_job
+from holdfast.cli.logs import LogFile, files_named
+from holdfast.cli.report import as_json, history_as_json
+from holdfast.dashboard.own_machine import OwnMachine
+from holdfast.diagnosis.history import Event, history, incidents, timeline
+from holdfast.diagnosis.reference import everything, is_readable
+from holdfast.diagnosis.screen import between, group, last_step, steps_per_s, telling
+from holdfast.protocol.errors import HoldfastError, NoRunError, SnapshotError
+from holdfast.protocol.messages import Question
+from holdfast.protocol.outcome import Outcome
+from holdfast.protocol.rank_progress import JobView, RankView, StacksView, Stage
+from holdfast.runtime import running
+from holdfast.runtime.run_folder import JOURNAL_NAME
+from holdfast.runtime.running import RunningAgent, ask_any
+from holdfast.snapshots.folder import survey
+from holdfast.text import spans
+
+READ_BYTES_MAX = 16 * 1024 * 1024
+"""Of a journal, at once."""
+PROGRESS_MAX = 2000
+"""Records of steps that are kept of one journal; with more, every other one is dropped."""
+EVENTS_MAX = 20_000
+"""Other events that are kept of one journal, the newest."""
+INCIDENTS_MAX = 500
+GENERATIONS_MAX = 300
+NODES_MAX = 64
+"""Nodes whose own generations are drawn."""
+SEARCH_S = 10.0
+"""Interval of looks for other agents of the job on this machine."""
+
+Json = dict[str, Any]
+STAGE_LETTERS = {
+    Stage.STARTING: "s",
+    Stage.MEETING: "m",
+    Stage.GROUPING: "g",
+    Stage.READY: "r",
+    Stage.STEPPING: "t",
+    Stage.DONE: "d",
+}
+
+
+class JournalTail:
+    """The events of one journal, read as it grows, in bounded memory."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.events: list[Json] = []
+        self.logs: list[LogFile] = []
+        """Of all workers that were started here."""
+        self._progress = 0
+        self._stride = 1
+        self._skipped = 0
+        self._offset = 0
+
+    def read(self) -> bool:
+        """Read on. True: there is something new."""
+        try:
+            with open(self.folder / JOURNAL_NAME, "rb") as file:
+                file.seek(self._offset)
+                data = file.read(READ_BYTES_MAX)
+        except OSError:
+            return False
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole) or (len(data) if len(data) == READ_BYTES_MAX else 0)  # no event is as long
+        for line in whole.splitlines():
+            try:
+                event = json.loads(line)
+            except (ValueError, RecursionError):
+                continue
+            if is_readable(event):
+                self._take(event)
+        if len(self.events) - self._progress > EVENTS_MAX:
+            self._drop(len(self.events) - self._progress - EVENTS_MAX)
+        return bool(whole)
+
+    def _take(self, event: Json) -> None:
+        if event["event"] == "progress":
+            self._skipped += 1
+            if self._skipped % self._stride:
+                return
+            self._progress += 1
+        self.events.append(event)
+        self.logs += files_named(event, self.folder)
+        if self._progress > PROGRESS_MAX:
+            kept = [each for each in self.events if each["event"] == "progress"][::2]
+            ids = set(map(id, kept))
+            self.events = [each for each in self.events if each["event"] != "progress" or id(each) in ids]
+            self._progress, self._stride = len(kept), self._stride * 2
+
+    def _drop(self, count: int) -> None:
+        """Drop the oldest events, but not the first one, which names the run."""
+        first, *rest = self.events
+        self.events = [first]
+        for each in rest:
+            if count > 0 and each["event"] != "progress":
+                count -= 1
+            else:
+                self.events.append(each)
+
+
+class ShownJob:
+    """One job, running or ended. `name`: what commands take as RUN; empty: the only running job."""
+
+    def __init__(self, name: str, *, pid: int | None = None) -> None:
+        """`pid`: of the agent whose job it is, however often its name occurs."""
+        self.name = name
+        self._pid = pid
+        self._agents: list[RunningAgent] = []
+        self._looked_s = -SEARCH_S
+        self._tails: dict[Path, JournalTail] = {}
+        self.outcome: Outcome | None = None
+        """How the job has ended, as far as is known."""
+        self._ended = False
+        self._machine = OwnMachine()
+
+    # ---------------------------------------------------------------- the state
+
+    def now(self) -> Json:
+        """The state of the job; without `phase` when nobody can say it."""
+        self._look()
+        if not self._agents:
+            return {"at": time.time(), "ended": self._ended or self.outcome is not None, "waiting": not self._ended}
+        try:
+            _, reply = ask_any(self._agents, Question.STATUS)
+            machine = self._machine.sample(next(iter(self._tails), None))
+            return {"whole": reply.whole, **now_of(reply.read(JobView)), "machine": machine}
+        except NoRunError:
+            self._agents, self._looked_s, self._ended = [], -SEARCH_S, True
+            return {"at": time.time(), "ended": True}
+        except HoldfastError as error:
+            return {"at": time.time(), "silent": str(error)}
+
+    def stacks(self) -> Json:
+        """Where all ranks are now. Raises HoldfastError. May be called in a thread of its own, as `act`."""
+        _, reply = ask_any(self._known(), Question.STACKS)
+        return {"at": time.time(), "whole": reply.whole, **stacks_of(reply.read(StacksView))}
+
+    def act(self, question: Question, **more: object) -> Json:
+        """Pass an action on, as the command of its name does. `more`: fields of the request. Raises HoldfastError."""
+        _, reply = ask_any(self._known(), question, **more)
+        return {"whole": reply.whole, **msgspec.json.decode(reply.body)}
+
+    def _known(self) -> list[RunningAgent]:
+        agents = self._agents
+        if not agents:
+            raise NoRunError("the job does not run on this machine")
+        return agents
+
+    def _look(self) -> None:
+        """Find the agents of the job on this machine."""
+        if time.monotonic() - self._looked_s < SEARCH_S and (self._agents or self._ended):
+            return
+        self._looked_s = time.monotonic()
+        found: list[RunningAgent] = []
+        try:
+            if self._pid is None:
+                found = running_job(self.name or None)
+            else:
+                entries = running.entries()
+                jobs = {each.job for each in entries if each.pid == self._pid}
+                found = [each for each in entries if each.job in jobs]
+        except NoRunError:
+            self._ended = True
+        except HoldfastError:
+            return  # it is stopped, or another user's: the next look may find it
+        if found or self._ended:
+            self._agents = found
+        for entry in found:
+            self.add_folder(entry.folder)
+
+    def add_folder(self, folder: str | Path) -> None:
+        path = Path(folder)
+        if str(folder) and path not in self._tails:
+            self._tails[path] = JournalTail(path)
+
+    @property
+    def title(self) -> str:
+        """The name in addresses."""
+        return os.path.basename(self.name) or self.name
+
+    @property
+    def folders(self) -> list[Path]:
+        return list(self._tails)
+
+    # ---------------------------------------------------------------- the story
+
+    def read(self) -> bool:
+        """Read the journals on. True: the story has changed."""
+        news = [tail.read() for tail in list(self._tails.values())]
+        if self._ended and self.outcome is None:
+            self.outcome = next((end for folder in self.folders if (end := outcome_of(folder))), None)
+            news.append(self.outcome is not None)
+        return any(news)
+
+    def story(self) -> Json:
+        """What happened so far. Costs time in proportion to the journals."""
+        journals = [tail.events for tail in self._tails.values() if tail.events]
+        told, past = timeline(journals), history(journals) if journals else None
+        report = as_json(told)
+        report["generations"] = report["generations"][-GENERATIONS_MAX:]
+        happened = incidents(journals)[-INCIDENTS_MAX:]
+        codes = {each.code for each in happened}
+        if self.outcome is not None and self.outcome.verdict is not None:
+            codes.add(self.outcome.verdict.code)
+        return {
+            **report,
+            "history": history_as_json(past),
+            "incidents": msgspec.to_builtins(happened),
+            "advice": {code: each.fix for code, each in everything().items() if code in codes},
+            "excluded": list(_excluded(journals)),
+            "actions": list(_actions(journals)),
+            "snapshots": list(_snapshots(journals)),
+            "outcome": msgspec.to_builtins(self.outcome) if self.outcome is not None else None,
+            "folders": list(map(str, self.folders)),
+            "logs": logs_of(self.log_files()),
+            "lives": {
+                node.node: [[life.number, life.ordered_s, life.ready_s, life.over_s] for life in node.lives]
+                for node in (past.nodes[:NODES_MAX] if past is not None else ())
+            },
+            "curve": [[point.at_s, point.steps] for point in (past.nodes[0].points if past is not None else ())],
+        }
+
+    def log_files(self) -> list[LogFile]:
+        """Also those that do not exist: a worker may not have been started yet."""
+        return [file for tail in list(self._tails.values()) for file in tail.logs]
+
+
+def _excluded(journals: Sequence[Sequence[Event]]) -> Iterable[Json]:
+    """Hosts whose exclusion has begun and was not ended by a user; it may be over."""
+    found: dict[str, Json] = {}
+    for event in sorted((event for journal in journals for event in journal), key=lambda each: each["time"]):
+        host = event.get("host", "")
+        if event["event"] == "coordinator.excluded":
+            for_s, by = event.get("for_s", 0.0), event.get("by", "")
+            found[host] = {"at": event["time"], "host": host, "for_s": for_s, "by": by}
+        elif event["event"] == "coordinator.readmitted":
+            found.pop(host, None)
+    return found.values()
+
+
+def _actions(journals: Sequence[Sequence[Event]]) -> Iterable[Json]:
+    """What users asked for, with its origin."""
+    names = {"coordinator.excluded": "exclude", "coordinator.readmitted": "readmit", "coordinator.drain_asked": "drain"}
+    for journal in journals:
+        for event in journal:
+            if event["event"] == "coordinator.quit":
+                what = "stop" if event.get("drain", True) else "kill"
+                yield {"at": event["time"], "what": what, "by": event.get("by", "")}
+            elif event["event"] in names and event.get("by"):
+                yield {"at": event["time"], "what": f"{names[event['event']]} {event.get('host')}", "by": event["by"]}
+
+
+def _snapshots(journals: Sequence[Sequence[Event]]) -> Iterable[Json]:
+    """Each snapshot folder of the job: the newest snapshot that its saver reported, and what is there now."""
+    newest: dict[str, Event] = {}
+    for journal in journals:
+        for event in journal:
+            if event["event"] == "snapshot" and "path" in event:
+                newest[os.path.dirname(event["path"])] = event
+    for folder, event in newest.items():
+        told = {"step": event.get("step"), "at": event["time"], "took_s": event.get("took_s")}
+        try:
+            found = survey(folder)
+        except SnapshotError as error:
+            yield {"folder": folder, "newest": told, "error": str(error)}
+            continue
+        valid = found.newest_valid
+        size = valid.manifest.size_bytes if valid is not None else 0
+        yield {
+            "folder": folder,
+            "newest": {**told, "size": size} if valid is not None else None,
+            "count": len(found.committed),
+            "problems": len(found.problems) + len(found.quarantined),
+        }
+
+
+# --- views as JSON ----------------------------------------------------------------------------------------------------
+
+
+def now_of(view: JobView) -> Json:
+    """The view with its ranks in columns, sorted by rank."""
+    told = sorted(((rank, place) for place, node in enumerate(view.nodes) for rank in node.ranks), key=_by_rank)
+    ranks = [rank for rank, _ in told]
+    step_ms = [round(rank.step_s * 1e3, 2) for rank in ranks]
+    known = sorted(each for each in step_ms if each > 0)
+    slots = {name: getattr(view, name) for name in view.__struct_fields__ if name != "nodes"}
+    return {
+        "at": time.time(),
+        **slots,
+        "step": between([rank.steps for rank in ranks]),
+        "steps_s": steps_per_s(ranks),
+        "last_step": last_step(ranks),
+        "median_ms": median(known) if known else None,
+        "p99_ms": quantiles(known, n=100, method="inclusive")[98] if len(known) > 1 else None,
+        "own_ms": median([rank.own_s * 1e3 for rank in ranks if rank.step_s > 0]) if known else None,
+        "nodes": [
+            {
+                "host": node.host,
+                "group_rank": node.group_rank,
+                "state": node.state,
+                "heard_s": node.heard_s,
+                "ranks": spans(rank.rank for rank in node.ranks),
+                "step": between([rank.steps for rank in node.ranks]),
+                "steps_s": steps_per_s(node.ranks),
+                "last_step": last_step(node.ranks),
+            }
+            for node in view.nodes
+        ],
+        "ranks": {
+            "rank": [rank.rank for rank in ranks],
+            "node": [place for _, place in told],
+            "local": [rank.local_rank for rank in ranks],
+            "stage": "".join(STAGE_LETTERS[rank.stage] for rank in ranks),
+            "steps": [rank.steps for rank in ranks],
+            "step_ms": step_ms,
+            "own_ms": [round(rank.own_s * 1e3, 2) for rank in ranks],
+            "age_s": [round(rank.age_s, 1) for rank in ranks],
+        },
+        "standing": {rank.rank: [rank.standing.value, rank.place] for rank in ranks if rank.standing is not None},
+    }
+
+
+def _by_rank(told: tuple[RankView, int]) -> int:
+    return told[0].rank
+
+
+def stacks_of(view: StacksView) -> Json:
+    """The groups of `holdfast stacks`, with all frames; `own`: frames that it shows without --full."""
+    groups = []
+    for each in group(view):
+        own = {id(frame) for frame in telling(each.frames)}
+        groups.append(
+            {
+                "ranks": spans(rank.rank for rank in each.ranks),
+                "count": len(each.ranks),
+                "hosts": sorted({rank.host for rank in each.ranks}),
+                "place": each.place,
+                "source": sorted({rank.source for rank in each.ranks if rank.source}),
+                "notes": [f"rank {rank.rank}: {rank.note}" for rank in each.ranks if rank.note],
+                "frames": [[frame.function, f"{frame.file}:{frame.line}", id(frame) in own] for frame in each.frames],
+            }
+        )
+    return {"generation": view.generation, "world_size": view.world_size, "groups": groups, "missing": view.silent}
+
+
+def logs_of(files: Iterable[LogFile]) -> Json:
+    """By generation: the ranks whose output is here."""
+    found: dict[int, set[int]] = {}
+    for file in files:
+        found.setdefault(file.generation, set()).add(file.rank)
+    return {str(number): sorted(ranks) for number, ranks in sorted(found.items())[-GENERATIONS_MAX:]}
+
+
+def jobs_here(limit: int = 50) -> list[Json]:
+    """The jobs of this user on this machine: running ones first, then the newest that have ended."""
+    found: dict[str, Json] = {}
+    for entry in running.entries():
+        name = os.path.basename(entry.folder) if entry.folder else entry.run_id
+        found[name] = {
+            "name": name,
+            "run_id": entry.run_id,
+            "folder": entry.folder,
+            "at": entry.began_epoch_s,
+            "script": entry.script,
+            "running": True,
+        }
+    kept = kept_runs()
+    for folder in sorted(kept, key=lambda folder: -kept[folder])[:limit]:
+        if folder.name in found:
+            continue
+        outcome = outcome_of(folder)
+        verdict = outcome.verdict if outcome is not None else None
+        found[folder.name] = {
+            "name": folder.name,
+            "run_id": run_id_of(folder),
+            "folder": str(folder),
+            "at": kept[folder],
+            "running": False,
+            "end": outcome.kind.value if outcome is not None else "unknown",
+            "cause": verdict.cause if verdict is not None else outcome.message if outcome is not None else "",
+            "code": verdict.code if verdict is not None else "",
+        }
+    return list(found.values())

@@ -1,0 +1,504 @@
+// The pages: the list of jobs, and one job. Data comes as server-sent events: `now` (once a second), `story`, `curve`.
+// A page that was written to a file has them in an element, and shows what was known then.
+
+import { Chart } from "./charts.js";
+import { bytes, clock, date, duration, fill, h, milliseconds, plural, table, told } from "./dom.js";
+import { Grid } from "./grid.js";
+import { Logs } from "./logs.js";
+
+const main = document.getElementById("main");
+const link = document.getElementById("link");
+const SILENT_S = 5;
+const NEWS_S = 900;  // so long a failure that was answered by a restart is shown at the top
+const NODES_MAX = 100;  // rows; those that do not run come first
+const PHASES = ["detect", "stop", "form", "spawn", "import", "store", "process_group", "first_step"];
+const DOING = { startup: "start-up", training: "training", lost: "lost work", hung: "hanging", down: "down", end: "end" };
+
+// --- theme -------------------------------------------------------------------------------------------------------------
+
+const dark = matchMedia("(prefers-color-scheme: dark)");
+const remembered = () => { try { return localStorage.getItem("holdfast-theme"); } catch { return null; } };
+
+function applyTheme() {
+  document.documentElement.dataset.theme = remembered() ?? (dark.matches ? "dark" : "light");
+  document.dispatchEvent(new Event("theme"));
+}
+
+dark.addEventListener("change", applyTheme);
+document.getElementById("theme").addEventListener("click", () => {
+  const chosen = document.documentElement.dataset.theme === "dark" ? "light" : "dark";
+  try { localStorage.setItem("holdfast-theme", chosen); } catch { /* a file: nothing is kept */ }
+  applyTheme();
+  document.documentElement.dataset.theme = chosen;
+  document.dispatchEvent(new Event("theme"));
+});
+applyTheme();
+
+// --- what is the matter: one look ---------------------------------------------------------------------------------------
+
+const ENDS = {
+  succeeded: ["good", "Succeeded"], failed: ["bad", "Failed"], preempted: ["busy", "Preempted"], signalled: ["busy", "Stopped"],
+  refused: ["bad", "Refused"], no_quorum: ["bad", "Too few nodes"],
+};
+
+/** [class, words, explanation] */
+function judge({ now, story, lost, saved }) {
+  const end = story?.outcome;
+  if (end) {
+    const exit = `exit code ${end.exit_code}`;
+    return [...(ENDS[end.kind] ?? ["busy", end.kind]), end.message ? `${end.message}; ${exit}` : exit];
+  }
+  if (story?.end && (saved || now?.ended)) {  // of the journal; the file with the outcome is missing
+    const [kind, ...rest] = story.end.split(", ");
+    return [...(ENDS[kind] ?? ["busy", kind]), rest.join(", ")];
+  }
+  if (now?.ended) return ["busy", "Ended", "no outcome was written: the agent was killed, or its node was lost"];
+  if (saved) return ["busy", "Not ended", "when this page was written"];
+  if (lost) return ["bad", "No connection", "the dashboard does not answer; this is what was known last"];
+  if (!now) return ["busy", "Connecting", ""];
+  if (now.waiting) return ["busy", "Waiting", "for the agent of this job"];
+  if (now.silent) return ["bad", "No answer", now.silent];
+  const hung = Object.values(now.standing).some(([standing]) => standing === "hung");
+  if (hung) return ["bad", "Hanging", ""];
+  const stages = new Set(now.ranks.stage), steps = stages.has("t");
+  const words = {
+    gathering: ["busy", "Waiting for nodes", now.why], preparing: ["busy", "Starting", now.why], regrouping: ["busy", "Regrouping", now.why],
+    draining: ["busy", "Draining", "workers go to their next safe point and save"], stopping: ["busy", "Restarting", now.why], over: ["busy", "Ending", now.why],
+    running: steps ? ["good", "Training", ""] : ["busy", "Starting", stages.has("r") || !stages.size ? "no step yet" : "workers import, and form their group"],
+  };
+  const found = words[now.phase] ?? ["busy", now.phase, ""];
+  return now.notices.length && found[0] === "good" ? ["busy", "Training, with a notice", ""] : found;
+}
+
+// --- one job -----------------------------------------------------------------------------------------------------------
+
+class JobPage {
+  constructor(saved) {
+    this.saved = saved;
+    this.now = null;
+    this.story = null;
+    this.curve = [];
+    this.lost = false;
+    this.chosen = 0;
+    this.make();
+    if (saved) {
+      this.take("story", saved.story);
+      link.textContent = `as of ${date(saved.at)}`;
+    } else {
+      this.connect();
+      setInterval(() => this.checkLink(), 1000);
+    }
+  }
+
+  make() {
+    const left = h("div", { class: "column" }), right = h("div", { class: "column" });
+    const sectionIn = (place) => (name, title, ...more) => {
+      const made = h("section", { "aria-label": title, id: name, hidden: true }, ...more);
+      place.append(made);
+      return made;
+    };
+    const wide = sectionIn(main), onLeft = sectionIn(left), onRight = sectionIn(right);
+    this.state = h("div", { class: "state", role: "status" });
+    this.tiles = h("dl", { class: "tiles" });
+    wide("state", "Is it training", this.state, this.tiles);
+    this.problem = wide("verdict", "What went wrong");
+    this.problem.classList.add("problem");
+    this.timeline = wide("timeline", "Timeline", h("h2", {}, "Timeline"), this.bars = h("div", { class: "bars" }), this.generations = h("div"), this.telling = h("div"));
+    main.append(h("div", { class: "columns" }, left, right));
+    const canvas = h("canvas", { id: "grid", tabindex: 0, role: "img", "aria-label": "ranks" }), pointed = h("p", { class: "pointed", "aria-live": "polite" });
+    const holder = h("div", {}, canvas);
+    this.grid = new Grid(canvas, pointed);
+    this.colour = h("select", {}, [["stage", "stage"], ["lag", "steps behind"], ["step", "step time"], ["own", "own part of a step"]].map(([value, text]) => h("option", { value }, text)));
+    this.node = h("select", {}, h("option", { value: "-1" }, "all"));
+    this.keys = h("ul", { class: "keys" });
+    this.ranks = onLeft("ranks", "Ranks", h("div", { class: "head" }, h("h2", {}, "Ranks"), h("label", {}, "colour", this.colour), h("label", {}, "node", this.node)), holder, this.keys, pointed);
+    this.colour.addEventListener("change", () => { this.grid.by = this.colour.value; this.grid.draw(); this.showKeys(); });
+    this.node.addEventListener("change", () => { this.grid.node = Number(this.node.value); this.grid.draw(); });
+    this.steps = onRight("steps", "Step times", h("h2", {}, "Step times"), this.plot = h("div", { class: "chart" }), this.shares = h("div"), this.slowest = h("div"));
+    this.sample = h("button", { type: "button", onclick: () => this.stacks() }, "Sample now");
+    this.progress = onLeft("progress", "Progress", h("h2", {}, "Steps done"), h("div", { class: "chart" }));
+    this.stacksSection = onRight("stacks", "Stacks", h("div", { class: "head" }, h("h2", {}, "Stacks"), this.sample), this.groups = h("div", {}, h("p", { class: "dim" }, "Where every rank is, equal stacks once.")));
+    this.nodes = onLeft("nodes", "Nodes");
+    this.snapshots = onLeft("snapshots", "Snapshots");
+    this.logs = new Logs();
+    this.logSection = wide("logs", "Logs", this.logs.elements);
+    this.trace = h("div");
+    this.actions = onLeft("actions", "Actions", h("h2", {}, "Actions"), h("div", { class: "row actions" }, this.buttons()), this.said = h("p", { role: "status" }), this.trace);
+    this.happened = onRight("happened", "What happened");
+    document.addEventListener("theme", () => { this.grid.draw(); this.chart?.repaint(); this.course?.repaint(); });
+  }
+
+  connect() {
+    const source = new EventSource("events");
+    for (const kind of ["now", "story", "curve"]) source.addEventListener(kind, (event) => this.take(kind, JSON.parse(event.data)));
+    source.onerror = () => {
+      if (source.readyState === EventSource.CLOSED && !this.story?.outcome) setTimeout(() => this.connect(), 3000);
+    };
+  }
+
+  checkLink() {
+    const silent = this.heard === undefined ? 0 : (performance.now() - this.heard) / 1000;
+    const ended = this.now?.ended;
+    const lost = !ended && silent > SILENT_S;
+    link.classList.toggle("lost", lost);
+    link.textContent = ended ? "" : lost ? `no data for ${duration(silent)}` : this.now ? "live" : "connecting";
+    if (lost !== this.lost) {
+      this.lost = lost;
+      this.showState();
+    }
+  }
+
+  take(kind, data) {
+    this.heard = performance.now();
+    this[kind] = data;
+    if (kind === "now") this.takeNow(data);
+    if (kind === "curve" && this.chart) this.chart.set(data);
+    if (kind === "story") this.showStory();
+    this.showState();
+    this.showProblem();
+  }
+
+  takeNow(now) {
+    for (const each of this.actions.querySelectorAll("button")) each.disabled = Boolean(now.ended);
+    if (!now.ranks || (this.full && !now.world_size)) return;  // the agent's last answer says nothing of the job
+    this.full = now;
+    this.ranks.hidden = !now.ranks.rank.length;
+    this.grid.update(now);
+    this.showKeys();
+    fill(this.node, now.nodes.map((node) => node.host), () => [
+      h("option", { value: "-1" }, "all"), ...now.nodes.map((node, index) => h("option", { value: String(index) }, node.host))]);
+    if (now.median_ms !== null) {
+      this.steps.hidden = false;
+      if (!this.chart && window.uPlot) {
+        this.chart = new Chart(this.plot, [["median", "c0", milliseconds], ["99th percentile", "c6", milliseconds], ["own part", "c5", milliseconds]]);
+        this.chart.set(this.curve);
+      }
+      if (this.chart) this.chart.add([now.at, now.median_ms, now.p99_ms, now.own_ms, now.steps_s]);
+    }
+    this.showSteps(now);
+    this.showNodes(now);
+    this.stacksSection.hidden = this.actions.hidden = false;
+  }
+
+  showKeys() {
+    fill(this.keys, [this.grid.by, [...new Set(this.grid.now?.ranks.stage)], Object.keys(this.grid.now?.standing ?? {}).length], () => this.grid.keys());
+  }
+
+  // ------------------------------------------------------------- 1: is it training
+
+  showState() {
+    const [kind, words, why] = judge(this), now = this.full, story = this.story;
+    main.querySelector("#state").hidden = false;
+    this.state.className = `state ${kind}`;
+    fill(this.state, [kind, words, why], () => [h("strong", { class: words.startsWith("Training") ? "pulse" : "" }, words), h("p", {}, why)]);
+    const title = story?.run_id || now?.run_id || decodeURIComponent(location.pathname.split("/").at(-2) ?? "");
+    document.getElementById("title").textContent = title;
+    document.title = `${words} · ${title} · holdfast`;
+    const past = story?.history, ended = this.now?.ended || story?.outcome || this.saved;
+    const last = past?.stretches.length ? past.stretches.at(-1).to_epoch_s - past.stretches[0].from_epoch_s : null;
+    const share = now && !ended ? (now.job_s > 0 ? Math.min(1, now.training_s / now.job_s) : null) : past?.effective;
+    const rows = [
+      ["step", ended ? story?.curve.at(-1)?.[1] : now?.step || null],
+      ["steps per second", !ended && now?.steps_s ? +now.steps_s.toPrecision(3) : null],
+      ["last step", !ended ? now?.last_step || null : null],
+      ["effective training time", share !== null && share !== undefined ? `${Math.round(share * 100)} %` : null, `of ${duration(now && !ended ? now.job_s : last ?? 0)}`],
+      ["ranks", now && !ended ? now.world_size || null : story?.generations.at(-1)?.world_size, now && !ended ? `on ${plural(now.nodes.filter((node) => node.group_rank !== null).length, "node")}` : ""],
+      ["generation", now?.generation ?? story?.generations.at(-1)?.generation],
+      ["restarts", now ? `${now.restarts} of ${now.restarts_max}` : null],
+      ["steps lost to restarts", past?.lost_steps || null],
+    ].filter(([, value]) => value !== null && value !== undefined);
+    fill(this.tiles, rows, () => rows.map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, String(value), more && h("small", {}, more)))));
+  }
+
+  // ------------------------------------------------------------- 6: the verdict
+
+  showProblem() {
+    const end = this.story?.outcome, verdict = end?.verdict, now = this.now;
+    const hung = now?.standing && Object.values(now.standing).some(([standing]) => standing === "hung");
+    const newest = this.story?.incidents.findLast((each) => each.what === "failure");
+    this.problem.classList.toggle("busy", !end && !hung);
+    if (verdict) {
+      this.problem.hidden = false;
+      fill(this.problem, end, () => this.verdictParts(verdict));
+    } else if (!end && (hung || now?.notices?.length)) {
+      const story = this.story?.incidents.findLast((each) => each.groups.length);
+      this.problem.hidden = false;
+      fill(this.problem, [now.notices, hung, story], () => [
+        h("h2", {}, hung ? "The job hangs" : "Notice"), now.notices.map((text) => h("p", {}, text)),
+        hung && story && h("ul", { class: "plain" }, story.groups.map(([ranks, place]) => h("li", {}, told(ranks, place)))),
+        this.advice(hung ? story?.code : this.story?.incidents.findLast((each) => each.what === "straggler")?.code),
+      ]);
+    } else if (!end && newest && newest.at_s > (now?.at ?? 0) - NEWS_S) {
+      this.problem.hidden = false;
+      fill(this.problem, newest, () => [
+        h("h2", {}, `${newest.code}: generation ${newest.generation} ended at ${clock(newest.at_s)}, and was restarted`), h("p", {}, newest.text),
+        newest.advice ? h("p", { class: "do" }, h("b", {}, "Do: "), newest.advice) : this.advice(newest.code)]);
+    } else {
+      this.problem.hidden = true;
+    }
+  }
+
+  advice(code) {
+    const text = this.story?.advice?.[code];
+    return text && h("p", { class: "do" }, h("b", {}, "Do: "), text, h("span", { class: "dim" }, ` (${code})`));
+  }
+
+  verdictParts(verdict) {
+    const culprit = verdict.culprit, others = verdict.collateral ?? [];
+    const words = (culprit?.traceback || culprit?.stderr_tail || "").trimEnd();
+    const log = culprit && this.story.logs[verdict.generation]?.includes(culprit.rank);
+    return [
+      h("h2", {}, `${verdict.code}: ${verdict.cause}`),
+      verdict.advice ? h("p", { class: "do" }, h("b", {}, "Do: "), verdict.advice) : this.advice(verdict.code),
+      culprit && h("p", { class: "small" }, `First: rank ${culprit.rank} (local ${culprit.local_rank}, pid ${culprit.pid}) on ${culprit.host}, `,
+        culprit.exit_code < 0 ? `signal ${-culprit.exit_code}` : `exit code ${culprit.exit_code}`, culprit.started ? `, after ${duration(culprit.lived_s)}` : "", `, generation ${verdict.generation}. `,
+        log && !this.saved && h("a", { href: `log/${verdict.generation}/${culprit.rank}/stderr`, target: "_blank", rel: "noopener" }, "its stderr")),
+      verdict.lost_nodes?.length ? h("p", { class: "small" }, `Lost: ${verdict.lost_nodes.join(", ")}`) : null,
+      verdict.gave_up && h("p", { class: "small" }, `No restart: ${verdict.gave_up}`),
+      words && h("pre", { tabindex: 0, "aria-label": "its last output" }, words),
+      others.length > 0 && h("details", {}, h("summary", {}, `because of it: ${plural(others.length, "other rank")}`),
+        h("ul", { class: "plain small" }, others.map((each) => h("li", {}, `rank ${each.rank} on ${each.host}: ${(each.message || (each.exit_code < 0 ? `signal ${-each.exit_code}` : `exit code ${each.exit_code}`)).split("\n")[0]}`)))),
+      h("p", { class: "dim small" }, `\`holdfast explain ${verdict.code}\` says more.`),
+    ];
+  }
+
+  // ------------------------------------------------------------- 2: timeline
+
+  showStory() {
+    const story = this.story;
+    this.timeline.hidden = !story.history?.stretches.length && !story.generations.length;
+    fill(this.bars, [story.history?.stretches, story.lives], () => [this.bar(story.history), this.nodeBars(story)]);
+    fill(this.generations, [story.generations, this.chosen], () => this.generationTable(story));
+    fill(this.telling, [this.chosen, story.generations, story.incidents], () => this.tell(story));
+    this.happened.hidden = !story.incidents.length;
+    fill(this.happened, story.incidents, () => [h("h2", {}, "What happened"), table(["when", ["gen", "number"], "what", "details"],
+      story.incidents.toReversed().map((each) => [clock(each.at_s), [each.generation || "", "number"], h("span", {}, each.what, each.code && h("div", { class: "dim" }, each.code)),
+        [h("span", {}, each.text, each.advice && h("div", { class: "dim" }, each.advice),
+          each.files?.map(([rank, path]) => h("div", { class: "dim" }, `stacks of rank ${rank}: ${path}`))), "words"]]), "What happened, newest first")]);
+    if (!this.saved) {
+      this.logSection.hidden = !Object.keys(story.logs).length;
+      this.logs.update(story.logs);
+    }
+    this.showSnapshots(story);
+    fill(this.trace, story.actions, () => (story.actions.length ? [h("ul", { class: "plain small" }, story.actions.toReversed().map((each) => h("li", {}, `${clock(each.at)} ${each.what}: ${each.by}`)))] : [h("p", { class: "dim small" }, "Every action is an event in events.jsonl, with its origin.")]));
+    if (story.actions.length) this.actions.hidden = false;
+    for (const each of this.actions.querySelectorAll("button")) each.hidden = Boolean(this.saved);
+    this.progress.hidden = story.curve.length < 2;
+    if (!this.progress.hidden && window.uPlot) {
+      this.course ??= new Chart(this.progress.lastChild, [["step", "c0", (value) => value.toLocaleString("en")]]);
+      this.course.set(story.curve);
+    }
+  }
+
+  bar(history) {
+    const stretches = history?.stretches ?? [];
+    if (!stretches.length) return [];
+    const from = stretches[0].from_epoch_s, to = stretches.at(-1).to_epoch_s, scale = 1000 / Math.max(to - from, 1e-9);
+    const svg = h("svg", { viewBox: "0 0 1000 30", preserveAspectRatio: "none", role: "img", "aria-label": "How the time was spent; the table below says the same" },
+      stretches.filter((each) => each.to_epoch_s > each.from_epoch_s).map((each) => h("rect", {
+        class: each.doing, x: ((each.from_epoch_s - from) * scale).toFixed(2), y: 0, height: 30, width: Math.max((each.to_epoch_s - each.from_epoch_s) * scale, 1).toFixed(2),
+        onclick: () => this.choose(each.generation),
+      }, h("title", {}, `${DOING[each.doing]}, generation ${each.generation}: ${duration(each.to_epoch_s - each.from_epoch_s)}`))));
+    return [svg, h("div", { class: "axis" }, h("span", {}, date(from)), h("span", {}, clock(to))),
+      h("ul", { class: "keys" }, Object.entries(DOING).filter(([name]) => history[`${name}_s`] > 0).map(([name, words]) => h("li", {}, h("span", { class: `key ${name}` }), `${words} ${duration(history[`${name}_s`])}`)))];
+  }
+
+  nodeBars(story) {
+    const lives = Object.entries(story.lives ?? {}), stretches = story.history?.stretches;
+    if (!stretches?.length || lives.length < 2) return [];
+    const from = stretches[0].from_epoch_s, scale = 1000 / Math.max(stretches.at(-1).to_epoch_s - from, 1e-9);
+    const block = (kind, begin, end, words) => end > begin && h("rect", { class: kind, x: ((begin - from) * scale).toFixed(2), y: 0, height: 30, width: Math.max((end - begin) * scale, 1).toFixed(2) }, h("title", {}, words));
+    return h("details", {}, h("summary", {}, "each node"), lives.map(([node, own]) => [h("div", { class: "small dim" }, node),
+      h("svg", { class: "thin", viewBox: "0 0 1000 30", preserveAspectRatio: "none", role: "img", "aria-label": `Generations of ${node}` }, own.map(([number, ordered, ready, over]) => {
+        const begun = Math.min(ready ?? over, over);
+        return [block("startup", ordered, begun, `generation ${number} starts: ${duration(begun - ordered)}`), block("training", begun, over, `generation ${number} trains: ${duration(over - begun)}`)];
+      }))]));
+  }
+
+  generationTable(story) {
+    if (!story.generations.length) return [];
+    const failed = Object.fromEntries(story.incidents.filter((each) => each.what === "failure").map((each) => [each.generation, each.code]));
+    if (story.outcome?.verdict) failed[story.outcome.verdict.generation] = story.outcome.verdict.code;
+    const rows = story.generations.toReversed().map((each) => h("tr", { class: each.generation === this.chosen ? "chosen" : null },
+      h("td", {}, h("button", { type: "button", class: "quiet", "aria-expanded": String(each.generation === this.chosen), onclick: () => this.choose(each.generation) }, `▸ ${each.generation}`)),
+      h("td", {}, each.began_epoch_s ? clock(each.began_epoch_s) : ""), h("td", { class: "number" }, each.world_size || ""),
+      h("td", { class: "number" }, each.total_s ? duration(each.total_s) : ""), h("td", {}, failed[each.generation] ? h("span", { class: "tag bad" }, failed[each.generation]) : ""),
+      h("td", { class: "words" }, each.why || (each.generation === 1 ? "start" : ""))));
+    return [h("h3", {}, "Generations"), table(["gen", "began", ["ranks", "number"], ["until step 1", "number"], "verdict", "why it began"], rows, "Generations, newest first")];
+  }
+
+  choose(number) {
+    this.chosen = this.chosen === number ? 0 : number;
+    this.showStory();
+    if (this.chosen) this.telling.scrollIntoView({ block: "nearest" });
+  }
+
+  tell(story) {
+    const each = story.generations.find((one) => one.generation === this.chosen);
+    if (!each) return [];
+    let at = 0;
+    const scale = 1000 / Math.max(Object.values(each.phases_s).reduce((sum, seconds) => sum + seconds, 0), 1e-9);
+    const blocks = PHASES.map((name, index) => {
+      const seconds = each.phases_s[name] ?? 0, x = at * scale;
+      at += seconds;
+      return seconds > 0 && h("rect", { class: `p${index}`, x: x.toFixed(2), y: 0, height: 30, width: Math.max(seconds * scale, 1).toFixed(2) }, h("title", {}, `${name}: ${seconds.toFixed(3)} s`));
+    });
+    const own = story.incidents.filter((one) => one.generation === each.generation);
+    return [h("h3", {}, `Generation ${each.generation}: ${each.why || "start"}`),
+      at > 0 && h("div", { class: "bars" }, h("svg", { viewBox: "0 0 1000 30", preserveAspectRatio: "none", role: "img", "aria-label": "Phases of its start" }, blocks),
+        h("ul", { class: "keys" }, PHASES.map((name, index) => each.phases_s[name] > 0 && h("li", {}, h("span", { class: `key p${index}` }), `${name.replace("_", " ")} ${each.phases_s[name].toFixed(2)} s`)))),
+      h("ul", { class: "plain small" }, own.map((one) => h("li", {}, `${clock(one.at_s)} ${one.what}: ${one.text}`,
+        one.groups.map(([ranks, place]) => h("div", { class: "dim" }, told(ranks, place)))))),
+      !own.length && h("p", { class: "dim small" }, "No incident.")];
+  }
+
+  // ------------------------------------------------------------- 4: steps
+
+  showSteps(now) {
+    const { ranks } = now;
+    fill(this.shares, [now.median_ms, now.own_ms], () => {
+      if (!now.median_ms || !now.own_ms) return [];
+      const own = Math.min(1, now.own_ms / now.median_ms), text = `own part ${milliseconds(now.own_ms)} (data, forward), the rest ${milliseconds(now.median_ms - now.own_ms)} (backward, communication, waiting)`;
+      return [h("div", { class: "bars" }, h("svg", { viewBox: "0 0 1000 30", preserveAspectRatio: "none", role: "img", "aria-label": text },
+        h("rect", { class: "own", x: 0, y: 0, width: own * 1000, height: 30 }), h("rect", { class: "rest", x: own * 1000, y: 0, width: 1000 - own * 1000, height: 30 }))),
+      h("ul", { class: "keys" }, h("li", {}, h("span", { class: "key own" }), `own part ${milliseconds(now.own_ms)}: data, forward`), h("li", {}, h("span", { class: "key rest" }), `rest ${milliseconds(now.median_ms - now.own_ms)}: backward, communication, waiting`))];
+    });
+    let worst = [];
+    for (let index = 0; index < ranks.rank.length; index += 1) {
+      if (ranks.own_ms[index] > 0 && (worst.length < 5 || ranks.own_ms[index] > worst.at(-1)[0])) {
+        worst.push([ranks.own_ms[index], index]);
+        worst = worst.sort((one, other) => other[0] - one[0]).slice(0, 5);
+      }
+    }
+    fill(this.slowest, worst, () => worst.length > 1 && [h("h3", {}, "Largest own part"), table([["rank", "number"], "node", ["own part", "number"], ["against the median", "number"]],
+      worst.map(([ms, index]) => [[ranks.rank[index], "number"], now.nodes[ranks.node[index]].host, [milliseconds(ms), "number"], [`× ${(ms / now.own_ms).toFixed(2)}`, "number"]]), "Ranks with the largest own part of a step")]);
+  }
+
+  // ------------------------------------------------------------- 5: stacks
+
+  async stacks() {
+    this.sample.disabled = true;
+    const told = await this.act("stacks");
+    this.sample.disabled = false;
+    if (!told) return;
+    fill(this.groups, told, () => [
+      h("p", { class: "dim small" }, `${clock(told.at)}, generation ${told.generation}: ${plural(told.groups.reduce((sum, each) => sum + each.count, 0), "rank")} at ${plural(told.groups.length, "place")}`, told.whole ? "" : "; the coordinator does not answer: this node only"),
+      told.groups.map((each, index) => h("details", { open: index < 3 }, h("summary", {}, h("b", {}, `rank${each.count > 1 ? "s" : ""} ${each.ranks}`), ` on ${each.hosts.length > 1 ? plural(each.hosts.length, "node") : each.hosts[0]}: ${each.place}`),
+        h("pre", { tabindex: 0, "aria-label": `stack of ${each.ranks}` }, [...each.frames.filter(([, , own]) => own).map(([name, place]) => `${name}  ${place}`), ...each.source.map((line) => `> ${line}`), ...each.notes].join("\n")),
+        each.frames.some(([, , own]) => !own) && h("details", { class: "small" }, h("summary", {}, "all frames"), h("pre", { tabindex: 0, "aria-label": "all frames" }, each.frames.map(([name, place]) => `${name}  ${place}`).join("\n"))))),
+      told.missing.length > 0 && h("p", {}, `No answer in time from ${told.missing.join(", ")}.`)]);
+  }
+
+  // ------------------------------------------------------------- 7: nodes
+
+  showNodes(now) {
+    const excluded = (this.story?.excluded ?? []).filter((each) => each.at + each.for_s > now.at);
+    this.nodes.hidden = !now.nodes.length;
+    const shown = now.nodes.toSorted((one, other) => (one.state === "running") - (other.state === "running")).slice(0, NODES_MAX);
+    fill(this.nodes, [shown.map((node) => ({ ...node, heard_s: Math.round(node.heard_s) })), now.machine, excluded], () => [
+      h("h2", {}, "Nodes"),
+      table(["node", "", "state", "ranks", ["step", "number"], ["steps/s", "number"], ["last step", "number"], ["agent heard", "number"]],
+        shown.map((node) => [node.host, this.hostButtons(node.host), h("span", { class: `tag ${node.state === "running" ? "good" : node.group_rank === null ? "" : "busy"}` }, node.state), node.ranks, [node.step, "number"],
+          [node.steps_s ? +node.steps_s.toPrecision(3) : "", "number"], [node.last_step, "number"], [`${duration(node.heard_s)} ago`, "number"]]), "Nodes"),
+      now.nodes.length > shown.length && h("p", { class: "dim small" }, `and ${plural(now.nodes.length - shown.length, "node")} more that run`),
+      excluded.map((each) => h("p", {}, h("span", { class: "tag bad" }, "excluded"), ` ${each.host} since ${clock(each.at)}, for ${duration(each.for_s)} `, each.by && h("span", { class: "dim" }, `by ${each.by} `),
+        !this.saved && h("button", { type: "button", class: "quiet", onclick: () => this.order(`Readmit ${each.host}`, "readmit", each.host) }, "readmit"))),
+      now.machine && this.machine(now.machine)]);
+  }
+
+  machine(here) {
+    const [used, total] = here.memory, [free, disk] = here.disk;
+    return [h("h3", {}, `${here.host}: the machine of this page`), h("dl", { class: "tiles" }, [
+      ["processors", `${Math.round(here.cpu)} %`, `of ${here.cores}`], ["memory", bytes(used), `of ${bytes(total)}`], ["disk free", bytes(free), `of ${bytes(disk)}, run folder`],
+      ["network", `${bytes(Math.round(here.network[0]))}/s in`, `${bytes(Math.round(here.network[1]))}/s out`],
+      ...here.gpus.map((gpu) => [`GPU ${gpu.index}`, `${gpu.load} %`, `${bytes(gpu.memory[0])} of ${bytes(gpu.memory[1])}, ${gpu.celsius} °C`]),
+    ].map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, h("small", {}, more)))))];
+  }
+
+  // ------------------------------------------------------------- 9: snapshots
+
+  showSnapshots(story) {
+    const found = story.snapshots ?? [];
+    this.snapshots.hidden = !found.length;
+    fill(this.snapshots, [found, story.curve.at(-1)], () => [h("h2", {}, "Snapshots"), found.map((each) => [
+      h("p", { class: "small dim" }, each.folder),
+      each.error ? h("p", {}, each.error) : h("dl", { class: "tiles" }, [
+        ["newest", each.newest ? `step ${each.newest.step}` : "none", each.newest ? `saved ${date(each.newest.at)}` : ""],
+        ["lost now", each.newest && story.curve.length ? plural(Math.max(0, story.curve.at(-1)[1] - each.newest.step), "step") : "–", "if all memory were lost"],
+        ["kept", String(each.count), each.problems ? `${each.problems} damaged` : "manifests and sizes are valid"],
+        ["writing it took", each.newest?.took_s ? duration(each.newest.took_s) : "–", each.newest?.size ? bytes(each.newest.size) : ""],
+      ].map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, more && h("small", {}, more)))))])]);
+  }
+
+  // ------------------------------------------------------------- 10: actions
+
+  buttons() {
+    const ask = (text, what, question, danger) => h("button", { type: "button", class: danger ? "danger" : null, onclick: () => this.confirm(text, what, question) }, text);
+    return [
+      ask("Stop the job", "stop", "Workers go to their next safe point, save, and the job ends on all nodes. Workers without safe points are stopped at once.", true),
+      ask("Kill the job", "kill", "Every worker is killed at once. Nothing is saved.", true),
+    ];
+  }
+
+  hostButtons(host) {
+    const ask = (what, words) => h("button", { type: "button", class: "quiet", title: words, "aria-label": `${what} ${host}`, onclick: () => this.confirm(`${what} ${host}`, what.toLowerCase(), words, host) }, what.toLowerCase());
+    return h("span", { class: "nowrap" }, ask("Drain", "The workers save at their next safe point, and the nodes of this host leave the job. The others go on if they are enough."),
+      ask("Exclude", "The nodes of this host leave the job as for a drain, and take no part for an hour."));
+  }
+
+  confirm(text, what, question, host) {
+    const dialog = h("dialog", { "aria-label": text }, h("h2", {}, `${text}?`), h("p", {}, question), h("div", { class: "row" },
+      h("button", { type: "button", class: "danger", onclick: () => { dialog.close(); this.order(text, what, host); } }, text),
+      h("button", { type: "button", autofocus: true, onclick: () => dialog.close() }, "Cancel")));
+    dialog.addEventListener("close", () => dialog.remove());
+    document.body.append(dialog);
+    dialog.showModal();
+  }
+
+  async order(text, what, host = "") {
+    const told = await this.act(what, { host });
+    if (told) this.said.textContent = `${text}: ${told.nodes === undefined ? "done" : `${plural(told.nodes, "node")} told`}.`;
+  }
+
+  /** The answer; null: an error, which is shown. */
+  async act(what, more = {}) {
+    try {
+      const answer = await fetch("act", { method: "POST", body: JSON.stringify({ do: what, ...more }) });
+      const told = answer.headers.get("content-type")?.includes("json") ? await answer.json() : { error: await answer.text() };
+      if (answer.ok) return told;
+      this.said.textContent = told.error;
+    } catch {
+      this.said.textContent = "The dashboard does not answer.";
+    }
+    this.actions.hidden = false;
+    return null;
+  }
+}
+
+// --- all jobs ----------------------------------------------------------------------------------------------------------
+
+async function showJobs() {
+  const section = h("section", { "aria-label": "Jobs" });
+  main.append(section);
+  document.getElementById("title").textContent = "jobs of this user on this machine";
+  document.title = "jobs · holdfast";
+  const kinds = { succeeded: "good", failed: "bad", refused: "bad", no_quorum: "bad" };
+  const show = async () => {
+    try {
+      const jobs = await (await fetch("jobs")).json();
+      link.textContent = "";
+      fill(section, jobs, () => [h("h2", {}, "Jobs"), jobs.length ? table(["job", "state", "since", "what"], jobs.map((each) => [
+        h("a", { href: `job/${encodeURIComponent(each.name)}/` }, each.run_id || each.name),
+        h("span", { class: `tag ${each.running ? "good" : kinds[each.end] ?? "busy"}` }, each.running ? "running" : each.end), date(each.at),
+        [each.running ? each.script : `${each.code ? `${each.code}: ` : ""}${each.cause}`, "words"]]), "Jobs") : h("p", {}, "No job here yet: `holdfast run …` starts one.")]);
+    } catch {
+      link.textContent = "the dashboard does not answer";
+    }
+  };
+  await show();
+  setInterval(show, 5000);
+}
+
+const saved = document.getElementById("saved");
+if (document.body.dataset.page === "jobs") showJobs();
+else window.page = new JobPage(saved ? JSON.parse(saved.textContent) : null);

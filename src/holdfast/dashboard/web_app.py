@@ -1,0 +1,197 @@
+"""The pages and streams over HTTP. All addresses are relative, so that a proxy may serve them under any prefix.
+
+/                     the only job's page, or the list of jobs (`jobs` is its data)
+job/NAME/             the page of a job
+job/NAME/events       server-sent events: now, story, curve
+job/NAME/logs         server-sent events: lines of logs; ?ranks=0-3&generation=2&text=…
+job/NAME/log/G/R/S    one whole file, as plain text
+job/NAME/act          POST {"do", "host"}: the command of that name: stacks, stop, kill, drain, exclude, readmit
+"""
+
+from __future__ import annotations
+
+import asyncio
+import mimetypes
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from holdfast.cli.printing import ranks_of
+from holdfast.dashboard.feed import CLIENTS_MAX, JobFeed, JobFeeds
+from holdfast.dashboard.job_source import jobs_here
+from holdfast.dashboard.log_lines import LogLines
+from holdfast.protocol.errors import ControlRefusedError, HoldfastError, UsageError
+from holdfast.protocol.messages import OF_A_HOST, Question
+
+STATIC = Path(__file__).parent / "static"
+SEND_S_MAX = 30.0
+"""A browser that takes nothing for this long is disconnected; it connects again when it reads."""
+LOGS_EVERY_S = 0.5
+BODY_BYTES_MAX = 4096
+ACTIONS = {question.value: question for question in (Question.STOP, Question.KILL, *OF_A_HOST)}
+EXCLUDED_S = 3600.0
+
+
+class Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    do: str
+    host: str = ""
+
+
+class EventStream(Response):
+    """Server-sent events until the browser has gone, takes nothing, or the messages end."""
+
+    def __init__(self, messages: AsyncIterator[bytes]) -> None:
+        super().__init__(media_type="text/event-stream")
+        self._messages = messages
+
+    async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        tasks = [asyncio.ensure_future(each) for each in (self._pump(send), _gone(receive))]
+        try:
+            await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+        if not tasks[0].cancelled() and (error := tasks[0].exception()) and not isinstance(error, OSError):
+            raise error
+
+    async def _pump(self, send: Send) -> None:
+        async for message in self._messages:
+            async with asyncio.timeout(SEND_S_MAX):
+                await send({"type": "http.response.body", "body": message, "more_body": True})
+
+
+async def _gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+class Pages:
+    """The endpoints of one dashboard."""
+
+    def __init__(self, feeds: JobFeeds) -> None:
+        self._feeds = feeds
+        self._files = {str(path.relative_to(STATIC)): path.read_bytes() for path in STATIC.rglob("*") if path.is_file()}
+
+    def app(self) -> Starlette:
+        def on_job(path: str, endpoint: Endpoint, method: str = "GET") -> Route:
+            return Route(f"/job/{{name}}/{path}", endpoint, methods=[method])
+
+        return Starlette(
+            routes=[
+                Route("/", self.first),
+                Route("/jobs", self.jobs),
+                Route("/static/{path:path}", self.static),
+                on_job("", self.page),
+                on_job("events", self.events),
+                on_job("logs", self.logs),
+                on_job("log/{generation:int}/{rank:int}/{stream}", self.log),
+                on_job("act", self.act, "POST"),
+            ],
+            exception_handlers={HoldfastError: _told},
+        )
+
+    async def first(self, _request: Request) -> Response:
+        if self._feeds.all_jobs:
+            return self._html("", "jobs")
+        return RedirectResponse(f"./job/{self._feeds.names[0]}/", 303)
+
+    async def jobs(self, _request: Request) -> Response:
+        if not self._feeds.all_jobs:
+            raise HTTPException(404)
+        return _json(await asyncio.to_thread(jobs_here))
+
+    async def static(self, request: Request) -> Response:
+        name = request.path_params["path"]
+        if name not in self._files:
+            raise HTTPException(404)
+        kind = mimetypes.guess_type(name)[0] or "application/octet-stream"
+        return Response(self._files[name], media_type=kind, headers={"Cache-Control": "no-cache"})
+
+    async def page(self, request: Request) -> Response:
+        await self._feed(request)
+        return self._html("../../", "job")
+
+    async def events(self, request: Request) -> Response:
+        feed = await self._feed(request)
+        if self._feeds.clients >= CLIENTS_MAX:
+            return PlainTextResponse(f"{CLIENTS_MAX} browsers are connected\n", 503)
+        return EventStream(feed.messages())
+
+    async def logs(self, request: Request) -> Response:
+        feed, asked = await self._feed(request), request.query_params
+        ranks = frozenset(ranks_of([asked["ranks"]] if asked.get("ranks") else None))
+        if not asked.get("generation", "0").isdecimal():
+            raise UsageError("generation: a number")
+        lines = LogLines(feed.source, ranks, int(asked.get("generation", "0")), asked.get("text", ""))
+        return EventStream(_log_messages(lines))
+
+    async def log(self, request: Request) -> Response:
+        feed, wanted = await self._feed(request), request.path_params
+        key = (wanted["generation"], wanted["rank"], wanted["stream"])
+        for file in feed.source.log_files():
+            if (file.generation, file.rank, file.stream) == key and file.path.is_file():
+                return FileResponse(file.path, media_type="text/plain; charset=utf-8")
+        raise HTTPException(404, "no such log on this machine")
+
+    async def act(self, request: Request) -> Response:
+        feed, body = await self._feed(request), b""
+        async for chunk in request.stream():
+            body += chunk
+            if len(body) > BODY_BYTES_MAX:
+                raise HTTPException(413)
+        try:
+            action = msgspec.json.decode(body, type=Action)
+        except msgspec.MsgspecError as error:
+            raise UsageError(f"not an action: {error}") from None
+        by = f"holdfast {action.do}, from the dashboard at {request.client.host if request.client else '?'},"
+        if action.do == Question.STACKS.value:
+            return _json(await asyncio.to_thread(feed.source.stacks))
+        if action.do not in ACTIONS:
+            raise UsageError(f"{action.do!r} is not an action")
+        question = ACTIONS[action.do]
+        about = {"host": action.host, "for_s": EXCLUDED_S} if question in OF_A_HOST else {}
+        told = await asyncio.to_thread(feed.source.act, question, by=by, **about)
+        if told.get("refused"):
+            raise ControlRefusedError(told["refused"])
+        return _json(told)
+
+    async def _feed(self, request: Request) -> JobFeed:
+        feed = await self._feeds.of(request.path_params["name"])
+        if feed is None:
+            raise HTTPException(404, "no such job on this machine")
+        return feed
+
+    def _html(self, root: str, page: str) -> Response:
+        text = self._files["index.html"].decode().replace("{root}", root).replace("{page}", page)
+        return Response(text, media_type="text/html")
+
+
+async def _log_messages(lines: LogLines) -> AsyncIterator[bytes]:
+    while True:
+        told = await asyncio.to_thread(lines.read)
+        yield b"data: " + msgspec.json.encode(told) + b"\n\n" if told is not None else b":\n\n"
+        await asyncio.sleep(LOGS_EVERY_S)
+
+
+def _json(value: Any) -> Response:
+    return Response(msgspec.json.encode(value), media_type="application/json")
+
+
+async def _told(_request: Request, error: Exception) -> Response:
+    """An error of the caller or of the job, as the command would print it."""
+    assert isinstance(error, HoldfastError)
+    return Response(msgspec.json.encode({"code": error.code, "error": str(error)}), 409, media_type="application/json")

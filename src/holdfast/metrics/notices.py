@@ -1,0 +1,176 @@
+"""`--notify URL|COMMAND`: tells people about the job's turns: start, restart, hang, straggler, lost node, end.
+
+A listener of the journal puts a notice into a bounded queue; a thread sends it, with a time limit and a few tries. A
+URL gets a POST with JSON, whose `text` Slack and its like show; a command gets the same JSON on its standard input.
+Only the node of the coordinator sends. Nothing waits but the end of the job, at most CLOSE_S_MAX.
+"""
+
+from __future__ import annotations
+
+import json
+import queue
+import shlex
+import subprocess
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from urllib.parse import urlsplit
+
+from holdfast.text import listed, plural
+
+QUEUE_MAX = 64
+TRIES = 4
+PAUSE_S = 1.0
+"""Before the second try; twice as long before each further one."""
+SEND_S_MAX = 10.0
+CLOSE_S_MAX = 5.0
+"""At the end of the job."""
+NOBODY_FAILED = "HF200"
+
+Notice = dict[str, Any]
+
+
+class Notices:
+    """What the journal's events mean for people. One per agent."""
+
+    def __init__(self, run_id: str, node: str, send: Callable[[Notice], None]) -> None:
+        self._about = {"run_id": run_id, "host": node}
+        self._send = send
+        self._leads = False
+        """The coordinator has formed a generation here."""
+        self._over = False
+        self._world = ""
+        self._why: Mapping[str, Any] = {}
+        """Why the next generation is formed."""
+
+    def heard(self, event: str, fields: Mapping[str, Any]) -> None:
+        """A listener of the journal."""
+        match event:
+            case "coordinator.assigned" | "coordinator.regroup_begun":
+                self._world = f"{plural(fields['world_size'], 'rank')} on {plural(len(fields['order']), 'node')}"
+                if not self._why and "text" in fields:
+                    self._why = fields
+            case "coordinator.started" if not self._leads:
+                self._leads = True
+                self._tell("start", f"started: {self._world}", fields)
+            case "coordinator.started" | "coordinator.regrouped":
+                why = self._why.get("cause") or self._why.get("text", "")
+                self._tell(
+                    "restart", f"generation {fields['generation']}, {self._world}: {why}", {**self._why, **fields}
+                )
+                self._why = {}
+            case "coordinator.verdict" if fields["code"] != NOBODY_FAILED:
+                self._why = fields
+            case "coordinator.stopping" | "coordinator.draining" if not self._why:
+                self._why = fields
+            case "coordinator.hang" if fields["kind"] in ("hung", "stuck"):
+                self._tell("hang", f"hangs: {fields['text']}", fields)
+            case "coordinator.straggler":
+                times = (
+                    f"{fields['own_s'] * 1e3:.0f} ms of its own per step, its peers {fields['peers_s'] * 1e3:.0f} ms"
+                )
+                self._tell("straggler", f"slow: {fields['host']}, rank {listed(fields['ranks'])}: {times}", fields)
+            case "coordinator.over":
+                self._over = True
+            case "coordinator.lost" if not self._over:  # else an agent that has ended
+                host = str(fields["member"]).partition("#")[0]
+                self._tell("lost_node", f"lost node {host}: {fields['reason']}", fields)
+            case "ended" if self._leads:
+                why = fields.get("cause") or fields["text"]
+                self._tell(
+                    "end", f"{fields['kind']}, exit code {fields['exit_code']}{f': {why}' if why else ''}", fields
+                )
+
+    def _tell(self, what: str, text: str, fields: Mapping[str, Any]) -> None:
+        more = {name: fields[name] for name in ("generation", "code", "advice", "kind", "exit_code") if name in fields}
+        code = f" ({fields['code']})" if fields.get("code") else ""
+        self._send(
+            {
+                "text": f"{self._about['run_id']}: {text}{code}",
+                "event": what,
+                "time": time.time(),
+                **self._about,
+                **more,
+            }
+        )
+
+
+class Sender:
+    """Sends notices to all targets, in a thread of its own."""
+
+    def __init__(self, targets: Sequence[str], failed: Callable[[str, str], None]) -> None:
+        """`failed` gets a target without its secrets, and the reason, for each notice that was not sent."""
+        self._targets = targets
+        self._failed = failed
+        self._queue: queue.Queue[Notice | None] = queue.Queue(QUEUE_MAX)
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="holdfast-notify", daemon=True)
+        self._thread.start()
+
+    def send(self, notice: Notice) -> None:
+        """Never waits."""
+        try:
+            self._queue.put_nowait(notice)
+        except queue.Full:
+            self._failed("all", f"{QUEUE_MAX} notices wait already")
+
+    def close(self) -> None:
+        """Wait until all are sent, at most CLOSE_S_MAX. There are no more pauses between tries."""
+        self._closing.set()
+        try:
+            self._queue.put_nowait(None)
+        except queue.Full:
+            return
+        self._thread.join(CLOSE_S_MAX)
+
+    def _run(self) -> None:
+        while (notice := self._queue.get()) is not None:
+            for target in self._targets:
+                self._deliver(target, json.dumps(notice).encode())
+
+    def _deliver(self, target: str, body: bytes) -> None:
+        why = ""
+        for number in range(TRIES):
+            if number and self._closing.wait(PAUSE_S * 2.0 ** (number - 1)) and number > 1:
+                break
+            why = deliver(target, body)
+            if not why:
+                return
+        self._failed(shown(target), why)
+
+
+def is_url(target: str) -> bool:
+    return target.startswith(("http://", "https://"))
+
+
+def shown(target: str) -> str:
+    """The target without its secrets: the path of a web hook is one, and so may be an argument."""
+    if is_url(target):
+        parts = urlsplit(target)
+        return f"{parts.scheme}://{parts.hostname}/…"
+    return shlex.split(target)[0]
+
+
+def deliver(target: str, body: bytes) -> str:
+    """Send it once. Returns why it was not taken; empty: it was."""
+    try:
+        if is_url(target):
+            request = urllib.request.Request(target, body, {"Content-Type": "application/json"})
+            with urllib.request.urlopen(request, timeout=SEND_S_MAX):
+                return ""
+        done = subprocess.run(
+            shlex.split(target),
+            input=body,
+            timeout=SEND_S_MAX,
+            capture_output=True,
+            check=False,
+            start_new_session=True,
+        )
+    except urllib.error.HTTPError as error:
+        return f"HTTP {error.code}"
+    except (OSError, ValueError, subprocess.SubprocessError) as error:
+        return type(error).__name__ if is_url(target) else str(error)
+    return f"exit code {done.returncode}" if done.returncode else ""

@@ -1,0 +1,293 @@
+"""The page in a real browser, on made-up jobs: each of its elements, both themes, from telephone to wall."""
+
+from __future__ import annotations
+
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.cli import main
+from holdfast.protocol.rank_progress import Frame, RankStack, StacksView
+from tests.dashboard.test_dashboard_server import STORY, view
+from tests.support.pages import MadeUpJob, axe, browsing, served
+
+EVIL = "<img src=x onerror=\"document.title='owned'\"><b>bold</b>"
+LOAD_BYTES_MAX = 300 * 1024
+STACKS = StacksView(
+    run_id="job",
+    generation=2,
+    world_size=4,
+    ranks=tuple(
+        RankStack(rank=rank, host="node0", local_rank=rank, pid=9, state="S", cpu_s=1.0, stack=int(rank != 3))
+        for rank in range(4)
+    ),
+    stacks=((Frame("data.py", 17, "fetch"),), (Frame("train.py", 42, EVIL),)),
+)
+VERDICT = {
+    "code": "HF201",
+    "cause": f"rank 1 on b raised ValueError: {EVIL}",
+    "advice": "look at the value",
+    "culprit": {
+        "rank": 1,
+        "local_rank": 1,
+        "host": "b",
+        "pid": 7,
+        "exit_code": 1,
+        "lived_s": 3.0,
+        "started": True,
+        "traceback": f"Traceback (most recent call last):\nValueError: {EVIL}",
+        "stderr_tail": "",
+    },
+    "collateral": [
+        {"rank": 0, "local_rank": 0, "pid": 6, "host": "a", "exit_code": -6, "message": "connection closed by peer"}
+    ],
+    "lost_nodes": [],
+    "generation": 2,
+    "gave_up": "no restarts were allowed",
+}
+
+
+def told(**more: Any) -> dict[str, Any]:
+    """A story with two generations, a hang and an excluded node."""
+    hang = {
+        "at_s": 30.0,
+        "what": "hang",
+        "text": "rank 3 hangs",
+        "generation": 2,
+        "code": "HF240",
+        "advice": "",
+        "groups": [[[3], "is in fetch at data.py:17"], [[0, 1, 2], "wait in all_reduce"]],
+        "files": [],
+    }
+    failed = {**hang, "at_s": 20.0, "what": "failure", "text": EVIL, "generation": 1, "code": "HF201", "groups": []}
+    phases = {"form": 0.1, "spawn": 0.2, "first_step": 1.5}
+    generation = {"restart_count": 0, "world_size": 4, "began_epoch_s": 10.0, "phases_s": phases, "total_s": 1.8}
+    stretches = [
+        {"doing": doing, "from_epoch_s": float(at), "to_epoch_s": at + 10.0, "generation": 1 + at // 20}
+        for at, doing in ((0, "startup"), (10, "training"), (20, "down"), (30, "hung"))
+    ]
+    spent = {f"{each['doing']}_s": 10.0 for each in stretches}
+    return {
+        **STORY,
+        "generations": [{**generation, "generation": 1, "why": ""}, {**generation, "generation": 2, "why": EVIL}],
+        "history": {"stretches": stretches, "effective": 0.25, "lost_steps": 3, **spent},
+        "incidents": [failed, hang],
+        "advice": {"HF240": "look where it is", "HF201": "x"},
+        "excluded": [{"at": 4e9, "host": "bad7", "for_s": 60.0}],
+        "actions": [{"at": 5.0, "what": "stop", "by": f"somebody {EVIL}"}],
+        "snapshots": [
+            {
+                "folder": "/ckpt",
+                "count": 3,
+                "problems": 0,
+                "newest": {"step": 90, "at": 1e9, "took_s": 0.4, "size": 2**30},
+            }
+        ],
+        "curve": [[1.0, 50], [2.0, 100]],
+        **more,
+    }
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_a_hang_is_seen_in_one_look(theme: str) -> None:
+    job = MadeUpJob(view(hung=3), told(), STACKS)
+    context = {"color_scheme": theme, "viewport": {"width": 1440, "height": 900}}
+    with served(job) as dashboard, browsing(dashboard.visitor().link, **context) as page:
+        page.wait_for_selector("text=Hanging")
+        assert page.title().startswith("Hanging · job")
+        assert page.evaluate("document.documentElement.dataset.theme") == theme
+        verdict = page.inner_text("#verdict")
+        for text in ("The job hangs", "rank 3 hangs: the others wait", "rank 3 is in fetch", "look where it is"):
+            assert text in verdict
+        tiles = page.inner_text("#state")
+        for text in ("100", "90 %", "of 100 s", "on 2 nodes", "1 of 3"):
+            assert text in tiles
+        # The grid: counts for a screen reader, the culprit by the keyboard, colours by choice, one node.
+        assert "hung: rank 3" in page.get_attribute("#grid", "aria-label")
+        page.focus("#grid")
+        for key in ("End", "Home", "ArrowRight", "ArrowRight", "ArrowRight"):
+            page.keyboard.press(key)
+        assert "rank 3 on node1 (local 3) · hung: in time.sleep at data.py:17 · step 100" in page.inner_text("#ranks")
+        before = page.evaluate("document.getElementById('grid').toDataURL()")
+        for colour in ("lag", "step", "own"):
+            page.select_option("#ranks select >> nth=0", colour)
+        page.select_option("#ranks select >> nth=1", label="node1")
+        assert page.evaluate("document.getElementById('grid').toDataURL()") != before
+        # Generations, steps, stacks, nodes, snapshots, what happened.
+        page.click("#timeline button:has-text('2')")
+        page.wait_for_selector("text=first step 1.50 s")
+        assert "rank 3 is in fetch" in page.inner_text("#timeline")
+        assert page.locator("#steps canvas").count() == 1
+        assert "own part 40 ms" in page.inner_text("#steps")
+        page.click("text=Sample now")
+        page.wait_for_selector("#stacks summary:has-text('ranks 0-2')")
+        assert "fetch  data.py:17" in page.inner_text("#stacks")
+        assert "bad7" in page.inner_text("#nodes")
+        snapshots = page.inner_text("#snapshots")
+        for text in ("step 90", "10 steps", "1.00 GiB"):
+            assert text in snapshots
+        assert "HF201" in page.inner_text("#happened")
+        assert page.title().startswith("Hanging"), "a worker's text is no markup"
+        assert page.locator("img").count() == 0
+        assert axe(page) == []
+        assert page.problems == []
+        assert all(url.startswith((dashboard.address, "data:")) for url in page.requests)
+
+
+def test_a_page_is_small() -> None:
+    with served(MadeUpJob(view(), told())) as dashboard:
+        visitor = dashboard.visitor()
+        with browsing(visitor.link) as page:
+            page.wait_for_selector("text=Training")
+            paths = {url.removeprefix(dashboard.address) for url in page.requests if url.startswith(dashboard.address)}
+            size = page.evaluate(
+                "performance.getEntriesByType('resource').reduce((sum, one) => sum + one.decodedBodySize, 0)"
+            )
+        assert {"/job/made-up/", "/static/app.js", "/static/uplot/uPlot.iife.min.js"} <= paths
+        assert 50_000 < size < LOAD_BYTES_MAX
+
+
+@pytest.mark.parametrize("width", [390, 768, 2560])
+def test_the_page_fits_every_width_and_a_failure_says_what_to_do(width: int) -> None:
+    end = {"kind": "failed", "exit_code": 1, "code": "HF201", "message": "", "verdict": VERDICT}
+    job = MadeUpJob(view(), told(outcome=end))
+    with served(job) as dashboard, browsing(dashboard.visitor().link, viewport={"width": width, "height": 800}) as page:
+        page.wait_for_selector("text=Failed")
+        text = page.inner_text("#verdict")
+        for part in (
+            "HF201: rank 1 on b raised ValueError",
+            "look at the value",
+            "no restarts were allowed",
+            "1 other rank",
+        ):
+            assert part in text
+        assert "connection closed by peer" not in text, "the victims are folded"
+        page.click("#verdict summary")
+        assert "connection closed by peer" in page.inner_text("#verdict")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        assert (page.locator("img").count(), page.problems) == (0, [])
+        assert axe(page) == []
+
+
+def test_an_action_is_confirmed_and_leaves_a_trace() -> None:
+    job = MadeUpJob(view(), told())
+    with served(job) as dashboard, browsing(dashboard.visitor().link) as page:
+        page.click("text=Stop the job")
+        page.keyboard.press("Escape")
+        page.click("text=Kill the job")
+        page.click("dialog >> text=Cancel")
+        assert job.asked == []
+        page.click("text=Stop the job")
+        page.click("dialog button.danger")
+        page.wait_for_selector("text=2 nodes told")
+        page.click("button[aria-label='Exclude node1']")
+        page.click("dialog button.danger")
+        page.wait_for_selector("text=Exclude node1: 2 nodes told")
+        assert ([what for what, _ in job.asked], job.about) == (["stop", "exclude"], "node1")
+        page.click("text=readmit")
+        page.wait_for_selector("text=Readmit bad7")
+        assert job.asked[-1][0] == "readmit"
+        assert "somebody <img" in page.inner_text("#actions")
+
+
+def test_ten_thousand_ranks_are_drawn_and_go_on_changing() -> None:
+    job = MadeUpJob(view(10_000, nodes=1250, steps=1), told())
+    with served(job) as dashboard, browsing(dashboard.visitor().link) as page:
+        page.wait_for_function(
+            "document.getElementById('grid')?.getAttribute('aria-label')?.startsWith('10,000 ranks')"
+        )
+        job.view = view(10_000, nodes=1250, steps=7, hung=9_999)
+        page.wait_for_selector("text=Hanging")
+        assert "hung: rank 9999" in page.get_attribute("#grid", "aria-label")
+        assert page.problems == []
+
+
+def test_the_theme_is_chosen_and_kept() -> None:
+    with (
+        served(MadeUpJob(view(), told())) as dashboard,
+        browsing(dashboard.visitor().link, color_scheme="light") as page,
+    ):
+        page.wait_for_selector("text=Training")
+        page.click("#theme")
+        page.reload()
+        page.wait_for_selector("text=Training")
+        assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+
+
+class StalledJob(MadeUpJob):
+    """Nothing can be read while `reads` is not set: as on a disk that hangs."""
+
+    def __init__(self) -> None:
+        super().__init__(view(), told())
+        self.reads = threading.Event()
+        self.reads.set()
+
+    def now(self) -> dict[str, Any]:
+        self.reads.wait()
+        return super().now()
+
+
+def test_a_page_without_news_says_so_and_goes_on_when_there_are_some() -> None:
+    job = StalledJob()
+    with served(job) as dashboard, browsing(dashboard.visitor().link) as page:
+        page.wait_for_selector("text=live")
+        job.reads.clear()
+        page.wait_for_selector("text=No connection")
+        assert "100" in page.inner_text("#state"), "what was known last stays"
+        job.reads.set()
+        page.wait_for_selector("text=live")
+
+
+def run_folder(folder: Path) -> Path:
+    """The folder of a run that has failed, whose name is no markup."""
+    folder.mkdir(parents=True)
+    begins = {"event": "begins", "member": "a#1", "run_id": f"r{EVIL}</script>", "endpoint": "e"}
+    generation = {"event": "generation", "generation": 1, "world_size": 2, "nproc": 2, "rank_base": 0}
+    phases = {"event": "phases", "generation": 1, "restart_count": 0, "spawn_s": 0.5, "until_monotonic": 2.0}
+    ends = {
+        "event": "worker_ended",
+        "generation": 1,
+        "local_rank": 1,
+        "rank": 1,
+        "pid": 7,
+        "exit_code": 1,
+        "stopped": False,
+    }
+    steps = {"event": "progress", "generation": 1, "steps": [5], "began_at": [-1], "at": [-1]}
+    events = [begins, {**generation, "restart_count": 0}, phases, steps, {**steps, "time": 9.0, "steps": [9]}, ends]
+    lines = [json.dumps({"time": 1.0 + place, "monotonic": 1.0 + place, **each}) for place, each in enumerate(events)]
+    (folder / "events.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "verdict.json").write_text(
+        json.dumps({"kind": "failed", "exit_code": 1, "code": "HF201", "verdict": VERDICT})
+    )
+    return folder
+
+
+def test_the_first_page_lists_all_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path / "running"))
+    run_folder(tmp_path / "holdfast" / "runs" / "job_k3x0a9zz")
+    with served() as dashboard, browsing(dashboard.visitor().link) as page:
+        page.wait_for_selector("text=HF201: rank 1 on b raised")
+        assert axe(page) == []
+        page.click("td a")
+        page.wait_for_selector("#state >> text=Failed")
+        assert (page.locator("img").count(), page.problems) == (0, [])
+
+
+def test_a_report_is_one_file_that_works_from_a_disk(tmp_path: Path) -> None:
+    folder = run_folder(tmp_path / "run")
+    page_file = tmp_path / "page.html"
+    assert main(["report", "--html", str(page_file), str(folder)]) == 0
+    with browsing(page_file.as_uri()) as page:
+        page.wait_for_selector("text=Failed")
+        assert "HF201: rank 1 on b raised ValueError" in page.inner_text("#verdict")
+        assert "Generations" in page.inner_text("#timeline")
+        assert page.locator("#progress canvas").count() == 1
+        page.click("#theme")
+        assert page.locator("button:visible").count() == 2, "the theme and a generation; nothing to act on"
+        assert (page.locator("img").count(), page.problems, page.requests) == (0, [], [page_file.as_uri()])
+        assert axe(page) == []

@@ -1,0 +1,297 @@
+"""The dashboard's server: who may come in, what they get, and that slow or hostile clients cost nothing."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+
+import pytest
+
+from holdfast.dashboard.feed import CURVE_MAX, Curve, Mailbox
+from holdfast.dashboard.job_source import PROGRESS_MAX, JournalTail, ShownJob, now_of
+from holdfast.dashboard.log_lines import LINES_MAX, LogLines
+from holdfast.protocol.errors import MissingPackageError
+from holdfast.protocol.rank_progress import JobView, NodeView, RankView, Stage, Standing
+from holdfast.supervisor import dashboard_host
+from tests.support.limits import until
+from tests.support.pages import MadeUpJob, Visitor, served
+
+STORY = {
+    "run_id": "job",
+    "generations": [],
+    "history": None,
+    "incidents": [],
+    "excluded": [],
+    "actions": [],
+    "snapshots": [],
+    "outcome": None,
+    "advice": {},
+    "logs": {},
+    "curve": [],
+}
+
+
+def view(ranks: int = 4, *, steps: int = 100, hung: int = -1, nodes: int = 2) -> JobView:
+    """A job that trains; `hung`: the rank for which the others wait."""
+
+    def rank(number: int) -> RankView:
+        standing = None if hung < 0 else Standing.HUNG if number == hung else Standing.WAITING
+        place = "" if hung < 0 else "in time.sleep at data.py:17" if number == hung else "waits in all_reduce"
+        return RankView(
+            rank=number,
+            local_rank=number % 8,
+            stage=Stage.STEPPING,
+            steps=steps,
+            step_s=0.1 + 0.001 * (number % 7),
+            own_s=0.04,
+            age_s=0.5,
+            standing=standing,
+            place=place,
+        )
+
+    each = -(-ranks // nodes)
+    return JobView(
+        run_id="job",
+        phase="running",
+        generation=2,
+        restarts=1,
+        restarts_max=3,
+        world_size=ranks,
+        since_s=60.0,
+        job_s=100.0,
+        training_s=90.0,
+        why="rank 1 failed on b",
+        nodes=tuple(
+            NodeView(
+                member=f"node{place}#1",
+                host=f"node{place}",
+                group_rank=place,
+                state="running",
+                heard_s=0.2,
+                ranks=tuple(rank(number) for number in range(place * each, min(ranks, (place + 1) * each))),
+            )
+            for place in range(nodes)
+        ),
+        notices=("rank 3 hangs: the others wait for it",) if hung >= 0 else (),
+    )
+
+
+# --- access -----------------------------------------------------------------------------------------------------------
+
+
+def test_nothing_is_shown_without_the_link_which_works_once() -> None:
+    with served(MadeUpJob(view(), STORY)) as dashboard:
+        stranger = Visitor(dashboard.address)
+        for path in ("/", "/job/made-up/", "/job/made-up/events", "/static/app.js", "/login", "/login?token="):
+            assert stranger.ask("GET", path)[0] == 401, path
+        first, second = dashboard.visitor(), dashboard.visitor()
+        assert (first.login(), dashboard.used) == (303, 1)
+        assert b"<main" in first.get("/job/made-up/")
+        assert (second.login(), second.cookie) == (401, "")
+        assert first.login() == 303, "whoever has the cookie may use the link again"
+        status, _, _ = Visitor(dashboard.address).ask("GET", "/", Authorization=f"Bearer {dashboard.credentials.token}")
+        assert status == 401, "a token that works once is no password"
+
+
+def test_at_other_addresses_the_token_works_again() -> None:
+    with served(MadeUpJob(view(), STORY), once=False) as dashboard:
+        assert [dashboard.visitor().login() for _ in range(2)] == [303, 303]
+        robot = Visitor(dashboard.address)
+        token = f"Bearer {dashboard.credentials.token}"
+        assert robot.ask("GET", "/job/made-up/", Authorization=token)[0] == 200
+        assert robot.ask("GET", "/job/made-up/", Authorization="Bearer x")[0] == 401
+        assert dashboard.used == 0
+
+
+def test_actions_need_a_post_from_our_own_page() -> None:
+    job = MadeUpJob(view(), STORY)
+    with served(job) as dashboard:
+        visitor = dashboard.visitor()
+        visitor.login()
+        stop = json.dumps({"do": "stop"})
+        for headers in ({}, {"Origin": "https://elsewhere.example"}, {"Origin": "null"}, {"Origin": "file://"}):
+            assert visitor.ask("POST", "/job/made-up/act", stop, **headers)[0] == 403, headers
+        assert visitor.ask("GET", "/job/made-up/act")[0] == 405
+        assert job.asked == []
+        assert visitor.act("/job/made-up/act", do="stop") == (200, {"nodes": 2})
+        assert visitor.act("/job/made-up/act", do="kill")[0] == 200
+        assert [what for what, _ in job.asked] == ["stop", "kill"]
+        assert all("from the dashboard at 127.0.0.1" in by for _, by in job.asked)
+        # Behind a proxy that changes Host.
+        proxied = {"Origin": "https://jobs.example", "X-Forwarded-Host": "jobs.example"}
+        assert visitor.ask("POST", "/job/made-up/act", stop, **proxied)[0] == 200
+        for wrong in ({"do": "format"}, {"do": "stop", "now": True}, {}):
+            status, told = visitor.act("/job/made-up/act", **wrong)
+            assert (status, told["code"]) == (409, "HF101"), wrong
+        status, _, _ = visitor.ask("POST", "/job/made-up/act", "x" * 5000, Origin=dashboard.address)
+        assert status == 413
+
+
+def test_a_page_may_load_nothing_from_elsewhere_and_no_script_of_its_text() -> None:
+    with served(MadeUpJob(view(), STORY)) as dashboard:
+        visitor = dashboard.visitor()
+        visitor.login()
+        for path in ("/job/made-up/", "/static/app.js", "/job/made-up/nothing"):
+            _, headers, _ = visitor.ask("GET", path)
+            policy = headers["content-security-policy"]
+            assert "default-src 'none'" in policy
+            assert "unsafe" not in policy
+            assert headers["x-content-type-options"] == "nosniff"
+        status, headers, _ = visitor.ask("GET", "/static/../access.py")
+        assert status == 404
+        assert visitor.ask("GET", "/static/%2e%2e/access.py")[0] == 404
+        assert visitor.ask("GET", "/jobs")[0] == 404, "a job's own dashboard shows no other job"
+
+
+def test_the_cookie_stays_valid_when_the_dashboard_is_started_again() -> None:
+    credentials = dashboard_host.Credentials.make(once=True)
+    assert credentials.cookie() == dashboard_host.Credentials(token="", secret=credentials.secret, once=True).cookie()
+    assert credentials.cookie() != dashboard_host.Credentials.make(once=True).cookie()
+
+
+def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dashboard_host, "find_spec", lambda _: None)
+    with pytest.raises(MissingPackageError, match=r"holdfast\[dashboard\]"):
+        dashboard_host.check_packages()
+
+
+# --- streams ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_gets_the_state_the_story_and_what_changes() -> None:
+    job = MadeUpJob(view(steps=100), STORY)
+    with served(job) as dashboard:
+        visitor = dashboard.visitor()
+        visitor.login()
+        with visitor.stream("/job/made-up/events") as events:
+            seen = dict(next(events) for _ in range(3))
+            assert seen.keys() == {"now", "story", "curve"}
+            assert (seen["now"]["step"], len(seen["now"]["ranks"]["rank"])) == ("100", 4)
+            job.view = view(steps=200)
+            assert next(data for kind, data in events if kind == "now" and data["step"] == "200")
+            job.told = {**STORY, "incidents": [{"what": "hang"}]}
+            assert next(data for kind, data in events if kind == "story")["incidents"]
+
+
+def test_who_never_reads_delays_nobody() -> None:
+    with served(MadeUpJob(view(4000), STORY)) as dashboard:
+        visitor = dashboard.visitor()
+        visitor.login()
+        stalled = []
+        for _ in range(3):
+            sock = socket.create_connection(visitor.host.split(":"))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
+            sock.sendall(f"GET /job/made-up/events HTTP/1.1\r\nHost: x\r\nCookie: {visitor.cookie}\r\n\r\n".encode())
+            stalled.append(sock)
+        with visitor.stream("/job/made-up/events") as events:
+            times: list[float] = []
+            for kind, data in events:
+                times += [data["at"]] if kind == "now" else []
+                if len(times) == 4:
+                    break
+        assert times == sorted(set(times))
+        for sock in stalled:
+            sock.close()
+
+
+def test_a_mailbox_keeps_the_newest_of_each_kind() -> None:
+    mailbox = Mailbox()
+    for number in range(1000):
+        mailbox.put("now", b"%d" % number)
+        mailbox.put("story", b"s")
+    assert mailbox._waiting == {"now": b"999", "story": b"s"}
+
+
+def test_a_curve_of_days_has_a_bounded_number_of_points() -> None:
+    curve = Curve()
+    for second in range(200_000):
+        curve.add({"at": float(second), "median_ms": 1.0, "p99_ms": 2.0, "own_ms": 0.5, "steps_s": 3.0})
+    assert CURVE_MAX / 4 < len(curve.points) <= CURVE_MAX
+    assert (curve.points[0][0], curve.points[-1][0] > 190_000) == (0.0, True)
+
+
+# --- what is read -----------------------------------------------------------------------------------------------------
+
+
+def test_a_journal_is_read_as_it_grows_in_bounded_memory(tmp_path: Path) -> None:
+    begins = {"time": 1.0, "monotonic": 1.0, "event": "begins", "member": "a#1", "run_id": "r", "endpoint": "e"}
+    path = tmp_path / "events.jsonl"
+    path.write_text(json.dumps(begins) + "\n" + '{"time": 2.0, "torn')
+    tail = JournalTail(tmp_path)
+    assert tail.read()
+    assert [each["event"] for each in tail.events] == ["begins"]
+    with path.open("a") as file:
+        file.write("\nnot json\n")
+        for number in range(3 * PROGRESS_MAX):
+            steps = {"generation": 1, "ranks": [0], "steps": [number], "own_s": [0.0], "began_at": [-1], "at": [-1]}
+            file.write(json.dumps({"time": 3.0 + number, "monotonic": 1.0, "event": "progress", **steps}) + "\n")
+    assert tail.read()
+    assert not tail.read()
+    progress = [each for each in tail.events if each["event"] == "progress"]
+    assert PROGRESS_MAX / 4 < len(progress) <= PROGRESS_MAX + 1
+    assert progress[-1]["time"] > 2.5 * PROGRESS_MAX
+    assert tail.events[0]["event"] == "begins"
+
+
+def test_ten_thousand_ranks_fit_into_a_message() -> None:
+    body = json.dumps(now_of(view(10_000, nodes=1250, hung=77)))
+    assert len(body) < 1_500_000
+    told = json.loads(body)
+    assert (told["ranks"]["stage"], told["standing"]["77"][0]) == ("t" * 10_000, "hung")
+
+
+def log_job(tmp_path: Path) -> ShownJob:
+    events = [{"event": "generation", "generation": 1, "restart_count": 0, "rank_base": 4, "nproc": 2}]
+    lines = [json.dumps({"time": 1.0, "monotonic": 1.0, **each}) for each in events]
+    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    for local_rank in range(2):
+        (tmp_path / "attempt_0" / str(local_rank)).mkdir(parents=True)
+        for stream in ("stdout", "stderr"):
+            (tmp_path / "attempt_0" / str(local_rank) / f"{stream}.log").touch()
+    source = ShownJob(str(tmp_path))
+    source.add_folder(tmp_path)
+    source.read()
+    return source
+
+
+def test_logs_are_followed_filtered_and_searched(tmp_path: Path) -> None:
+    source = log_job(tmp_path)
+    out = tmp_path / "attempt_0" / "1" / "stdout.log"
+    out.write_text("".join(f"step {number}\n" for number in range(3 * LINES_MAX)) + "half a li")
+    everything, other = LogLines(source, frozenset(), 0, ""), LogLines(source, frozenset({4}), 0, "")
+    told = everything.read()
+    assert told is not None
+    assert (told["generation"], told["left_out"], len(told["lines"])) == (1, 2 * LINES_MAX, LINES_MAX)
+    assert told["lines"][-1] == (5, "stdout", f"step {3 * LINES_MAX - 1}")
+    assert other.read() is None
+    assert everything.read() is None
+    with out.open("a") as file:
+        file.write("ne\n\x1b[31m<b>\xff")
+    found = everything.read()
+    assert found is not None
+    assert found["lines"] == [(5, "stdout", "half a line")]
+    searched = LogLines(source, frozenset(), 1, "STEP 77").read()
+    assert searched is not None
+    assert {line[2][:7] for line in searched["lines"]} == {"step 77"}
+
+
+def test_whole_logs_are_plain_text(tmp_path: Path) -> None:
+    source = log_job(tmp_path)
+    (tmp_path / "attempt_0" / "0" / "stdout.log").write_text("<script>alert(1)</script>\n")
+    with served(source) as dashboard:
+        visitor = dashboard.visitor()
+        visitor.login()
+        base = f"/job/{source.title}"
+        status, headers, body = visitor.ask("GET", f"{base}/log/1/4/stdout")
+        assert (status, body) == (200, b"<script>alert(1)</script>\n")
+        assert headers["content-type"].startswith("text/plain")
+        for wrong in ("log/1/4/error", "log/2/4/stdout", "log/1/9/stdout", "log/1/4/..%2f..%2fevents.jsonl"):
+            assert visitor.ask("GET", f"{base}/{wrong}")[0] == 404, wrong
+        with visitor.stream(f"{base}/logs?ranks=4-5") as lines:
+            assert next(lines)[1]["lines"] == [[4, "stdout", "<script>alert(1)</script>"]]
+        assert visitor.ask("GET", f"{base}/logs?ranks=x")[0] == 409
+        status, _, body = visitor.ask("GET", "/job/other/events")
+        assert status == 404
+        with visitor.stream(f"{base}/events") as events:
+            until(lambda: next(events)[1].get("logs") == {"1": [4, 5]}, "the story names the logs")

@@ -1,0 +1,231 @@
+"""The dashboard beside real jobs: it is killed, stopped and watched; the job goes on, and its end is told."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.conftest import descendants
+from tests.processes.conftest import Agent, Site, holdfast
+from tests.support.limits import limit_s, until
+from tests.support.pages import Visitor, browsing
+
+STEPS = """
+from holdfast.worker import beat
+meet()
+for step in range(100_000):
+    time.sleep(0.01)
+    beat()
+    note("step", step=step) if step % 10 == 0 else None
+"""
+FAILS = """
+from holdfast.worker import beat
+meet()
+while not os.path.exists("fail"):
+    time.sleep(0.05)
+    beat()
+if RANK == 1:
+    raise ValueError("boom <b>in</b> rank 1")
+hold()
+"""
+
+
+@pytest.fixture(autouse=True)
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The list of running agents and the runs that are kept, this test's own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path / "running"))
+
+
+def link(text: str) -> str:
+    found = re.search(r"dashboard (http://\S+)", text)
+    return found[1] if found else ""
+
+
+def visitor(agent: Agent) -> Visitor:
+    made = Visitor(until(lambda: link(agent.text), lambda: agent.text))
+    assert made.login() == 303
+    return made
+
+
+def place(agent: Agent) -> str:
+    return f"/job/{agent.folder.name}/"
+
+
+def only_job(client: Visitor) -> str:
+    return client.ask("GET", "/")[1]["location"].removeprefix(".")
+
+
+def dashboard_pid(agent: Agent) -> int:
+    """The process of its dashboard, below its supervisor."""
+
+    def find() -> int:
+        with contextlib.suppress(OSError):
+            for pid in descendants(agent.pid):
+                if b"holdfast.dashboard" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    return pid
+        return 0
+
+    return until(find, "the dashboard's process")
+
+
+def steps(site: Site) -> int:
+    return len(site.trail("step"))
+
+
+def begun(site: Site, script: str, *args: str) -> Agent:
+    agent = site.start("--standalone", "--nproc-per-node=2", "--dashboard=0", *args, site.script(script))
+    site.wait(2, "up")
+    return agent
+
+
+@contextlib.contextmanager
+def opened(*args: str | Path) -> Iterator[Visitor]:
+    """`holdfast dashboard`, which ends with Ctrl-C."""
+    line = [sys.executable, "-m", "holdfast", "dashboard", "--no-open", *map(str, args)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            made = Visitor(link(process.stdout.readline()))
+            assert made.login() == 303
+            yield made
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.stdout.read()
+            assert process.wait(limit_s(20)) == 130
+
+
+def now(visitor: Visitor, path: str, kind: str = "now") -> Any:
+    with visitor.stream(f"{path}events") as events:
+        return next(data for what, data in events if what == kind and (kind != "now" or "phase" in data))
+
+
+def test_a_killed_dashboard_comes_back_and_a_stopped_one_stalls_nothing(site: Site) -> None:
+    agent = begun(site, STEPS)
+    client = visitor(agent)
+    assert Visitor(client.link).login() == 401, "the link works once"
+    path = place(agent)
+    assert now(client, path)["world_size"] == 2
+    first = dashboard_pid(agent)
+    os.kill(first, signal.SIGKILL)
+    until(lambda: dashboard_pid(agent) != first, "another process")
+    assert now(client, path)["run_id"], "at the same address, with the same cookie"
+    assert Visitor(client.link).login() == 401, "it is still used"
+    ended = until(lambda: agent.events("dashboard_ended"), "the event")
+    assert [each["why"] for each in ended] == ["ended with exit code -9"]
+    os.kill(dashboard_pid(agent), signal.SIGSTOP)
+    before = steps(site)
+    until(lambda: steps(site) > before + 5, "the job goes on")
+    assert holdfast("kill").returncode == 0
+    assert agent.end() == 137
+    site.all_gone()
+
+
+def test_a_job_that_fails_while_a_page_watches_tells_why(site: Site) -> None:
+    agent = begun(site, FAILS)
+    with browsing(until(lambda: link(agent.text), lambda: agent.text)) as page:
+        page.wait_for_selector("text=Training")
+        (site.folder / "fail").touch()
+        page.wait_for_selector("text=Failed")
+        page.wait_for_selector("text=boom <b>in</b> rank 1")
+        assert agent.end() == 1
+        page.wait_for_timeout(100)
+        assert "HF201" in page.inner_text("#verdict"), "it is kept when the dashboard has gone"
+        assert page.locator("#actions button:enabled").count() == 0
+    site.all_gone()
+    # Later, from the run folder.
+    with opened(agent.folder) as client:
+        story = now(client, place(agent), "story")
+        assert story["outcome"]["verdict"]["code"] == "HF201"
+        status, told = client.act(f"{place(agent)}act", do="stop")
+        assert (status, "does not run" in told["error"]) == (409, True)
+
+
+def test_stop_from_the_page_is_stop_from_the_command_line(site: Site) -> None:
+    agent = begun(site, STEPS)
+    client = visitor(agent)
+    until(lambda: now(client, place(agent)), "the dashboard has found the agent")
+    assert client.act(f"{place(agent)}act", do="stacks")[1]["groups"]
+    host = now(client, place(agent))["nodes"][0]["host"]
+    for command in ("drain", "exclude"):
+        status, told = client.act(f"{place(agent)}act", do=command, host=host)
+        assert (status, "has the job's coordinator" in told["error"]) == (409, True)
+        assert "has the job's coordinator" in holdfast(command, host).stderr
+    assert client.act(f"{place(agent)}act", do="readmit", host=host)[0] == 200
+    assert holdfast("readmit", host).returncode == 0
+    asked = until(lambda: agent.events("coordinator.readmitted")[1:], "both are recorded") and agent.events(
+        "readmitted"
+    )
+    assert [each["by"].partition(" on ")[0] for each in asked] == [
+        "holdfast readmit, from the dashboard at 127.0.0.1,",
+        "holdfast readmit",
+    ]
+    assert holdfast("exclude", "nowhere", "--for", "soon").returncode == 2
+    assert client.act(f"{place(agent)}act", do="stop")[0] == 200
+    assert agent.end() == 143
+    assert not agent.events("insight_fault")
+    (order,) = agent.events("coordinator.quit")
+    assert order["by"].startswith("holdfast stop, from the dashboard at 127.0.0.1, on ")
+    site.all_gone()
+
+
+def test_only_the_coordinators_node_serves_and_any_node_can_open_a_page(site: Site, endpoint: str) -> None:
+    script = site.script(STEPS)
+    line = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint", endpoint, "--rdzv-id=two", "--dashboard=0", script)
+    agents = [site.start(*line) for _ in range(2)]
+    site.wait(2, "up")
+    serving = [agent for agent in agents if "dashboard http" in agent.text]
+    assert len(serving) == 1
+    (other,) = set(map(id, agents)) - set(map(id, serving))
+    second = next(agent for agent in agents if id(agent) == other)
+    with opened(second.folder) as client:
+        view = now(client, place(second))
+        assert (view["world_size"], len(view["nodes"]), view["whole"]) == (2, 2, True)
+    with opened("--port", "localhost:0", "two") as client:
+        assert now(client, only_job(client))["run_id"] == "two"
+    assert holdfast("kill", "two").returncode == 0
+    assert [agent.end() for agent in agents] == [137, 137]
+    with opened() as client:
+        listed = client.get("/jobs")
+        assert listed.startswith(b"[")
+    site.all_gone()
+
+
+def test_a_port_in_use_is_no_reason_not_to_train(site: Site) -> None:
+    one = begun(site, STEPS)
+    port = Visitor(until(lambda: link(one.text), lambda: one.text)).host.rpartition(":")[2]
+    two = site.start("--standalone", f"--dashboard={port}", "--rdzv-id=second", site.script("pass", "other.py"))
+    assert two.end() == 0
+    assert f"cannot listen on 127.0.0.1:{port}" in two.text
+    assert link(two.text)
+    assert holdfast("kill").returncode == 0
+    one.end()
+    for wrong in ("x", "70000", "1.2.3.4", "::1:80"):
+        bad = site.start("--standalone", f"--dashboard={wrong}", site.script("pass", "other.py"))
+        assert bad.end() == 2
+        assert "--dashboard" in bad.text
+
+
+def test_a_restart_and_the_end_are_notified(site: Site) -> None:
+    got = site.folder / "got"
+    body = "meet()\nsys.exit(0 if ROUND else 3)"
+    line = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", f"--notify=sh -c 'cat >> {got}; echo >> {got}'")
+    agent = site.ends(0, *line, "--notify=false", site.script(body))
+    told = [json.loads(each) for each in got.read_text().splitlines()]
+    assert [each["event"] for each in told] == ["start", "restart", "end"]
+    assert (told[1]["generation"], told[2]["exit_code"]) == (2, 0)
+    assert "exit code 3" in told[1]["text"]
+    assert {each["to"] for each in agent.events("notice_lost")} == {"false"}
+    bad = site.start("--standalone", "--notify=/nowhere/program", site.script(body))
+    assert bad.end() == 2
+    assert "is neither a URL nor a program" in bad.text
