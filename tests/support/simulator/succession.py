@@ -315,10 +315,17 @@ class SuccessionCluster(SimCluster):
             for names in combinations(living, size):
                 hosts = {living[name] for name in names}
                 if charter.carried_by(names) and self._hear_each_other(hosts):
-                    hosts |= {host for host in self.agents if self._hear_each_other({*hosts, host})}
+                    hosts |= {host for host in self.agents if self._finds(host, hosts)}
                     if len(hosts & self.agents.keys()) >= self.job.min_nodes and self._hear_each_other(hosts):
                         return hosts
         return set()
+
+    def _finds(self, host: str, hosts: set[str]) -> bool:
+        """Whether this agent can find the job of these hosts: by what it knows, or by an endpoint."""
+        voter = self.processes[host].voter.machine
+        ways = [each for each in (*self.endpoints, *self.witnesses) if each in self.processes]
+        known = voter.charter is not None or any(self._hear_each_other({*hosts, host, way}) for way in ways)
+        return known and self._hear_each_other({*hosts, host})
 
     def _hear_each_other(self, hosts: Iterable[str]) -> bool:
         return all(self.network.connected(a, b) for a, b in combinations(sorted(hosts), 2)) and not any(
@@ -669,8 +676,11 @@ class SimReplicated(SimCoordinator):
         if machine.charter is not self._committed and machine.charter.voters and machine._charters.counts:
             self._committed = machine.charter
             living = self.cluster.living(self.cluster.jobs.newest or machine.charter, machine.term)
-            agents = [name for name, host in living.items() if host in self.cluster.hosts]
-            self.cluster.jobs.committed(self.number, machine.term, machine.charter, living if agents else ())
+            agents = [
+                self.cluster.processes[host].voter.machine for host in living.values() if host in self.cluster.hosts
+            ]
+            able = any(voter.charter.carried_by(living) for voter in agents)  # as far as they know who votes
+            self.cluster.jobs.committed(self.number, machine.term, machine.charter, living if able else ())
 
     def _do(self, command: cstate.Command) -> None:
         match command:
