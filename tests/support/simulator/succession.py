@@ -679,7 +679,8 @@ class SimReplicated(SimCoordinator):
             agents = [
                 self.cluster.processes[host].voter.machine for host in living.values() if host in self.cluster.hosts
             ]
-            able = any(voter.charter.carried_by(living) for voter in agents)  # as far as they know who votes
+            known = max((voter.charter for voter in agents), key=lambda charter: charter.position, default=None)
+            able = known is not None and known.carried_by(living)  # as far as they know who votes
             self.cluster.jobs.committed(self.number, machine.term, machine.charter, living if able else ())
 
     def _do(self, command: cstate.Command) -> None:
