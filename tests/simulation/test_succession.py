@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import Any
 
 import pytest
@@ -22,7 +22,7 @@ from tests.support.simulator.checkers import BrokenPromiseError, SuccessionCheck
 from tests.support.simulator.cluster import SimOptions
 from tests.support.simulator.faults import FaultOptions
 from tests.support.simulator.succession import SuccessionCluster
-from tests.support.simulator.sweep import SUCCESSION, parse_seeds, report, run_seeds, run_succession
+from tests.support.simulator.sweep import SUCCESSION, draw_succession, parse_seeds, report, run_seeds, run_succession
 
 FIRST, END = parse_seeds(os.environ.get("HOLDFAST_SEEDS", "0:150"))
 CHUNKS = 6
@@ -173,17 +173,30 @@ def nemesis(seed: int, *rules: type) -> SuccessionCluster:
     return breaking(*rules)(seed, nodes, options, witnesses=seed // 9 % 2, fixed_ports=True)
 
 
-BROKEN: list[tuple[tuple[type, ...], tuple[int, ...], str]] = []
+def drawn(seed: int, *rules: type) -> SuccessionCluster:
+    """One of the ordinary jobs."""
+    return draw_succession(seed, story_lines_max=0, build=breaking(*rules))
 
 
-@pytest.mark.parametrize(("rules", "seeds", "words"), BROKEN)
-def test_each_rule_is_needed(rules: tuple[type, ...], seeds: tuple[int, ...], words: str) -> None:
+BROKEN = [
+    pytest.param(drawn, (AnswersWithoutAge,), (1, 4), "still runs generation", id="a Pong without age"),
+    pytest.param(drawn, (NeverStepsDown,), (1, 4), "still runs generation", id="no step-down"),
+    pytest.param(drawn, (VotesTwice,), (12,), "founds a second job", id="two votes in one term"),
+    pytest.param(nemesis, (VotesForOlder,), (9,), "counts after", id="a vote for an older charter"),
+]
+"""Seeds are missing for: LeavesGoneOut, AsksTheNewOnly with CountsTheNewOnly, StartsAtOnce, WaitsForNoFence."""
+
+
+@pytest.mark.parametrize(("job", "rules", "seeds", "words"), BROKEN)
+def test_each_rule_is_needed(
+    job: Callable[..., SuccessionCluster], rules: tuple[type, ...], seeds: tuple[int, ...], words: str
+) -> None:
     """Several seeds, since a change of the machines changes their stories: one of them must find it."""
     problems: list[str] = []
     for seed in seeds:
-        nemesis(seed).run()
+        job(seed).run()
         try:
-            nemesis(seed, *rules).run()
+            job(seed, *rules).run()
         except BrokenPromiseError as error:
             problems.append(str(error).partition("\n")[0])
     assert any(words in problem for problem in problems), problems

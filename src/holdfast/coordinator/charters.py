@@ -227,10 +227,13 @@ def voters_of(
             seats.setdefault(seat.name, seat)
     watching = tuple(witnesses)
     agents = list(seats.values())[: VOTERS_MAX - len(watching)]
-    if len(agents) > 1 and (len(agents) + len(watching)) % 2 == 0:
-        agents.pop()  # an even number of voters survives no more losses than one voter less
+    if (len(agents) + len(watching)) % 2 == 0:  # an even number of voters survives no more losses than one voter less
+        if len(agents) > 2 or not watching:
+            agents = agents[:-1]
+        else:  # a witness never stands: the other agent is needed
+            watching = watching[:-1]
     chosen = (*agents, *watching)
-    if own is None or len(chosen) < VOTERS_MIN:
+    if own is None or len(agents) < 2 or len(chosen) < VOTERS_MIN:
         return () if own is None else (own,)
     return chosen
 

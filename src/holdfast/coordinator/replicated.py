@@ -309,6 +309,9 @@ class ReplicatedCoordinator(CoordinatorMachine):
         if self._founds:
             self._known_term = max(self._known_term, join.term)
         self._came.add(member.node.agent)
+        ended = self._previous_leader.ended
+        if ended is not None and ended.node.agent == member.node.agent:  # only the coordinator on it has ended
+            self._previous_leader.ended = None
         super()._observe_previous_leader(now, member, join)
 
     def _wait_for_fence_previous_leader(self, died_s: float, generation: int) -> None:
