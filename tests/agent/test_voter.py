@@ -8,9 +8,9 @@ import pytest
 from msgspec import structs
 
 from holdfast.agent import voter as vote
-from holdfast.agent.voter import TRANSITIONS, Stage, Voter, Where
-from holdfast.protocol.charter import Charter, Position, Seat, Succession
-from holdfast.protocol.messages import Keep, Kept, Poll, Polled
+from holdfast.agent.voter import TRANSITIONS, LeaderAddress, Voter, VoterState
+from holdfast.protocol.charter import Charter, CharterPosition, Renew, Renewed, Seat, Succession
+from holdfast.protocol.messages import Poll, Polled
 from holdfast.protocol.policy import Limits, Note, Tick
 
 LIMITS = Limits()
@@ -24,7 +24,7 @@ def seat(name: str) -> Seat:
 
 def charter(names: str, *, term: int = FOUNDER, number: int = 1, before: str = "") -> Charter:
     """Voters by letters: `abc` are a, b and c."""
-    return Charter(Position(term, number), tuple(map(seat, names)), tuple(map(seat, before)))
+    return Charter(CharterPosition(term, number), tuple(map(seat, names)), tuple(map(seat, before)))
 
 
 @dataclass(frozen=True)
@@ -44,12 +44,12 @@ class Desk:
         self.voters: dict[str, Voter] = {}
         self.ballots: list[Ballot] = []
         self.answers: list[tuple[Ballot, Polled]] = []
-        self.kept: dict[str, Kept] = {}
+        self.renewed: dict[str, Renewed] = {}
         self.led: dict[str, Succession] = {}
         self.winners: dict[int, set[str]] = {}
         for name in names:
             self.boot(name)
-            self.keep(name, charter)
+            self.renew(name, charter)
 
     def boot(self, name: str) -> None:
         self.voters[name] = Voter(name, LIMITS, self.now, stands=not name.startswith("w"))
@@ -60,8 +60,8 @@ class Desk:
         before = voter.term
         for command in voter.handle(self.now, event):
             match command:
-                case vote.SendKept(kept):
-                    self.kept[name] = kept
+                case vote.SendRenewed(renewed):
+                    self.renewed[name] = renewed
                 case vote.AskVote(to, poll):
                     self.ballots.append(Ballot(name, to.name, poll))
                 case vote.AnswerPoll(_, polled):
@@ -76,9 +76,9 @@ class Desk:
         assert all(len(names) == 1 for names in self.winners.values()), f"two coordinators in one term: {self.winners}"
         return answer
 
-    def keep(self, name: str, charter: Charter | None, term: int = FOUNDER) -> Kept:
-        self.give(name, vote.KeepCame(Keep(term, 1, charter)))
-        return self.kept[name]
+    def renew(self, name: str, charter: Charter | None, term: int = FOUNDER) -> Renewed:
+        self.give(name, vote.RenewCame(Renew(term, 1, charter)))
+        return self.renewed[name]
 
     def lose(self, *names: str, closed: bool = True) -> None:
         for name in names:
@@ -132,7 +132,7 @@ def three(closed: bool = True) -> Desk:
     return desk
 
 
-def polled(desk: Desk, to: str, of: str, term: int, position: Position, *, final: bool = True) -> Polled:
+def polled(desk: Desk, to: str, of: str, term: int, position: CharterPosition, *, final: bool = True) -> Polled:
     answer = desk.give(to, vote.PollCame(1, Poll(term, seat(of), position, final)))
     assert answer is not None
     return answer
@@ -149,17 +149,17 @@ def test_the_first_voter_after_the_coordinators_is_elected_at_once() -> None:
     assert desk.now < began_s + LIMITS.stand_s
     took_s = pytest.approx(STEP_S)
     assert desk.led["b"] == Succession(2, charter("abc"), took_s, pytest.approx(1.0 + STEP_S), closed=True)
-    assert desk.voters["c"].leader == desk.voters["b"].leader == Where("10.0.0.2", 4000, 2)
+    assert desk.voters["c"].leader == desk.voters["b"].leader == LeaderAddress("10.0.0.2", 4000, 2)
 
 
 def test_the_winner_follows_the_coordinator_in_its_process() -> None:
     desk = three()
     desk.elect()
     desk.give("b", vote.Linked(2))
-    assert desk.voters["b"].stage is Stage.FOLLOWING
-    assert not polled(desk, "b", "c", 3, Position(9, 9), final=False).granted
+    assert desk.voters["b"].stage is VoterState.FOLLOWING
+    assert not polled(desk, "b", "c", 3, CharterPosition(9, 9), final=False).granted
     desk.give("b", vote.Unlinked(2, closed=True, local=True))
-    assert not polled(desk, "b", "c", 3, Position(9, 9)).closed, "its process lives"
+    assert not polled(desk, "b", "c", 3, CharterPosition(9, 9)).closed, "its process lives"
 
 
 def test_a_coordinator_that_became_silent_is_not_said_to_have_ended() -> None:
@@ -177,7 +177,7 @@ def test_a_voter_that_follows_a_coordinator_votes_for_nobody() -> None:
     desk.elect()
     assert not desk.led
     assert desk.voters["b"].term == FOUNDER, "asking changes nothing"
-    assert desk.keep("b", None).term == FOUNDER, "its coordinator can have it back"
+    assert desk.renew("b", None).term == FOUNDER, "its coordinator can have it back"
 
 
 def test_a_grant_without_a_winner_is_followed_by_another_election() -> None:
@@ -185,7 +185,7 @@ def test_a_grant_without_a_winner_is_followed_by_another_election() -> None:
     desk.ask()  # b asks c, and ends after that
     desk.answer()
     desk.ask()
-    assert desk.voters["c"].leader == Where("10.0.0.2", 4000, 2)
+    assert desk.voters["c"].leader == LeaderAddress("10.0.0.2", 4000, 2)
     del desk.voters["b"]
     desk.answers.clear()
     desk.wait(LIMITS.poll_s - STEP_S)
@@ -200,7 +200,7 @@ def test_it_waits_for_a_newer_coordinator_that_others_know() -> None:
     desk.give("c", vote.HeardOf(1, "10.0.0.1", 4000))
     desk.wait(LIMITS.poll_s - STEP_S)
     assert {ballot.of for ballot in desk.ballots} == {"b"}
-    assert desk.voters["c"].leader == Where("10.0.0.2", 4000, 2)
+    assert desk.voters["c"].leader == LeaderAddress("10.0.0.2", 4000, 2)
 
 
 # --- what must not happen ---------------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ def test_a_split_vote_is_followed_by_one_winner() -> None:
 
 def test_one_vote_per_term() -> None:
     desk = three()
-    newest = Position(FOUNDER, 1)
+    newest = CharterPosition(FOUNDER, 1)
     assert polled(desk, "c", "b", 5, newest).granted
     assert not polled(desk, "c", "a", 5, newest).granted
     assert polled(desk, "c", "b", 5, newest).granted, "the same vote, for a question that came twice"
@@ -249,27 +249,27 @@ def test_one_vote_per_term() -> None:
 
 def test_a_newer_charter_wins() -> None:
     desk = three()
-    desk.keep("c", charter("abc", number=2))
+    desk.renew("c", charter("abc", number=2))
     desk.lose("c")
-    assert not polled(desk, "c", "b", 2, Position(FOUNDER, 1)).granted
+    assert not polled(desk, "c", "b", 2, CharterPosition(FOUNDER, 1)).granted
     desk.elect()
     assert desk.led["b"].charter == charter("abc", number=2), "b takes it from the denial"
 
 
 def test_a_term_counts_more_than_a_number() -> None:
     desk = three()
-    desk.keep("c", charter("abc", number=9))
-    assert desk.keep("c", charter("abc", term=2, number=1), term=2).held == Position(2, 1)
-    assert desk.keep("c", charter("abc", number=9), term=2).held == Position(2, 1)
+    desk.renew("c", charter("abc", number=9))
+    assert desk.renew("c", charter("abc", term=2, number=1), term=2).held == CharterPosition(2, 1)
+    assert desk.renew("c", charter("abc", number=9), term=2).held == CharterPosition(2, 1)
 
 
 def test_after_a_vote_it_confirms_no_coordinator_of_an_earlier_term() -> None:
     desk = three()
-    polled(desk, "c", "b", 2, Position(FOUNDER, 1))
-    assert desk.keep("c", charter("abc", number=7)) == Kept(2, 1, Position(FOUNDER, 1))
+    polled(desk, "c", "b", 2, CharterPosition(FOUNDER, 1))
+    assert desk.renew("c", charter("abc", number=7)) == Renewed(2, 1, CharterPosition(FOUNDER, 1))
     desk.give("c", vote.Linked(FOUNDER))
-    assert desk.voters["c"].stage is Stage.ALONE
-    assert desk.keep("c", None, term=2).term == 2
+    assert desk.voters["c"].stage is VoterState.ALONE
+    assert desk.renew("c", None, term=2).term == 2
 
 
 def test_lost_answers_do_not_elect() -> None:
@@ -290,7 +290,7 @@ def test_an_answer_to_an_earlier_question_is_no_vote() -> None:
     desk.ask()
     late = desk.answers.copy()
     desk.answer()
-    assert desk.voters["b"].stage is Stage.STANDING
+    assert desk.voters["b"].stage is VoterState.STANDING
     desk.answers = late
     desk.answer()
     assert not desk.led, "to say that one would vote is no vote"
@@ -358,19 +358,21 @@ def test_two_voters_elect_nobody() -> None:
 def test_silence_counts_from_what_the_voter_last_confirmed() -> None:
     desk = Desk("abc", charter("abc"))
     desk.wait(3.0)
-    desk.keep("b", None)
+    desk.renew("b", None)
     desk.wait(2.0)
     desk.lose("b", "c", closed=False)
-    assert polled(desk, "b", "c", 2, Position(FOUNDER, 1)).silent_s == pytest.approx(2.0)
+    assert polled(desk, "b", "c", 2, CharterPosition(FOUNDER, 1)).silent_s == pytest.approx(2.0)
     desk.wait(0.5)
-    assert polled(desk, "b", "c", 3, Position(FOUNDER, 1)).silent_s == pytest.approx(0.5), "it has voted meanwhile"
+    assert polled(desk, "b", "c", 3, CharterPosition(FOUNDER, 1)).silent_s == pytest.approx(0.5), (
+        "it has voted meanwhile"
+    )
 
 
 def test_the_coordinators_own_voter_counts_until_it_stepped_down() -> None:
     desk = Desk("abc", charter("abc"))
     desk.wait(0.4)
     desk.give("a", vote.Unlinked(FOUNDER, closed=True, local=True))
-    assert polled(desk, "a", "c", 2, Position(FOUNDER, 1)).silent_s == 0.0
+    assert polled(desk, "a", "c", 2, CharterPosition(FOUNDER, 1)).silent_s == 0.0
 
 
 # --- witnesses --------------------------------------------------------------------------------------------------------
@@ -391,15 +393,15 @@ def test_a_witness_notices_by_itself_that_the_coordinator_is_silent() -> None:
     desk = Desk("abw", charter("abw"))
     desk.lose("b", closed=False)
     desk.wait(LIMITS.fence_s - STEP_S)
-    assert not polled(desk, "w", "b", 2, Position(FOUNDER, 1)).granted
+    assert not polled(desk, "w", "b", 2, CharterPosition(FOUNDER, 1)).granted
     desk.wait(2 * STEP_S)
-    assert polled(desk, "w", "b", 2, Position(FOUNDER, 1)).granted
+    assert polled(desk, "w", "b", 2, CharterPosition(FOUNDER, 1)).granted
 
 
 def test_what_only_a_witness_has_reaches_a_candidate() -> None:
     desk = Desk("abcw", charter("abcw"))
     del desk.voters["a"]
-    desk.keep("w", charter("abcw", number=2))
+    desk.renew("w", charter("abcw", number=2))
     desk.lose("b", "c", "w")
     desk.elect()
     assert desk.led["b"].charter == charter("abcw", number=2)
@@ -407,10 +409,10 @@ def test_what_only_a_witness_has_reaches_a_candidate() -> None:
 
 def test_the_end_of_an_older_link_says_nothing_about_a_newer_coordinator() -> None:
     desk = Desk("abw", charter("abw"))
-    desk.keep("w", None, term=2)
+    desk.renew("w", None, term=2)
     desk.give("w", vote.Unlinked(FOUNDER, closed=True))
-    assert desk.voters["w"].stage is Stage.FOLLOWING
+    assert desk.voters["w"].stage is VoterState.FOLLOWING
 
 
 def test_every_transition_is_listed_once_and_starts_where_another_ends() -> None:
-    assert {old for old, _ in TRANSITIONS} == {new for _, new in TRANSITIONS} == set(Stage)
+    assert {old for old, _ in TRANSITIONS} == {new for _, new in TRANSITIONS} == set(VoterState)

@@ -68,6 +68,8 @@ def example(kind: msgspec.inspect.Type) -> Any:
             return "text"
         case msgspec.inspect.BytesType():
             return b"0123456789abcdef"
+        case msgspec.inspect.NamedTupleType(cls, fields):
+            return cls(*(example(field.type) for field in fields))
         case msgspec.inspect.NoneType():
             return None
         case _:

@@ -22,7 +22,7 @@ from holdfast.coordinator.coordinator_state import (
 )
 from holdfast.coordinator.replicated import ReplicatedCoordinator
 from holdfast.protocol import messages as msg
-from holdfast.protocol.charter import Charter, LedFrom, Position, Seat, Succession
+from holdfast.protocol.charter import Charter, CharterPosition, LedFrom, Renew, Renewed, Seat, Succession
 from holdfast.protocol.outcome import Outcome, OutcomeKind
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
 from tests.coordinator.coordinator_desk import LIMITS
@@ -48,15 +48,19 @@ class Desk:
         self.machine = ReplicatedCoordinator(job, LIMITS, simple_judge, self.now, node(own), succession or Succession())
         self.told: list[tuple[int, msg.FromCoordinator]] = []
         self.commands: list[Command] = []
+        self.gone = {"n1#1"} if succession is not None else set()
+        """Agents whose process has ended, as can be proved."""
         self.silent: set[int] = set()
         """Links whose agents acknowledge nothing."""
 
     def give(self, event: Event) -> None:
         for command in self.machine.handle(self.now, event):
             match command:
-                case Tell(link, msg.Keep(term, probe, charter)) if link not in self.silent:
+                case Tell(link, Renew(term, probe, charter)) if link not in self.silent:
                     held = charter.position if charter is not None else self.machine.charter.position
-                    self.give(Heard(link, msg.Kept(term, probe, held)))
+                    self.give(Heard(link, Renewed(term, probe, held)))
+                case ProveVoterGone(seat) if seat.name in self.gone:
+                    self.give(VoterGone(seat.name))
                 case Tell(link, message):
                     self.told.append((link, message))
                 case _:
@@ -118,7 +122,7 @@ def test_two_nodes_elect_nobody_and_wait_for_nobody() -> None:
     desk.silent = {1, 2}
     desk.started(1, 2)
     assert desk.to(2, msg.Start)
-    assert not desk.to(2, msg.Keep)
+    assert not desk.to(2, Renew)
     desk.wait(3 * LIMITS.fence_s)
     assert not desk.did(StepDown)
 
@@ -163,7 +167,7 @@ def test_an_answer_carries_the_age_of_its_authority() -> None:
 
 def test_a_vote_for_another_coordinator_deposes_it() -> None:
     desk = Desk().started(1, 2, 3)
-    desk.give(Heard(3, msg.Kept(5, 1, Position(5, 1))))
+    desk.give(Heard(3, Renewed(5, 1, CharterPosition(5, 1))))
     assert desk.did(StepDown)
 
 
@@ -229,7 +233,7 @@ def test_the_founder_steps_down_for_the_job_that_lives() -> None:
     desk = Desk()
     desk.join(1)
     desk.give(LinkOpened(9, "10.0.0.2", "10.0.0.1"))
-    desk.give(Heard(9, msg.Call(1, "10.0.0.2", 7000)))
+    desk.give(Heard(9, msg.Supersede(1, "10.0.0.2", 7000)))
     assert desk.did(StepDown) == [StepDown("the job goes on elsewhere", 1, "10.0.0.2", 7000)]
 
 
@@ -238,7 +242,7 @@ def test_a_call_of_an_older_term_is_told_where_the_job_is() -> None:
     desk.join(2, 3, last=4)
     desk.prepare(2, 3)
     desk.give(LinkOpened(9, "10.0.0.1", "10.0.0.2"))
-    desk.give(Heard(9, msg.Call(1, "10.0.0.1", 7000)))
+    desk.give(Heard(9, msg.Supersede(1, "10.0.0.1", 7000)))
     assert desk.to(9, msg.Moved) == [msg.Moved(3, "10.0.0.2", 7000)]
     desk.give(Deposed(2, "10.0.0.1", 7000))
     assert not desk.did(StepDown)
@@ -252,13 +256,14 @@ def test_a_call_of_an_older_term_is_told_where_the_job_is() -> None:
 def charter_of(*links: int, generation: int = 4) -> Charter:
     """The charter of three nodes; n1 had the coordinator, and group rank 0."""
     return Charter(
-        Position(1, 9),
+        CharterPosition(1, 9),
         seats(*(links or (1, 2, 3))),
         generation=generation,
         nodes=("n1#1", "n2#1", "n3#1"),
         led_from=LedFrom(node(1), 0, (0,)),
         restarts=1,
         streak=1,
+        leader="n1#1",
     )
 
 
@@ -293,6 +298,17 @@ def test_a_node_that_does_not_come_is_given_its_fence() -> None:
         own=2,
         most=4,
     )
+    desk.join(2, 3, last=4)
+    desk.wait(LIMITS.fence_s)
+    assert desk.machine.phase is Phase.GATHERING
+    desk.wait(1.0)
+    assert desk.machine.phase is Phase.PREPARING
+
+
+def test_a_coordinator_that_may_live_is_given_its_fence() -> None:
+    """Its connections were closed, and that does not prove that its process has ended."""
+    desk = Desk(Succession(2, charter_of(), closed=True), least=2, own=2)
+    desk.gone.clear()
     desk.join(2, 3, last=4)
     desk.wait(LIMITS.fence_s)
     assert desk.machine.phase is Phase.GATHERING

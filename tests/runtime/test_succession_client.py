@@ -9,9 +9,9 @@ from collections.abc import AsyncIterator
 import pytest
 
 from holdfast.agent.voter import AskVote, PolledCame, PollFailed
-from holdfast.protocol.charter import Charter, Position, Seat
+from holdfast.protocol.charter import Charter, CharterPosition, Renew, Seat
 from holdfast.protocol.errors import CoordinatorUnreachableError
-from holdfast.protocol.messages import REVISION, Call, FromCoordinator, Join, Joined, Keep, Moved, Poll, Polled
+from holdfast.protocol.messages import REVISION, FromCoordinator, Join, Joined, Moved, Poll, Polled, Supersede
 from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.rendezvous.bind import claim
@@ -72,7 +72,7 @@ class Agent:
         return self.client._voter
 
     def holds(self, charter: Charter) -> None:
-        self.voter.keep_came(Keep(charter.position.term, 1, charter), lambda _: None)
+        self.voter.renew_came(Renew(charter.position.term, 1, charter), lambda _: None)
 
 
 @contextlib.asynccontextmanager
@@ -132,7 +132,7 @@ async def test_a_call_is_answered_by_whom_knows_a_newer_term_and_heard_by_others
             connection = await dial_agent(b.place, JOB, b.node)
             closed: list[str] = []
             connection.start(heard.append, closed.append)
-            connection.send(Call(term, "127.0.0.1", 4000))
+            connection.send(Supersede(term, "127.0.0.1", 4000))
             await settled(lambda closed=closed: bool(closed))
             assert heard == answer
         assert b.voter.machine.leader.term == 5
@@ -141,7 +141,7 @@ async def test_a_call_is_answered_by_whom_knows_a_newer_term_and_heard_by_others
 async def test_votes_over_the_wire() -> None:
     """b has lost the coordinator, c has not, d is gone, and at e's port another one answers."""
     async with agents("a", "b", "c") as (_, b, c):
-        charter = Charter(Position(1, 1), (b.seat, c.seat, Seat("x#1", "x", "127.0.0.1", 9)))
+        charter = Charter(CharterPosition(1, 99), (b.seat, c.seat, Seat("x#1", "x", "127.0.0.1", 9)))
         for each in (b, c):
             each.holds(charter)
         assert b.link is not None
@@ -159,7 +159,7 @@ async def test_votes_over_the_wire() -> None:
         granted, failed, other = (each for each in asked if isinstance(each, PolledCame | PollFailed))
         assert granted.polled.granted
         assert granted.name == granted.polled.voter == b.node.agent
-        assert failed == PollFailed("d#1", poll)
+        assert failed == PollFailed("d#1", poll, gone=True)
         assert other.polled.voter != "e#1"
 
 
@@ -185,7 +185,7 @@ async def test_the_successor_is_found_by_those_who_stay() -> None:
     """The coordinator's process ends: one of the other two has the coordinator, and both join it."""
     async with agents("a", "b", "c") as (a, b, c):
         charter = Charter(
-            Position(1, 9), (a.seat, b.seat, c.seat), generation=1, nodes=(a.seat.name, b.seat.name, c.seat.name)
+            CharterPosition(1, 9), (a.seat, b.seat, c.seat), generation=1, nodes=(a.seat.name, b.seat.name, c.seat.name)
         )
         for each in (b, c):
             each.holds(charter)
@@ -208,7 +208,7 @@ async def test_a_founder_that_hears_of_a_newer_coordinator_steps_down_and_goes_t
         assert a.client.service is not None
         calls = await dial_agent(a.options.endpoint, JOB, b.node)
         calls.start(lambda _: None, lambda _: None)
-        calls.send(Call(7, "127.0.0.1", b.options.endpoint.port))
+        calls.send(Supersede(7, "127.0.0.1", b.options.endpoint.port))
         await settled(lambda: bool(a.lost))
         assert a.client.service is None
         await a.join()
@@ -236,7 +236,7 @@ async def test_a_witness_votes_for_many_jobs_and_knows_their_coordinators() -> N
             names.add(connection.accepted.name)
             polled: list[FromCoordinator] = []
             connection.start(polled.append, lambda _: None)
-            connection.send(Poll(4, a.seat, Position(0, 0), final=True))
+            connection.send(Poll(4, a.seat, CharterPosition(0, 0), final=True))
             await settled(lambda polled=polled: bool(polled))
             assert isinstance(polled[0], Polled)
             connection.abort()

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 
-from holdfast.agent.voter import Stage, Voter
+from holdfast.agent.voter import Voter, VoterState
 from holdfast.coordinator.coordinator_state import Command, Tell
 from holdfast.coordinator.replicated import ReplicatedCoordinator
-from holdfast.protocol.charter import Charter, Position, majority
+from holdfast.protocol.charter import Charter, CharterPosition, majority
 from holdfast.protocol.messages import Poll, Pong
 from holdfast.protocol.policy import Grow, Limits, Note
 from tests.support.simulator.checkers import BrokenPromiseError, SuccessionChecker
@@ -62,7 +62,7 @@ class VotesTwice(Voter):
     """More than one vote in a term."""
 
     def _would_vote(self, poll: Poll) -> bool:
-        free = self.stage not in (Stage.FOLLOWING, Stage.LEADING)
+        free = self.stage not in (VoterState.FOLLOWING, VoterState.LEADING)
         return free and poll.term >= self.term and poll.held >= self.held
 
 
@@ -70,7 +70,7 @@ class VotesForOlder(Voter):
     """A vote for a candidate whose charter is older."""
 
     def _would_vote(self, poll: Poll) -> bool:
-        free = self.stage not in (Stage.FOLLOWING, Stage.LEADING)
+        free = self.stage not in (VoterState.FOLLOWING, VoterState.LEADING)
         return free and poll.term > self.term
 
 
@@ -208,14 +208,20 @@ def test_each_rule_is_needed(
 @pytest.mark.parametrize(
     ("coordinator", "newer", "words"),
     [
-        pytest.param(3, Charter(Position(1, 2), (), generation=2, restarts=1), "both decide in term 1", id="leaders"),
-        pytest.param(2, Charter(Position(1, 1), (), generation=2, restarts=1), "number=1. counts after", id="position"),
-        pytest.param(2, Charter(Position(1, 2), (), generation=1, restarts=1), "1, 1. counts after .2, 1", id="number"),
-        pytest.param(2, Charter(Position(1, 2), (), generation=2), "2, 0. counts after .2, 1", id="restarts"),
+        pytest.param(
+            3, Charter(CharterPosition(1, 2), (), generation=2, restarts=1), "both decide in term 1", id="leaders"
+        ),
+        pytest.param(
+            2, Charter(CharterPosition(1, 1), (), generation=2, restarts=1), "number=1. counts after", id="position"
+        ),
+        pytest.param(
+            2, Charter(CharterPosition(1, 2), (), generation=1, restarts=1), "1, 1. counts after .2, 1", id="number"
+        ),
+        pytest.param(2, Charter(CharterPosition(1, 2), (), generation=2), "2, 0. counts after .2, 1", id="restarts"),
     ],
 )
 def test_the_checker_finds_what_must_not_be(coordinator: int, newer: Charter, words: str) -> None:
-    checker, charter = SuccessionChecker(), Charter(Position(1, 1), (), generation=2, restarts=1)
+    checker, charter = SuccessionChecker(), Charter(CharterPosition(1, 1), (), generation=2, restarts=1)
     checker.leads(2, None)
     checker.wrote(2, charter)
     checker.leads(3, charter)

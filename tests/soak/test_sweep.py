@@ -37,7 +37,7 @@ def test_failing_seeds_come_with_the_command_that_shows_them(monkeypatch: pytest
     assert sorted(tally.failures) == [5, 6, 7]
     told = report(tally)
     assert told.startswith("3 of 3 simulated jobs broke a promise\nseed 5 at ")
-    assert "\n  python -m tests.support.simulator.sweep 7" in told
+    assert "\n  python -m tests.support.simulator.sweep plain 7" in told
 
 
 def test_many_seeds_on_all_cores(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,16 +16,16 @@ from enum import Enum
 
 from msgspec import Struct
 
-from holdfast.protocol.charter import VOTERS_MIN, Charter, Position, Seat, Succession
-from holdfast.protocol.messages import Keep, Kept, Poll, Polled
+from holdfast.protocol.charter import VOTERS_MIN, Charter, CharterPosition, Renew, Renewed, Seat, Succession
+from holdfast.protocol.messages import Poll, Polled
 from holdfast.protocol.policy import Limits, Note, Tick
 
 PLACE_FACTOR = 3.0
 """A voter that stands again waits this many times `Limits.stand_s` longer than the one placed before it."""
-NO_CHARTER = Position(0, 0)
+NO_CHARTER = CharterPosition(0, 0)
 
 
-class Stage(Enum):
+class VoterState(Enum):
     FOLLOWING = "following"
     """Linked to a coordinator."""
     ALONE = "alone"
@@ -38,22 +38,25 @@ class Stage(Enum):
     """It was elected. The coordinator is started in this process, and its own agent links to it next."""
 
 
-TRANSITIONS: dict[tuple[Stage, Stage], str] = {
-    (Stage.ALONE, Stage.FOLLOWING): "Linked, or a Keep, which is how a witness gets a coordinator",
-    (Stage.ASKING, Stage.FOLLOWING): "the same",
-    (Stage.STANDING, Stage.FOLLOWING): "the same",
-    (Stage.LEADING, Stage.FOLLOWING): "the same: by the coordinator in this process",
-    (Stage.FOLLOWING, Stage.ALONE): "Unlinked, or a witness gets no Keep for a fence",
-    (Stage.ALONE, Stage.ASKING): "its time to stand has come",
-    (Stage.ASKING, Stage.STANDING): "a majority would vote for it, itself included",
-    (Stage.ASKING, Stage.ALONE): "no majority would in time, or it has given its vote to another one",
-    (Stage.STANDING, Stage.LEADING): "a majority has voted for it; Lead is emitted",
-    (Stage.STANDING, Stage.ALONE): "no majority has in time, or it has given its vote to another one, in a later term",
-    (Stage.LEADING, Stage.ALONE): "Unlinked: the coordinator in this process has stepped down",
+TRANSITIONS: dict[tuple[VoterState, VoterState], str] = {
+    (VoterState.ALONE, VoterState.FOLLOWING): "Linked, or a Renew, which is how a witness gets a coordinator",
+    (VoterState.ASKING, VoterState.FOLLOWING): "the same",
+    (VoterState.STANDING, VoterState.FOLLOWING): "the same",
+    (VoterState.LEADING, VoterState.FOLLOWING): "the same: by the coordinator in this process",
+    (VoterState.FOLLOWING, VoterState.ALONE): "Unlinked, or a witness gets no Renew for a fence",
+    (VoterState.ALONE, VoterState.ASKING): "its time to stand has come",
+    (VoterState.ASKING, VoterState.STANDING): "a majority would vote for it, itself included",
+    (VoterState.ASKING, VoterState.ALONE): "no majority would in time, or it gave its vote to another one",
+    (VoterState.STANDING, VoterState.LEADING): "a majority has voted for it; Lead is emitted",
+    (
+        VoterState.STANDING,
+        VoterState.ALONE,
+    ): "no majority has in time, or it gave its vote to another one in a later term",
+    (VoterState.LEADING, VoterState.ALONE): "Unlinked: the coordinator in this process has stepped down",
 }
 
 
-class Where(Struct, frozen=True):
+class LeaderAddress(Struct, frozen=True):
     """A coordinator's listener."""
 
     address: str
@@ -77,16 +80,16 @@ class Unlinked(Struct, frozen=True):
     """The coordinator was in this process, and has stepped down."""
 
 
-class KeepCame(Struct, frozen=True):
-    """Event: from the coordinator. Answered with SendKept."""
+class RenewCame(Struct, frozen=True):
+    """Event: from the coordinator. Answered with SendRenewed."""
 
-    keep: Keep
+    renew: Renew
 
 
 class PollCame(Struct, frozen=True):
     """Event: a candidate asks. Answered with AnswerPoll."""
 
-    ticket: int
+    number: int
     poll: Poll
 
 
@@ -115,10 +118,10 @@ class HeardOf(Struct, frozen=True):
     port: int
 
 
-class SendKept(Struct, frozen=True):
-    """Command: to the coordinator whose Keep has just been handled."""
+class SendRenewed(Struct, frozen=True):
+    """Command: to the coordinator whose Renew has just been handled."""
 
-    kept: Kept
+    renewed: Renewed
 
 
 class AskVote(Struct, frozen=True):
@@ -129,7 +132,7 @@ class AskVote(Struct, frozen=True):
 
 
 class AnswerPoll(Struct, frozen=True):
-    ticket: int
+    number: int
     polled: Polled
 
 
@@ -139,8 +142,8 @@ class Lead(Struct, frozen=True):
     succession: Succession
 
 
-Event = Linked | Unlinked | KeepCame | PollCame | PolledCame | PollFailed | HeardOf | Tick
-Command = SendKept | AskVote | AnswerPoll | Lead | Note
+Event = Linked | Unlinked | RenewCame | PollCame | PolledCame | PollFailed | HeardOf | Tick
+Command = SendRenewed | AskVote | AnswerPoll | Lead | Note
 
 
 class Voter:
@@ -148,15 +151,15 @@ class Voter:
 
     def __init__(self, name: str, limits: Limits, now: float, *, stands: bool) -> None:
         """`name`: of its seat, an identity that is used once. `stands`: it is an agent; False: it is a witness, which
-        never becomes the coordinator and has no other way to notice a silent one than the Keeps."""
+        never becomes the coordinator and has no other way to notice a silent one than the Renews."""
         self.name = name
         self.limits = limits
         self.stands = stands
-        self.stage = Stage.ALONE
+        self.stage = VoterState.ALONE
         self.term = 0
         """The newest term in which it has a coordinator or has voted."""
         self.charter: Charter | None = None
-        self.leader: Where | None = None
+        self.leader: LeaderAddress | None = None
         """Where the newest coordinator is, as far as it knows; perhaps the one that is lost."""
         self._followed = 0
         """The term of the newest coordinator to which it was linked."""
@@ -185,19 +188,19 @@ class Voter:
 
     def check_invariants(self) -> None:
         own = self._seat()
-        assert (self._poll is not None) == (self.stage in (Stage.ASKING, Stage.STANDING))
-        if self.stage in (Stage.ASKING, Stage.STANDING, Stage.LEADING):
+        assert (self._poll is not None) == (self.stage in (VoterState.ASKING, VoterState.STANDING))
+        if self.stage in (VoterState.ASKING, VoterState.STANDING, VoterState.LEADING):
             assert self.stands
             assert own is not None
             assert not own.witness
-        if self.stage in (Stage.STANDING, Stage.LEADING):
+        if self.stage in (VoterState.STANDING, VoterState.LEADING):
             assert self._voted_for == self.name, "it stands in a term in which it has not voted for itself"
-        if self.stage is Stage.FOLLOWING:
+        if self.stage is VoterState.FOLLOWING:
             assert self._followed == self.term, "it follows a coordinator after it has given a vote in a later term"
         assert self._followed <= self.term
 
     @property
-    def held(self) -> Position:
+    def held(self) -> CharterPosition:
         return NO_CHARTER if self.charter is None else self.charter.position
 
     def elects(self, now: float) -> bool:
@@ -212,7 +215,7 @@ class Voter:
         return founded and not known and self._may_elect(now, self._gone | with_it)
 
     def _may_elect(self, now: float, but: set[str]) -> bool:
-        if self.stage in (Stage.FOLLOWING, Stage.LEADING) or now >= self._lost_s + self.limits.elect_s:
+        if self.stage in (VoterState.FOLLOWING, VoterState.LEADING) or now >= self._lost_s + self.limits.elect_s:
             return False
         charter = self.charter
         if charter is None or len(charter.seats) < VOTERS_MIN:
@@ -228,12 +231,12 @@ class Voter:
             case Unlinked(term, closed, local):
                 # An agent has one link, and a founder may have taken a later term. A witness may have several links.
                 newest = self.stands or term >= self._followed
-                if newest and self.stage in (Stage.FOLLOWING, Stage.LEADING):
+                if newest and self.stage in (VoterState.FOLLOWING, VoterState.LEADING):
                     self._lose(now, closed=closed, local=local)
-            case KeepCame(keep):
-                self._on_keep(now, keep)
-            case PollCame(ticket, poll):
-                self._on_poll(now, ticket, poll)
+            case RenewCame(renew):
+                self._on_renew(now, renew)
+            case PollCame(number, poll):
+                self._on_poll(now, number, poll)
             case PolledCame(name, poll, polled):
                 if polled.voter != name:  # its process has ended, and another one listens there
                     self._gone.add(name)
@@ -243,7 +246,7 @@ class Voter:
                     self._gone.add(name)
                 self._on_answer(now, name, poll, None)
             case HeardOf(term, address, port):
-                self._on_heard_of(now, Where(address, port, term))
+                self._on_heard_of(now, LeaderAddress(address, port, term))
             case Tick():
                 pass
         self._advance(now)
@@ -253,24 +256,24 @@ class Voter:
     def next_deadline(self) -> float | None:
         """When the next Tick is due; None: nothing is awaited."""
         match self.stage:
-            case Stage.FOLLOWING:
+            case VoterState.FOLLOWING:
                 return None if self.stands else self._bound_s + self.limits.fence_s
-            case Stage.ALONE:
+            case VoterState.ALONE:
                 return None if self._seat() is None else self._stand_at_s
-            case Stage.ASKING | Stage.STANDING:
+            case VoterState.ASKING | VoterState.STANDING:
                 return self._asked_s + self.limits.poll_s
-            case Stage.LEADING:
+            case VoterState.LEADING:
                 return None
 
     def _advance(self, now: float) -> None:
         match self.stage:
-            case Stage.FOLLOWING if not self.stands and now >= self._bound_s + self.limits.fence_s:
+            case VoterState.FOLLOWING if not self.stands and now >= self._bound_s + self.limits.fence_s:
                 self._lose(now, closed=False)
-            case Stage.ALONE if now >= self._stand_at_s and self._seat() is not None:
-                self._ask(now, Stage.ASKING)
-        if self.stage is Stage.ASKING:
+            case VoterState.ALONE if now >= self._stand_at_s and self._seat() is not None:
+                self._ask(now, VoterState.ASKING)
+        if self.stage is VoterState.ASKING:
             self._count(now)
-        if self.stage is Stage.STANDING:
+        if self.stage is VoterState.STANDING:
             self._count(now)
 
     # ---------------------------------------------------------------- coordinator and charter
@@ -283,26 +286,26 @@ class Voter:
             self.term, self._voted_for = term, ""
         self._followed, self._closed, self._failed = term, False, 0
         self._poll = None
-        self._enter(Stage.FOLLOWING)
+        self._enter(VoterState.FOLLOWING)
 
     def _lose(self, now: float, *, closed: bool, local: bool = False) -> None:
-        if local:  # it had this vote at any time, without a Keep
+        if local:  # it had this vote at any time, without a Renew
             self._bound_s = now
         self._closed = closed and not local
         self._lost_s = now
         self._follow_terms.clear()
         self._stand_at_s = now + self.limits.stand_s * self._place()
-        self._enter(Stage.ALONE)
+        self._enter(VoterState.ALONE)
 
-    def _on_keep(self, now: float, keep: Keep) -> None:
-        self._follow(keep.term)
-        if keep.term == self.term:
+    def _on_renew(self, now: float, renew: Renew) -> None:
+        self._follow(renew.term)
+        if renew.term == self.term:
             self._bound_s = now
-            if keep.charter is not None and keep.charter.position > self.held:
-                self.charter = keep.charter
-        self._out.append(SendKept(Kept(self.term, keep.probe, self.held)))
+            if renew.charter is not None and renew.charter.position > self.held:
+                self.charter = renew.charter
+        self._out.append(SendRenewed(Renewed(self.term, renew.probe, self.held)))
 
-    def _on_heard_of(self, now: float, where: Where) -> None:
+    def _on_heard_of(self, now: float, where: LeaderAddress) -> None:
         if self.leader is not None and where.term < self.leader.term:
             return
         if where.term >= self.term and (self.leader is None or where.term > self.leader.term):
@@ -315,17 +318,17 @@ class Voter:
 
     # ---------------------------------------------------------------- votes for others
 
-    def _on_poll(self, now: float, ticket: int, poll: Poll) -> None:
+    def _on_poll(self, now: float, number: int, poll: Poll) -> None:
         granted = self._would_vote(poll)
-        follows = self.term if self.stage in (Stage.FOLLOWING, Stage.LEADING) else 0
+        follows = self.term if self.stage in (VoterState.FOLLOWING, VoterState.LEADING) else 0
         silent_s, closed = max(0.0, now - self._bound_s), self._closed
         if granted and poll.final:
             self._vote(now, poll)
         charter = self.charter if not follows and poll.held < self.held else None
-        self._out.append(AnswerPoll(ticket, Polled(self.term, granted, silent_s, closed, self.name, follows, charter)))
+        self._out.append(AnswerPoll(number, Polled(self.term, granted, silent_s, closed, self.name, follows, charter)))
 
     def _would_vote(self, poll: Poll) -> bool:
-        if self.stage in (Stage.FOLLOWING, Stage.LEADING) or poll.held < self.held:
+        if self.stage in (VoterState.FOLLOWING, VoterState.LEADING) or poll.held < self.held:
             return False
         return poll.term > self.term or (poll.term == self.term and self._voted_for == poll.candidate.name)
 
@@ -334,18 +337,18 @@ class Voter:
         self.term, self._voted_for, self._poll = poll.term, candidate.name, None
         self._bound_s = now
         self._note("votes", term=poll.term, candidate=candidate.name)
-        self._enter(Stage.ALONE)
+        self._enter(VoterState.ALONE)
         self._wait_for_winner(now)
-        self._on_heard_of(now, Where(candidate.address, candidate.port, poll.term))
+        self._on_heard_of(now, LeaderAddress(candidate.address, candidate.port, poll.term))
 
     # ---------------------------------------------------------------- standing for election
 
-    def _ask(self, now: float, stage: Stage) -> None:
+    def _ask(self, now: float, stage: VoterState) -> None:
         own, charter = self._seat(), self.charter
         assert own is not None
         assert charter is not None
         term = max(self.term + 1, self._next_term)
-        final = stage is Stage.STANDING
+        final = stage is VoterState.STANDING
         if final:
             self.term, self._voted_for = term, self.name
         self._poll = Poll(term, own, charter.position, final)
@@ -373,8 +376,8 @@ class Voter:
         votes = {name: answer for name, answer in self._answers.items() if answer is not None and answer.granted}
         possible = [seat.name for seat in charter.seats if seat.name in votes or seat.name not in self._answers]
         if self._elected_by([self.name, *votes]):
-            if self.stage is Stage.ASKING:
-                self._ask(now, Stage.STANDING)
+            if self.stage is VoterState.ASKING:
+                self._ask(now, VoterState.STANDING)
             else:
                 self._win(now, list(votes.values()))
         elif now >= self._asked_s + self.limits.poll_s or not self._elected_by([self.name, *possible]):
@@ -390,10 +393,10 @@ class Voter:
         asked_s = now - self._asked_s
         silent_s = min([now - self._bound_s, *(vote.silent_s for vote in votes)])
         closed = self._closed and all(vote.closed for vote in votes)
-        self.leader = Where(own.address, own.port, self.term)
+        self.leader = LeaderAddress(own.address, own.port, self.term)
         self._poll = None
         self._bound_s = now
-        self._enter(Stage.LEADING)
+        self._enter(VoterState.LEADING)
         self._note("elected", term=self.term, votes=len(votes) + 1, silent_s=silent_s, closed=closed)
         self._out.append(Lead(Succession(self.term, charter, asked_s, max(0.0, silent_s), closed)))
 
@@ -403,7 +406,7 @@ class Voter:
         self._failed += 1
         self._stand_at_s = now + pause_s + self._stagger_s()
         self._poll = None
-        self._enter(Stage.ALONE)
+        self._enter(VoterState.ALONE)
 
     # ---------------------------------------------------------------- small steps
 
@@ -422,7 +425,7 @@ class Voter:
     def _stagger_s(self) -> float:
         return PLACE_FACTOR * self.limits.stand_s * self._place()
 
-    def _enter(self, stage: Stage) -> None:
+    def _enter(self, stage: VoterState) -> None:
         if stage is not self.stage:
             assert (self.stage, stage) in TRANSITIONS, f"{self.stage} to {stage}"
             self.stage = stage

@@ -12,29 +12,38 @@ from math import inf
 from msgspec import structs
 
 from holdfast.coordinator.coordinator_state import Command, Member, ProveVoterGone, Tell
-from holdfast.protocol.charter import VOTERS_MAX, VOTERS_MIN, Charter, Position, Seat, Succession, majority
-from holdfast.protocol.messages import Keep, Kept
+from holdfast.protocol.charter import (
+    VOTERS_MAX,
+    VOTERS_MIN,
+    Charter,
+    CharterPosition,
+    Renew,
+    Renewed,
+    Seat,
+    Succession,
+    majority,
+)
 from holdfast.protocol.policy import Limits
 
-KEEPS_OPEN_MAX = 16
-"""Keeps of one voter without an answer. An answer to an older one counts for nothing."""
-NOTHING = Position(0, 0)
-REVISION_OF_KEEP = 3
+RENEWALS_OPEN_MAX = 16
+"""Renews of one voter without an answer. An answer to an older one counts for nothing."""
+NOTHING = CharterPosition(0, 0)
+REVISION_OF_VOTES = 3
 """From this revision of the messages on, an agent can be a voter."""
 
 
 @dataclass(slots=True)
-class Voter:
+class VoterRecord:
     """A voter as the coordinator knows it."""
 
     seat: Seat
     link: int | None = None
-    held: Position = NOTHING
+    held: CharterPosition = NOTHING
     """The position of the charter that it holds."""
     confirmed_s: float = -inf
-    """When the newest Keep was sent that it has acknowledged."""
+    """When the newest Renew was sent that it has acknowledged."""
     open: dict[int, float] = field(default_factory=dict)
-    """When the Keeps without an answer were sent, by number."""
+    """When the Renews without an answer were sent, by number."""
     prove_at_s: float = inf
     """While it has no link: when to try again to prove that its process has ended."""
 
@@ -54,7 +63,7 @@ class Charters:
         self.name = name
         self._since_s = now - succession.asked_s
         """The voters gave their votes after this time."""
-        self._voters: dict[str, Voter] = {seat.name: Voter(seat) for seat in self.charter.seats}
+        self._voters: dict[str, VoterRecord] = {seat.name: VoterRecord(seat) for seat in self.charter.seats}
         self._links: dict[str, int] = {}
         """Links of agents and witnesses, voters or not, by name."""
         self._gone: set[str] = set()
@@ -63,7 +72,7 @@ class Charters:
         self._number = 0
         self._send_at_s = now
         if succession.charter is not None:  # its own term's first charter: it counts only with a majority for this term
-            self.charter = structs.replace(self.charter, position=Position(self.term, self._next_number()))
+            self.charter = structs.replace(self.charter, position=CharterPosition(self.term, self._next_number()))
 
     # ---------------------------------------------------------------- what the coordinator asks
 
@@ -107,7 +116,7 @@ class Charters:
         changed = structs.replace(content, position=now_.position, voters=voters, before=before)
         if changed == now_:
             return False
-        self.charter = structs.replace(changed, position=Position(self.term, self._next_number()))
+        self.charter = structs.replace(changed, position=CharterPosition(self.term, self._next_number()))
         same = structs.replace(changed, voters=now_.voters, before=now_.before) == now_
         self.settled = self.settled and same
         if (voters, before) != (now_.voters, now_.before):
@@ -144,8 +153,13 @@ class Charters:
         return name
 
     def confirmed_by(self, link: int) -> bool:
-        """Whether the voter behind this link has acknowledged a Keep of this coordinator."""
+        """Whether the voter behind this link has acknowledged a Renew of this coordinator."""
         return any(voter.link == link and voter.confirmed_s > -inf for voter in self._voters.values())
+
+    def prove(self, name: str, now: float) -> None:
+        """Try to prove that the process of this voter has ended."""
+        if name in self._voters:
+            self._voters[name].prove_at_s = now
 
     def gone(self, name: str) -> None:
         """Its process has ended: it holds nothing and cannot vote any more."""
@@ -154,26 +168,26 @@ class Charters:
             self._voters[name].prove_at_s = inf
             self._count()
 
-    def kept(self, link: int, kept: Kept) -> None:
+    def renewed(self, link: int, renewed: Renewed) -> None:
         voter = next((each for each in self._voters.values() if each.link == link), None)
-        if voter is None or kept.term != self.term:
+        if voter is None or renewed.term != self.term:
             return
-        sent_s = voter.open.pop(kept.probe, None)
+        sent_s = voter.open.pop(renewed.probe, None)
         if sent_s is not None:
             voter.confirmed_s = max(voter.confirmed_s, sent_s)
-        voter.held = max(voter.held, kept.held)
+        voter.held = max(voter.held, renewed.held)
         self._count()
 
     def advance(self, now: float) -> list[Command]:
-        """What is due: Keeps, and proofs that a voter is gone."""
+        """What is due: Renews, and proofs that a voter is gone."""
         out: list[Command] = []
         if not self.elects:
             return out
         if now >= self._send_at_s:
-            self._send_at_s = now + self._limits.keep_interval_s
+            self._send_at_s = now + self._limits.renew_interval_s
             out += [self._keep(now, voter) for voter in self._voters.values() if voter.link is not None]
             for name in sorted(self._uninformed & (self._links.keys() - self._voters.keys())):
-                out.append(Tell(self._links[name], Keep(self.term, 0, self.charter)))
+                out.append(Tell(self._links[name], Renew(self.term, 0, self.charter)))
             self._uninformed.clear()
         for voter in self._voters.values():
             if now >= voter.prove_at_s:
@@ -183,20 +197,20 @@ class Charters:
 
     # ---------------------------------------------------------------- small steps
 
-    def _keep(self, now: float, voter: Voter) -> Command:
+    def _keep(self, now: float, voter: VoterRecord) -> Command:
         assert voter.link is not None
         self._number += 1
         voter.open[self._number] = now
-        while len(voter.open) > KEEPS_OPEN_MAX:
+        while len(voter.open) > RENEWALS_OPEN_MAX:
             voter.open.pop(next(iter(voter.open)))
         charter = self.charter if voter.held < self.charter.position else None
-        return Tell(voter.link, Keep(self.term, self._number, charter))
+        return Tell(voter.link, Renew(self.term, self._number, charter))
 
     def _seat(self) -> None:
         """The voters of a new charter."""
         before, self._voters = self._voters, {}
         for seat in self.charter.seats:
-            voter = before.get(seat.name) or Voter(seat, self._links.get(seat.name))
+            voter = before.get(seat.name) or VoterRecord(seat, self._links.get(seat.name))
             voter.seat = seat
             self._voters[seat.name] = voter
         self._gone.intersection_update(self._voters)
@@ -221,7 +235,7 @@ def voters_of(
     own = _seat_of(local, members) or known
     seats = {own.name: own} if own is not None else {}
     names = [seat.name for seat in present]
-    able = [m for m in members if m.port and m.revision >= REVISION_OF_KEEP and not m.leaving and m is not local]
+    able = [m for m in members if m.port and m.revision >= REVISION_OF_VOTES and not m.leaving and m is not local]
     for member in sorted(able, key=lambda member: member.node.agent not in names):  # stable
         if (seat := _seat_of(member, members)) is not None:
             seats.setdefault(seat.name, seat)

@@ -250,7 +250,7 @@ class World:
     prepared: set[str] = field(default_factory=set)
     store_port: int | None = None
     done: dict[str, set[int]] = field(default_factory=dict)
-    """Local ranks that ended with 0, by member. Kept when the member is lost."""
+    """Local ranks that ended with 0, by member. Renewed when the member is lost."""
     left: list[Failure] = field(default_factory=list)
     """How the first LEFT_MAX of these ended."""
     done_count: int = 0

@@ -79,7 +79,7 @@ def decide(job: JobSpec, limits: Limits, gathering: Gathering, now: float) -> De
             return NoQuorum(f"{gathering.present} of at least {job.min_nodes} nodes came within {limits.join_s:g} s")
         return WaitUntil(deadline, f"{gathering.present} of {_range(job)} nodes are here", gives_up=True)
     if now < gathering.not_before_s:
-        return WaitUntil(gathering.not_before_s, f"backing off for {gathering.not_before_s - now:.1f} s")
+        return WaitUntil(gathering.not_before_s, "backing off")
     if gathering.present >= job.max_nodes:
         return FormNow(f"all {job.max_nodes} nodes are here")
     if gathering.regroup:

@@ -15,7 +15,7 @@ from math import inf
 
 from msgspec import structs
 
-from holdfast.coordinator.charters import REVISION_OF_KEEP, Charters, voters_of
+from holdfast.coordinator.charters import REVISION_OF_VOTES, Charters, voters_of
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.coordinator.coordinator_state import (
     Command,
@@ -35,19 +35,18 @@ from holdfast.coordinator.coordinator_state import (
 )
 from holdfast.coordinator.ending import Judge
 from holdfast.coordinator.monitor import cannot_tell
-from holdfast.protocol.charter import NODES_MAX, Charter, HostRecord, LedFrom, Position, Seat, Succession
-from holdfast.protocol.messages import (
-    Call,
-    Finish,
-    Join,
-    Joined,
-    Keep,
-    Kept,
-    Moved,
-    Pong,
-    Resume,
-    Start,
+from holdfast.protocol.charter import (
+    NODES_MAX,
+    Charter,
+    CharterPosition,
+    HostRecord,
+    LedFrom,
+    Renew,
+    Renewed,
+    Seat,
+    Succession,
 )
+from holdfast.protocol.messages import Finish, Join, Joined, Moved, Pong, Resume, Start, Supersede
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, agent_of
 from holdfast.protocol.rank_progress import Examine
 
@@ -84,7 +83,10 @@ class ReplicatedCoordinator(CoordinatorMachine):
         """Witnesses that know a newer coordinator and have never confirmed this one: they remember another job."""
         self._came: set[str] = set()
         """Agents that have joined."""
-        self._presumed_dead = succession.closed
+        self._leader_before = ""
+        """The agent in whose process the old coordinator was."""
+        self._alone = False
+        """It was proved that the process of the old coordinator has ended, and with it the workers of its node."""
         self._reseat = False
         """The members have changed, and perhaps the voters should."""
         self._hosts: tuple[int, tuple[HostRecord, ...]] = (0, ())
@@ -111,6 +113,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
         budget.last_signature = charter.signature
         self.host_backoff.take_over(charter.hosts, now)
         self._floor = charter.generation
+        self._leader_before = charter.leader
         if charter.generation:
             self._previous_leader.generation = charter.generation
             self._left = set(charter.nodes)
@@ -119,8 +122,8 @@ class ReplicatedCoordinator(CoordinatorMachine):
             self._gathering.awaited = max(self.job.min_nodes, len(self._left)) if self._left else 0
             died_s = now - succession.silent_s
             super()._wait_for_fence_previous_leader(died_s, charter.generation)
-            if succession.closed:
-                self._previous_leader.ended = charter.led_from
+        if succession.closed:
+            self._charters.prove(charter.leader, now)
         if charter.led_from is not None:
             self._why = f"lost {charter.led_from.node.host}, which had the coordinator"
         if charter.outcome is not None:
@@ -140,6 +143,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
                     return self._step_down(StepDown(f"another coordinator has term {term}", term, address, port))
             case VoterGone(name):
                 self._charters.gone(name)
+                self._on_gone(name)
             case WitnessOpened(link, seat) if seat.name not in self._strangers:
                 self._witnesses[link] = seat
                 self._charters.linked(seat.name, link)
@@ -147,15 +151,15 @@ class ReplicatedCoordinator(CoordinatorMachine):
             case LinkClosed(link):
                 self._charters.unlinked(link, now)
                 self._reseat = self._witnesses.pop(link, None) is not None or self._reseat
-            case Heard(link, Kept() as kept):
-                if kept.term > self.term and link in self._witnesses and not self._charters.confirmed_by(link):
+            case Heard(link, Renewed() as renewed):
+                if renewed.term > self.term and link in self._witnesses and not self._charters.confirmed_by(link):
                     self._do_without(link, now)
-                elif kept.term > self.term:
-                    return self._step_down(StepDown(f"this node's voters have elected another one (term {kept.term})"))
-                self._charters.kept(link, kept)
+                elif renewed.term > self.term:
+                    return self._step_down(StepDown(f"this node's voters have elected another one (term {renewed.term})"))
+                self._charters.renewed(link, renewed)
             case Heard(_, Join(term=term)) if term > self.term and not self._founds:
                 return self._step_down(StepDown(f"a node knows of a newer coordinator (term {term})"))
-            case Heard(link, Call() as call):
+            case Heard(link, Supersede() as call):
                 return self._called(link, call)
         return self._settle(now, super().handle(now, event))
 
@@ -172,6 +176,15 @@ class ReplicatedCoordinator(CoordinatorMachine):
         assert self.generation == 0 or self.generation >= self._floor
         assert not (self._held and self._charters.settled)
 
+    def _on_gone(self, name: str) -> None:
+        """Continue without the old coordinator's node, if it is that one."""
+        leader = self._leader_before
+        if leader and name == leader:
+            self._alone = True
+            led_from = self.charter.led_from
+            if self.world is None and led_from is not None and led_from.node.agent not in self._came:
+                self._previous_leader.ended = led_from
+
     # ---------------------------------------------------------------- authority
 
     @property
@@ -179,7 +192,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
         """It was elected by nobody and has formed nothing."""
         return self._floor == 0 and self.newest_generation == 0
 
-    def _called(self, link: int, call: Call) -> list[Command]:
+    def _called(self, link: int, call: Supersede) -> list[Command]:
         """The coordinator of another term calls this endpoint."""
         if call.term > self.term or self._founds:
             where = StepDown("the job goes on elsewhere", call.term, call.address, call.port)
@@ -227,8 +240,8 @@ class ReplicatedCoordinator(CoordinatorMachine):
         if self.founded and not self._founds and charters.term <= self._known_term:  # it continues after them
             charters.take_term(self._known_term + 1)
             for member in self.members.values():
-                if member.revision >= REVISION_OF_KEEP:
-                    self._tell(member, Keep(self.term, 0))
+                if member.revision >= REVISION_OF_VOTES:
+                    self._tell(member, Renew(self.term, 0))
         members = () if world is None else world.order
         key = (
             self.newest_generation,
@@ -256,7 +269,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
             self._hosts = hosts.changes, hosts.records(now)
         world = self.world
         return Charter(
-            position=Position(0, 0),
+            position=CharterPosition(0, 0),
             voters=(),
             generation=max(self.newest_generation, self._floor),
             nodes=self.charter.nodes if world is None else _nodes(world),
@@ -267,6 +280,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
             signature=budget.last_signature,
             hosts=self._hosts[1],
             outcome=self.outcome,
+            leader=self._charters.name,
         )
 
     def _led_from(self, world: World) -> LedFrom | None:
@@ -302,7 +316,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
 
     def _observe_previous_leader(self, now: float, member: Member, join: Join) -> None:
         self._reseat = True
-        if join.revision >= REVISION_OF_KEEP:
+        if join.revision >= REVISION_OF_VOTES:
             self._charters.linked(member.node.agent, member.link)
         if member.node.hosts_coordinator:
             self._local_name = member.name
@@ -321,7 +335,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
             super()._wait_for_fence_previous_leader(died_s, generation)
 
     def _advance_gathering(self, now: float) -> None:
-        if self.world is None and self._presumed_dead and self._left and self._came >= self._left:
+        if self.world is None and self._alone and self._left and self._came >= self._left:
             self._gathering.not_before_s = min(self._gathering.not_before_s, now)  # nobody else runs workers
         super()._advance_gathering(now)
 

@@ -25,7 +25,7 @@ HOSTS_MAX = 1024
 """Hosts with a back-off in a charter."""
 
 
-class Position(NamedTuple):
+class CharterPosition(NamedTuple):
     """Where a charter stands among all charters of the job. The larger one is the newer one."""
 
     term: Count
@@ -68,7 +68,7 @@ class HostRecord(Struct, frozen=True, array_like=True):
 class Charter(Struct, frozen=True, array_like=True):
     """The job's state that outlives a coordinator."""
 
-    position: Position
+    position: CharterPosition
     voters: Annotated[tuple[Seat, ...], Meta(max_length=VOTERS_MAX)]
     """In the order in which they stand for election."""
     before: Annotated[tuple[Seat, ...], Meta(max_length=VOTERS_MAX)] = ()
@@ -88,6 +88,8 @@ class Charter(Struct, frozen=True, array_like=True):
     hosts: Annotated[tuple[HostRecord, ...], Meta(max_length=HOSTS_MAX)] = ()
     outcome: Outcome | None = None
     """Set when the job is over."""
+    leader: str = ""
+    """The agent in whose process the coordinator is."""
 
     @property
     def seats(self) -> tuple[Seat, ...]:
@@ -104,6 +106,27 @@ def majority(voters: Collection[Seat], names: Collection[str], gone: Collection[
     """Whether these names are more than half of the voters that are not gone."""
     living = [seat.name for seat in voters if seat.name not in gone]
     return 2 * sum(name in names for name in living) > len(living)
+
+
+class Renew(Struct, frozen=True, array_like=True, tag="renew"):
+    """The coordinator renews its authority with a voter, and replicates its charter. Answered by Renewed."""
+
+    term: Count
+    probe: Count
+    """Number of this message. The answer confirms the coordinator from the time at which it was sent."""
+    charter: Charter | None = None
+    """Present when the voter may not have the newest one."""
+
+
+class Renewed(Struct, frozen=True, array_like=True, tag="renewed"):
+    """A voter acknowledges a Renew."""
+
+    term: Count
+    """The newest term that the voter knows. Larger than that of the Renew: a refusal, since it has voted for another
+    coordinator."""
+    probe: Count
+    held: CharterPosition
+    """The position of the charter that the voter holds now."""
 
 
 class Succession(Struct, frozen=True):

@@ -14,7 +14,7 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
 
-from holdfast.protocol.charter import Charter, Position, Seat
+from holdfast.protocol.charter import Charter, CharterPosition, Renew, Renewed, Seat
 from holdfast.protocol.outcome import Failure, Outcome
 from holdfast.protocol.policy import (
     ITEMS_MAX,
@@ -37,7 +37,7 @@ LocalRanks: TypeAlias = Annotated[tuple[LocalRank, ...], OF_ONE_NODE]
 REVISION = 3
 """Revision of these messages, in `Joined.revision` and `Join.revision`. From 1 on, an agent reports a failure before it
 has read the evidence, and prepares the generation that a Stop announces. From 2 on, it reports which workers can go on
-after a loss (`Able`). From 3 on, it can vote for a successor of the coordinator (`Keep`, `Poll`)."""
+after a loss (`Able`). From 3 on, it can vote for a successor of the coordinator (`Renew`, `Poll`)."""
 
 
 class StopReason(Enum):
@@ -214,40 +214,19 @@ class Ping(AgentMessage, frozen=True, tag="ping"):
     number: Count
 
 
-class Keep(Struct, frozen=True, array_like=True, tag="keep"):
-    """The coordinator renews its authority with a voter, and replicates its charter. Answered by Kept."""
-
-    term: Count
-    probe: Count
-    """Number of this message. The answer confirms the coordinator from the time at which it was sent."""
-    charter: Charter | None = None
-    """Present when the voter may not have the newest one."""
-
-
-class Kept(Struct, frozen=True, array_like=True, tag="kept"):
-    """A voter acknowledges a Keep."""
-
-    term: Count
-    """The newest term that the voter knows. Larger than that of the Keep: a refusal, since it has voted for another
-    coordinator."""
-    probe: Count
-    held: Position
-    """The position of the charter that the voter holds now."""
-
-
 class Poll(AgentMessage, frozen=True, tag="poll"):
     """A candidate asks for a vote. Answered by Polled."""
 
     term: Count
     """The term in which it would be the coordinator."""
     candidate: Seat
-    held: Position
+    held: CharterPosition
     """The position of its charter. A voter with a newer one denies its vote."""
     final: bool = False
     """False: would you vote for me? Nothing changes. True: the vote itself, given once per term."""
 
 
-class Call(AgentMessage, frozen=True, tag="call"):
+class Supersede(AgentMessage, frozen=True, tag="supersede"):
     """The coordinator of a later term calls the job's endpoint, where a node that returned may have started another
     coordinator: that one steps down. Answered by Moved if the called one knows a newer term."""
 
@@ -404,7 +383,7 @@ class Finish(CoordinatorMessage, frozen=True, tag="finish"):
 class Pong(CoordinatorMessage, frozen=True, tag="pong"):
     number: Count
     age_s: Seconds = 0.0
-    """How long ago the Keeps were sent with which a majority of the voters has confirmed the coordinator. The agent's
+    """How long ago the Renews were sent with which a majority of the voters has confirmed the coordinator. The agent's
     fence counts from that time before its ping."""
 
 
@@ -415,7 +394,7 @@ class Polled(CoordinatorMessage, frozen=True, tag="polled"):
     """The newest term that the voter knows."""
     granted: bool
     silent_s: Seconds = 0.0
-    """How long ago, by the voter's clock, it last acknowledged a Keep, or gave a final vote to another candidate."""
+    """How long ago, by the voter's clock, it last acknowledged a Renew, or gave a final vote to another candidate."""
     closed: bool = False
     """Its link to the old coordinator was closed by that side, so that process has ended; False: it became silent."""
     voter: str = ""
@@ -473,10 +452,10 @@ FromAgent = (
     | CannotRegroup
     | Ping
     | Ask
-    | Keep
-    | Kept
+    | Renew
+    | Renewed
     | Poll
-    | Call
+    | Supersede
 )
 FromCoordinator = (
     Joined
@@ -497,9 +476,9 @@ FromCoordinator = (
     | Answer
     | Quit
     | Refuse
-    | Keep
-    | Kept
+    | Renew
+    | Renewed
     | Polled
     | Moved
 )
-"""Keep and Kept go in both directions: the coordinator connects to a witness as an agent connects to it."""
+"""Renew and Renewed go in both directions: the coordinator connects to a witness as an agent connects to it."""

@@ -142,7 +142,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     """See `ping_interval_of`."""
     pings_per_s_max: int = 5000
     """Of all agents together, as long as each sends PINGS_PER_FENCE in fence_s."""
-    keep_interval_s: float = 0.5
+    renew_interval_s: float = 0.5
     """How often the coordinator renews its authority with its voters."""
     prove_s: float = 1.0
     """Between two attempts to prove that the process of a voter without a link has ended."""

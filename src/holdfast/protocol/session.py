@@ -96,6 +96,10 @@ class Accepted(Struct, frozen=True, array_like=True, tag="accepted"):
     name: str = ""
     """The identity of the agent or witness that answers (`charter.Seat.name`)."""
     witness: bool = False
+    term: int = 0
+    """Of the coordinator here."""
+    founded: bool = False
+    """It was not elected: the node at the endpoint founded the job."""
 
 
 T = TypeVar("T")

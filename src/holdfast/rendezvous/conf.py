@@ -134,7 +134,7 @@ STATIC_JOIN_S = 900.0
 FENCE_PER_LEASE = 2 / 3
 """An agent that is cut off kills its workers well before the coordinator counts it as lost."""
 PINGS_PER_LEASE = 6
-KEEPS_PER_FENCE = 8
+RENEWALS_PER_FENCE = 8
 LEASE_TTL_S_MIN = 2
 """Minimum that etcd grants with its default election time-out."""
 LEASE_TTL_S_MAX = 60
@@ -420,6 +420,6 @@ def _patience(numbers: Mapping[str, float], limits: Limits) -> Limits:
     if lease_s is None:
         return limits
     ping_interval_s = min(limits.ping_interval_s, lease_s / PINGS_PER_LEASE, fence_s * FENCE_PER_LEASE / 2)
-    keep_interval_s = min(limits.keep_interval_s, fence_s / KEEPS_PER_FENCE)
-    intervals = {"ping_interval_s": ping_interval_s, "keep_interval_s": keep_interval_s}
+    renew_interval_s = min(limits.renew_interval_s, fence_s / RENEWALS_PER_FENCE)
+    intervals = {"ping_interval_s": ping_interval_s, "renew_interval_s": renew_interval_s}
     return replace(limits, lease_s=lease_s, fence_s=fence_s, **intervals)

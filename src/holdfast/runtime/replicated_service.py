@@ -16,8 +16,8 @@ from holdfast.coordinator.coordinator_state import (
     WitnessOpened,
 )
 from holdfast.coordinator.replicated import ReplicatedCoordinator
-from holdfast.protocol.charter import Seat
-from holdfast.protocol.messages import FromAgent, FromCoordinator, Joined, Keep, Moved, Poll
+from holdfast.protocol.charter import Renew, Seat
+from holdfast.protocol.messages import FromAgent, FromCoordinator, Joined, Moved, Poll
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.rendezvous_client import CoordinatorService, LocalLink
 from holdfast.runtime.run_folder import Journal
@@ -93,7 +93,7 @@ class ReplicatedService(CoordinatorService):
 
 
 class WatchedLink:
-    """The agent's link. What concerns the voter goes there: Keeps, where the coordinator has moved, gain and loss of
+    """The agent's link. What concerns the voter goes there: Renews, where the coordinator has moved, gain and loss of
     the link."""
 
     def __init__(self, link: Outgoing | LocalLink, voter: VoterService) -> None:
@@ -116,8 +116,8 @@ class WatchedLink:
 
     def _heard(self, on_message: Callable[[FromCoordinator], None], message: FromCoordinator) -> None:
         match message:
-            case Keep():
-                self._voter.keep_came(message, self._link.send)
+            case Renew():
+                self._voter.renew_came(message, self._link.send)
             case Moved(term, address, port):
                 self._moved = True
                 self._voter.feed(HeardOf(term, address, port))

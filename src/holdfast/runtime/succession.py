@@ -12,13 +12,15 @@ import contextlib
 from collections.abc import Callable
 from functools import partial
 
+from msgspec import structs
+
 from holdfast.agent.voter import (
     AskVote,
     HeardOf,
+    LeaderAddress,
     PolledCame,
     PollFailed,
     Voter,
-    Where,
 )
 from holdfast.coordinator.coordinator_state import (
     Deposed,
@@ -35,11 +37,11 @@ from holdfast.protocol.errors import (
     RefusedError,
 )
 from holdfast.protocol.messages import (
-    Call,
     FromCoordinator,
     Moved,
     Poll,
     Polled,
+    Supersede,
 )
 from holdfast.protocol.options import Endpoint, RunOptions
 from holdfast.protocol.policy import NodeSpec
@@ -167,14 +169,14 @@ class SuccessionClient:
         self._bound.add(endpoint)
         await self._reception.listen(place)
 
-    def _where(self) -> Where | None:
+    def _where(self) -> LeaderAddress | None:
         """Where the coordinator is, for others: that at the end of our link, or one that was elected since."""
         link, leader = self._link, self._voter.machine.leader if self._voter is not None else None
         if leader is not None and leader.term > (link.term if link is not None else 0):
             return leader
         if link is None or not link.up or self._place is None:
             return None
-        return Where(self._place.host, self._place.port, link.term)
+        return LeaderAddress(self._place.host, self._place.port, link.term)
 
     # ---------------------------------------------------------------- finding the coordinator
 
@@ -265,11 +267,17 @@ class SuccessionClient:
         options = self._options
         await asyncio.sleep(pause_s)
         try:
-            return await dial(place, options.job, node, options.token)
+            connection = await dial(place, options.job, node, options.token)
         except (RefusedError, PortInUseError) as error:
             if place == options.endpoint and self._place is None and not self._bound:
                 raise
             raise CoordinatorUnreachableError(str(error)) from None  # its port is another job's now
+        accepted, voter = connection.accepted, self._voter
+        assert voter is not None
+        if voter.machine.ignores(self._loop.time(), accepted.name, accepted.term, founded=accepted.founded):
+            connection.close()
+            raise CoordinatorUnreachableError(f"the node at {place} has founded the job again, and this one goes on")
+        return connection
 
     # ---------------------------------------------------------------- votes
 
@@ -287,8 +295,8 @@ class SuccessionClient:
             if not answer.done():
                 answer.set_result(polled)
 
-        polled = None
-        with contextlib.suppress(HoldfastError, TimeoutError):
+        polled, refused = None, False
+        try:
             async with asyncio.timeout(self._options.limits.poll_s):
                 connection = await self._dial_agent(_endpoint(seat))
                 try:
@@ -299,7 +307,14 @@ class SuccessionClient:
                     polled = await answer
                 finally:
                     connection.close()
-        self._voter.feed(PollFailed(seat.name, poll) if polled is None else PolledCame(seat.name, poll, polled))
+        except CoordinatorUnreachableError:
+            refused = True
+        except (HoldfastError, TimeoutError):
+            pass  # it may be alive
+        if polled is not None:
+            self._voter.feed(PolledCame(seat.name, poll, polled))
+        else:
+            self._voter.feed(PollFailed(seat.name, poll, gone=refused and await self.prove_gone(seat)))
 
     async def _dial_agent(self, endpoint: Endpoint) -> Outgoing:
         assert self._node is not None
@@ -322,6 +337,7 @@ class SuccessionClient:
         )
         service = self.service = ReplicatedService(machine, self._journal, self._say, self)
         self._reception.connected = service.connected
+        self._reception.leading = lambda accepted: structs.replace(accepted, term=machine.term, founded=machine.founded)
         self._journal.write("leads", term=succession.term, founds=succession.charter is None)
         for endpoint in (options.endpoint, *options.more_endpoints):
             if endpoint not in self._bound:
@@ -392,7 +408,7 @@ class SuccessionClient:
             return
         connection.start(partial(self._answered, service, connection), end)
         address = self._options.local_addr or connection.local_address
-        connection.send(Call(service.replicated.term, address, self.port))
+        connection.send(Supersede(service.replicated.term, address, self.port))
         await asyncio.wait({closed}, timeout=self._options.limits.poll_s)
 
     def _answered(self, service: ReplicatedService, connection: Outgoing, message: FromCoordinator) -> None:

@@ -17,17 +17,17 @@ from holdfast.agent.voter import (
     Command,
     Event,
     HeardOf,
-    KeepCame,
     Lead,
+    LeaderAddress,
     PollCame,
-    SendKept,
-    Stage,
+    RenewCame,
+    SendRenewed,
     Voter,
-    Where,
+    VoterState,
 )
-from holdfast.protocol.charter import VOTERS_MIN, Succession
+from holdfast.protocol.charter import Renew, Renewed, Succession
 from holdfast.protocol.codec import PROTOCOL_VERSION
-from holdfast.protocol.messages import Call, FromAgent, Keep, Kept, Moved, Poll, Polled
+from holdfast.protocol.messages import FromAgent, Moved, Poll, Polled, Supersede
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.policy import Note, Tick
 from holdfast.protocol.session import Accepted, Hello
@@ -78,25 +78,23 @@ class VoterService:
         self._journal = journal
         self._ask = ask
         self._lead = lead
-        self._keepers: deque[Callable[[Kept], None]] = deque()
+        self._renewals: deque[Callable[[Renewed], None]] = deque()
         self._candidates: dict[int, Callable[[Polled], None]] = {}
         self._asked = 0
-        self._known: Where | None = None
+        self._known: LeaderAddress | None = None
         self._driver: Driver[Event, Command] = Driver(machine, Tick(), self._execute, after=self._look)
 
     @property
     def electing(self) -> bool:
-        """Whether an election is possible: this voter has lost the newest coordinator that it knows."""
-        charter, stage = self.machine.charter, self.machine.stage
-        able = charter is not None and len(charter.seats) >= VOTERS_MIN
-        return able and stage in (Stage.ALONE, Stage.ASKING, Stage.STANDING)
+        """Whether this voter has lost a coordinator that its voters may replace."""
+        return self.machine.elects(asyncio.get_running_loop().time())
 
     def feed(self, event: Event) -> None:
         self._driver.feed(event)
 
-    def keep_came(self, keep: Keep, answer: Callable[[Kept], None]) -> None:
-        self._keepers.append(answer)
-        self.feed(KeepCame(keep))
+    def renew_came(self, renew: Renew, answer: Callable[[Renewed], None]) -> None:
+        self._renewals.append(answer)
+        self.feed(RenewCame(renew))
 
     def poll_came(self, poll: Poll, answer: Callable[[Polled], None]) -> None:
         self._asked += 1
@@ -108,8 +106,8 @@ class VoterService:
 
     def _execute(self, command: Command) -> None:
         match command:
-            case SendKept(kept):
-                self._keepers.popleft()(kept)
+            case SendRenewed(renewed):
+                self._renewals.popleft()(renewed)
             case AskVote():
                 assert self._ask is not None
                 self._ask(command)
@@ -136,9 +134,15 @@ class Reception:
     """
 
     def __init__(
-        self, options: RunOptions, voter: VoterService, where: Callable[[], Where | None], say: Callable[[str], None]
+        self,
+        options: RunOptions,
+        voter: VoterService,
+        where: Callable[[], LeaderAddress | None],
+        say: Callable[[str], None],
     ) -> None:
         self.connected: Callable[[AgentConnection], None] | None = None
+        self.leading: Callable[[Accepted], Accepted] = lambda accepted: accepted
+        """Adds what a coordinator here says of itself."""
         self._options = options
         self._voter = voter
         self._where = where
@@ -165,7 +169,7 @@ class Reception:
     def _answer(self) -> Accepted:
         name = self._voter.machine.name
         if self.connected is not None:
-            return Accepted(PROTOCOL_VERSION, name=name)
+            return self.leading(Accepted(PROTOCOL_VERSION, name=name))
         where = self._where()
         if where is None:
             return Accepted(PROTOCOL_VERSION, absent=True, name=name)
@@ -189,16 +193,17 @@ class Reception:
 
 
 def answer_guest(
-    voter: VoterService, where: Callable[[], Where | None], connection: AgentConnection, message: FromAgent
+    voter: VoterService, where: Callable[[], LeaderAddress | None], connection: AgentConnection, message: FromAgent
 ) -> bool:
     """Answer a candidate, or a coordinator that calls. False: it is another message."""
     match message:
         case Poll():
             voter.poll_came(message, connection.send)
-        case Call(term, address, port):
+        case Supersede(term, address, port):
             voter.feed(HeardOf(term, seen_from_here(address, connection.peer_address), port))
             known = where()
-            if known is not None and known.term > term:
+            linked = voter.machine.stage in (VoterState.FOLLOWING, VoterState.LEADING)  # else what it knows may be over
+            if known is not None and known.term > term and linked:
                 connection.send(Moved(known.term, known.address, known.port))
             connection.close("the call is over")
         case _:

@@ -12,9 +12,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from holdfast.agent.voter import Unlinked, Voter, Where
+from holdfast.agent.voter import LeaderAddress, Unlinked, Voter
+from holdfast.protocol.charter import Renew
 from holdfast.protocol.codec import PROTOCOL_VERSION
-from holdfast.protocol.messages import FromAgent, Keep
+from holdfast.protocol.messages import FromAgent
 from holdfast.protocol.policy import Limits
 from holdfast.protocol.session import SHOWN_CHARS_MAX, Accepted, Hello
 from holdfast.rendezvous.bind import Claim
@@ -37,14 +38,14 @@ class _Job:
     links: int = 0
     idle_since_s: float = 0.0
 
-    def where(self) -> Where | None:
+    def where(self) -> LeaderAddress | None:
         """Where its coordinator is: the first voter of its charter, or a candidate that got this vote since."""
         machine = self.voter.machine
         charter, leader = machine.charter, machine.leader
         if charter is None or not charter.voters or (leader is not None and leader.term > charter.position.term):
             return leader
         first = charter.voters[0]
-        return Where(first.address, first.port, charter.position.term)
+        return LeaderAddress(first.address, first.port, charter.position.term)
 
 
 class Witness:
@@ -76,7 +77,7 @@ class Witness:
 
     def _answer(self, hello: Hello) -> Accepted:
         job = self._jobs.get(hello.run_id) or self._begin(hello.run_id)
-        where = job.where() or Where("", 0, 0)
+        where = job.where() or LeaderAddress("", 0, 0)
         name = job.voter.machine.name
         return Accepted(PROTOCOL_VERSION, True, where.address, where.port, name, witness=True)
 
@@ -125,10 +126,10 @@ class _Guest:
         """Of the coordinator at the other end; 0: it is none."""
 
     def heard(self, message: FromAgent) -> None:
-        if isinstance(message, Keep):
+        if isinstance(message, Renew):
             self._settle()
             self._term = message.term
-            self.job.voter.keep_came(message, self._connection.send)
+            self.job.voter.renew_came(message, self._connection.send)
         elif not answer_guest(self.job.voter, self.job.where, self._connection, message):
             self._connection.close("this is a witness")
 

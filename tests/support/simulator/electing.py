@@ -18,9 +18,9 @@ from holdfast.agent import events as ev
 from holdfast.agent import voter as vote
 from holdfast.coordinator import coordinator_state as cstate
 from holdfast.coordinator.replicated import ReplicatedCoordinator
-from holdfast.protocol.charter import Charter, Seat, Succession
+from holdfast.protocol.charter import Charter, Renew, Renewed, Seat, Succession
 from holdfast.protocol.errors import CoordinatorUnreachableError
-from holdfast.protocol.messages import Call, FromCoordinator, Joined, Keep, Kept, Moved, Poll, Polled
+from holdfast.protocol.messages import FromCoordinator, Joined, Moved, Poll, Polled, Supersede
 from holdfast.protocol.policy import NodeSpec
 from tests.support.simulator.drawn import DrawnAgent
 from tests.support.simulator.network import FakeEnd
@@ -50,16 +50,16 @@ class SimVoter(Shell):
         )
         self.cluster = cluster
         self.process = process
-        self._kept: Callable[[Kept], None] = lambda _: None
+        self._kept: Callable[[Renewed], None] = lambda _: None
         self._replies: dict[int, Callable[[Polled], None]] = {}
 
     @property
     def electing(self) -> bool:
         return bool(self.machine.elects(self.cluster.clock.now))
 
-    def keep_came(self, keep: Keep, answer: Callable[[Kept], None]) -> None:
+    def renew_came(self, renew: Renew, answer: Callable[[Renewed], None]) -> None:
         self._kept = answer
-        self.handle(vote.KeepCame(keep))
+        self.handle(vote.RenewCame(renew))
 
     def poll_came(self, poll: Poll, answer: Callable[[Polled], None]) -> None:
         number = len(self._replies) + 1
@@ -74,12 +74,12 @@ class SimVoter(Shell):
 
     def _do(self, command: vote.Command) -> None:
         match command:
-            case vote.SendKept(kept):
-                self._kept(kept)
+            case vote.SendRenewed(renewed):
+                self._kept(renewed)
             case vote.AskVote():
                 self.cluster.ask(self.process.host, command, self.handle)
-            case vote.AnswerPoll(ticket, polled):
-                self._replies[ticket](polled)
+            case vote.AnswerPoll(number, polled):
+                self._replies[number](polled)
             case vote.Lead(succession):
                 self.process.lead(succession)
 
@@ -113,9 +113,9 @@ class SimWitness:
 
         def heard(message: object) -> None:
             nonlocal term
-            if isinstance(message, Keep):
+            if isinstance(message, Renew):
                 term = max(term, message.term)
-                self.voter.keep_came(message, end.send)
+                self.voter.renew_came(message, end.send)
 
         def closed(_: str) -> None:
             self.voter.handle(vote.Unlinked(term, closed=True))
@@ -319,8 +319,8 @@ class ElectingAgent(DrawnAgent):
 
     def _got(self, end: FakeEnd, message: FromCoordinator) -> None:
         match message:
-            case Keep():
-                self.voter.keep_came(message, end.send)
+            case Renew():
+                self.voter.renew_came(message, end.send)
             case Moved(term, address, port):
                 self._moved = True
                 self.voter.handle(vote.HeardOf(term, address, port))
@@ -347,7 +347,7 @@ class ElectingAgent(DrawnAgent):
 
 
 class SimReplicated(SimCoordinator):
-    """A coordinator in an agent's process. Keeps its connections to witnesses, and calls the other endpoints."""
+    """A coordinator in an agent's process. Renews its connections to witnesses, and calls the other endpoints."""
 
     def __init__(
         self, world: SuccessionCluster, agent: ElectingAgent, number: int, machine: ReplicatedCoordinator
@@ -429,7 +429,7 @@ class SimReplicated(SimCoordinator):
             end.on_closed = closed
             self.handle(cstate.WitnessOpened(number, process.seat))
             return
-        call = Call(self.machine.term, self.cluster.address(self.host), self.agent.port)
+        call = Supersede(self.machine.term, self.cluster.address(self.host), self.agent.port)
         if process.coordinator is not None:
             link.a.on_message = self._answered
             process.coordinator.accept(link.b, self.host)
