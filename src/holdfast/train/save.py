@@ -12,7 +12,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from holdfast.protocol.errors import HoldfastError, SnapshotError, SnapshotMemor
 from holdfast.snapshots import changes, disk
 from holdfast.snapshots.changes import Keep, SaveRequest, Verified
 from holdfast.snapshots.lease import FolderLease
+from holdfast.snapshots.remote import Place, RemotePath
 from holdfast.snapshots.saver_client import InProcessStaging, Tier, warn_of_disk
 from holdfast.train import sharding
 from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper, node_key
@@ -32,6 +32,8 @@ from holdfast.train.state import Collected, Tracker
 TEXT_ROOM = 1.25
 """The text's entry is this much larger than the text, whose length changes from save to save."""
 TEXT_BLOCK_BYTES = 4096
+ATTEMPTS_PER_LEASE = 1000
+"""Saves of one step by one life of a job."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ class Saving:
 
     def __init__(
         self,
-        path: Path,
+        path: Place,
         tracker: Tracker,
         peers: Peers,
         tier: Tier,
@@ -73,6 +75,8 @@ class Saving:
         rank 0's."""
         self.tier = tier
         self._path, self._tracker, self._peers = path, tracker, peers
+        self._begun_at: tuple[int, int] = (-1, 0)
+        """In an object store: the step that was begun last, and how often."""
         self._rescue, self._clock, self._lease = rescue, clock, lease
         self._failed = FailedSaves(failures_max)
         self.troubles: list[SnapshotError] = []
@@ -260,6 +264,10 @@ class Saving:
     def _begin(self, step: int) -> int:
         if self._lease is not None:
             self._lease.confirm()
+            if isinstance(self._path, RemotePath):
+                # Its own numbers for each lease, which the store has given once: no request while training waits.
+                self._begun_at = (step, self._begun_at[1] + 1 if self._begun_at[0] == step else 0)
+                return self._lease.number * ATTEMPTS_PER_LEASE + self._begun_at[1]
         return changes.begin(self._path, step, make=False)
 
     def _collect(self) -> Collected:
@@ -352,7 +360,7 @@ class Saving:
 class Pruner:
     """Rank 0's retention. Methods are called by one thread."""
 
-    def __init__(self, path: Path, keep: Keep) -> None:
+    def __init__(self, path: Place, keep: Keep) -> None:
         self._path, self._keep = path, keep
         self._verified = Verified()
         self._due = False

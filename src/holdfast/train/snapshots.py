@@ -23,7 +23,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -41,6 +40,7 @@ from holdfast.snapshots import lease as leases
 from holdfast.snapshots.changes import Keep
 from holdfast.snapshots.flush import rescue_attempt
 from holdfast.snapshots.memory_folder import SAVER_VARIABLE
+from holdfast.snapshots.remote import RemotePath, absolute
 from holdfast.snapshots.saver_client import Tier, open_tier
 from holdfast.train.agreement import Peers, Schedule, Steps, Timekeeper, seconds
 from holdfast.train.guards import same_loss
@@ -59,17 +59,19 @@ __all__ = ["Keep", "Resumed", "Snapshots", "TrainState"]
 
 
 class Snapshots:
-    """The snapshots of one job in one folder, which all its ranks see.
+    """The snapshots of one job in one folder, which all its ranks see, or under the URL of an object store.
 
-    folder        made when it is not there; one job at a time
+    folder        made when it is not there; one job at a time. Or s3://bucket/run, gs://, az://, any URL of fsspec
     every         to the disk: "2min", seconds, ht.steps(500); None: only by save() and when asked to stop
     memory_every  steps from one copy in memory to the next; None: no memory tier but for what goes to the disk
     keep          which snapshots stay on the disk; None: all
     fresh_ok      whether resume() may return None where the folder has only unfinished or damaged snapshots
     failures_max  saves to the disk that fail in a row until all ranks raise; fewer are a warning of rank 0's
     exit_on_stop  leave with exit code 0 when the launcher asks to stop and all is saved; False: `stopping` says it
+    stage         with a URL: a local folder through which the saver uploads, so that memory is free sooner
 
-    Raises IntervalError, RetentionError. Usable as a context manager; otherwise closed when the process ends."""
+    Raises IntervalError, RetentionError, SnapshotURLError. Usable as a context manager; otherwise closed when the
+    process ends."""
 
     def __init__(
         self,
@@ -81,8 +83,10 @@ class Snapshots:
         fresh_ok: bool = False,
         failures_max: int = 5,
         exit_on_stop: bool = True,
+        stage: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.path = Path(os.path.abspath(folder))
+        self.path = absolute(folder)
+        self._stage = "" if stage is None else os.path.abspath(stage)
         self.stopping = False
         """The launcher asked to stop, and everything is on the disk: leave with exit code 0."""
         if memory_every is not None and (type(memory_every) is not int or memory_every < 1):
@@ -238,7 +242,8 @@ class Snapshots:
         return peers, tier
 
     def _open_tier(self, rank: int, world: int) -> Tier:
-        tier = self._opened = open_tier(rank=rank, world=world)
+        remote = isinstance(self.path, RemotePath)
+        tier = self._opened = open_tier(rank=rank, world=world, remote=remote, stage=self._stage if remote else "")
         self._process = os.getpid()
         atexit.register(self._at_exit)
         return tier
