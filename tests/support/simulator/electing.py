@@ -101,8 +101,8 @@ class SimWitness:
     def listens_at(self, port: int) -> bool:
         return port == ENDPOINT_PORT
 
-    def where(self) -> vote.Where | None:
-        leader: vote.Where | None = self.voter.machine.leader
+    def where(self) -> vote.LeaderAddress | None:
+        leader: vote.LeaderAddress | None = self.voter.machine.leader
         return leader
 
     def news(self) -> None:
@@ -209,15 +209,15 @@ class ElectingAgent(DrawnAgent):
 
     # ---------------------------------------------------------------- finding the coordinator
 
-    def where(self) -> vote.Where | None:
+    def where(self) -> vote.LeaderAddress | None:
         """Where the coordinator is, for others."""
-        leader: vote.Where | None = self.voter.machine.leader
+        leader: vote.LeaderAddress | None = self.voter.machine.leader
         if leader is not None and leader.term > self._term:
             return leader
         return self.linked_to()
 
-    def linked_to(self) -> vote.Where | None:
-        return vote.Where(*self._place, self._term) if self._place is not None and self._term else None
+    def linked_to(self) -> vote.LeaderAddress | None:
+        return vote.LeaderAddress(*self._place, self._term) if self._place is not None and self._term else None
 
     def _dial(self) -> None:
         if self.alive:

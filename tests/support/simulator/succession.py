@@ -283,7 +283,7 @@ class SuccessionCluster(SimCluster):
             voter.name: host
             for host, voter in awake
             if voter.charter is not None
-            and (voter._lost_s > patient_s or (voter.stage is vote.Stage.FOLLOWING and voter._followed != but))
+            and (voter._lost_s > patient_s or (voter.stage is vote.VoterState.FOLLOWING and voter._followed != but))
         }
         return {seat.name: names[seat.name] for seat in charter.seats if seat.name in names}
 
