@@ -156,7 +156,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
                     self._do_without(link, now)
                 elif renewed.term > self.term:
                     return self._step_down(
-                        StepDown(f"this node's voters have elected another one (term {renewed.term})")
+                        StepDown(f"the voters have elected another one (term {renewed.term})")
                     )
                 self._charters.renewed(link, renewed)
             case Heard(_, Join(term=term)) if term > self.term and not self._founds:
