@@ -7,7 +7,6 @@ separate process.
 from __future__ import annotations
 
 import argparse
-import shutil
 import subprocess
 import sys
 import time
@@ -17,25 +16,32 @@ from typing import Any
 
 from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotGoneError, UsageError
-from holdfast.snapshots import changes, folder, lease, lives
+from holdfast.snapshots import changes, disk, folder, lease, lives
 from holdfast.snapshots.changes import Keep, Pruned
 from holdfast.snapshots.folder import Snapshot, Survey
 from holdfast.snapshots.layout import MANIFEST
+from holdfast.snapshots.remote import Place, RemotePath, place_of
 
 EXIT_DAMAGED = 1
 FORMATS = ("torch", "dcp", "safetensors")
 
-Result = tuple[Path, SnapshotError | None]
+Result = tuple[Place, SnapshotError | None]
 """A snapshot, and what is wrong with it."""
 
 
 def main(argv: Sequence[str]) -> int:
     """Run `holdfast snaps` with these arguments; returns the exit status. Raises HoldfastError."""
     chosen = parser().parse_args(argv)
-    if not Path(chosen.folder).is_dir():
+    place = place_of(chosen.folder)
+    chosen.folder = str(place)
+    try:
+        there = place.sizes() if isinstance(place, RemotePath) else place.is_dir()
+    except OSError as error:
+        raise SnapshotError(f"{chosen.folder}: {error.strerror}") from error
+    if not there:
         raise SnapshotError(f"{chosen.folder}: no such folder")
-    if (Path(chosen.folder) / MANIFEST).exists():
-        whole = Path(chosen.folder).resolve()
+    if MANIFEST in there if isinstance(there, dict) else (Path(chosen.folder) / MANIFEST).exists():
+        whole = place if isinstance(place, RemotePath) else place.resolve()
         raise SnapshotError(f"{chosen.folder} is one snapshot; give its folder, {whole.parent}")
     status: int = chosen.run(chosen)
     return status
@@ -48,7 +54,7 @@ def parser() -> Parser:
 
     def command(name: str, run: Any, text: str) -> Parser:
         made = commands.add_parser(name, help=text, description=text)
-        made.add_argument("folder", metavar="FOLDER", help="the snapshot folder, as given to Snapshots(...)")
+        made.add_argument("folder", metavar="FOLDER", help="the snapshot folder or URL, as given to Snapshots(...)")
         made.add_json()
         made.set_defaults(run=run)
         return made
@@ -140,10 +146,10 @@ def prune_folder(chosen: argparse.Namespace) -> int:
 
 def remove_marks(chosen: argparse.Namespace) -> int:
     """`unmark`: remove the marks of suspect snapshots. Holds the folder's lease: a job judges them at its start."""
-    path = Path(chosen.folder)
-    with lease.acquire(path, ""):
-        keys = [key for key in sorted(folder.survey(path).marks) if chosen.step in (None, key.step)]
-        lives.unmark(path, keys)
+    with lease.acquire(chosen.folder, ""):
+        found = folder.survey(chosen.folder)
+        keys = [key for key in sorted(found.marks) if chosen.step in (None, key.step)]
+        lives.unmark(found.path, keys)
     if chosen.json:
         print_json({"unmarked": [key.name for key in keys]})
     else:
@@ -191,7 +197,7 @@ def asked_best(text: str | None) -> tuple[str, str, int] | None:
     return name, sense, int(count)
 
 
-def prune_now(chosen: argparse.Namespace, keep: Keep | None) -> tuple[Pruned, list[Path]]:
+def prune_now(chosen: argparse.Namespace, keep: Keep | None) -> tuple[Pruned, list[Place]]:
     """Delete; returns the deleted snapshots and other folders. With --dry-run only determines them."""
     done = Pruned((), (), ())
     if keep is not None:
@@ -204,11 +210,11 @@ def prune_now(chosen: argparse.Namespace, keep: Keep | None) -> tuple[Pruned, li
         others += found.quarantined
         if not chosen.dry_run:
             for path in found.quarantined:
-                shutil.rmtree(path, ignore_errors=True)
+                disk.remove(path)
     return done, others
 
 
-def report(chosen: argparse.Namespace, done: Pruned, others: list[Path]) -> int:
+def report(chosen: argparse.Namespace, done: Pruned, others: list[Place]) -> int:
     """Print what `prune` did."""
     if chosen.json:
         print_json(

@@ -209,6 +209,10 @@ class ShardingError(CallerError, code="HF132"):
     """The tracked objects do not match the saved state: a tensor is missing or has another shape."""
 
 
+class SnapshotURLError(CallerError, ValueError, code="HF135"):
+    """The URL given to Snapshots or `holdfast snaps` is not one of an object store, or holds a password or a query."""
+
+
 class StateMismatchError(ShardingError, code="HF134"):
     """The tracked objects are not the saved ones: objects or tensors are missing, left over, or of another kind."""
 

@@ -19,6 +19,8 @@ after it has read it back whole, and deletes only snapshots that are superfluous
 newest one never costs a good older one. Deletion renames first: after a crash the folder's name shows that it is being
 deleted, and no reader finds half a snapshot.
 
+In an object store, which has no rename, a conditional put of the manifest commits: remote_commit.py.
+
 Functions take `at`, which is called with the name of each phase when it is reached: tests kill there.
 """
 
@@ -26,12 +28,11 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from holdfast.protocol.errors import (
     RetentionError,
@@ -39,9 +40,9 @@ from holdfast.protocol.errors import (
     SnapshotError,
     SnapshotIncompleteError,
 )
-from holdfast.snapshots import disk
+from holdfast.snapshots import disk, remote_commit
 from holdfast.snapshots.disk import chunk_digests, root_digest
-from holdfast.snapshots.folder import Snapshot, quarantine, rename_aside, survey, verify
+from holdfast.snapshots.folder import Snapshot, attempt_place, quarantine, rename_aside, survey, verify
 from holdfast.snapshots.layout import (
     MANIFEST,
     RECORD_BYTES_MAX,
@@ -56,6 +57,7 @@ from holdfast.snapshots.layout import (
     record_file,
     refusal_file,
 )
+from holdfast.snapshots.remote import LOOK_S, Place, RemotePath, place_of
 from holdfast.text import seconds_of
 
 PHASES = (
@@ -84,7 +86,7 @@ class SaveRequest:
     """One rank's request to save, and its place: the same object in the worker, in the memory slot and in the saver."""
 
     folder: str
-    """The snapshot folder; absolute, or relative to the working directory of the process that saves."""
+    """The snapshot folder; absolute, or relative to the working directory of the process that saves. Or a URL."""
     step: int
     attempt: int
     rank: int
@@ -100,14 +102,14 @@ class SaveRequest:
         return Key(self.step, self.attempt)
 
     @property
-    def attempt_path(self) -> Path:
+    def attempt_path(self) -> Place:
         """The folder during the writing."""
-        return Path(self.folder, self.key.named(FolderKind.ATTEMPT))
+        return attempt_place(self.folder, self.key)
 
     @property
-    def committed_path(self) -> Path:
+    def committed_path(self) -> Place:
         """The folder after the commit."""
-        return Path(self.folder, self.key.name)
+        return place_of(self.folder) / self.key.name
 
     @property
     def save(self) -> int:
@@ -139,22 +141,23 @@ class SaveRequest:
         return request
 
 
-def begin(folder: str | os.PathLike[str], step: int, *, make: bool = True, at: At = nowhere) -> int:
+def begin(folder: str | os.PathLike[str] | RemotePath, step: int, *, make: bool = True, at: At = nowhere) -> int:
     """Rank 0: make the attempt folder; returns the attempt's number, which is unique at this step.
 
     `make`: make the snapshot folder too, when it is missing. Otherwise a missing folder is an error: a new one would
     hide that it vanished. SnapshotFolderError; SnapshotWriteError; ValueError for an invalid step.
     """
     check_step(step)
-    path = Path(folder)
+    path = place_of(folder)
     try:
         if make:
             disk.make_folder(path)
-        taken = [
-            named.key.attempt for name in os.listdir(path) if (named := parse_name(name)) and named.key.step == step
-        ]
+        listed = path.sizes() if isinstance(path, RemotePath) else os.listdir(path)
+        taken = [named.key.attempt for name in listed if (named := parse_name(name)) and named.key.step == step]
         attempt = max(taken, default=0) + 1
-        while True:
+        if isinstance(path, RemotePath):
+            attempt = remote_commit.begin(path, step, attempt)
+        while isinstance(path, Path):
             try:
                 (path / Key(step, attempt).named(FolderKind.ATTEMPT)).mkdir()
             except FileExistsError:
@@ -181,6 +184,8 @@ def write_rank(request: SaveRequest, buffer: bytes | bytearray | memoryview, *, 
     folder = request.attempt_path
     file = folder / rank_file(request.rank)
     try:
+        if isinstance(folder, RemotePath):
+            remote_commit.check_open(folder)  # nobody could keep us from replacing a committed object
         with chunk_digests(data) as digests:
             disk.write_all(file, data, beside=digests.start)
             at("written")
@@ -210,7 +215,7 @@ def write_rank(request: SaveRequest, buffer: bytes | bytearray | memoryview, *, 
     return record
 
 
-def commit(request: SaveRequest, *, patience: float = PATIENCE_S, at: At = nowhere) -> Path:
+def commit(request: SaveRequest, *, patience: float = PATIENCE_S, at: At = nowhere) -> Place:
     """Rank 0: wait up to `patience` seconds for all ranks' records, then commit; returns the committed folder.
 
     It is durable when this returns. On any failure the attempt is removed and older snapshots are unchanged.
@@ -229,7 +234,8 @@ def commit(request: SaveRequest, *, patience: float = PATIENCE_S, at: At = nowhe
         )
         _publish(request, manifest.dump(), at)
     except OSError as error:
-        if isinstance(error, FileNotFoundError) and not request.attempt_path.exists():
+        path = request.attempt_path
+        if isinstance(error, FileNotFoundError) and (isinstance(path, RemotePath) or not path.exists()):
             raise SnapshotIncompleteError(
                 f"step {request.step} was not saved: the job continued before all ranks had saved"
             ) from error
@@ -243,30 +249,39 @@ def commit(request: SaveRequest, *, patience: float = PATIENCE_S, at: At = nowhe
 
 def abandon(request: SaveRequest) -> None:
     """Remove the attempt, as far as the disk allows. Ranks that still write to it get a SnapshotIncompleteError."""
+    if isinstance(request.attempt_path, RemotePath):
+        remote_commit.give_up(request.attempt_path)
+        return
     # Renamed first: a half-deleted attempt must not look like one that may still be completed.
     doomed = rename_aside(request.attempt_path, request.key, FolderKind.GONE)
     if doomed is not None:
-        shutil.rmtree(doomed, ignore_errors=True)
+        disk.remove(doomed)
 
 
 def _publish(request: SaveRequest, manifest: str, at: At) -> None:
     folder, committed = request.attempt_path, request.committed_path
+    if isinstance(folder, RemotePath):
+        remote_commit.publish(folder, manifest)
+        return at("durable")
     disk.write_atomically(folder / MANIFEST, manifest)
     disk.sync_folder(folder)
     at("manifest")
-    folder.rename(committed)
+    folder.rename(cast("Path", committed))
     at("renamed")
     disk.sync_folder(committed.parent)
-    at("durable")
+    return at("durable")
 
 
 def _gather(request: SaveRequest, patience: float) -> list[RankRecord]:
     """All ranks' records, in order of rank. Polls, because writes of other nodes cause no local event."""
     folder = request.attempt_path
+    longest = LOOK_S if isinstance(folder, RemotePath) else LOOK_S_MAX
     awaited, deadline, pause = set(range(request.world)), time.monotonic() + patience, LOOK_S_MIN
     records: dict[int, RankRecord] = {}
     while True:
-        names = set(os.listdir(folder))
+        names = set(disk.names(folder))
+        if isinstance(folder, RemotePath) and MANIFEST in names:
+            remote_commit.check_open(folder)
         for rank in sorted(awaited):
             if refusal_file(rank) in names:
                 why = disk.read_text(folder / refusal_file(rank), REFUSAL_BYTES_MAX)
@@ -282,13 +297,13 @@ def _gather(request: SaveRequest, patience: float) -> list[RankRecord]:
                 f"step {request.step} was not saved: after {patience:g} s nothing came from rank {missing}"
             )
         time.sleep(pause)
-        pause = min(2 * pause, LOOK_S_MAX)
+        pause = min(2 * pause, longest)
 
 
 def _record(request: SaveRequest, rank: int) -> RankRecord:
     folder = request.attempt_path
     record = RankRecord.load(disk.read_text(folder / record_file(rank), RECORD_BYTES_MAX))
-    size_bytes = (folder / rank_file(rank)).stat().st_size
+    size_bytes = disk.size(folder / rank_file(rank))
     expected = (request.step, request.attempt, rank, request.world, size_bytes)
     if (record.step, record.attempt, record.rank, record.world, record.size_bytes) != expected:
         raise SnapshotDamagedError(f"{folder}: the record of rank {rank} is of another save")
@@ -299,7 +314,7 @@ def refuse(request: SaveRequest, why: str) -> None:
     """This rank's part will not come: free its space, and report it to rank 0 at once."""
     folder = request.attempt_path
     with contextlib.suppress(OSError):
-        (folder / rank_file(request.rank)).unlink(missing_ok=True)
+        disk.delete(folder / rank_file(request.rank))
     with contextlib.suppress(OSError):
         disk.write_atomically(folder / refusal_file(request.rank), why)
     if request.rank == 0:  # no commit will follow: free the space of the others' files too
@@ -365,7 +380,7 @@ class Verified:
 
     read: Callable[[Snapshot], None] = verify
     """Reads one and checks every byte. SnapshotDamagedError, SnapshotGoneError, SnapshotError."""
-    digests: set[tuple[Path, str]] = field(default_factory=set)
+    digests: set[tuple[Place, str]] = field(default_factory=set)
     """Folder and a hash of the manifest's text: another snapshot of the same name is read again."""
 
     def check(self, snapshot: Snapshot) -> None:
@@ -375,7 +390,7 @@ class Verified:
             self.read(snapshot)
             self.digests.add(identity)
 
-    def forget(self, path: Path) -> None:
+    def forget(self, path: Place) -> None:
         """The snapshot was deleted."""
         self.digests = {each for each in self.digests if each[0] != path}
 
@@ -385,13 +400,13 @@ class Pruned:
     """The actions of `prune`, done or, in a dry run, planned."""
 
     kept: tuple[Snapshot, ...]
-    deleted: tuple[Path, ...]
-    damaged: tuple[tuple[Path, SnapshotError], ...]
+    deleted: tuple[Place, ...]
+    damaged: tuple[tuple[Place, SnapshotError], ...]
     """Found damaged when they were read back, and renamed (not in a dry run)."""
 
 
 def prune(
-    path: str | os.PathLike[str],
+    path: str | os.PathLike[str] | RemotePath,
     keep: Keep,
     *,
     verified: Verified | None = None,
@@ -405,7 +420,7 @@ def prune(
     SnapshotError when the folder cannot be read; SnapshotWriteError when it cannot be written."""
     verified = Verified() if verified is None else verified
     found = list(survey(path).committed)
-    damaged: list[tuple[Path, SnapshotError]] = []
+    damaged: list[tuple[Place, SnapshotError]] = []
     unread: set[Key] = set()
     while True:
         # Kept snapshots have to be good; deleted ones need not be read.
@@ -454,7 +469,7 @@ def _delete(doomed: Sequence[Snapshot], verified: Verified, at: At) -> list[Snap
             raise disk.write_error(error, parent) from error
         at("aside")
     for aside in going:
-        shutil.rmtree(aside, ignore_errors=True)
+        disk.remove(aside)
         at("deleted")
     return list(going.values())
 

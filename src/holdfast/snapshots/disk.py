@@ -1,4 +1,5 @@
 """Files for snapshots: durable when a call returns, read with bounds, and their digests. Knows nothing of snapshots.
+What is written to and read from an object store goes to remote.py.
 
 **Writing** goes past the page cache: it takes the same time whatever else is in the cache, and leaves the cache to the
 data loader.
@@ -24,6 +25,7 @@ from typing import ParamSpec, TypeVar
 
 from holdfast.protocol import errors
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotFolderError, SnapshotWriteError
+from holdfast.snapshots.remote import Place, RemotePath
 
 ALGORITHM = "sha256-4MiB"
 CHUNK_BYTES = 4 << 20
@@ -132,11 +134,15 @@ DAMAGE = (errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, err
 """The kernel's errors for files that are lost. Other errors (permissions, no memory, no server) may be temporary."""
 
 
-def write_all(path: Path, data: memoryview, beside: Callable[[], None] | None = None) -> None:
+def write_all(path: Place, data: memoryview, beside: Callable[[], None] | None = None) -> None:
     """Make the file, which must not exist, with these bytes; they are on the disk when this returns.
 
     `beside` starts parallel work. It is called when the disk has begun, so that the disk does not wait for it. OSError;
     FileNotFoundError when the file was removed or replaced meanwhile."""
+    if isinstance(path, RemotePath):
+        if beside is not None:
+            beside()
+        return path.upload(data)
     file = _create(path)
     try:
         if beside is not None:
@@ -148,10 +154,13 @@ def write_all(path: Path, data: memoryview, beside: Callable[[], None] | None = 
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     finally:
         os.close(file)
+    return None
 
 
-def write_atomically(path: Path, text: str) -> None:
+def write_atomically(path: Place, text: str) -> None:
     """Make or replace a small file, all or nothing. Its name is durable once its folder is synced. OSError."""
+    if isinstance(path, RemotePath):
+        return path.put(text.encode())
     beside = path.with_name(path.name + ".part")
     file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
     try:
@@ -160,10 +169,13 @@ def write_atomically(path: Path, text: str) -> None:
     finally:
         os.close(file)
     os.rename(beside, path)
+    return None
 
 
-def make_folder(path: Path) -> None:
+def make_folder(path: Place) -> None:
     """Make a folder, with those above it, unless it is there; their names are durable when this returns. OSError."""
+    if isinstance(path, RemotePath):
+        return  # an object store has none
     missing = []
     at = path
     while not at.exists():
@@ -174,8 +186,10 @@ def make_folder(path: Path) -> None:
         sync_folder(each.parent)
 
 
-def sync_folder(path: Path) -> None:
+def sync_folder(path: Place) -> None:
     """Names in the folder are on the disk when this returns. OSError."""
+    if isinstance(path, RemotePath):
+        return  # an object is durable when its upload is answered
     folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(folder)
@@ -183,10 +197,47 @@ def sync_folder(path: Path) -> None:
         os.close(folder)
 
 
-def read_text(path: Path, bytes_max: int) -> str:
+def names(folder: Place) -> list[str]:
+    """The names in a folder. OSError; FileNotFoundError when there is no folder, or nothing under a URL."""
+    if not isinstance(folder, RemotePath):
+        return os.listdir(folder)
+    if found := folder.sizes():
+        return list(found)
+    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+
+
+def size(path: Place) -> int:
+    """Bytes of a file. OSError."""
+    return path.size() if isinstance(path, RemotePath) else path.stat().st_size
+
+
+def delete(path: Place) -> None:
+    """Delete a file, if there is one. OSError."""
+    if isinstance(path, RemotePath):
+        path.delete()
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove(path: Place, *, keep: str = "") -> None:
+    """Delete a folder with its files, as far as the disk allows; but not, in an object store, the object `keep`."""
+    if not isinstance(path, RemotePath):
+        return shutil.rmtree(path, ignore_errors=True)
+    with suppress(OSError):
+        path.abort_uploads()
+        for name in sorted(path.sizes(), reverse=True):  # MANIFEST.json, which says what it is, after the pieces
+            if name != keep:
+                (path / name).delete()
+    return None
+
+
+def read_text(path: Place, bytes_max: int) -> str:
     """A small file. OSError; SnapshotDamagedError when it is too large or not UTF-8."""
-    with path.open("rb") as file:
-        data = file.read(bytes_max + 1)
+    if isinstance(path, RemotePath):
+        data = path.read(0, bytes_max + 1)
+    else:
+        with path.open("rb") as file:
+            data = file.read(bytes_max + 1)
     if len(data) > bytes_max:
         raise SnapshotDamagedError(f"{path}: longer than {bytes_max} bytes")
     try:
@@ -195,13 +246,13 @@ def read_text(path: Path, bytes_max: int) -> str:
         raise SnapshotDamagedError(f"{path}: not text") from None
 
 
-def read_error(error: OSError, path: Path) -> SnapshotError:
+def read_error(error: OSError, path: Place) -> SnapshotError:
     """The error for a file of a snapshot that cannot be read: damage, or another reason."""
     kind = SnapshotDamagedError if error.errno in DAMAGE else SnapshotError
     return kind(f"{path}: {error.strerror or error}")
 
 
-def vanished(folder: Path) -> SnapshotFolderError:
+def vanished(folder: Place) -> SnapshotFolderError:
     """The error for a running job that has lost its snapshot folder."""
     return SnapshotFolderError(
         f"{folder} has vanished: it was removed, renamed or unmounted while this job used it\n"
@@ -209,11 +260,11 @@ def vanished(folder: Path) -> SnapshotFolderError:
     )
 
 
-def write_error(error: OSError, path: Path, size_bytes: int = 0) -> SnapshotWriteError:
+def write_error(error: OSError, path: Place, size_bytes: int = 0) -> SnapshotWriteError:
     """The error for a snapshot that cannot be written."""
     need = f" (it needs {size_bytes / 1e6:.0f} MB)" if size_bytes >= 10**6 else ""
     said = f"cannot write {path}{need}: {error.strerror or error}"
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) and isinstance(path, Path):
         with suppress(OSError):
             there = path if path.is_dir() else path.parent  # its parent may be on another disk
             said += f"; {shutil.disk_usage(there).free / 1e6:.0f} MB are free there"
@@ -260,21 +311,45 @@ def _write(file: int, data: memoryview, begin: int = 0) -> None:
             direct = leave_direct(file)
 
 
-def go_direct(file: int) -> None:
-    """From now on read past the page cache, whole blocks into whole pages, if the file system can."""
-    with suppress(OSError):
-        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
+class OpenFile:
+    """A file, or an object, to read from. Methods raise OSError."""
 
+    def __init__(self, path: Place) -> None:
+        self._object = path if isinstance(path, RemotePath) else None
+        self._fd = -1
+        if not isinstance(path, RemotePath):
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
-def read_into(file: int, into: memoryview, begin: int) -> int:
-    """As os.preadv with one buffer. If reading past the page cache fails, read through it. OSError."""
-    try:
-        return os.preadv(file, [into], begin)
-    except OSError as error:
-        if error.errno != errno.EINVAL or not _is_direct(file):
-            raise
-    leave_direct(file)
-    return os.preadv(file, [into], begin)
+    def read_into(self, into: memoryview, begin: int) -> int:
+        """As os.preadv with one buffer. If reading past the page cache fails, read through it."""
+        if self._object is not None:
+            data = self._object.read(begin, begin + len(into))
+            into[: len(data)] = data
+            return len(data)
+        try:
+            return os.preadv(self._fd, [into], begin)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not _is_direct(self._fd):
+                raise
+        leave_direct(self._fd)
+        return os.preadv(self._fd, [into], begin)
+
+    def go_direct(self) -> None:
+        """From now on read past the page cache, whole blocks into whole pages, if the file system can."""
+        with suppress(OSError, ValueError):
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_DIRECT)
+
+    def leave_direct(self) -> None:
+        """From now on use the page cache."""
+        if self._fd >= 0:
+            leave_direct(self._fd)
+
+    def close(self) -> None:
+        """Close the file. May be called again."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
 
 
 def leave_direct(file: int) -> bool:

@@ -14,9 +14,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import mmap
 import os
 import random
-import shutil
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -26,9 +27,10 @@ from typing import NamedTuple
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotIncompleteError, SnapshotWriteError
 from holdfast.snapshots import disk, folder, memory_folder, slots
 from holdfast.snapshots.changes import SaveRequest, abandon, commit, write_rank
-from holdfast.snapshots.folder import being_written, inspect, is_being_written, mark_file
+from holdfast.snapshots.folder import attempt_place, being_written, entries, inspect, is_being_written
 from holdfast.snapshots.layout import FolderKind, Key, parse_name
 from holdfast.snapshots.memory_folder import Mappings
+from holdfast.snapshots.remote import LOOK_S, Place, RemotePath, place_of
 
 ATTEMPT_MIN, ATTEMPT_MAX = 500_000_000, 899_999_999
 """Numbers of the attempts in which memory steps are written; no other attempts have them."""
@@ -134,40 +136,47 @@ class PendingFlush:
                 f"step {request.step}, which is in memory, was not saved: the job continued before all ranks had saved"
             ) from error
         except OSError as error:
-            raise disk.write_error(error, Path(request.folder)) from error
+            raise disk.write_error(error, place_of(request.folder)) from error
 
     def end_meeting(self) -> None:
         """Rank 0 removes the meeting place, when the others have read it, or must see that nothing is written."""
         if self.request.rank == 0 and self.alone is None:
-            shutil.rmtree(_place_of(self.request), ignore_errors=True)
+            disk.remove(_place_of(self.request))
 
 
-def _place_of(request: SaveRequest) -> Path:
-    return Path(request.folder, Key(request.step, request.attempt - MEETING_BELOW).named(FolderKind.ATTEMPT))
+def _place_of(request: SaveRequest) -> Place:
+    return attempt_place(request.folder, Key(request.step, request.attempt - MEETING_BELOW))
 
 
-def _meeting_place(request: SaveRequest, deadline: float) -> Path:
+def _look_again_s(place: Place) -> float:
+    return LOOK_S if isinstance(place, RemotePath) else LOOK_AGAIN_S
+
+
+def _meeting_place(request: SaveRequest, deadline: float) -> Place:
     """Rank 0 makes the place, named by its own newest step; the others look for its number. OSError;
     SnapshotWriteError."""
     if request.rank == 0:
         place = _place_of(request)
-        place.mkdir()
+        if isinstance(place, Path):
+            place.mkdir()
         return place
+    folder = place_of(request.folder)
     while True:
-        for name in os.listdir(request.folder):
-            named = parse_name(name)
-            if named and named.kind is FolderKind.ATTEMPT and named.key.attempt == request.attempt - MEETING_BELOW:
-                return Path(request.folder) / name
+        listed = folder.sizes() if isinstance(folder, RemotePath) else os.listdir(folder)
+        for name in listed:
+            named = parse_name(name)  # no other attempt has this number
+            if named and named.key.attempt == request.attempt - MEETING_BELOW:
+                return folder / name
         if time.monotonic() > deadline:
             raise SnapshotWriteError(f"step {request.step}: rank 0 has not begun to save it")
-        time.sleep(LOOK_AGAIN_S)
+        time.sleep(_look_again_s(folder))
 
 
-def _inventories(place: Path, request: SaveRequest, deadline: float) -> list[Inventory]:
+def _inventories(place: Place, request: SaveRequest, deadline: float) -> list[Inventory]:
     """The lists of all ranks. OSError; SnapshotIncompleteError."""
     inventories: dict[int, Inventory] = {}
     while True:
-        names = set(os.listdir(place))
+        names = set(disk.names(place))
         for rank in range(request.world):
             if rank not in inventories and _inventory_file(rank) in names:
                 inventories[rank] = Inventory.load(disk.read_text(place / _inventory_file(rank), INVENTORY_BYTES_MAX))
@@ -180,7 +189,7 @@ def _inventories(place: Path, request: SaveRequest, deadline: float) -> list[Inv
                 f"step {request.step}, which is in memory, was not saved: nothing came from rank "
                 f"{', '.join(map(str, missing[:8]))}{more}"
             )
-        time.sleep(LOOK_AGAIN_S)
+        time.sleep(_look_again_s(place))
 
 
 def _inventory_file(rank: int) -> str:
@@ -190,11 +199,10 @@ def _inventory_file(rank: int) -> str:
 def newest_on_disk(folder: str) -> int:
     """The newest committed step that is not suspect, by its name; -1: none. It is validated only when it is loaded."""
     try:
-        names = set(os.listdir(folder))
+        ours, marks = entries(place_of(folder))
     except OSError:
         return -1
-    found = [named for name in names if (named := parse_name(name)) is not None]
-    steps = (each.key.step for each in found if each.kind is FolderKind.COMMITTED and mark_file(each.key) not in names)
+    steps = (named.key.step for _, named in ours if named.kind is FolderKind.COMMITTED and named.key not in marks)
     return max(steps, default=-1)
 
 
@@ -221,7 +229,8 @@ def pending_flush(
         }
         folder, _, world = life
         common = set.intersection(*(set(each) for each in held.values()))
-        on_disk = newest_on_disk(folder)
+        # The saver's only thread for sockets must not wait for an object store, and a step that is there was asked for.
+        on_disk = -1 if isinstance(place_of(folder), RemotePath) else newest_on_disk(folder)
         inventories = {each: Inventory(tuple(sorted(common)), asked.get((folder, each), -1), on_disk) for each in held}
         alone = choose(list(inventories.values())) if len(held) == world else None
         if alone or (common and len(held) < world):
@@ -248,6 +257,8 @@ class Save(NamedTuple):
     pending_flush: PendingFlush | None = None
     """After a crash: the other states of this rank that may be written instead, after an agreement between the
     ranks."""
+    stage: str = ""
+    """A local folder: the slot is copied there and free, before the upload to an object store begins."""
 
 
 def carry_out(save: Save, tell: Tell) -> None:
@@ -279,7 +290,7 @@ class GiveWay:
             self._left_s -= LOOK_AGAIN_S
 
 
-def read_back(path: Path, is_busy: Callable[[], bool], tell: Tell) -> None:
+def read_back(path: Place, is_busy: Callable[[], bool], tell: Tell) -> None:
     """In its own thread: read a committed snapshot, check every byte, and report any damage."""
     try:
         folder.verify(inspect(path), GiveWay(is_busy))
@@ -292,10 +303,9 @@ def read_back(path: Path, is_busy: Callable[[], bool], tell: Tell) -> None:
         tell({"is": "read back", "code": "", "text": ""})
 
 
-def _carry_out(save: Save, tell: Tell) -> Path | None:
+def _carry_out(save: Save, tell: Tell) -> Place | None:
     if save.pending_flush is None:
-        _write(save)
-        tell({"is": "written"})
+        _write(save, tell)
         return commit(save.request, patience=save.patience_s) if save.request.rank == 0 else None
     # Listed now, before the next life of the workers has any attempts.
     older = _older_attempts(save.request)
@@ -303,8 +313,7 @@ def _carry_out(save: Save, tell: Tell) -> Path | None:
         agreed = _agree(save, save.pending_flush)
         if agreed is None:
             return None
-        _write(agreed)
-        tell({"is": "written"})
+        _write(agreed, tell)
         if save.request.rank:
             return None
         path = commit(agreed.request, patience=save.patience_s)
@@ -346,31 +355,48 @@ def _older_attempts(request: SaveRequest) -> list[SaveRequest]:
     """Saves of the dead life that are not over. Once their states are on the disk in another attempt, they must not
     wait for ranks that died before they had handed over their part."""
     try:
-        found = [parse_name(name) for name in os.listdir(request.folder)]
+        found, _ = entries(place_of(request.folder))
     except OSError:
         return []
     return [
         SaveRequest(request.folder, *named.key, 0, request.world)
-        for named in found
-        if named and named.kind is FolderKind.ATTEMPT and named.key.attempt < MEETING_MIN
+        for _, named in found
+        if named.kind is FolderKind.ATTEMPT and named.key.attempt < MEETING_MIN
     ]
 
 
-def _write(save: Save) -> None:
-    """Write the slot. It is free when this returns, whether the save succeeded or not."""
-    try:
+def _write(save: Save, tell: Tell) -> None:
+    """Write the slot. It is free when this returns, whether the save succeeded or not. `tell`: it is free."""
+    with contextlib.ExitStack() as slot_s:
+        slot_s.callback(_let_go, save.fd)
         slot = slots.read_descriptor(save.fd, mappings=save.mappings)
         if slot is None or slot.sequence != save.sequence or slot.step != save.request.step:
             raise SnapshotDamagedError(f"step {save.request.step} was not saved: its memory slot has changed.")
-        if not os.path.isabs(save.request.folder):
+        place = place_of(save.request.folder)
+        if isinstance(place, Path) and not place.is_absolute():
             raise SnapshotWriteError(f"{save.request.folder} is not an absolute path")
         if save.pending_flush is not None:
             _await_attempt(save)
         data = save.request.of_file(slot.data)
+        if save.stage:
+            data = _staged(data, save.stage)
+            slot_s.close()
+            tell({"is": "written"})
         with being_written(save.request.attempt_path):
             write_rank(save.request, data)
-    finally:
-        _let_go(save.fd)
+    if not save.stage:
+        tell({"is": "written"})
+
+
+def _staged(data: memoryview, stage: str) -> memoryview:
+    """A copy in a file without a name, which ends with this process. SnapshotWriteError."""
+    try:
+        with tempfile.TemporaryFile(dir=stage) as file:
+            file.write(data)
+            file.flush()
+            return memoryview(mmap.mmap(file.fileno(), len(data), prot=mmap.PROT_READ))
+    except OSError as error:
+        raise disk.write_error(error, Path(stage), len(data)) from error
 
 
 def _let_go(fd: int) -> None:
@@ -381,6 +407,8 @@ def _let_go(fd: int) -> None:
 def _await_attempt(save: Save) -> None:
     """No rank has begun this attempt: rank 0 begins it now, and the others wait for it."""
     path = save.request.attempt_path
+    if isinstance(path, RemotePath):
+        return  # nothing has to be made, and all know its name
     if save.request.rank == 0:
         try:
             path.mkdir()
@@ -389,6 +417,6 @@ def _await_attempt(save: Save) -> None:
         return
     deadline = time.monotonic() + save.patience_s
     while not path.is_dir():
-        if time.monotonic() > deadline or save.request.committed_path.is_dir():
+        if time.monotonic() > deadline or path.with_name(save.request.key.name).is_dir():
             raise SnapshotWriteError(f"step {save.request.step}: rank 0 has not begun to save it")
         time.sleep(LOOK_AGAIN_S)  # writes of other nodes cause no local event

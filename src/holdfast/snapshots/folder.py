@@ -7,6 +7,8 @@ that needs only some of the tensors (another world size) reads and checks only t
 A reader beside retention gets the whole snapshot or a SnapshotGoneError, never a part: retention renames a folder
 before it deletes anything in it, and files that are open stay readable. No function uses a time stamp, and none writes
 except `quarantine` and `clear_debris`. Knows bytes and names, no tensors.
+
+In an object store nothing is renamed (remote_commit.py).
 """
 
 from __future__ import annotations
@@ -16,7 +18,6 @@ import errno
 import fcntl
 import mmap
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -24,13 +25,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from holdfast.protocol.errors import (
-    NoValidSnapshotError,
-    SnapshotDamagedError,
-    SnapshotError,
-    SnapshotGoneError,
-)
-from holdfast.snapshots import disk
+from holdfast.protocol.errors import NoValidSnapshotError, SnapshotDamagedError, SnapshotError, SnapshotGoneError
+from holdfast.snapshots import disk, remote_commit
 from holdfast.snapshots.disk import CHUNK_BYTES, chunk_begins, chunk_digest, hash_threads, submit
 from holdfast.snapshots.layout import (
     LENGTH_BYTES,
@@ -41,11 +37,13 @@ from holdfast.snapshots.layout import (
     Image,
     Key,
     Manifest,
+    Named,
     RankRecord,
     head_bytes,
     parse_name,
     record_file,
 )
+from holdfast.snapshots.remote import Place, RemotePath, place_of
 
 GiveWay = Callable[[], object]
 """Returns when no more urgent work is in progress."""
@@ -62,8 +60,7 @@ class RankFile:
         self.size_bytes = entry.size_bytes
         try:
             # Open the file first: once it is open, retention may delete its name.
-            self._file = self.path.open("rb", buffering=0)
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
+            self._file = disk.OpenFile(self.path)
             self.record = self._read_record(snapshot, rank)
         except OSError as error:
             raise unreadable(snapshot.path, error) from error
@@ -116,9 +113,9 @@ class RankFile:
 
         numbers = range(len(self.record.chunks))
         if beside is not None:
-            disk.go_direct(self._file.fileno())
+            self._file.go_direct()
             pass_over(numbers[:-1])
-            disk.leave_direct(self._file.fileno())
+            self._file.leave_direct()
             pass_over(numbers[-1:])  # not whole blocks
         else:
             _in_threads(pass_over, numbers)
@@ -158,7 +155,7 @@ class RankFile:
     def _read_chunk(self, number: int, into: memoryview) -> None:
         begin, filled = number * CHUNK_BYTES, 0
         try:
-            while filled < len(into) and (count := disk.read_into(self._file.fileno(), into[filled:], begin + filled)):
+            while filled < len(into) and (count := self._file.read_into(into[filled:], begin + filled)):
                 filled += count
         except OSError as error:
             raise unreadable(self.path.parent, error) from error
@@ -180,6 +177,13 @@ def verify(snapshot: Snapshot, beside: GiveWay | None = None) -> None:
     for rank in range(snapshot.manifest.world):
         with RankFile(snapshot, rank) as file:
             file.check(beside)
+
+
+def confirm(snapshot: Snapshot) -> None:
+    """Ask an object store for the manifest, all records and all sizes, without reading all bytes again: the store has
+    checked them on their way, and every load checks them. SnapshotDamagedError, SnapshotGoneError, SnapshotError."""
+    for rank in range(inspect(snapshot.path).manifest.world):
+        RankFile(snapshot, rank).close()
 
 
 def _chunks(span: slice) -> range:
@@ -206,6 +210,8 @@ def _in_threads(work: Callable[[Sequence[int]], None], numbers: Sequence[int]) -
     return None
 
 
+WHY = "WHY.txt"
+SUFFIX_MAX = 1000
 MARK = "suspect."
 
 
@@ -220,15 +226,11 @@ def marked_key(name: str) -> Key | None:
     return named.key if named is not None and named.kind is FolderKind.COMMITTED else None
 
 
-WHY = "WHY.txt"
-SUFFIX_MAX = 1000
-
-
 @dataclass(frozen=True)
 class Snapshot:
     """A committed snapshot whose manifest and sizes are valid."""
 
-    path: Path
+    path: Place
     manifest: Manifest
 
     @property
@@ -246,7 +248,7 @@ class Snapshot:
 class Problem:
     """A folder that is named like a committed snapshot, but is none, or cannot be read now."""
 
-    path: Path
+    path: Place
     key: Key
     error: SnapshotError
 
@@ -260,13 +262,13 @@ class Problem:
 class Survey:
     """The content of a snapshot folder. Everything is in ascending order of (step, attempt)."""
 
-    path: Path
+    path: Place
     committed: tuple[Snapshot, ...] = ()
     """Those that are marked as suspect are not among them."""
     problems: tuple[Problem, ...] = ()
-    debris: tuple[Path, ...] = ()
+    debris: tuple[Place, ...] = ()
     """Unfinished attempts (they may be in progress now), and folders that retention did not finish deleting."""
-    quarantined: tuple[Path, ...] = ()
+    quarantined: tuple[Place, ...] = ()
     suspects: tuple[Snapshot, ...] = ()
     """Committed and marked: training that went on from them failed (lives.py)."""
     marks: frozenset[Key] = frozenset()
@@ -289,17 +291,31 @@ class Survey:
         return [*(each.key for each in (*self.committed, *self.suspects)), *(each.key for each in self.problems), *rest]
 
 
-def survey(folder: str | os.PathLike[str]) -> Survey:
+def entries(path: Place) -> tuple[list[tuple[str, Named]], frozenset[Key]]:
+    """What is ours in a snapshot folder, by its name, in an object store by its manifest; and all marks. OSError."""
+    names = disk.names(path)
+    found = [(name, named) for name in names if (named := parse_name(name))]
+    if isinstance(path, RemotePath):
+        found = remote_commit.with_kinds(path, found)
+    return found, frozenset(key for name in names if (key := marked_key(name)))
+
+
+def attempt_place(folder: str, key: Key) -> Place:
+    """Where an attempt is written; in an object store it never moves."""
+    place = place_of(folder)
+    return place / (key.name if isinstance(place, RemotePath) else key.named(FolderKind.ATTEMPT))
+
+
+def survey(folder: str | os.PathLike[str] | RemotePath) -> Survey:
     """List a snapshot folder; a missing one is empty. Files that are not ours are ignored. SnapshotError."""
-    path = Path(folder)
+    path = place_of(folder)
     try:
-        names = os.listdir(path)
+        listed, marks = entries(path)
     except FileNotFoundError:
         return Survey(path)
     except OSError as error:
         raise SnapshotError(f"{path}: {error.strerror}") from error
-    marks = frozenset(key for name in names if (key := marked_key(name)))
-    ours = sorted((named.key, name, named.kind) for name in names if (named := parse_name(name)))
+    ours = sorted((named.key, name, named.kind) for name, named in listed)
     committed, problems = [], []
     for key, name, kind in ours:
         if kind is not FolderKind.COMMITTED:
@@ -321,14 +337,21 @@ def survey(folder: str | os.PathLike[str]) -> Survey:
     )
 
 
-def inspect(path: Path) -> Snapshot:
+def inspect(path: Place) -> Snapshot:
     """The snapshot in this committed folder. SnapshotDamagedError; SnapshotGoneError; SnapshotVersionError."""
     try:
-        manifest = Manifest.load(disk.read_text(path / MANIFEST, MANIFEST_BYTES_MAX))
+        text = disk.read_text(path / MANIFEST, MANIFEST_BYTES_MAX)
+        if isinstance(path, RemotePath) and remote_commit.tombstone_kind(text):
+            raise SnapshotGoneError("it was set aside meanwhile; look for a newer one")
+        manifest = Manifest.load(text)
         if manifest.key.name != path.name:
             raise SnapshotDamagedError(f"its manifest is that of {manifest.key.name}")
+        # One listing for a thousand ranks; what it does not show is asked for by name.
+        listed = path.sizes() if isinstance(path, RemotePath) else {}
         for entry in manifest.ranks:
-            size_bytes = (path / entry.file).stat().st_size
+            size_bytes = listed.get(entry.file, -1)
+            if size_bytes != entry.size_bytes:
+                size_bytes = disk.size(path / entry.file)
             if size_bytes != entry.size_bytes:
                 raise SnapshotDamagedError(f"{entry.file} has {size_bytes} bytes, not {entry.size_bytes}")
     except SnapshotError as error:
@@ -338,13 +361,21 @@ def inspect(path: Path) -> Snapshot:
     return Snapshot(path, manifest)
 
 
-def unreadable(snapshot: Path, error: OSError) -> SnapshotError:
+def unreadable(snapshot: Place, error: OSError) -> SnapshotError:
     """The error for an unreadable file of a committed snapshot: damage, the whole snapshot is gone, or neither."""
-    if error.errno in (errno.ENOENT, errno.ESTALE) and not snapshot.exists():
+    if error.errno in (errno.ENOENT, errno.ESTALE) and not _exists(snapshot):
         return SnapshotGoneError(f"{snapshot} was removed meanwhile; look for a newer one")
     if error.errno == errno.ENOENT:
         return SnapshotDamagedError(f"{snapshot}: {Path(error.filename or '').name} is missing")
-    return disk.read_error(error, Path(error.filename or snapshot))
+    return disk.read_error(error, place_of(error.filename or snapshot))
+
+
+def _exists(snapshot: Place) -> bool:
+    if not isinstance(snapshot, RemotePath):
+        return snapshot.exists()
+    with contextlib.suppress(OSError):
+        return remote_commit.kind_of(snapshot) is FolderKind.COMMITTED
+    return True  # it cannot be asked now
 
 
 def choose(found: Survey, *, fresh_ok: bool = False) -> Snapshot | None:
@@ -367,7 +398,7 @@ def choose(found: Survey, *, fresh_ok: bool = False) -> Snapshot | None:
     )
 
 
-def quarantine(path: Path, why: str) -> Path | None:
+def quarantine(path: Place, why: str) -> Place | None:
     """Rename a damaged snapshot, so that it is not used again; returns its new path.
 
     None when that fails (read-only, or another process was faster): then the caller has to skip it.
@@ -383,8 +414,11 @@ def quarantine(path: Path, why: str) -> Path | None:
     return aside
 
 
-def rename_aside(path: Path, key: Key, kind: FolderKind) -> Path | None:
-    """Give a folder a free name of this kind; None when the disk does not allow it."""
+def rename_aside(path: Place, key: Key, kind: FolderKind) -> Place | None:
+    """Give a folder a free name of this kind; None when the disk does not allow it. In an object store, a committed
+    snapshot gets a tombstone of this kind."""
+    if isinstance(path, RemotePath):
+        return path if remote_commit.set_aside(path, kind) else None
     for number in range(1, SUFFIX_MAX):
         target = path.with_name(key.named(kind) + (f".{number}" if number > 1 else ""))
         # The kernel refuses to rename a folder onto one that is not empty: no folder is replaced, even by a concurrent
@@ -402,8 +436,12 @@ def rename_aside(path: Path, key: Key, kind: FolderKind) -> Path | None:
 
 
 @contextlib.contextmanager
-def being_written(path: Path) -> Iterator[None]:
-    """Mark this attempt as being written: with a lock that ends with the process, visible on this machine."""
+def being_written(path: Place) -> Iterator[None]:
+    """Mark this attempt as being written: with a lock that ends with the process, visible on this machine. An object
+    store has none."""
+    if isinstance(path, RemotePath):
+        yield
+        return
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:  # the writer itself reports the error
@@ -417,8 +455,11 @@ def being_written(path: Path) -> Iterator[None]:
         os.close(fd)
 
 
-def is_being_written(path: Path) -> bool:
-    """Whether a process of this machine writes it. False: none does, or one on another machine."""
+def is_being_written(path: Place) -> bool:
+    """Whether a process of this machine writes it. False: none does, or one on another machine, or to an object
+    store."""
+    if isinstance(path, RemotePath):
+        return False
     try:
         fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
@@ -434,19 +475,25 @@ def is_being_written(path: Path) -> bool:
     return False
 
 
-def clear_debris(found: Survey) -> list[Path]:
+def clear_debris(found: Survey) -> list[Place]:
     """Delete the remains of unfinished saves; returns the deleted paths. Only for the job that owns the folder, and
     while it saves nothing."""
-    cleared = []
+    cleared: list[Place] = []
     for path in found.debris:
+        if isinstance(path, RemotePath):
+            cleared += [path] if remote_commit.clear(path) else []
+            continue
         named = parse_name(path.name)
         doomed = (
             path if named is None or named.kind is FolderKind.GONE else rename_aside(path, named.key, FolderKind.GONE)
         )
-        if doomed is not None:
-            shutil.rmtree(doomed, ignore_errors=True)
+        if isinstance(doomed, Path):
+            disk.remove(doomed)
             with contextlib.suppress(OSError):
                 doomed.unlink()  # not a folder: a file, or a link, whose target is not ours
             if not os.path.lexists(doomed):
                 cleared.append(path)
+    if isinstance(found.path, RemotePath):
+        with contextlib.suppress(OSError):
+            found.path.abort_uploads()
     return cleared

@@ -10,6 +10,10 @@ When another job may take the lease over:
   owner is dead. (holdfast lets one generation of a run live at a time; but two jobs may have one run id);
 - otherwise never: a counter that moves, or a living process of this machine, is a SnapshotBusyError.
 
+In an object store the file is an object: a conditional put creates it, and the counter advances by writing it again,
+every REMOTE_BEAT_S. A store without conditional puts has no exclusive beginning: of two jobs that begin in the same
+moment both go on until the first beat of the one whose lease the other has replaced.
+
 Clocks of two machines are never compared. An owner on another machine that is frozen longer than that loses the lease
 and learns it at its next `check`; the snapshots that both saved meanwhile are whole, because attempts are exclusive."""
 
@@ -18,6 +22,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import re
 import threading
 import time
@@ -29,10 +34,13 @@ from typing import NamedTuple
 from holdfast.linux import boot_id, process_stat
 from holdfast.protocol.errors import SnapshotBusyError, SnapshotError
 from holdfast.snapshots import disk
+from holdfast.snapshots.remote import Place, RemotePath, place_of
 
 BEAT_S = 2.0
 """How often a live owner advances its counter."""
 LOOK_S = 2.0
+REMOTE_BEAT_S = REMOTE_LOOK_S = 5.0
+"""Each beat is three requests, which cost money."""
 LOOKS = 10
 LOOKS_SAME_RUN = 3
 """More than one beat; a restart on another node waits this long."""
@@ -111,14 +119,53 @@ class _Seen(NamedTuple):
         return self.text.partition("\n")[2].startswith(FREE)
 
 
+class _LeaseFile:
+    """The lease's open file."""
+
+    def __init__(self, path: Path, fd: int, counter_at: int) -> None:
+        self._path, self._fd, self._counter_at = path, fd, counter_at
+
+    def look(self) -> None:
+        """It is still there. FileNotFoundError, OSError."""
+        if not os.path.samestat(os.stat(self._path), os.fstat(self._fd)):
+            raise FileNotFoundError
+
+    def put(self, counter: str) -> None:
+        os.pwrite(self._fd, counter.encode(), self._counter_at)
+        # Another node sees it only after it has left this node.
+        os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class _LeaseObject:
+    """The lease's object."""
+
+    def __init__(self, path: RemotePath, line: bytes) -> None:
+        self._path, self._line = path, line
+
+    def look(self) -> None:
+        """It is still ours: a store without conditional puts may have let another job replace it. OSError."""
+        with contextlib.suppress(FileNotFoundError):  # the next beat makes it again
+            if not (text := self._path.read(0, LEASE_BYTES_MAX)).startswith(self._line):
+                raise _busy(self._path.parent, _Seen(0, text.decode(errors="replace")).owner, same_run=False)
+
+    def put(self, counter: str) -> None:
+        self._path.put(self._line + counter.encode())
+
+    def close(self) -> None:
+        pass
+
+
 class FolderLease:
     """The lease of a folder, held until `release`; its own thread advances the counter. See `acquire`."""
 
-    def __init__(self, folder: Path, number: int, file: int, counter_at: int, beat_s: float) -> None:
+    def __init__(self, folder: Place, number: int, file: _LeaseFile | _LeaseObject, beat_s: float) -> None:
         self._folder = folder
-        self._number = number
+        self.number = number
+        """Larger than that of every earlier lease of this folder."""
         self._file = file
-        self._counter_at = counter_at
         self._beat_s = beat_s
         self._trouble: SnapshotError | None = None
         self._ending = threading.Event()
@@ -134,24 +181,25 @@ class FolderLease:
 
     def confirm(self) -> None:
         """Check now, before a write. SnapshotBusyError, SnapshotFolderError, SnapshotWriteError."""
+        if isinstance(self._folder, RemotePath):
+            return self.check()  # training must not wait for an object store
         try:
             self._look()
         except OSError as error:
             raise disk.write_error(error, self._folder) from error
+        return None
 
     def _look(self) -> None:
         """OSError, in addition to the errors of `confirm`."""
         try:
             newest = _newest(self._folder)
-            if newest is not None and newest.number != self._number:
+            if newest is not None and newest.number != self.number:
                 raise SnapshotBusyError(
                     f"{self._folder} was taken over by {newest.owner}: each job needs a folder of its own"
                 )
-            there = os.stat(self._folder / _name(self._number))
+            self._file.look()
         except (FileNotFoundError, NotADirectoryError) as error:
             raise disk.vanished(self._folder) from error
-        if not os.path.samestat(there, os.fstat(self._file)):
-            raise disk.vanished(self._folder)
 
     def release(self) -> None:
         """Give the lease back; the next job need not wait. May be called again."""
@@ -164,7 +212,7 @@ class FolderLease:
             with contextlib.suppress(OSError):
                 if self._trouble is None:
                     self._put(FREE)
-            os.close(self._file)
+            self._file.close()
 
     def __enter__(self) -> FolderLease:
         return self
@@ -187,22 +235,20 @@ class FolderLease:
             except OSError as error:
                 missed += 1
                 if missed >= BEATS_MISSED_MAX:
-                    self._trouble = disk.write_error(error, self._folder / _name(self._number))
+                    self._trouble = disk.write_error(error, self._folder / _name(self.number))
             else:
                 missed, self._trouble = 0, None
 
     def _put(self, counter: str) -> None:
-        os.pwrite(self._file, counter.encode(), self._counter_at)
-        # Another node sees it only after it has left this node.
-        os.fdatasync(self._file)
+        self._file.put(counter)
 
 
 def acquire(
-    folder: str | os.PathLike[str],
+    folder: str | os.PathLike[str] | RemotePath,
     run_id: str,
     *,
-    beat_s: float = BEAT_S,
-    look_s: float = LOOK_S,
+    beat_s: float | None = None,
+    look_s: float | None = None,
     looks: int = LOOKS,
     wait: Callable[[float], object] = time.sleep,
 ) -> FolderLease:
@@ -210,7 +256,10 @@ def acquire(
 
     Waits up to `looks` × `look_s` seconds for the counter of an owner that may be dead.
     SnapshotBusyError when a live job has it; SnapshotWriteError when it cannot be written."""
-    path = Path(folder)
+    path = place_of(folder)
+    remote = isinstance(path, RemotePath)
+    beat_s = beat_s or (REMOTE_BEAT_S if remote else BEAT_S)
+    look_s = look_s or (REMOTE_LOOK_S if remote else LOOK_S)
     me = LeaseOwner.me(run_id)
     try:
         disk.make_folder(path)
@@ -224,14 +273,14 @@ def acquire(
         raise disk.write_error(error, path) from error
 
 
-def owner(folder: str | os.PathLike[str]) -> LeaseOwner | None:
+def owner(folder: str | os.PathLike[str] | RemotePath) -> LeaseOwner | None:
     """The owner of the folder, or the last one if it did not give it back; None: there is none."""
-    seen = _newest(Path(folder))
+    seen = _newest(place_of(folder))
     return None if seen is None or seen.free else seen.owner
 
 
 def _await_turn(
-    folder: Path, me: LeaseOwner, look_s: float, looks: int, wait: Callable[[float], object]
+    folder: Place, me: LeaseOwner, look_s: float, looks: int, wait: Callable[[float], object]
 ) -> _Seen | None:
     """The lease that may be taken over now; None when there is none. SnapshotBusyError."""
     before, stood, moves = None, 0, 0
@@ -252,51 +301,71 @@ def _await_turn(
         wait(look_s)
 
 
-def _busy(folder: Path, owner: LeaseOwner, *, same_run: bool) -> SnapshotBusyError:
+def _busy(folder: Place, owner: LeaseOwner, *, same_run: bool) -> SnapshotBusyError:
     other = ", another one with the same --rdzv-id" if same_run else ""
     return SnapshotBusyError(f"{folder} is in use by {owner}{other}; give each job a folder of its own")
 
 
-def _claim(folder: Path, number: int, me: LeaseOwner, beat_s: float) -> FolderLease | None:
+def _claim(folder: Place, number: int, me: LeaseOwner, beat_s: float) -> FolderLease | None:
     """Create the lease with this number; None when another job was faster."""
     path = folder / _name(number)
-    try:
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-    except FileExistsError:
+    line = json.dumps(asdict(me)).encode() + b"\n"
+    if (file := _create(path, line)) is None:
         return None
     try:
-        line = json.dumps(asdict(me)).encode() + b"\n"
-        os.pwrite(file, line + COUNTER.format(0).encode(), 0)
-        os.fsync(file)
         newest = _newest(folder)
         if newest is None or newest.number != number:
             # Meanwhile other jobs took, gave back and cleared away the number that we made.
-            path.unlink(missing_ok=True)
-            os.close(file)
+            disk.delete(path)
+            file.close()
             return None
     except OSError:
-        os.close(file)
-        path.unlink(missing_ok=True)
+        file.close()
+        disk.delete(path)
         raise
     for name in _numbers(folder):
         if name < number:
             with contextlib.suppress(OSError):
-                (folder / _name(name)).unlink()
-    return FolderLease(folder, number, file, len(line), beat_s)
+                disk.delete(folder / _name(name))
+    return FolderLease(folder, number, file, beat_s)
 
 
-def _newest(folder: Path) -> _Seen | None:
+def _create(path: Place, line: bytes) -> _LeaseFile | _LeaseObject | None:
+    """Make the lease's file; None: there is one. OSError."""
+    first = line + COUNTER.format(0).encode()
+    if isinstance(path, RemotePath):
+        first = line + COUNTER.format(random.getrandbits(60)).encode()  # unlike that of any other thread
+        return _LeaseObject(path, line) if path.create(first) else None
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    except FileExistsError:
+        return None
+    try:
+        os.pwrite(fd, first, 0)
+        os.fsync(fd)
+    except OSError:
+        os.close(fd)
+        path.unlink(missing_ok=True)
+        raise
+    return _LeaseFile(path, fd, len(line))
+
+
+def _newest(folder: Place) -> _Seen | None:
     while True:
         number = max(_numbers(folder), default=None)
         if number is None:
             return None
         with contextlib.suppress(FileNotFoundError):
-            data = (folder / _name(number)).read_bytes()[:LEASE_BYTES_MAX]
+            path = folder / _name(number)
+            data = (
+                path.read(0, LEASE_BYTES_MAX) if isinstance(path, RemotePath) else path.read_bytes()[:LEASE_BYTES_MAX]
+            )
             return _Seen(number, data.decode(errors="replace"))
 
 
-def _numbers(folder: Path) -> list[int]:
-    return [int(found[1]) for name in os.listdir(folder) if (found := _NAME.fullmatch(name))]
+def _numbers(folder: Place) -> list[int]:
+    listed = folder.sizes() if isinstance(folder, RemotePath) else os.listdir(folder)
+    return [int(found[1]) for name in listed if (found := _NAME.fullmatch(name))]
 
 
 def _name(number: int) -> str:

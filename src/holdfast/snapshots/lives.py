@@ -27,13 +27,13 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from holdfast.protocol.errors import SnapshotError
 from holdfast.snapshots import disk
 from holdfast.snapshots.folder import Survey, mark_file
 from holdfast.snapshots.layout import Key
+from holdfast.snapshots.remote import Place, RemotePath
 
 HISTORY, FAILURE = "history.json", "failure.json"
 BYTES_MAX = 1 << 16
@@ -102,15 +102,19 @@ def text_of(error: BaseException) -> str:
     return "" if OF_PEERS.search(text) else text
 
 
-def note_failure(folder: Path, failure: LifeFailure) -> None:
+def note_failure(folder: Place, failure: LifeFailure) -> None:
     """Leave this for the next resume, unless another rank has left its own. Never raises: it is not the cause."""
+    path, text = folder / FAILURE, json.dumps(asdict(failure))
     with contextlib.suppress(OSError):
-        file = os.open(folder / FAILURE, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        if isinstance(path, RemotePath):
+            return path.leave(text.encode())
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
         with os.fdopen(file, "w", encoding="utf-8", errors="replace") as out:
-            json.dump(asdict(failure), out)
+            out.write(text)
+    return None
 
 
-def noted_failure(folder: Path) -> LifeFailure | None:
+def noted_failure(folder: Place) -> LifeFailure | None:
     """What `note_failure` left; None: nothing that can be read."""
     body = _read(folder / FAILURE)
     text, step, life = body.get("text"), body.get("step"), body.get("life")
@@ -119,10 +123,10 @@ def noted_failure(folder: Path) -> LifeFailure | None:
     return None
 
 
-def forget_failure(folder: Path) -> None:
+def forget_failure(folder: Place) -> None:
     """It was judged."""
     with contextlib.suppress(OSError):
-        (folder / FAILURE).unlink()
+        disk.delete(folder / FAILURE)
 
 
 @dataclass(frozen=True)
@@ -145,7 +149,7 @@ class JobHistory:
     """The job was ended for want of progress."""
 
     @classmethod
-    def load(cls, folder: Path) -> JobHistory:
+    def load(cls, folder: Place) -> JobHistory:
         """Of this folder; an empty one if there is none, or none that can be read."""
         body = _read(folder / HISTORY)
         try:
@@ -157,7 +161,7 @@ class JobHistory:
         kinds = ((str, found.life, found.failure), (int, *numbers))
         return found if all(type(each) is kind for kind, *values in kinds for each in values) else cls()
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Place) -> None:
         """SnapshotWriteError."""
         try:
             disk.write_atomically(folder / HISTORY, json.dumps(asdict(self)))
@@ -201,7 +205,7 @@ def suspects_of(
     return sorted({origin, *(each for each in (*found.keys, *in_memory) if each.step > origin.step)} - found.marks)
 
 
-def mark(folder: Path, keys: Iterable[Key], why: str) -> None:
+def mark(folder: Place, keys: Iterable[Key], why: str) -> None:
     """Mark snapshots as suspect. SnapshotWriteError."""
     try:
         for key in keys:
@@ -211,23 +215,23 @@ def mark(folder: Path, keys: Iterable[Key], why: str) -> None:
         raise disk.write_error(error, folder) from error
 
 
-def unmark(folder: Path, keys: Iterable[Key]) -> None:
+def unmark(folder: Place, keys: Iterable[Key]) -> None:
     """Remove marks. SnapshotWriteError."""
     try:
         for key in keys:
-            (folder / mark_file(key)).unlink(missing_ok=True)
+            disk.delete(folder / mark_file(key))
     except OSError as error:
         raise disk.write_error(error, folder) from error
 
 
-def why_marked(folder: Path, key: Key) -> str:
+def why_marked(folder: Place, key: Key) -> str:
     """The reason in a mark, in one line."""
     with contextlib.suppress(OSError, SnapshotError):
         return " ".join(disk.read_text(folder / mark_file(key), BYTES_MAX).split())
     return ""
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Place) -> dict[str, Any]:
     try:
         body = json.loads(disk.read_text(path, BYTES_MAX))
     except (OSError, SnapshotError, ValueError, RecursionError):

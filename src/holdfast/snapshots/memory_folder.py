@@ -15,9 +15,10 @@ node starts it, as a separate process that ends after torchrun, or after this pr
 Messages on that socket are those of seqpacket.py:
 
     worker → saver   {"do": "hello", "local_rank", "generation"}      the first one; again in another
-                                                                      generation, after a regroup
+                                                                      generation, after a regroup. For an object store
+                                                                      with "packages" and "environ", see remote.py
                      {"do": "persist", "id", "sequence", "request", "patience_s"} with the slot's descriptor, which
-                                                                      carries a shared lock on it
+                                                                      carries a shared lock on it; perhaps "stage"
                      {"do": "wait", "id"}                             for "idle": nothing of this local rank is written
                      {"do": "read back", "path"}                      a committed snapshot; on a connection of its own
                      {"do": "bye"}                                    a regular end: nothing is rescued

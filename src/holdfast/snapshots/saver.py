@@ -18,7 +18,7 @@ Its promises:
 
 One thread handles sockets and processes; each save has its own thread, which can block on the disk. Signals that end
 whole sessions are ignored, because the saver's work is finite.
-Standard library and our snapshots only.
+Standard library and our snapshots only; for an object store also the worker's packages (remote.py).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from holdfast.snapshots import memory_folder, slots
 from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.flush import Save, Tell, carry_out, pending_flush, read_back
 from holdfast.snapshots.memory_folder import FINISH_LIMIT_S, Mappings
+from holdfast.snapshots.remote import adopt, place_of
 
 SAVES_PER_WORKER_MAX = 8
 """Saves in flight; there are only two slots, so more is a fault of the caller."""
@@ -213,6 +214,10 @@ class Saver:
             match packet.get("do"):
                 case "hello":
                     before = worker.generation if worker.local_rank >= 0 else None
+                    if "packages" in packet:
+                        adopt(
+                            memory_folder.field(packet, "packages", list), memory_folder.field(packet, "environ", dict)
+                        )
                     worker.local_rank = memory_folder.field(packet, "local_rank", int)
                     worker.generation = memory_folder.field(packet, "generation", int)
                     if before is None:
@@ -225,7 +230,7 @@ class Saver:
                     answer = partial(_send, worker, {"is": "idle", "id": packet.get("id")})
                     self._flights(worker.local_rank).when_written(answer)
                 case "read back":
-                    path = Path(memory_folder.field(packet, "path", str))
+                    path = place_of(memory_folder.field(packet, "path", str))
                     # If the saver ends first, the requester checks the snapshot itself.
                     self._in_thread(partial(read_back, path, self._is_busy), tell=partial(_send, worker))
                 case "bye":
@@ -245,7 +250,8 @@ class Saver:
             memory_folder.field(packet, "patience_s", float),
         )
         request = SaveRequest.from_json(memory_folder.field(packet, "request", dict))
-        save = Save(fds.pop(), sequence, request, patience_s, worker.local_rank, self._mappings)
+        stage = str(packet.get("stage", ""))
+        save = Save(fds.pop(), sequence, request, patience_s, worker.local_rank, self._mappings, stage=stage)
         self._begin(save, lambda answer: self._answer(worker, save, {**answer, "id": number}))
 
     def _answer(self, worker: SaverConnection, save: Save, answer: memory_folder.Packet) -> None:

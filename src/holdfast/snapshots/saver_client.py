@@ -22,6 +22,7 @@ import os
 import select
 import socket
 import subprocess
+import sys
 import threading
 import time
 import warnings
@@ -41,6 +42,7 @@ from holdfast.snapshots import changes, disk, folder, memory_folder
 from holdfast.snapshots.changes import PATIENCE_S, SaveRequest
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.memory_folder import SaverAddress
+from holdfast.snapshots.remote import RemotePath, absolute
 from holdfast.snapshots.slots import Slot, SlotOwner, Slots, committed_slots, lend, local_ranks
 
 RECONNECT_S = 5.0
@@ -111,9 +113,11 @@ class SaverClient:
 
     in_memory = True
 
-    def __init__(self, address: SaverAddress, *, rank: int = 0, world: int = 1) -> None:
+    def __init__(
+        self, address: SaverAddress, *, rank: int = 0, world: int = 1, remote: bool = False, stage: str = ""
+    ) -> None:
         """Connect. Raises SnapshotMemoryError when there is no saver and none can be started."""
-        self._address = address
+        self._address, self._remote, self._stage = address, remote, stage
         self.place = str(address.folder)
         self.slots = Slots(address.folder, SlotOwner(address.local_rank, rank, world, address.generation))
         self._committed: Slot | None = None
@@ -168,18 +172,14 @@ class SaverClient:
         if self._making_huge is None and self.slots.has_room:
             # By a thread of ordinary priority, which a low-priority thread could not start: a thread that touches a
             # page waits for it.
-            self._making_huge = threading.Thread(
-                target=self.slots.make_huge, args=(self._closing,), name="holdfast-huge", daemon=True
-            )
+            work, given = self.slots.make_huge, (self._closing,)
+            self._making_huge = threading.Thread(target=work, args=given, name="holdfast-huge", daemon=True)
             self._making_huge.start()
 
     def held(self, folder: str) -> list[Slot]:
-        found = [
-            slot
-            for local_rank in local_ranks(self._address.folder)
-            for slot in committed_slots(self._address.folder, local_rank)
-            if slot.request is not None and slot.request.folder == folder
-        ]
+        at = self._address.folder
+        committed = (slot for local_rank in local_ranks(at) for slot in committed_slots(at, local_rank))
+        found = [slot for slot in committed if slot.request is not None and slot.request.folder == folder]
         self._newest_step = max((slot.step for slot in found), default=-1)
         return found
 
@@ -204,8 +204,7 @@ class SaverClient:
         The slot is not staged into until it is written. The request's folder is made absolute. On rank 0 the saver
         commits when the other ranks' files exist, within `patience_s`. Never waits. Raises SnapshotWriteError when no
         saver accepts it, ValueError when the slot was staged into since, or the request exceeds
-        seqpacket.MESSAGE_BYTES_MAX.
-        """
+        seqpacket.MESSAGE_BYTES_MAX."""
         assert self._committed is not None
         slot = self._committed
         lent = lend(self._address.folder, slot)
@@ -214,8 +213,9 @@ class SaverClient:
                 "do": "persist",
                 "id": self._next_id(),
                 "sequence": slot.sequence,
-                "request": {**request.to_json(), "folder": os.path.abspath(request.folder)},
+                "request": {**request.to_json(), "folder": str(absolute(request.folder))},
                 "patience_s": float(patience_s),
+                "stage": self._stage,
             }
             self._receive()
             self._send(packet, lent)
@@ -265,17 +265,19 @@ class SaverClient:
     def read_back(self, snapshot: Snapshot) -> None:
         """By the saver: hashing threads in this process would delay training by the interpreter's lock and its memory
         map."""
+        if isinstance(snapshot.path, RemotePath):
+            return folder.confirm(snapshot)
         patience_s = PATIENCE_S + snapshot.manifest.size_bytes / SLOWEST_BYTES_S
         try:
             memory_folder.read_back(self._address.folder, snapshot.path, patience_s)
         except SaverLostError:
             folder.verify(snapshot, lambda: None)
+        return None
 
     def close(self, *, ahead: bool = False) -> None:
         """Release slots, saver and folder: saves in flight are finished, and nothing is rescued. Waits for no save.
 
-        `ahead`: without "bye", so that the saver writes the newest step in memory, as after a crash.
-        """
+        `ahead`: without "bye", so that the saver writes the newest step in memory, as after a crash."""
         self._closing.set()
         if self._sock is not None and not ahead:
             with contextlib.suppress(OSError):
@@ -358,9 +360,8 @@ class SaverClient:
         self._lost_at_s = time.monotonic() - RECONNECT_S
         asked, self._asked = self._asked, {}
         for each in asked.values():
-            self._failures.append(
-                SaverLostError(f"step {each.step} was not saved: the process that wrote it was killed.")
-            )
+            why = f"step {each.step} was not saved: the process that wrote it was killed."
+            self._failures.append(SaverLostError(why))
 
     def _drop(self) -> None:
         if self._sock is not None:
@@ -380,7 +381,10 @@ class SaverClient:
         self._say_hello(self._sock)
 
     def _say_hello(self, sock: socket.socket) -> None:
-        hello = {"do": "hello", "local_rank": self._address.local_rank, "generation": self._address.generation}
+        hello: memory_folder.Packet = {"do": "hello", "local_rank": self._address.local_rank}
+        hello["generation"] = self._address.generation
+        if self._remote:
+            hello |= {"packages": sys.path, "environ": dict(os.environ)}
         with contextlib.suppress(OSError):  # then the next packet fails as well, and reports it
             seqpacket.send(sock, hello)
 
@@ -463,18 +467,21 @@ class InProcessStaging:
         """Nothing is kept."""
 
     def read_back(self, snapshot: Snapshot) -> None:
-        folder.verify(snapshot, lambda: None)
+        if isinstance(snapshot.path, RemotePath):
+            return folder.confirm(snapshot)
+        return folder.verify(snapshot, lambda: None)
 
     def close(self, *, ahead: bool) -> None:  # noqa: ARG002
         self._join()
 
 
-def open_tier(*, rank: int, world: int) -> Tier:
-    """The memory tier; where it is not possible, the in-process one with a warning."""
+def open_tier(*, rank: int, world: int, remote: bool = False, stage: str = "") -> Tier:
+    """The memory tier; where it is not possible, the in-process one with a warning. `remote`: the target is an object
+    store; `stage`: see Snapshots."""
     try:
         address = SaverAddress.find()
         try:
-            return SaverClient(address, rank=rank, world=world)
+            return SaverClient(address, rank=rank, world=world, remote=remote, stage=stage)
         except SnapshotMemoryError:
             address.close()
             raise

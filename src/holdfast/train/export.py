@@ -31,6 +31,7 @@ from holdfast.protocol.errors import (
 )
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots.folder import Snapshot
+from holdfast.snapshots.remote import Place, place_of
 from holdfast.train.reading import FilePart, Saved, open_files
 from holdfast.train.storage import is_dcp, load_all, load_nested
 
@@ -93,7 +94,7 @@ FORMATS: dict[str, Callable[[Snapshot, Path], None]] = {
 }
 
 
-def export(folder: Path, to: Path, kind: str, step: int | None = None) -> Snapshot:
+def export(folder: Place, to: Path, kind: str, step: int | None = None) -> Snapshot:
     """Write the newest snapshot, or that of this step, whole or not at all; return it. Raises SnapshotError,
     FileExistsError, OSError."""
     survey = folders.survey(folder)
@@ -132,13 +133,13 @@ def export(folder: Path, to: Path, kind: str, step: int | None = None) -> Snapsh
 def main(arguments: Sequence[str] | None = None) -> int:
     """The command; returns its exit code."""
     parser = argparse.ArgumentParser(prog="python -m holdfast.train.export", description="Export a snapshot.")
-    parser.add_argument("folder", type=Path, help="the snapshot folder")
+    parser.add_argument("folder", help="the snapshot folder, or its URL")
     parser.add_argument("--step", type=int, help="of this step; the newest otherwise")
     parser.add_argument("--to", type=Path, required=True, metavar="PATH", help="must not exist")
     parser.add_argument("--format", choices=sorted(FORMATS), default="torch")
     options = parser.parse_args(arguments)
     try:
-        done = export(options.folder, options.to, options.format, options.step)
+        done = export(place_of(options.folder), options.to, options.format, options.step)
     except HoldfastError as error:
         sys.stderr.write(f"holdfast: {error} [{error.code}]\n")
         return error.exit_code

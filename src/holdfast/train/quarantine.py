@@ -13,7 +13,6 @@ import sys
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -24,6 +23,7 @@ from holdfast.snapshots import lives
 from holdfast.snapshots.changes import Keep
 from holdfast.snapshots.layout import Key
 from holdfast.snapshots.lives import JobHistory, LifeFailure
+from holdfast.snapshots.remote import Place
 from holdfast.text import plural
 
 PREVIOUS_END = "HOLDFAST_PREVIOUS_END"
@@ -65,7 +65,7 @@ class Judged:
     def is_suspect(self, step: int, attempt: int) -> bool:
         return Key(step, attempt) in self.suspects
 
-    def begin(self, folder: Path, life: str, origin: Key | None) -> None:
+    def begin(self, folder: Place, life: str, origin: Key | None) -> None:
         """Another life goes on from there. A disk that takes no note ends no training."""
         try:
             replace(self.history, life=life, origin=origin, ended=False).save(folder)
@@ -74,7 +74,7 @@ class Judged:
         lives.forget_failure(folder)
 
 
-def judged(folder: Path, patience: Patience, in_memory: Iterable[Key]) -> Judged:
+def judged(folder: Place, patience: Patience, in_memory: Iterable[Key]) -> Judged:
     """Judge the life that has ended, and mark what is suspect. `in_memory`: of all ranks. SnapshotError."""
     found, before, held = folders.survey(folder), JobHistory.load(folder), set(in_memory)
     failure = _failure(folder, before.life)
@@ -96,7 +96,7 @@ def judged(folder: Path, patience: Patience, in_memory: Iterable[Key]) -> Judged
     return _without_progress(folder, Judged(after, suspects), patience, failure)
 
 
-def _failure(folder: Path, life: str) -> LifeFailure | None:
+def _failure(folder: Place, life: str) -> LifeFailure | None:
     """How the newest life failed: the launcher knows it best; without its word what a rank noted."""
     noted = lives.noted_failure(folder)
     if noted is not None and noted.life != life:
@@ -110,7 +110,7 @@ def _failure(folder: Path, life: str) -> LifeFailure | None:
     return failure
 
 
-def _without_progress(folder: Path, found: Judged, patience: Patience, failure: LifeFailure | None) -> Judged:
+def _without_progress(folder: Place, found: Judged, patience: Patience, failure: LifeFailure | None) -> Judged:
     history = found.history
     if not patience.restarts or history.stalled < patience.restarts:
         return found
@@ -130,7 +130,7 @@ def _without_progress(folder: Path, found: Judged, patience: Patience, failure: 
 class OwnLife:
     """One rank's life, from its resume to its end."""
 
-    folder: Path
+    folder: Place
     word: str
     """All ranks have the same; empty: this rank does not know it."""
     origin: Key | None

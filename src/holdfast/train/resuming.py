@@ -14,7 +14,6 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 from holdfast.protocol.errors import (
@@ -27,7 +26,8 @@ from holdfast.protocol.errors import (
 )
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots.folder import RankFile, Survey
-from holdfast.snapshots.layout import FolderKind, Key, parse_name
+from holdfast.snapshots.layout import MANIFEST, FolderKind, Key, parse_name
+from holdfast.snapshots.remote import LOOK_S, Place, RemotePath, place_of
 from holdfast.snapshots.saver_client import Tier
 from holdfast.snapshots.slots import Slot
 from holdfast.train.agreement import Peers
@@ -40,6 +40,8 @@ _T = TypeVar("_T")
 
 STANDSTILL_S = 2.0
 """The writer of an unfinished save that has not changed for this long is assumed dead."""
+REMOTE_STANDSTILL_S = 5.0
+"""The same in an object store: this node's uploads are over then, and what is left is a commit of small objects."""
 AT_WORK_S_MAX = 300.0
 """Except when its writer is seen at work; at most this long, and less than the other ranks wait for us."""
 LOOK_AGAIN_S = 0.02
@@ -69,7 +71,7 @@ life."""
 class Resumer:
     """One call of resume(), on one rank."""
 
-    path: Path
+    path: Place
     tracker: Tracker
     peers: Peers
     tier: Tier
@@ -211,7 +213,7 @@ class Resumer:
             if not word["path"]:
                 self._clear()
                 return None
-            path = Path(word["path"])
+            path = place_of(word["path"])
             _, damage = self._together(lambda path=path: self._check(path))  # type: ignore[misc]
             resumed = None
             if not damage:
@@ -255,18 +257,20 @@ class Resumer:
         self.tier.await_previous_worker()
         if self.peers.rank:
             return
-        before: set[tuple[str, int]] = set()
+        before: set[tuple[Place, int]] = set()
         give_up = time.monotonic() + AT_WORK_S_MAX
-        deadline = time.monotonic() + STANDSTILL_S
+        remote = isinstance(self.path, RemotePath)
+        standstill_s = REMOTE_STANDSTILL_S if remote else STANDSTILL_S
+        deadline = time.monotonic() + standstill_s
         while now := _unfinished(folders.survey(self.path)):
             if now != before:
-                before, deadline = now, time.monotonic() + STANDSTILL_S
+                before, deadline = now, time.monotonic() + standstill_s
             elif time.monotonic() > deadline:
                 # A slow disk moves nothing for longer; a process of this machine that is at it can be seen.
-                if time.monotonic() > give_up or not any(folders.is_being_written(Path(name)) for name, _ in now):
+                if time.monotonic() > give_up or not any(folders.is_being_written(path) for path, _ in now):
                     break
-                deadline = time.monotonic() + STANDSTILL_S
-            time.sleep(LOOK_AGAIN_S)
+                deadline = time.monotonic() + standstill_s
+            time.sleep(LOOK_S if remote else LOOK_AGAIN_S)
 
     def _clear(self) -> None:
         """What saves without an end have left; not before it was counted as what was saved here."""
@@ -274,7 +278,7 @@ class Resumer:
             with contextlib.suppress(SnapshotError):
                 folders.clear_debris(folders.survey(self.path))
 
-    def _check(self, path: Path) -> int:
+    def _check(self, path: Place) -> int:
         """This rank's share of reading every byte."""
         snapshot = folders.inspect(path)
         for rank in range(self.peers.rank, snapshot.manifest.world, self.peers.world):
@@ -282,7 +286,7 @@ class Resumer:
                 file.check()
         return 0
 
-    def _from_folder(self, step: int, path: Path) -> tuple[Resumed | None, str]:
+    def _from_folder(self, step: int, path: Place) -> tuple[Resumed | None, str]:
         """None and why, when the snapshot is at fault."""
         with contextlib.ExitStack() as files:
 
@@ -344,15 +348,19 @@ class Resumer:
         return result, next((each["damage"] for each in said if "damage" in each), "")
 
 
-def _unfinished(found: Survey) -> set[tuple[str, int]]:
+def _unfinished(found: Survey) -> set[tuple[Place, int]]:
     """What there is of attempts that would be newer than anything committed: names and sizes."""
     newest = found.newest_valid
-    files = set()
+    files: set[tuple[Place, int]] = set()
     for path in found.debris:
         named = parse_name(path.name)
-        if named is None or named.kind is not FolderKind.ATTEMPT or (newest is not None and named.key < newest.key):
+        if named is None or named.kind is FolderKind.GONE or (newest is not None and named.key < newest.key):
             continue
-        files.add((str(path), 0))
         with contextlib.suppress(OSError):
-            files |= {(each.path, each.stat().st_size) for each in os.scandir(path)}
+            if isinstance(path, RemotePath):
+                sizes = path.sizes()
+                files |= {(path / name, size) for name, size in sizes.items() if MANIFEST not in sizes}
+                continue
+            files.add((path, 0))
+            files |= {(each, each.stat().st_size) for each in path.iterdir()}
     return files

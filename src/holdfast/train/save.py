@@ -12,7 +12,6 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +20,7 @@ from holdfast.protocol.errors import HoldfastError, SnapshotError, SnapshotMemor
 from holdfast.snapshots import changes, disk
 from holdfast.snapshots.changes import Keep, SaveRequest, Verified
 from holdfast.snapshots.lease import FolderLease
+from holdfast.snapshots.remote import Place, RemotePath
 from holdfast.snapshots.saver_client import InProcessStaging, Tier, warn_of_disk
 from holdfast.train import sharding
 from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper, node_key
@@ -31,8 +31,8 @@ from holdfast.train.state import Collected, Tracker
 TEXT_ROOM = 1.25
 """The text's entry is this much larger than the text, whose length changes from save to save."""
 TEXT_BLOCK_BYTES = 4096
-
-
+ATTEMPTS_PER_LEASE = 1000
+"""Saves of one step by one life of a job."""
 ALL_STATES = 2
 """States that a tier has room for."""
 PAUSE = 3.0
@@ -65,7 +65,7 @@ class Saving:
 
     def __init__(
         self,
-        path: Path,
+        path: Place,
         tracker: Tracker,
         peers: Peers,
         tier: Tier,
@@ -78,6 +78,8 @@ class Saving:
         rank 0's."""
         self.tier = tier
         self._path, self._tracker, self._peers = path, tracker, peers
+        self._begun_at: tuple[int, int] = (-1, 0)
+        """In an object store: the step that was begun last, and how often."""
         self._rescue, self._clock, self._lease = rescue, clock, lease
         self._failed = FailedSaves(failures_max)
         self.troubles: list[SnapshotError] = []
@@ -209,8 +211,7 @@ class Saving:
             if text:
                 raise SnapshotError(f"rank {rank}: {text}")
 
-    # --- one round: every rank copies and says how it went; rank 0 says what is next
-    # ------------------------------------
+    # --- one round: every rank copies and says how it went; rank 0 says what is next ----------------------------------
 
     def _round(self, metrics: Mapping[str, float], *, durable: bool, demanded: bool) -> dict[str, Any]:
         failure: Exception | None = None
@@ -236,11 +237,9 @@ class Saving:
             if each.staged.startswith("failed"):
                 return {"do": "fail", "text": f"rank {rank} {each.staged}"}
             if each.step != step:
-                return {
-                    "do": "fail",
-                    "text": f"rank 0 saves after step {step}, rank {rank} after step {each.step}\n"
-                    "every rank has to call step() and save() equally often: not inside `if rank == 0:`",
-                }
+                hint = "every rank has to call step() and save() equally often: not inside `if rank == 0:`"
+                text = f"rank 0 saves after step {step}, rank {rank} after step {each.step}\n{hint}"
+                return {"do": "fail", "text": text}
         word: dict[str, Any] = {"do": "keep"}
         failure = self._failed.reported([each.troubles for each in said], busy=self.tier.busy)
         if failure is not None:
@@ -266,6 +265,10 @@ class Saving:
     def _begin(self, step: int) -> int:
         if self._lease is not None:
             self._lease.confirm()
+            if isinstance(self._path, RemotePath):
+                # Its own numbers for each lease, which the store has given once: no request while training waits.
+                self._begun_at = (step, self._begun_at[1] + 1 if self._begun_at[0] == step else 0)
+                return self._lease.number * ATTEMPTS_PER_LEASE + self._begun_at[1]
         return changes.begin(self._path, step, make=False)
 
     def _collect(self) -> Collected:
@@ -397,7 +400,7 @@ class MemoryReservation:
 class Pruner:
     """Rank 0's retention. Methods are called by one thread."""
 
-    def __init__(self, path: Path, keep: Keep) -> None:
+    def __init__(self, path: Place, keep: Keep) -> None:
         self._path, self._keep = path, keep
         self._verified = Verified()
         self._due = False
@@ -492,8 +495,6 @@ def _numbers(metrics: Mapping[str, Any]) -> dict[str, float]:
 
 def _means(said: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Over the ranks that have the metric."""
-    names = {name for each in said for name in each}
-    return {
-        name: sum(each[name] for each in said if name in each) / sum(name in each for each in said)
-        for name in sorted(names)
-    }
+    names = sorted({name for each in said for name in each})
+    values = {name: [each[name] for each in said if name in each] for name in names}
+    return {name: sum(each) / len(each) for name, each in values.items()}

@@ -22,7 +22,6 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +39,7 @@ from holdfast.snapshots import lease as leases
 from holdfast.snapshots.changes import Keep
 from holdfast.snapshots.flush import rescue_attempt
 from holdfast.snapshots.memory_folder import SAVER_VARIABLE
+from holdfast.snapshots.remote import RemotePath, absolute
 from holdfast.snapshots.saver_client import Tier, open_tier
 from holdfast.train.agreement import Peers, Schedule, Steps, Timekeeper, seconds
 from holdfast.train.guards import same_loss
@@ -54,14 +54,13 @@ from holdfast.worker.regroup import is_replacement
 if TYPE_CHECKING:
     from holdfast.train.survival import Survivor
 
-
 __all__ = ["Keep", "Resumed", "Snapshots", "TrainState"]
 
 
 class Snapshots:
-    """The snapshots of one job in one folder, which all its ranks see.
+    """The snapshots of one job in one folder, which all its ranks see, or under the URL of an object store.
 
-    folder        made when it is not there; one job at a time
+    folder        made when it is not there; one job at a time. Or s3://bucket/run, gs://, az://, any URL of fsspec
     every         to the disk: "2min", seconds, ht.steps(500); None: only by save() and when asked to stop
     memory_every  steps from one copy in memory to the next; None: no memory tier but for what goes to the disk
     keep          which snapshots stay on the disk; None: all
@@ -71,8 +70,9 @@ class Snapshots:
     suspect_within  a failure that repeats, or a loss that is not finite, so many steps after resume() makes the
                   snapshot suspect; None: the interval of snapshots; 0: never
     no_progress_after  so many restarts may fail before the job's best step; then it ends with exit code 93; None: any
+    stage         with a URL: a local folder through which the saver uploads, so that memory is free sooner
 
-    Raises IntervalError, RetentionError. Usable as a context manager; otherwise closed when the process ends."""
+    Raises IntervalError, RetentionError, SnapshotURLError. A context manager; otherwise closed as the process ends."""
 
     def __init__(
         self,
@@ -86,8 +86,10 @@ class Snapshots:
         exit_on_stop: bool = True,
         suspect_within: int | None = None,
         no_progress_after: int | None = 3,
+        stage: str | os.PathLike[str] | None = None,
     ) -> None:
-        self.path = Path(os.path.abspath(folder))
+        self.path = absolute(folder)
+        self._stage = "" if stage is None else os.path.abspath(stage)
         self.stopping = False
         """The launcher asked to stop, and everything is on the disk: leave with exit code 0."""
         if memory_every is not None and (type(memory_every) is not int or memory_every < 1):
@@ -161,9 +163,7 @@ class Snapshots:
         if unnamed:
             raise TrackingError("track() takes names, which go into the snapshot: track(model=…, optimizer=…)")
         if self._saving is not None:
-            raise TrackingError(
-                "track() comes before resume(), which would have restored it, and before the first step()"
-            )
+            raise TrackingError("track() comes before resume(), which restores it, and before the first step()")
         before = len(self._tracker.optimizers)
         self._tracker.add(objects)
         for optimizer in self._tracker.optimizers[before:]:
@@ -243,7 +243,8 @@ class Snapshots:
         return peers, tier
 
     def _open_tier(self, rank: int, world: int) -> Tier:
-        tier = self._opened = open_tier(rank=rank, world=world)
+        remote = isinstance(self.path, RemotePath)
+        tier = self._opened = open_tier(rank=rank, world=world, remote=remote, stage=self._stage if remote else "")
         self._process = os.getpid()
         atexit.register(self._at_exit)
         return tier

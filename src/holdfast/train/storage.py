@@ -16,7 +16,6 @@ import mmap
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -45,6 +44,7 @@ from holdfast.snapshots import folder as folders
 from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.folder import RankFile, Snapshot
 from holdfast.snapshots.layout import FolderKind, check_step, parse_name
+from holdfast.snapshots.remote import Place, absolute
 from holdfast.train import state_codec as codec
 from holdfast.train.reading import FilePart, Saved, open_files
 from holdfast.train.sharding import OWN, TEXT, Layout, Piece, Places, image_of
@@ -58,7 +58,7 @@ PATHS = "dcp_paths"
 class SnapshotWriter(StorageWriter):  # type: ignore[misc] # torch is not followed
     """Has `torch.distributed.checkpoint.save` write a snapshot: whole or not at all, with digests, without pickle.
 
-    folder   the snapshot folder, which all ranks see; made when it is not there
+    folder   the snapshot folder, which all ranks see; made when it is not there. Or the URL of an object store
     step     of the training; saved once more, it becomes the newer attempt of the same step
     metrics  numbers that go into the manifest, for `Keep(best=…)`
 
@@ -70,10 +70,10 @@ class SnapshotWriter(StorageWriter):  # type: ignore[misc] # torch is not follow
         self, folder: str | os.PathLike[str], *, step: int, metrics: Mapping[str, float] | None = None
     ) -> None:
         check_step(step)
-        self.path = Path(os.path.abspath(folder))
+        self.path = absolute(folder)
         self.step = step
         self.metrics = dict(metrics or {})
-        self.committed: Path | None = None
+        self.committed: Place | None = None
         """Rank 0, after the save: the committed folder."""
         self._request: SaveRequest | None = None
 
@@ -81,7 +81,7 @@ class SnapshotWriter(StorageWriter):  # type: ignore[misc] # torch is not follow
         """`checkpoint_id`: the snapshot folder, if it is another one now."""
         self.committed = self._request = None
         if checkpoint_id is not None:
-            self.path = Path(os.path.abspath(checkpoint_id))
+            self.path = absolute(checkpoint_id)
 
     def set_up_storage_writer(self, is_coordinator: bool, *_: Any, **__: Any) -> None:
         """Nothing to do."""
@@ -171,7 +171,7 @@ class SnapshotReader(StorageReader):  # type: ignore[misc] # torch is not follow
     """
 
     def __init__(self, path: str | os.PathLike[str], *, step: int | None = None) -> None:
-        self.path = Path(os.path.abspath(path))
+        self.path = absolute(path)
         self.snapshot = _find(self.path, step)
         """What is read."""
         self._step = step
@@ -186,7 +186,7 @@ class SnapshotReader(StorageReader):  # type: ignore[misc] # torch is not follow
         """`checkpoint_id`: another snapshot, or another folder."""
         self.close()
         if checkpoint_id is not None:
-            self.path = Path(os.path.abspath(checkpoint_id))
+            self.path = absolute(checkpoint_id)
             self.snapshot = _find(self.path, self._step)
 
     def close(self) -> None:
@@ -295,7 +295,7 @@ def _paths(snapshot: Snapshot) -> dict[str, tuple[Any, ...]]:
     return {name: tuple(path) for name, path in snapshot.manifest.metadata.get(PATHS, {}).items()}
 
 
-def _find(path: Path, step: int | None) -> Snapshot:
+def _find(path: Place, step: int | None) -> Snapshot:
     """The snapshot at, or the newest in this folder. SnapshotError."""
     named = parse_name(path.name)
     if named is not None and named.kind is FolderKind.COMMITTED:

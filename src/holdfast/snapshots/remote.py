@@ -1,0 +1,310 @@
+"""Objects under a URL: reached by fsspec, as `Place` beside pathlib's Path. Knows nothing of snapshots.
+
+The store is reached by fsspec and the driver that the URL needs (s3fs, gcsfs, adlfs: the extra `remote`). They are
+imported on the first use of a URL, in the worker and in the saver's own process: the saver has the slot in its memory,
+and another process would need its own copy and its own supervision. The saver's Python sees the standard library alone
+(`-S`); the worker sends it the folders of its packages and its environment (`adopt`).
+
+Options and credentials come from the environment and from the files of fsspec and of the driver, never from a URL or
+an argument: requests to save are written into memory slots, and messages into logs. `redacted` takes secrets out of
+what a driver says.
+
+Every request but `leave` is repeated with growing pauses, for RETRY_S seconds in all. Errors are OSError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import random
+import re
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from holdfast.protocol.errors import MissingPackageError, SnapshotURLError
+
+RETRY_S = 120.0
+PAUSE_S_MIN, PAUSE_S_MAX = 0.2, 10.0
+PART_BYTES = 16 << 20
+"""Of a multipart upload. S3 takes at least 5 MiB, and at most PARTS_MAX parts."""
+PARTS_MAX = 10_000
+PARTS_AT_ONCE = 8
+"""Each has a copy of its bytes in memory."""
+LOOK_S = 0.5
+"""Between two listings: each is a request that costs money."""
+
+_URL = re.compile(r"([a-z][a-z0-9+.-]*)://([^/?#@\s:]+)((?:/[^/?#\s]+)*)/*")
+_LOST_SLASH = re.compile(r"(s3a?|gcs|gs|az|abfss?|file):/[^/]")
+_SECRET = re.compile(r"key|secret|token|passw|signature|credential|connection_string|sas", re.IGNORECASE)
+_UNFIT = ("memory", "http", "https", "data")
+"""Protocols of fsspec that no other process can read, or that nobody can write."""
+_MISSING_KEYS = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound")
+_FINAL = (FileNotFoundError, FileExistsError, PermissionError, NotImplementedError, ValueError, TypeError, ImportError)
+"""Trying again does not help."""
+
+_Answer = TypeVar("_Answer")
+
+
+@dataclass(frozen=True, order=True)
+class RemotePath:
+    """A name in an object store, used as pathlib's. Methods raise OSError."""
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> RemotePath:
+        return RemotePath(f"{self.url}/{name}")
+
+    @property
+    def name(self) -> str:
+        return self.url.rpartition("/")[2]
+
+    @property
+    def parent(self) -> RemotePath:
+        return RemotePath(self.url.rpartition("/")[0])
+
+    # --- reading ------------------------------------------------------------------------------------------------------
+
+    def read(self, begin: int, end: int) -> bytes:
+        """These bytes of the object, as far as it has them."""
+        found: bytes = self._ask(lambda fs: fs.cat_file(self.url, start=begin, end=end))
+        return found
+
+    def size(self) -> int:
+        """The object's size in bytes, by its name."""
+        return int(self._ask(lambda fs: fs.info(self.url))["size"])
+
+    def exists(self) -> bool:
+        """Whether there is an object of this name."""
+        try:
+            return self.size() >= 0
+        except FileNotFoundError:
+            return False
+
+    def sizes(self) -> dict[str, int]:
+        """Names below this one, as the store lists them; the size of what is no object is 0. Empty: nothing."""
+        try:
+            found = self._ask(lambda fs: fs.ls(self.url, detail=True))
+        except FileNotFoundError:
+            return {}
+        sizes = {each["name"].rstrip("/").rpartition("/")[2]: int(each.get("size") or 0) for each in found}
+        return {name: size for name, size in sizes.items() if name}
+
+    # --- writing ------------------------------------------------------------------------------------------------------
+
+    def put(self, data: bytes) -> None:
+        """Make or replace a small object."""
+        self._ask(lambda fs: fs.pipe_file(self.url, data))
+
+    def create(self, data: bytes) -> bool:
+        """Make a small object unless there is one: by one conditional put, where the store has it. Whether the object
+        has this content now: `data` must be unlike that of any other writer."""
+        with contextlib.suppress(FileExistsError):
+            self._ask(lambda fs: fs.pipe_file(self.url, data, mode="create"))
+        # Read back: the answer to our own put may have been lost, and a store may ignore the condition.
+        return self.read(0, len(data) + 1) == data
+
+    def leave(self, data: bytes) -> None:
+        """As `create`, by one request that is not repeated: for a process that is ending."""
+        self._ask(lambda fs: fs.pipe_file(self.url, data, mode="create"), retry_s=0.0)
+
+    def upload(self, data: memoryview) -> None:
+        """Make an object of any size. What is left of a failed upload is removed, as far as the store allows."""
+        fs = filesystem(self.url)
+        if len(data) < 2 * PART_BYTES:
+            self.put(bytes(data))
+        elif hasattr(fs, "call_s3"):
+            self._upload_parts(fs, data)
+        else:
+            self._ask(lambda fs: _stream(fs, self.url, data))
+
+    def _upload_parts(self, fs: Any, data: memoryview) -> None:
+        """S3's multipart upload, with its parts in parallel."""
+        bucket, key, _ = fs.split_path(self.url)
+        part_bytes = max(PART_BYTES, -(-len(data) // PARTS_MAX))
+        begun = self._ask(lambda fs: fs.call_s3("create_multipart_upload", Bucket=bucket, Key=key))
+        of = {"Bucket": bucket, "Key": key, "UploadId": begun["UploadId"]}
+
+        def send(number: int) -> dict[str, Any]:
+            body = bytes(data[number * part_bytes : (number + 1) * part_bytes])
+            done = self._ask(lambda fs: fs.call_s3("upload_part", PartNumber=number + 1, Body=body, **of))
+            return {"PartNumber": number + 1, "ETag": done["ETag"]}
+
+        pool = ThreadPoolExecutor(PARTS_AT_ONCE, "holdfast-upload")
+        try:
+            parts = list(pool.map(send, range(-(-len(data) // part_bytes))))
+            self._complete(of, parts, len(data))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            with contextlib.suppress(Exception):
+                fs.call_s3("abort_multipart_upload", **of)
+            raise
+        finally:
+            pool.shutdown()
+
+    def _complete(self, of: dict[str, Any], parts: list[dict[str, Any]], size_bytes: int) -> None:
+        try:
+            self._ask(lambda fs: fs.call_s3("complete_multipart_upload", MultipartUpload={"Parts": parts}, **of))
+        except OSError:
+            # An upload whose first answer was lost is unknown the second time.
+            with contextlib.suppress(OSError):
+                if self.size() == size_bytes:
+                    return
+            raise
+
+    def delete(self) -> None:
+        """Delete the object; no error when there is none."""
+        with contextlib.suppress(FileNotFoundError):
+            self._ask(lambda fs: fs.rm_file(self.url))
+
+    def abort_uploads(self) -> None:
+        """Remove what unfinished uploads have left below this name. S3 keeps, and charges for, their parts for ever;
+        Google's and Azure's stores drop them by themselves after a week, and cannot list them."""
+        fs = filesystem(self.url)
+        if not hasattr(fs, "call_s3"):
+            return
+        bucket, prefix, _ = fs.split_path(self.url)
+        of = {"Bucket": bucket, "Prefix": f"{prefix}/"}
+        while True:
+            page = self._ask(lambda fs, of=of: fs.call_s3("list_multipart_uploads", **of))  # type: ignore[misc]
+            for each in page.get("Uploads") or []:
+                one = {"Bucket": bucket, "Key": each["Key"], "UploadId": each["UploadId"]}
+                with contextlib.suppress(FileNotFoundError):
+                    self._ask(lambda fs, one=one: fs.call_s3("abort_multipart_upload", **one))  # type: ignore[misc]
+            if not page.get("IsTruncated"):
+                return
+            of |= {"KeyMarker": page["NextKeyMarker"], "UploadIdMarker": page["NextUploadIdMarker"]}
+
+    def _ask(self, request: Callable[[Any], _Answer], retry_s: float | None = None) -> _Answer:
+        """One request, repeated while that may help; by default for RETRY_S. OSError."""
+        give_up = time.monotonic() + (RETRY_S if retry_s is None else retry_s)
+        fs, pause_s = filesystem(self.url), PAUSE_S_MIN
+        while True:
+            try:
+                fs.invalidate_cache()
+                return request(fs)
+            except Exception as error:  # noqa: BLE001 - each driver has its own kinds
+                final = _is_final(error) or time.monotonic() + pause_s > give_up
+                if final:
+                    # Without the driver's error as cause: its text may hold secrets, and would be in the traceback.
+                    raise _os_error(error, self.url) from None
+            time.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, PAUSE_S_MAX)
+
+
+Place = Path | RemotePath
+"""Where a snapshot is, or a file of it: on a file system or in an object store."""
+
+
+def place_of(folder: str | os.PathLike[str] | RemotePath) -> Place:
+    """The place with this path or URL. SnapshotURLError."""
+    if isinstance(folder, RemotePath):
+        return folder
+    text = os.fspath(folder)
+    if text.startswith("file://"):
+        return Path(text.removeprefix("file://"))
+    if "://" not in text:
+        if _LOST_SLASH.match(text):
+            raise SnapshotURLError(f"{redacted(text)} has lost a slash: give the URL as a text, not as a Path")
+        return Path(text)
+    found = _URL.fullmatch(text)
+    if found is None or found[1] in _UNFIT or "::" in text:
+        why = "write protocol://bucket/folder"
+        if found is not None:
+            why = f"{found[1]}: cannot hold snapshots"
+        elif "@" in text or "?" in text:
+            why = (
+                "no user, password or query belongs into it: credentials come from the store's own variables and files"
+            )
+        raise SnapshotURLError(f"the snapshot URL {redacted(text)} is not valid: {why}")
+    return RemotePath(f"{found[1]}://{found[2]}{found[3]}")
+
+
+def absolute(folder: str | os.PathLike[str] | RemotePath) -> Place:
+    """As `place_of`; a path is made absolute. SnapshotURLError."""
+    place = place_of(folder)
+    return place if isinstance(place, RemotePath) else Path(os.path.abspath(place))
+
+
+def filesystem(url: str) -> Any:
+    """fsspec's object for the URL; fsspec keeps one for each store. MissingPackageError, SnapshotURLError."""
+    protocol = url.partition("://")[0]
+    try:
+        import fsspec
+
+        options: dict[str, Any] = {}
+        if protocol in ("s3", "s3a"):
+            # Repetitions are ours alone: three layers of them multiply.
+            limits = {"connect_timeout": 10, "read_timeout": 60, "retries": {"total_max_attempts": 1}}
+            options["config_kwargs"] = {**limits, **fsspec.config.conf.get(protocol, {}).get("config_kwargs", {})}
+        fs = fsspec.filesystem(protocol, use_listings_cache=False, **options)
+    except ImportError as error:
+        raise MissingPackageError(f"{url} needs a package ({error}): pip install 'holdfast[remote]'") from None
+    except ValueError as error:
+        raise SnapshotURLError(f"{url}: {redacted(str(error))}") from None
+    except Exception as error:  # noqa: BLE001 - a driver that finds no credentials, and the like
+        raise _os_error(error, url) from None
+    if hasattr(fs, "call_s3"):
+        fs.retries = 1
+    return fs
+
+
+def adopt(packages: Sequence[str], environ: Mapping[str, str]) -> None:
+    """In the saver: import packages from where the worker has them, with its credentials. Ours and the standard
+    library's come first."""
+    sys.path.extend(each for each in packages if os.path.isabs(each) and each not in sys.path)
+    os.environ.update(environ)
+
+
+def redacted(text: str) -> str:
+    """The text without users and passwords in URLs, without queries, which may be signed, and without values of
+    variables that look secret."""
+    for name, value in os.environ.items():
+        if len(value) >= 8 and _SECRET.search(name):
+            text = text.replace(value, "…")
+    return re.sub(r"\?[^\s'\"<>]+", "?…", re.sub(r"://[^/\s]*@", "://…@", text))
+
+
+def _stream(fs: Any, url: str, data: memoryview) -> None:
+    """Upload through fsspec's file, which becomes visible when it is closed."""
+    file = fs.open(url, "wb", block_size=PART_BYTES)
+    try:
+        for begin in range(0, len(data), PART_BYTES):
+            file.write(bytes(data[begin : begin + PART_BYTES]))
+    except BaseException:
+        file.closed = True  # else its end would make half an object visible
+        with contextlib.suppress(Exception):
+            file.discard()
+        raise
+    file.close()
+
+
+def _is_final(error: Exception) -> bool:
+    return isinstance(error, _FINAL) or type(error).__name__ in _MISSING_KEYS or _refused(error)
+
+
+def _refused(error: Exception) -> bool:
+    return "PreconditionFailed" in repr(error) or "pre-conditions you specified did not hold" in str(error)
+
+
+def _os_error(error: Exception, url: str) -> OSError:
+    """The error of a driver, as the kernel would have it; never one that means damage (disk.DAMAGE) but for ENOENT."""
+    number = errno.EHOSTUNREACH
+    if isinstance(error, FileNotFoundError):
+        number = errno.ENOENT
+    elif isinstance(error, FileExistsError) or _refused(error):
+        number = errno.EEXIST
+    elif isinstance(error, PermissionError) or type(error).__name__ in _MISSING_KEYS:
+        number = errno.EACCES
+    elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EINVAL):
+        number = error.errno
+    told = (getattr(error, "strerror", None) or str(error)).strip() or type(error).__name__
+    return OSError(number, redacted(told.splitlines()[0]), url)

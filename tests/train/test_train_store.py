@@ -1,0 +1,114 @@
+"""A training job whose snapshots are in an object store, with the saver and with a worker that is killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from holdfast.snapshots import folder
+from tests.support.limits import limit_s, until
+from tests.support.object_store import BUCKET, SECRET, ObjectStore, forget_connections, running_store, variables
+
+pytestmark = pytest.mark.allow_threads("fsspecIO", "asyncio_")
+
+JOB = """
+import json, os, signal, sys, torch
+import holdfast.train as ht
+url, last, kill = sys.argv[1], int(sys.argv[2]), len(sys.argv) > 3
+torch.manual_seed(0)
+model = torch.nn.Linear(8, 8)
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+snaps = ht.Snapshots(url, every=ht.steps(3), memory_every=1, keep=ht.Keep(last=2), stage=os.environ["STAGE"])
+state = snaps.track(model=model, optimizer=optimizer)
+resumed = snaps.resume()
+while state.step < last:
+    loss = model(torch.randn(4, 8)).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    snaps.step(loss=loss)
+if kill:
+    os.kill(os.getpid(), signal.SIGKILL)
+snaps.save(wait=True)
+snaps.close()
+weights = torch.cat([each.flatten() for each in model.parameters()]).tolist()
+print(json.dumps([resumed and [resumed.step, resumed.source], weights]))
+"""
+
+POISONED = """
+import json, sys, torch
+import holdfast.train as ht
+class Level(dict):
+    state_dict, load_state_dict = dict.copy, dict.update
+model, level = torch.nn.Linear(2, 2), Level(now=0)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with ht.Snapshots(sys.argv[1]) as snaps:
+    state = snaps.track(model=model, optimizer=optimizer, level=level)
+    resumed = snaps.resume()
+    while state.step < 6:
+        if level["now"] < 0 and state.step == 4:
+            raise ValueError(f"step {state.step}: no such level")
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        snaps.step()
+        if state.step == 3 and len(sys.argv) > 2:
+            level["now"] = -1
+        if state.step in (2, 4):
+            snaps.save(wait=True)
+print(json.dumps([resumed.step, resumed.skipped]))
+"""
+
+
+@pytest.fixture(scope="module")
+def store() -> Iterator[ObjectStore]:
+    with running_store() as started:
+        yield started
+
+
+def run(environ: dict[str, str], *arguments: object, script: str = JOB) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", script, *map(str, arguments)]
+    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=limit_s(60))
+
+
+def test_goes_on_after_a_kill_from_what_the_saver_has_uploaded(store: ObjectStore, tmp_path: Path) -> None:
+    """Step 7 was in memory alone when the worker was killed: the saver, which has no packages of its own, uploads it."""
+    environ = {**os.environ, **store.environ(), "STAGE": str(tmp_path)}
+    calm = run(environ, f"s3://{BUCKET}/calm", 10)
+    assert calm.returncode == 0, calm.stderr
+    url = f"s3://{BUCKET}/killed"
+    assert run(environ, url, 7, "kill").returncode == -9
+    with variables(store.environ()):
+        until(lambda: [each.step for each in folder.survey(url).committed][-1:] == [7], "step 7 is in the store")
+        again = run(environ, url, 10)
+        assert again.returncode == 0, again.stderr
+        assert json.loads(again.stdout) == [[7, "disk"], json.loads(calm.stdout)[1]]
+        found = folder.survey(url)
+        assert [each.step for each in found.committed] == [9, 10]
+        for each in found.committed:
+            folder.verify(each)
+            (text,) = {(each.path / name).read(0, 1 << 20).decode() for name in ("MANIFEST.json",)}
+            assert SECRET not in text
+        forget_connections()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_poisoned_state_is_left_out(store: ObjectStore) -> None:
+    """With default options, and without a launcher that knows how the life before ended."""
+    environ, url = {**os.environ, **store.environ()}, f"s3://{BUCKET}/poisoned"
+    for arguments in ([url, "poison"], [url]):
+        failed = run(environ, *arguments, script=POISONED)
+        assert failed.stderr.rstrip().endswith("ValueError: step 4: no such level"), failed.stderr
+    done = run(environ, url, script=POISONED)
+    assert done.returncode == 0, done.stderr
+    step, skipped = json.loads(done.stdout)
+    assert step == 2
+    assert "training failed at step 4" in skipped[0]
+    with variables(store.environ()):
+        assert [each.step for each in folder.survey(url).suspects] == [4]
+        forget_connections()
