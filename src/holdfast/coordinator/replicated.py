@@ -155,9 +155,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
                 if renewed.term > self.term and link in self._witnesses and not self._charters.confirmed_by(link):
                     self._do_without(link, now)
                 elif renewed.term > self.term:
-                    return self._step_down(
-                        StepDown(f"the voters have elected another one (term {renewed.term})")
-                    )
+                    return self._step_down(StepDown(f"the voters have elected another one (term {renewed.term})"))
                 self._charters.renewed(link, renewed)
             case Heard(_, Join(term=term)) if term > self.term and not self._founds:
                 return self._step_down(StepDown(f"a node knows of a newer coordinator (term {term})"))

@@ -72,7 +72,7 @@ class Snapshots:
     no_progress_after  so many restarts may fail before the job's best step; then it ends with exit code 93; None: any
     stage         with a URL: a local folder through which the saver uploads, so that memory is free sooner
 
-    Raises IntervalError, RetentionError, SnapshotURLError. A context manager; else it closes when the process ends."""
+    Raises IntervalError, RetentionError, SnapshotURLError. A context manager; otherwise closed as the process ends."""
 
     def __init__(
         self,
