@@ -149,7 +149,7 @@ class Crew:
         await self.next(TreeGone)
 
     async def close(self) -> None:
-        await self.group.close()
+        await self.group.close(None)
         self.router.close(1.0)
         self.console.close(1.0)
         self.journal.close()
