@@ -122,7 +122,7 @@ def test_every_note_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
     listening(AgentMachine, "agent.")
     listening(CoordinatorMachine, "coordinator.")
     listening(ReplicatedCoordinator, "coordinator.")
-    listening(Voter, "voter.")
+    listening(Voter, "agent.")
     for path in SCENARIOS:
         play(inputs(path.read_text(encoding="utf-8")))
     for seed in range(SEEDS):
@@ -131,7 +131,7 @@ def test_every_note_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
         run_succession(seed)
     assert wrong == set()
     assert seen >= {
-        *("voter.elected", "voter.votes", "coordinator.charter", "coordinator.steps_down"),
+        *("agent.elected", "agent.votes", "coordinator.charter", "coordinator.steps_down"),
         *("agent.fenced", "agent.link_lost", "agent.resumed", "coordinator.assigned", "coordinator.drain_to"),
         *("coordinator.lost", "coordinator.over", "coordinator.resumed", "coordinator.verdict"),
     }
