@@ -1,7 +1,7 @@
 """One reader for each job, however many browsers look at it, and what each browser has not got yet.
 
 A browser's mailbox keeps only the newest message of each kind: who reads slowly sees fewer updates, and costs no more
-memory. Without a browser the job is asked every ten seconds, for the curves of whoever comes next.
+memory. Without a browser the job is asked every ten seconds, so that the curves are there for the next browser.
 """
 
 from __future__ import annotations

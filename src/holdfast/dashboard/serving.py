@@ -39,7 +39,7 @@ async def serve(
     handle_signals: bool = True,
     on_feeds: Callable[[JobFeeds, uvicorn.Server], None] = lambda _feeds, _server: None,
 ) -> None:
-    """Serve on this listening socket until a signal, or until what `on_feeds` was given is told to stop. Without
+    """Serve on this listening socket until a signal, or until what `on_feeds` was given is asked to stop. Without
     sources: all jobs of this user."""
     async with asyncio.TaskGroup() as tasks:
         feeds = JobFeeds(tasks, sources, all_jobs=not sources)

@@ -74,7 +74,7 @@ class VoterService:
     ) -> None:
         self.machine = machine
         self.news = asyncio.Event()
-        """Set when it knows of another coordinator, or leads itself. Cleared by whoever waits for it."""
+        """Set when it knows of another coordinator, or leads itself. Cleared by the code that waits for it."""
         self._journal = journal
         self._ask = ask
         self._lead = lead
