@@ -1,9 +1,9 @@
 """Who may use the dashboard, and what a browser may do with its pages.
 
 A login link carries a token; the browser that opens it gets a cookie. On loopback the token works once: the link is
-on a screen, in a history, in a log. At any other address it works again, for several people are on call; requests may carry it as
-`Authorization: Bearer` too. A POST has to come from our own page (Origin). The content security policy allows no script
-or style in the markup, and nothing from another host.
+on a screen, in a history, in a log. At any other address it works again, for several people are on call; requests may
+carry it as `Authorization: Bearer` too. A POST has to come from our own page (Origin). The content security policy
+allows no script or style in the markup, and nothing from another host.
 """
 
 from __future__ import annotations
