@@ -16,13 +16,12 @@ from enum import Enum
 
 from msgspec import Struct
 
-from holdfast.protocol.charter import VOTERS_MIN, Charter, CharterPosition, Renew, Renewed, Seat, Succession
+from holdfast.protocol.charter import NO_CHARTER, VOTERS_MIN, Charter, CharterPosition, Renew, Renewed, Seat, Succession
 from holdfast.protocol.messages import Poll, Polled
 from holdfast.protocol.policy import Limits, Note, Tick
 
 PLACE_FACTOR = 3.0
 """A voter that stands again waits this many times `Limits.stand_s` longer than the one placed before it."""
-NO_CHARTER = CharterPosition(0, 0)
 
 
 class VoterState(Enum):

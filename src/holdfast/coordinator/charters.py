@@ -13,6 +13,7 @@ from msgspec import structs
 
 from holdfast.coordinator.coordinator_state import Command, Member, ProveVoterGone, Tell
 from holdfast.protocol.charter import (
+    NO_CHARTER,
     VOTERS_MAX,
     VOTERS_MIN,
     Charter,
@@ -27,7 +28,6 @@ from holdfast.protocol.policy import Limits
 
 RENEWALS_OPEN_MAX = 16
 """Renews of one voter without an answer. An answer to an older one counts for nothing."""
-NOTHING = CharterPosition(0, 0)
 REVISION_OF_VOTES = 3
 """From this revision of the messages on, an agent can be a voter."""
 
@@ -38,7 +38,7 @@ class VoterRecord:
 
     seat: Seat
     link: int | None = None
-    held: CharterPosition = NOTHING
+    held: CharterPosition = NO_CHARTER
     """The position of the charter that it holds."""
     confirmed_s: float = -inf
     """When the newest Renew was sent that it has acknowledged."""
@@ -54,7 +54,7 @@ class Charters:
     def __init__(self, limits: Limits, now: float, name: str, succession: Succession) -> None:
         """`name`: the coordinator's own agent, which confirms everything at once."""
         self.term = succession.term
-        self.charter = succession.charter or Charter(NOTHING, ())
+        self.charter = succession.charter or Charter(NO_CHARTER, ())
         self.counts = succession.charter is None
         """A majority holds the newest charter. The empty one of a founder needs none."""
         self.settled = self.counts
@@ -66,6 +66,8 @@ class Charters:
         self._voters: dict[str, VoterRecord] = {seat.name: VoterRecord(seat) for seat in self.charter.seats}
         self._links: dict[str, int] = {}
         """Links of agents and witnesses, voters or not, by name."""
+        self._names: dict[int, str] = {}
+        """The same, by link."""
         self._gone: set[str] = set()
         self._uninformed: set[str] = set()
         """Agents without a vote that do not know the present voters, one of which may be the next coordinator."""
@@ -79,7 +81,7 @@ class Charters:
     @property
     def elects(self) -> bool:
         """Whether another voter could become the coordinator."""
-        return len(self._voters) > 1 or bool(self._voters.keys() - {self.name})
+        return bool(self._voters.keys() - {self.name})
 
     def authority_s(self, now: float) -> float:
         """Since when a majority confirms this coordinator, at the latest."""
@@ -107,19 +109,19 @@ class Charters:
     def propose(self, now: float, content: Charter, seats: tuple[Seat, ...] | None) -> bool:
         """Make this the newest charter. Its position and voters are ignored. `seats`: the voters that it should have;
         None: as before. They change only while the charter before counts. Returns whether anything has changed."""
-        now_ = self.charter
-        voters, before = now_.voters, now_.before
+        present = self.charter
+        voters, before = present.voters, present.before
         if self.counts and before:
             before = ()
         elif self.counts and seats is not None and seats != voters:
             voters, before = seats, voters
-        changed = structs.replace(content, position=now_.position, voters=voters, before=before)
-        if changed == now_:
+        changed = structs.replace(content, position=present.position, voters=voters, before=before)
+        if changed == present:
             return False
         self.charter = structs.replace(changed, position=CharterPosition(self.term, self._next_number()))
-        same = structs.replace(changed, voters=now_.voters, before=now_.before) == now_
+        same = structs.replace(changed, voters=present.voters, before=present.before) == present
         self.settled = self.settled and same
-        if (voters, before) != (now_.voters, now_.before):
+        if (voters, before) != (present.voters, present.before):
             self._uninformed.update(self._links)
         if not self.elects:  # until now nobody could take its place
             self._since_s = now
@@ -133,7 +135,8 @@ class Charters:
         self.term = max(self.term, term)
 
     def linked(self, name: str, link: int) -> None:
-        self._links[name] = link
+        self._names.pop(self._links.get(name, link), None)
+        self._links[name], self._names[link] = link, name
         self._gone.discard(name)
         if name in self._voters:
             voter = self._voters[name]
@@ -143,14 +146,12 @@ class Charters:
             self._uninformed.add(name)
         self._send_at_s = -inf
 
-    def unlinked(self, link: int, now: float) -> str | None:
-        """Returns whose link it was."""
-        name = next((name for name, each in self._links.items() if each == link), None)
+    def unlinked(self, link: int, now: float) -> None:
+        name = self._names.pop(link, None)
         if name is not None:
             del self._links[name]
             if name in self._voters:
                 self._voters[name].link, self._voters[name].prove_at_s = None, now
-        return name
 
     def confirmed_by(self, link: int) -> bool:
         """Whether the voter behind this link has acknowledged a Renew of this coordinator."""
@@ -185,7 +186,7 @@ class Charters:
             return out
         if now >= self._send_at_s:
             self._send_at_s = now + self._limits.renew_interval_s
-            out += [self._keep(now, voter) for voter in self._voters.values() if voter.link is not None]
+            out += [self._renew(now, voter) for voter in self._voters.values() if voter.link is not None]
             for name in sorted(self._uninformed & (self._links.keys() - self._voters.keys())):
                 out.append(Tell(self._links[name], Renew(self.term, 0, self.charter)))
             self._uninformed.clear()
@@ -197,7 +198,7 @@ class Charters:
 
     # ---------------------------------------------------------------- small steps
 
-    def _keep(self, now: float, voter: VoterRecord) -> Command:
+    def _renew(self, now: float, voter: VoterRecord) -> Command:
         assert voter.link is not None
         self._number += 1
         voter.open[self._number] = now

@@ -36,9 +36,9 @@ from holdfast.coordinator.coordinator_state import (
 from holdfast.coordinator.ending import Judge
 from holdfast.coordinator.monitor import cannot_tell
 from holdfast.protocol.charter import (
+    NO_CHARTER,
     NODES_MAX,
     Charter,
-    CharterPosition,
     HostRecord,
     LedFrom,
     Renew,
@@ -178,8 +178,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
 
     def _on_gone(self, name: str) -> None:
         """Continue without the old coordinator's node, if it is that one."""
-        leader = self._leader_before
-        if leader and name == leader:
+        if name == self._leader_before:
             self._alone = True
             led_from = self.charter.led_from
             if self.world is None and led_from is not None and led_from.node.agent not in self._came:
@@ -242,16 +241,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
             for member in self.members.values():
                 if member.revision >= REVISION_OF_VOTES:
                     self._tell(member, Renew(self.term, 0))
-        members = () if world is None else world.order
-        key = (
-            self.newest_generation,
-            members,
-            self.budget.used,
-            self.budget.streak,
-            self.outcome is None,
-            charters.counts,
-        )
-        if (*key, self.host_backoff.changes) == self._written and not (self._reseat and charters.counts):
+        if self._state(world) == self._written and not (self._reseat and charters.counts):
             return
         while charters.propose(now, self._content(now), self._seats()):
             newest = charters.charter
@@ -260,7 +250,13 @@ class ReplicatedCoordinator(CoordinatorMachine):
             )
             if not charters.counts:
                 break
-        self._written = *key[:-1], charters.counts, self.host_backoff.changes
+        self._written = self._state(world)
+
+    def _state(self, world: World | None) -> tuple[object, ...]:
+        """What shows whether the charter has to be written again; cheap, since every message asks."""
+        budget, members = self.budget, () if world is None else world.order
+        about = self.newest_generation, members, budget.used, budget.streak, self.outcome is None
+        return *about, self._charters.counts, self.host_backoff.changes
 
     def _content(self, now: float) -> Charter:
         """The charter that this state asks for. Position and voters are added by `Charters`."""
@@ -269,7 +265,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
             self._hosts = hosts.changes, hosts.records(now)
         world = self.world
         return Charter(
-            position=CharterPosition(0, 0),
+            position=NO_CHARTER,
             voters=(),
             generation=max(self.newest_generation, self._floor),
             nodes=self.charter.nodes if world is None else _nodes(world),

@@ -32,6 +32,10 @@ class CharterPosition(NamedTuple):
     number: Count
 
 
+NO_CHARTER = CharterPosition(0, 0)
+"""Before every charter."""
+
+
 class Seat(Struct, frozen=True, array_like=True):
     """A voter: an agent, or a witness."""
 
