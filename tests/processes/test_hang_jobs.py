@@ -51,10 +51,10 @@ note("done")
 '''
 ASLEEP = "def trouble(): rank_1(lambda: time.sleep(600))"
 LATE = "def trouble(): rank_1(all_sleep)"
-# Four of them, which leave most of a processor free: together they get what a look asks for on a busy machine too.
+# Four of them, which sleep for most of the time: together they get what a look asks for on a busy machine too.
 BUSY_CHILD = """
 import subprocess
-WORKS = "import os, time\\nos.fork(), os.fork()\\nwhile not os.access('go', os.F_OK): sum(range(100_000)), time.sleep(0.04)"
+WORKS = "import os, time\\nos.fork(), os.fork()\\nwhile not os.access('go', os.F_OK): sum(range(300_000)), time.sleep(0.04)"
 def trouble(): rank_1(lambda: subprocess.run([sys.executable, "-c", WORKS]))
 """
 

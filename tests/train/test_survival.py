@@ -265,6 +265,7 @@ def test_neither_is_one_that_comes_with_a_loss(jobs: WarmJobs, tmp_path: Path) -
     ]
     with started(jobs, tmp_path / "lost", faults=faults) as agent:
         agent.ended([1])
+        agent.until(lambda: len([*(tmp_path / "lost").glob("awaits release.*")]) == 2, "both are in their faults")
         agent.release([0, 2])
         assert agent.ended([0, 2]) == [1, 1]
         assert "ValueError: a bug of the program" in agent.logs()
