@@ -12,6 +12,7 @@ import pytest
 from holdfast.cli import main
 from holdfast.protocol.rank_progress import Frame, RankStack, StacksView
 from tests.dashboard.test_dashboard_server import STORY, view
+from tests.support.limits import until
 from tests.support.pages import MadeUpJob, axe, browsing, served
 
 EVIL = "<img src=x onerror=\"document.title='owned'\"><b>bold</b>"
@@ -89,6 +90,18 @@ def told(**more: Any) -> dict[str, Any]:
         "curve": [[1.0, 50], [2.0, 100]],
         **more,
     }
+
+
+def test_a_tab_that_nobody_sees_gives_its_second_connection_back() -> None:
+    """A browser has six for one host: three open pages would leave none for a fourth, nor for a click."""
+    states = []
+    with served(MadeUpJob(view(), told(logs={"1": [0]}))) as dashboard, browsing(dashboard.visitor().link) as page:
+        until(lambda: page.evaluate("window.page.logs.source?.readyState === EventSource.OPEN"), "the logs are open")
+        for hidden in ("true", "false"):
+            page.evaluate(f"Object.defineProperty(document, 'hidden', {{ value: {hidden}, configurable: true }})")
+            page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+            states.append(page.evaluate("window.page.logs.source.readyState === EventSource.CLOSED"))
+    assert states == [True, False]
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -182,10 +195,10 @@ def test_an_action_is_confirmed_and_leaves_a_trace() -> None:
         assert job.asked == []
         page.click("text=Stop the job")
         page.click("dialog button.danger")
-        page.wait_for_selector("text=2 nodes told")
+        page.wait_for_selector("text=sent to 2 nodes")
         page.click("button[aria-label='Exclude node1']")
         page.click("dialog button.danger")
-        page.wait_for_selector("text=Exclude node1: 2 nodes told")
+        page.wait_for_selector("text=Exclude node1: sent to 2 nodes")
         assert ([what for what, _ in job.asked], job.about) == (["stop", "exclude"], "node1")
         page.click("text=readmit")
         page.wait_for_selector("text=Readmit bad7")

@@ -245,3 +245,27 @@ async def test_a_witness_votes_for_many_jobs_and_knows_their_coordinators() -> N
     finally:
         await a.client.close()
         witness.close()
+
+
+async def test_a_witness_of_too_many_jobs_forgets_the_idle_ones_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.runtime.witness_service.JOBS_MAX", 2)
+    place = claim(Endpoint(host="127.0.0.1", port=0))
+    said: list[str] = []
+    witness = Witness(place, None, PATIENT, "w", said.append)
+    await witness.start()
+    node = NodeSpec(member="a#1", host="a", nproc=1)
+    connected = await dial_agent(place.endpoint, JOB, node)
+    connected.start(lambda _: None, lambda _: None)
+    try:
+        for number in range(5):
+            other = JobSpec(run_id=f"other{number}", min_nodes=1, max_nodes=2, backend="c10d")
+            (await dial_agent(place.endpoint, other, node)).abort()
+            await settled(lambda: not any(job.links for name, job in witness._jobs.items() if name != "j"))
+            assert len(witness._jobs) <= 2
+        again = await dial_agent(place.endpoint, JOB, node)
+        again.abort()
+        assert again.accepted.name == connected.accepted.name, "a job that is connected is kept"
+        assert len(said) == 6
+    finally:
+        connected.abort()
+        witness.close()

@@ -138,16 +138,17 @@ class Served:
         return Visitor(f"{self.address}/login?token={self.credentials.token}")
 
     async def _serve(self, sources: list[ShownJob]) -> None:
-        loop = asyncio.get_running_loop()
+        loop, stopping = asyncio.get_running_loop(), asyncio.Event()
 
-        def begun(_feeds: Any, server: Any) -> None:
-            self._stop = lambda: loop.call_soon_threadsafe(setattr, server, "should_exit", True)
+        async def stopped(_feeds: Any) -> None:
+            self._stop = lambda: loop.call_soon_threadsafe(stopping.set)
             self._ready.set()
+            await stopping.wait()
 
         def used() -> None:
             self.used += 1
 
-        await serve(self._sock, self.credentials, sources, on_used=used, handle_signals=False, on_feeds=begun)
+        await serve(self._sock, self.credentials, sources, on_used=used, until=stopped)
 
     def close(self) -> None:
         self._stop()

@@ -177,7 +177,7 @@ class AgentMachine:
             if self.link is Link.DOWN:
                 deadlines.append(min(self._seeking.dial_at_s, self._seeking.deadline_s))
             if self.link is not Link.UP:
-                deadlines.append(self._seeking.said.at_s)
+                deadlines.append(self._seeking.notices.at_s)
         if self.link is Link.UP and self._joined:
             deadlines.append(self._lease.ping_at_s)
         if self._awaits_answer():
@@ -214,7 +214,7 @@ class AgentMachine:
             case WorkerEnded() | WorkerRaised() | FailureRead():
                 self._on_worker(event)
             case WorkersHeld() | WorkersProgress() | WorkersSeen():
-                self._on_told(now, event)
+                self._on_report(now, event)
             case WorkersAble() | ReplacementsReady() | RegroupRefused():
                 self._on_regrouping(event)
             case WorkersFenced():
@@ -243,7 +243,7 @@ class AgentMachine:
             self._prepared_s = now
             self._send(Prepared(generation, store_port))
 
-    def _on_told(self, now: float, event: WorkersHeld | WorkersProgress | WorkersSeen) -> None:
+    def _on_report(self, now: float, event: WorkersHeld | WorkersProgress | WorkersSeen) -> None:
         """Pass on the progress and the samples of the workers."""
         match event:
             case WorkersHeld(generation, reached):
@@ -780,10 +780,10 @@ class AgentMachine:
             and current.generation == generation
             and current.confirmed
         ):
-            told = (
+            progress = (
                 structs.replace(rank, stage=Stage.DONE) if rank.local_rank in current.done else rank for rank in ranks
             )
-            self._send(Progress(generation, tuple(told)))
+            self._send(Progress(generation, tuple(progress)))
 
     def _on_look(self, generation: int, number: int, *, store: bool) -> None:
         current = self.current

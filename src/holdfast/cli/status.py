@@ -172,7 +172,7 @@ def stacks_parser() -> Parser:
 
 
 class StopReply(msgspec.Struct, frozen=True):
-    """The answer to `stop` and `kill`: how many nodes were told."""
+    """The answer to `stop` and `kill`: to how many nodes they were sent."""
 
     nodes: int
 
@@ -215,7 +215,7 @@ def end_job(made: Parser, argv: Sequence[str], question: Question) -> int:
             tell(chosen.json, {"run": entry.name, "nodes": nodes, "whole": whole, "ended": False})
             return 0
         if not chosen.json:
-            print(f"{entry.name}: {plural(nodes, 'node')} told to {question.value}", flush=True)
+            print(f"{entry.name}: {question.value} sent to {plural(nodes, 'node')}", flush=True)
         answer = wait(entry, waiting)
     if answer is None:
         print(f"holdfast: the agent (pid {entry.pid}) ended without a report; see {entry.folder}", file=sys.stderr)
@@ -284,7 +284,7 @@ def ask_about_host(made: Parser, argv: Sequence[str], question: Question) -> int
     if chosen.json:
         print_json({"run": entry.name, "host": chosen.host, "nodes": told.nodes})
     else:
-        print(f"{entry.name}: {question.value} {chosen.host}: {plural(told.nodes, 'node')} told")
+        print(f"{entry.name}: {question.value} {chosen.host}: sent to {plural(told.nodes, 'node')}")
     return 0
 
 
@@ -313,7 +313,7 @@ def tell(as_json: bool, end: dict[str, object]) -> None:
     if as_json:
         print_json(end)
     elif not end["ended"]:
-        print(f"{end['run']}: {plural(int(str(end['nodes'])), 'node')} told")
+        print(f"{end['run']}: sent to {plural(int(str(end['nodes'])), 'node')}")
     else:
         why = end["message"] or end["cause"]
         print(f"{end['run']} has ended: {how_it_ended(str(end['kind']), int(str(end['exit_code'])), str(why))}")

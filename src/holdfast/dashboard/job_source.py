@@ -27,7 +27,7 @@ from holdfast.diagnosis.screen import between, group, last_step, steps_per_s, te
 from holdfast.protocol.errors import HoldfastError, NoRunError, SnapshotError
 from holdfast.protocol.messages import Question
 from holdfast.protocol.outcome import Outcome
-from holdfast.protocol.rank_progress import JobView, RankView, StacksView, Stage
+from holdfast.protocol.rank_progress import JobView, StacksView, Stage
 from holdfast.runtime import running
 from holdfast.runtime.run_folder import JOURNAL_NAME
 from holdfast.runtime.running import RunningAgent, ask_any
@@ -214,8 +214,7 @@ class ShownJob:
     def story(self) -> Json:
         """What happened so far. Costs time in proportion to the journals."""
         journals = [tail.events for tail in self._tails.values() if tail.events]
-        told, past = timeline(journals), history(journals) if journals else None
-        report = as_json(told)
+        report, past = as_json(timeline(journals)), history(journals) if journals else None
         report["generations"] = report["generations"][-GENERATIONS_MAX:]
         happened = incidents(journals)[-INCIDENTS_MAX:]
         codes = {each.code for each in happened}
@@ -277,17 +276,20 @@ def _snapshots(journals: Sequence[Sequence[Event]]) -> Iterable[Json]:
             if event["event"] == "snapshot" and "path" in event:
                 newest[os.path.dirname(event["path"])] = event
     for folder, event in newest.items():
-        told = {"step": event.get("step"), "at": event["time"], "took_s": event.get("took_s")}
+        saved = {"step": event.get("step"), "at": event["time"], "took_s": event.get("took_s")}
+        if "://" in folder:  # each look costs requests, and credentials that only the workers may have
+            yield {"folder": folder, "newest": saved, "count": None, "problems": 0}
+            continue
         try:
             found = survey(folder)
         except SnapshotError as error:
-            yield {"folder": folder, "newest": told, "error": str(error)}
+            yield {"folder": folder, "newest": saved, "error": str(error)}
             continue
         valid = found.newest_valid
         size = valid.manifest.size_bytes if valid is not None else 0
         yield {
             "folder": folder,
-            "newest": {**told, "size": size} if valid is not None else None,
+            "newest": {**saved, "size": size} if valid is not None else None,
             "count": len(found.committed),
             "problems": len(found.problems) + len(found.quarantined),
         }
@@ -296,10 +298,19 @@ def _snapshots(journals: Sequence[Sequence[Event]]) -> Iterable[Json]:
 # --- views as JSON ----------------------------------------------------------------------------------------------------
 
 
+def encoded(value: Any) -> bytes:
+    """As JSON. Names of files need not be valid text; msgspec refuses the surrogates by which Python writes them."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return json.dumps(value).encode()
+
+
 def now_of(view: JobView) -> Json:
     """The view with its ranks in columns, sorted by rank."""
-    told = sorted(((rank, place) for place, node in enumerate(view.nodes) for rank in node.ranks), key=_by_rank)
-    ranks = [rank for rank, _ in told]
+    placed = [(rank, place) for place, node in enumerate(view.nodes) for rank in node.ranks]
+    placed.sort(key=lambda each: each[0].rank)
+    ranks = [rank for rank, _ in placed]
     step_ms = [round(rank.step_s * 1e3, 2) for rank in ranks]
     known = sorted(each for each in step_ms if each > 0)
     slots = {name: getattr(view, name) for name in view.__struct_fields__ if name != "nodes"}
@@ -327,7 +338,7 @@ def now_of(view: JobView) -> Json:
         ],
         "ranks": {
             "rank": [rank.rank for rank in ranks],
-            "node": [place for _, place in told],
+            "node": [place for _, place in placed],
             "local": [rank.local_rank for rank in ranks],
             "stage": "".join(STAGE_LETTERS[rank.stage] for rank in ranks),
             "steps": [rank.steps for rank in ranks],
@@ -337,10 +348,6 @@ def now_of(view: JobView) -> Json:
         },
         "standing": {rank.rank: [rank.standing.value, rank.place] for rank in ranks if rank.standing is not None},
     }
-
-
-def _by_rank(told: tuple[RankView, int]) -> int:
-    return told[0].rank
 
 
 def stacks_of(view: StacksView) -> Json:

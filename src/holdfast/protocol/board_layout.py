@@ -31,7 +31,7 @@ PID = 0
 """The process that asks for safe points; 0: it has not asked for one yet."""
 REACHED = 1
 """The newest safe point that this worker has reached, counted from 1."""
-TOLD = 2
+STOP_SEEN = 2
 """The safe point at which `should_stop()` returned true; 0: it has not."""
 
 

@@ -185,8 +185,8 @@ async def _outcome(service: AgentService, journal: Journal, folder: RunFolder) -
 
 def _write_end(journal: Journal, outcome: Outcome) -> None:
     verdict = outcome.verdict
-    told = {"code": verdict.code, "cause": verdict.cause, "advice": verdict.advice} if verdict is not None else {}
-    journal.write("ended", kind=outcome.kind.value, exit_code=outcome.exit_code, text=outcome.message, **told)
+    why = {"code": verdict.code, "cause": verdict.cause, "advice": verdict.advice} if verdict is not None else {}
+    journal.write("ended", kind=outcome.kind.value, exit_code=outcome.exit_code, text=outcome.message, **why)
 
 
 def _rendered(render: Render, finished: Finished, journal: Journal) -> str:

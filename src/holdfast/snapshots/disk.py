@@ -263,14 +263,14 @@ def vanished(folder: Place) -> SnapshotFolderError:
 def write_error(error: OSError, path: Place, size_bytes: int = 0) -> SnapshotWriteError:
     """The error for a snapshot that cannot be written."""
     need = f" (it needs {size_bytes / 1e6:.0f} MB)" if size_bytes >= 10**6 else ""
-    said = f"cannot write {path}{need}: {error.strerror or error}"
+    text = f"cannot write {path}{need}: {error.strerror or error}"
     if error.errno in (errno.ENOSPC, errno.EDQUOT) and isinstance(path, Path):
         with suppress(OSError):
             there = path if path.is_dir() else path.parent  # its parent may be on another disk
-            said += f"; {shutil.disk_usage(there).free / 1e6:.0f} MB are free there"
+            text += f"; {shutil.disk_usage(there).free / 1e6:.0f} MB are free there"
     if error.errno == errno.EFBIG:
-        said += "; is there a limit on file sizes (ulimit -f)?"
-    return SnapshotWriteError(said)
+        text += "; is there a limit on file sizes (ulimit -f)?"
+    return SnapshotWriteError(text)
 
 
 def _create(path: Path) -> int:

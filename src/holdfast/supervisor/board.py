@@ -91,7 +91,7 @@ class Board:
         self._began_ns = time.monotonic_ns()
         for rank in range(self._nproc):
             at = layout.slot(rank)
-            for word in (layout.REACHED, layout.TOLD, layout.BEGAN_AT):
+            for word in (layout.REACHED, layout.STOP_SEEN, layout.BEGAN_AT):
                 self._words[at + word] = 0
             self._before[rank] = (
                 self._words[at + layout.STEPS],
@@ -105,7 +105,7 @@ class Board:
 
     def stop_seen(self, local_rank: int) -> bool:
         """Whether this worker has seen that it must stop."""
-        return self._words[layout.slot(local_rank) + layout.TOLD] != 0
+        return self._words[layout.slot(local_rank) + layout.STOP_SEEN] != 0
 
     def moment(self, mark: int) -> float | None:
         """When the last worker passed this mark of its slot, in seconds of the monotonic clock; None: some workers have

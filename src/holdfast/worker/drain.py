@@ -106,7 +106,7 @@ class _Slot:
         self._slot = slot
         self._pid = os.getpid()
         self._reached = 0
-        self._told = False
+        self._stopped = False
 
     @property
     def own(self) -> bool:
@@ -115,7 +115,7 @@ class _Slot:
 
     def reach(self) -> bool:
         """Count one more safe point; True: stop here."""
-        if self._told:
+        if self._stopped:
             return True
         words = self._words
         self._reached += 1
@@ -124,13 +124,13 @@ class _Slot:
         if words[layout.HELD]:
             self._wait()
         if 0 < words[layout.SAFE_POINT] <= self._reached:
-            self._told = True
-            words[self._slot + layout.TOLD] = self._reached
-        return self._told
+            self._stopped = True
+            words[self._slot + layout.STOP_SEEN] = self._reached
+        return self._stopped
 
     def begin_again(self) -> None:
         """All workers of a new generation count their safe points from 0. The agent resets the board's words."""
-        self._reached, self._told = 0, False
+        self._reached, self._stopped = 0, False
 
     def _wait(self) -> None:
         import time

@@ -1,6 +1,6 @@
 // The live log: lines of the workers on the dashboard's machine, merged, filtered and searched there.
 
-import { fill, h } from "./dom.js";
+import { bytes, fill, h } from "./dom.js";
 
 const LINES_MAX = 3000;
 
@@ -16,6 +16,7 @@ export class Logs {
     this.known = {};
     for (const field of [this.ranks, this.generation, this.text]) field.addEventListener("change", () => this.open());
     this.text.addEventListener("search", () => this.open());
+    document.addEventListener("visibilitychange", () => this.seen());
   }
 
   get elements() {
@@ -36,7 +37,14 @@ export class Logs {
     const newest = Object.keys(known).at(-1), generation = this.generation.value === "0" ? newest : this.generation.value;
     fill(this.files.lastChild, [generation, known[generation]], () => (known[generation] ?? []).map((rank) => h("div", {}, `rank ${rank}: `,
       ["stdout", "stderr"].map((stream) => [h("a", { href: `log/${generation}/${rank}/${stream}`, target: "_blank", rel: "noopener" }, stream), " "]))));
-    if (!this.source && Object.keys(known).length) this.open();
+    if (!this.source) this.seen();
+  }
+
+  /** A browser keeps six connections to one host: a tab that nobody sees gives this one back. */
+  seen() {
+    if (document.hidden && this.follow.checked) this.source?.close();
+    const closed = !this.source || this.source.readyState === EventSource.CLOSED;
+    if (!document.hidden && closed && Object.keys(this.known).length) this.open();
   }
 
   open() {
@@ -53,16 +61,16 @@ export class Logs {
     this.update(this.known);
   }
 
-  take(told) {
-    if (this.shown !== told.generation) {
-      this.shown = told.generation;
-      this.box.append(h("div", {}, h("span", {}), h("span", { class: "dim" }, `generation ${told.generation}`)));
+  take(news) {
+    if (this.shown !== news.generation) {
+      this.shown = news.generation;
+      this.box.append(h("div", {}, h("span", {}), h("span", { class: "dim" }, `generation ${news.generation}`)));
     }
-    const lines = told.lines.map(([rank, stream, text]) => h("div", { class: stream }, h("span", {}, rank), h("span", {}, text)));
+    const lines = news.lines.map(([rank, stream, text]) => h("div", { class: stream }, h("span", {}, rank), h("span", {}, text)));
     this.box.append(...lines);
     while (this.box.childElementCount > LINES_MAX) this.box.firstChild.remove();
     if (this.follow.checked) this.box.scrollTop = this.box.scrollHeight;
-    const left = [told.left_out && `${told.left_out} more lines at once`, told.files_left_out && `${told.files_left_out} more files`].filter(Boolean);
+    const left = [news.left_out && `${news.left_out} more lines at once`, news.bytes_left_out && `${bytes(news.bytes_left_out)} that came too fast`, news.files_left_out && `${news.files_left_out} more files`].filter(Boolean);
     if (left.length) this.note.textContent = `Not shown: ${left.join(", ")}. The whole files have them.`;
   }
 }
