@@ -20,13 +20,11 @@ Messages on that socket are those of seqpacket.py:
                      {"do": "persist", "id", "sequence", "request", "patience_s"} with the slot's descriptor, which
                                                                       carries a shared lock on it; perhaps "stage"
                      {"do": "wait", "id"}                             for "idle": nothing of this local rank is written
-                     {"do": "read back", "path"}                      a committed snapshot; on a connection of its own
                      {"do": "bye"}                                    a regular end: nothing is rescued
     saver → worker   {"is": "written", "id"}                          this rank's file is durable, its slot is free
                      {"is": "saved", "id", "path"}                    the save is done; on rank 0 it is committed
                      {"is": "failed", "id", "code", "text", "made_good"}
                      {"is": "idle", "id"}
-                     {"is": "read back", "code", "text"}              no code: every byte is what was saved
                      {"is": "news", "text"}                           the result of a previous worker's save
     agent → saver    {"do": "finish"}                                 end when nothing is in flight any more
     saver → agent    {"is": "up"}                                     it listens
@@ -54,7 +52,6 @@ import hashlib
 import mmap
 import os
 import re
-import select
 import socket
 import sys
 import time
@@ -63,10 +60,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast import seqpacket
 from holdfast.linux import process_stat
-from holdfast.protocol.errors import SaverLostError, SnapshotError, SnapshotMemoryError
-from holdfast.snapshots import disk
+from holdfast.protocol.errors import SnapshotMemoryError
 
 ROOT = Path("/dev/shm")
 """The only place in memory: a slot on a disk would be a slow snapshot without verification."""
@@ -459,24 +454,3 @@ class Mappings:
         if kept is None or len(kept.memory) != status.st_size:
             kept = self._kept[key] = MappedFile(fd, status.st_size, writable=False)
         return kept
-
-
-def read_back(folder: Path, path: Path, patience_s: float) -> None:
-    """Have the saver read a committed snapshot and check every byte. For any thread; waits.
-
-    Raises the SnapshotError of `folder.verify`, or one when it takes too long; SaverLostError: no saver is available.
-    """
-    try:
-        with connect(folder) as sock:
-            seqpacket.send(sock, {"do": "read back", "path": str(path)})
-            poller = select.poll()
-            poller.register(sock, select.POLLIN)
-            if not poller.poll(patience_s * 1000):
-                raise SnapshotError(f"{path} was not read back within {patience_s:.0f} s: is the saver stopped?")
-            got = seqpacket.receive(sock)
-    except OSError as error:
-        raise SaverLostError(f"the saver cannot be reached: {error.strerror}") from error
-    if got is None:
-        raise SaverLostError("the saver has ended meanwhile")
-    if got[0].get("code") != "":
-        raise disk.error_of(str(got[0].get("code")), str(got[0].get("text")))

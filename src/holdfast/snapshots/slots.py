@@ -39,7 +39,7 @@ import shutil
 import sys
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -419,17 +419,6 @@ def committed_slots(folder: Path, local_rank: int) -> list[Slot]:
     """All valid slots of one local rank, newest first; for processes other than its worker."""
     found = [read_file(slot_path(folder, local_rank, index), index) for index in range(COUNT)]
     return sorted((slot for slot in found if slot is not None), key=lambda slot: -slot.sequence)
-
-
-def is_any_staged(folder: Path, local_ranks: Iterable[int]) -> bool:
-    """Whether one of these is staging a state now; a worker that died while staging looks the same."""
-    for local_rank in local_ranks:
-        for index in range(COUNT):
-            with contextlib.suppress(OSError), slot_path(folder, local_rank, index).open("rb", buffering=0) as file:
-                words = memoryview(file.read(_WORDS_BYTES)).cast("Q")
-                if len(words) > _COMMIT and words[_MAGIC] == MAGIC and not words[_COMMIT]:
-                    return True
-    return False
 
 
 def read_file(path: Path, index: int = 0) -> Slot | None:
