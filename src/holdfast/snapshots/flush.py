@@ -12,7 +12,6 @@ with ranks missing. The savers poll, because writes of other nodes cause no loca
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import mmap
 import os
@@ -305,7 +304,7 @@ def _failed(save: Save, code: str, text: str) -> memory_folder.Packet:
 def _agree(save: Save, pending_flush: PendingFlush) -> Save | None:
     """This rank's save of the step that all ranks write; None: nothing. Raises SnapshotError."""
     with contextlib.ExitStack() as failing:
-        failing.callback(_let_go, save.fd)
+        failing.callback(slots.release, save.fd)
         step = pending_flush.meet()
         if step is None:
             return None
@@ -338,7 +337,7 @@ def _older_attempts(request: SaveRequest) -> list[SaveRequest]:
 def _write(save: Save, tell: Tell) -> None:
     """Write the slot. It is free when this returns, whether the save succeeded or not. `tell`: it is free."""
     with contextlib.ExitStack() as slot_s:
-        slot_s.callback(_let_go, save.fd)
+        slot_s.callback(slots.release, save.fd)
         slot = slots.read_descriptor(save.fd, mappings=save.mappings)
         if slot is None or slot.sequence != save.sequence or slot.step != save.request.step:
             raise SnapshotDamagedError(f"step {save.request.step} was not saved: its memory slot has changed.")
@@ -367,11 +366,6 @@ def _staged(data: memoryview, stage: str) -> memoryview:
             return memoryview(mmap.mmap(file.fileno(), len(data), prot=mmap.PROT_READ))
     except OSError as error:
         raise disk.write_error(error, Path(stage), len(data)) from error
-
-
-def _let_go(fd: int) -> None:
-    fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a mapping keeps the file open
-    os.close(fd)
 
 
 def _await_attempt(save: Save) -> None:

@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -58,9 +58,9 @@ class Tier(Protocol):
     def regroup(self, rank: int, world: int, generation: int) -> None:
         """This worker goes on as this rank of another generation: what is staged from now on belongs to that."""
 
-    def reserving(self, size_bytes: int) -> Iterator[int]:
+    def reserving(self, size_bytes: int) -> Generator[int, None, None]:
         """Take memory piece by piece, so that no `stage` has to; for any threads in turn. Yields how many states have
-        room; the one that is staged next is the first."""
+        room; the one that is staged next is the first. Who needs another size closes it and begins anew."""
 
     def stage(self, step: int, size_bytes: int, *, wait: bool) -> memoryview | None:
         """Memory for an image; None when all is being written and `wait` is false."""
@@ -141,14 +141,14 @@ class SaverClient:
         if self._sock is not None:
             self._say_hello(self._sock)
 
-    def reserving(self, size_bytes: int) -> Iterator[int]:
-        pieces = self.slots.reserving(size_bytes)
-        while True:
-            with self._reserving:
-                ready = None if self._closing.is_set() else next(pieces, None)
-            if ready is None:
-                return
-            yield ready
+    def reserving(self, size_bytes: int) -> Generator[int, None, None]:
+        with contextlib.closing(self.slots.reserving(size_bytes)) as pieces:
+            while True:
+                with self._reserving:
+                    ready = None if self._closing.is_set() else next(pieces, None)
+                if ready is None:
+                    return
+                yield ready
 
     def stage(self, step: int, size_bytes: int, *, wait: bool = False) -> memoryview | None:
         memory = self.slots.stage(step, size_bytes)
@@ -386,7 +386,7 @@ class InProcessStaging:
     def regroup(self, rank: int, world: int, generation: int) -> None:
         """A request names its rank; nothing else here does."""
 
-    def reserving(self, size_bytes: int) -> Iterator[int]:
+    def reserving(self, size_bytes: int) -> Generator[int, None, None]:
         self._reserve(size_bytes)
         yield 1
 
