@@ -6,11 +6,12 @@ The copy is made before the ranks exchange messages, so that they wait for each 
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -19,12 +20,14 @@ import torch
 from holdfast.protocol.errors import HoldfastError, SnapshotError, SnapshotMemoryError, SnapshotWriteError
 from holdfast.snapshots import changes, disk
 from holdfast.snapshots.changes import Keep, SaveRequest, Verified
+from holdfast.snapshots.folder import confirm
 from holdfast.snapshots.lease import FolderLease
 from holdfast.snapshots.remote import Place, RemotePath
 from holdfast.snapshots.saver_client import InProcessStaging, Tier, warn_of_disk
 from holdfast.train import sharding
 from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper, node_key
 from holdfast.train.reading import Saved
+from holdfast.train.reservation import ALL_STATES, MemoryReservation, foreseen_bytes
 from holdfast.train.sharding import TEXT, Layout, Places
 from holdfast.train.state import Collected, Tracker
 
@@ -33,10 +36,6 @@ TEXT_ROOM = 1.25
 TEXT_BLOCK_BYTES = 4096
 ATTEMPTS_PER_LEASE = 1000
 """Saves of one step by one life of a job."""
-ALL_STATES = 2
-"""States that a tier has room for."""
-PAUSE = 3.0
-"""Pause until the next piece of memory is taken in the background, in multiples of the time for one."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class Saving:
 
     def regroup(self, peers: Peers, generation: int, rescue: int, lease: FolderLease | None) -> None:
         """Save with the ranks of this generation from now on. All call it; the next save makes a new plan."""
-        self._await_reserved()
+        self._stop_reserving()
         self.await_settled()
         self._peers, self._rescue, self._lease = peers, rescue, lease
         self._saves = 0
@@ -146,6 +145,12 @@ class Saving:
     def plan_ahead(self) -> None:
         """Plan before anything is due, and take memory in the background."""
         self._plan_together()
+
+    def take_ahead(self) -> None:
+        """Take memory in the background for what will be there after the first step, as far as it can be foreseen."""
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        size_bytes = foreseen_bytes(self._tracker.models, self._tracker.optimizers, ranks)
+        self._reservation = MemoryReservation(self.tier.reserving(size_bytes))
 
     def look(self) -> None:
         """Gather what went wrong in the background. The next save reports it to all ranks: one rank alone must not
@@ -318,7 +323,7 @@ class Saving:
         """What one rank cannot do all raise: to plan, the ranks wait for each other."""
         failure: Exception | None = None
         try:
-            self._await_reserved()
+            self._stop_reserving()
             self.await_settled()  # nobody stages before all ranks have planned, hence before all have settled
             collected = self._collect()
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
@@ -338,6 +343,12 @@ class Saving:
         self._staged = 0
         self._reservation = MemoryReservation(self.tier.reserving(self._layout.size_bytes))
 
+    def _stop_reserving(self) -> None:
+        """What was taken counts for the next plan, and what went wrong with the rest will go wrong again."""
+        if self._reservation is not None:
+            self._reservation.stop()
+            self._reservation = None
+
     def _await_reserved(self, states: int = ALL_STATES) -> None:
         """Until so many states have room."""
         if self._reservation is None:
@@ -354,62 +365,18 @@ class Saving:
         self.tier = InProcessStaging()
 
 
-class MemoryReservation:
-    """Memory that is taken in the background, a piece now and then. Who cannot wait for it takes the rest at once.
-
-    Not by a thread of low priority: on a busy machine that may not run for seconds, and who needs the memory waits."""
-
-    def __init__(self, pieces: Iterator[int]) -> None:
-        """`pieces`: of `Tier.reserving`."""
-        self._pieces = pieces
-        self._turn = threading.Lock()
-        self._wanted = threading.Event()
-        self._ready = 0
-        self._error: SnapshotMemoryError | None = None
-        self._thread = threading.Thread(target=self._in_background, name="holdfast-reserve")
-        self._thread.start()
-
-    def _in_background(self) -> None:
-        began_s = time.monotonic()
-        while self._take(ALL_STATES):
-            if self._wanted.wait(PAUSE * (time.monotonic() - began_s)):
-                return
-            began_s = time.monotonic()
-
-    def _take(self, states: int) -> bool:
-        """One more piece. False: so many states have room, or never will."""
-        with self._turn:
-            if self._ready >= states or self._error is not None:
-                return False
-            try:
-                self._ready = next(self._pieces, ALL_STATES)
-            except SnapshotMemoryError as error:
-                self._error = error
-            return True
-
-    def finish(self, states: int) -> SnapshotMemoryError | None:
-        """Until so many states have room; or the error."""
-        if states >= ALL_STATES:
-            self._wanted.set()
-            self._thread.join()
-        while self._take(states):
-            pass
-        return self._error
-
-
 class Pruner:
     """Rank 0's retention. Methods are called by one thread."""
 
     def __init__(self, path: Place, keep: Keep) -> None:
         self._path, self._keep = path, keep
-        self._verified = Verified()
+        self._verified = Verified(confirm)
         self._due = False
         self._thread: threading.Thread | None = None
 
     def begin_after(self, tier: Tier) -> None:
         """There will be a new snapshot, once the tier has written it."""
         self._due = True
-        self._verified.read = tier.read_back
         self.check(tier)
 
     def check(self, tier: Tier) -> None:
