@@ -96,7 +96,7 @@ SAVE = Row(
         Metric("memory save, mean", COPIES, value_max=1.2, digits=2),
         Metric("memory save, worst", COPIES, value_max=2.0, digits=2),
         Metric("stall of torch.save", COPIES, digits=2),
-        Metric("durable", COPIES, value_max=16.0, digits=2),
+        Metric("durable", COPIES, value_max=8.0, digits=2),
         Metric("durable by torch.save", COPIES, digits=2),
         Metric("resume", COPIES, value_max=2.0, digits=2),
         Metric("first step after it", COPIES, digits=2),
