@@ -77,7 +77,7 @@ class Desk:
         return answer
 
     def renew(self, name: str, charter: Charter | None, term: int = FOUNDER) -> Renewed:
-        self.give(name, vote.RenewCame(Renew(term, 1, charter)))
+        self.give(name, vote.RenewCame(Renew(term, 1, charter, JOB_S, TRAINING_S)))
         return self.renewed[name]
 
     def lose(self, *names: str, closed: bool = True) -> None:
@@ -138,6 +138,9 @@ def polled(desk: Desk, to: str, of: str, term: int, position: CharterPosition, *
     return answer
 
 
+JOB_S, TRAINING_S = 700.0, 500.0
+
+
 # --- the usual case ---------------------------------------------------------------------------------------------------
 
 
@@ -147,9 +150,19 @@ def test_the_first_voter_after_the_coordinators_is_elected_at_once() -> None:
     desk.elect()
     assert list(desk.led) == ["b"]
     assert desk.now < began_s + LIMITS.stand_s
-    took_s = pytest.approx(STEP_S)
-    assert desk.led["b"] == Succession(2, charter("abc"), took_s, pytest.approx(1.0 + STEP_S), closed=True)
+    took_s, silent_s = pytest.approx(STEP_S), pytest.approx(1.0 + STEP_S)
+    job_s = pytest.approx(JOB_S + 1.0 + STEP_S)
+    assert desk.led["b"] == Succession(2, charter("abc"), took_s, silent_s, True, job_s, TRAINING_S)
     assert desk.voters["c"].leader == desk.voters["b"].leader == LeaderAddress("10.0.0.2", 4000, 2)
+
+
+def test_an_agent_that_leaves_votes_and_does_not_stand() -> None:
+    desk = three()
+    desk.wait(STEP_S)
+    desk.give("b", vote.Leaves())
+    assert desk.voters["b"].next_deadline() is None
+    desk.elect()
+    assert list(desk.led) == ["c"]
 
 
 def test_the_winner_follows_the_coordinator_in_its_process() -> None:

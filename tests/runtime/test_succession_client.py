@@ -218,6 +218,22 @@ async def test_a_founder_that_hears_of_a_newer_coordinator_steps_down_and_goes_t
         calls.abort()
 
 
+async def test_a_witness_with_another_token_does_not_vote_and_the_user_is_told_once() -> None:
+    place = claim(Endpoint(host="127.0.0.1", port=0))
+    said: list[str] = []
+    witness = Witness(place, b"another" + TOKEN, PATIENT, "w", said.append)
+    await witness.start()
+    a = Agent("a", [free_endpoint(), place.endpoint], TOKEN)
+    try:
+        await a.join()
+        await settled(lambda: len(said) > 1)
+        differ = "the job token of 'a' (this node) and that of the coordinator or witness differ"
+        assert a.lines == [f"nobody votes for this job at {place.endpoint}: {differ}"]
+    finally:
+        await a.client.close()
+        witness.close()
+
+
 async def test_a_witness_votes_for_many_jobs_and_knows_their_coordinators() -> None:
     place = claim(Endpoint(host="127.0.0.1", port=0))
     said: list[str] = []

@@ -135,7 +135,7 @@ class AgentMachine:
         """The node that hosted the coordinator of that generation, with its ranks, in words."""
         self._unlinked_s = now
         """When the link to the last coordinator broke; inf: it became silent, so that coordinator may live on."""
-        self._leaving: Signalled | None = None
+        self.leaving: Signalled | None = None
         self._leave_by_s = inf
         """When a leaving agent stops waiting for its workers to drain."""
         self._drained = False
@@ -173,7 +173,7 @@ class AgentMachine:
         if self.outcome is not None:
             return None
         deadlines: list[float] = []
-        if self._pending_exit is None and self._leaving is None:
+        if self._pending_exit is None and self.leaving is None:
             if self.link is Link.DOWN:
                 deadlines.append(min(self._seeking.dial_at_s, self._seeking.deadline_s))
             if self.link is not Link.UP:
@@ -184,7 +184,7 @@ class AgentMachine:
             deadlines.append(self._fence_at_s())
         if self._at_work():
             deadlines.append(self._workers_fence_at_s())
-        if self._leaving is not None and self._pending_exit is None:
+        if self.leaving is not None and self._pending_exit is None:
             deadlines.append(self._leave_by_s)
         if self.work is Work.STOPPING and self.current is not None:
             deadlines.append(self._stop_deadline_s(self.current))
@@ -270,7 +270,7 @@ class AgentMachine:
         self._joined, self._join_sent_s = False, None
         self._seeking = Seeking.begin(self.limits, now)
         self._note("link_lost", reason=reason)
-        if self._pending_exit is None and self._leaving is None:
+        if self._pending_exit is None and self.leaving is None:
             where = f" on {self._led_by}" if self._led_by else ""
             self._out.append(Say(f"lost the coordinator{where}: {reason}; trying to reach it again"))
         if self.work in (Work.PREPARING, Work.PREPARED):
@@ -281,7 +281,7 @@ class AgentMachine:
             self.current.confirmed = False
             self._unconfirmed_fence_at_s = self._lease.fence_at_s
         held = self.work is Work.DRAINING and self._current().safe_point is None
-        if self._leaving is not None and (held or self.work is Work.IDLE):
+        if self.leaving is not None and (held or self.work is Work.IDLE):
             self._go(now)
         elif held:
             self._let_go()
@@ -330,9 +330,9 @@ class AgentMachine:
     def _on_stop(self, now: float, stop: Stop) -> None:
         current = self.current
         if current is None and stop.generation == self._last_generation:
-            if self._leaving is not None:
+            if self.leaving is not None:
                 # All nodes have left at the safe point: this node and the coordinator on it are not needed any more.
-                self._end(farewell(self._leaving, drained=self._drained))
+                self._end(farewell(self.leaving, drained=self._drained))
             elif stop.following is not None:  # its workers ended before the order arrived
                 self._on_assign(stop.following)
             return
@@ -364,7 +364,7 @@ class AgentMachine:
             self._drained = False
             self._enter(Work.RUNNING)
             self._out.append(begin(self._current().assign, start))
-            if self._leaving is not None:  # since before the workers regrouped
+            if self.leaving is not None:  # since before the workers regrouped
                 self._hold()
 
     def _on_regroup(self, assign: Assign, safe_point: int, text: str) -> None:
@@ -450,7 +450,7 @@ class AgentMachine:
             current.safe_point = safe_point
             self._out.append(Say(f"{current.drain_text}: the workers stop at their next safe point"))
             self._out.append(ReleaseWorkers(generation, safe_point))
-        elif self._leaving is None:  # else they are held for this node's own sake, too
+        elif self.leaving is None:  # else they are held for this node's own sake, too
             self._let_go()
 
     def _on_held(self, now: float, generation: int, reached: int) -> None:
@@ -463,11 +463,11 @@ class AgentMachine:
         ):
             return
         current.reached = reached
-        if self._leaving is not None and reached == 0:
+        if self.leaving is not None and reached == 0:
             self._go(now)
             return
-        if self._leaving is not None:
-            self._leave(self._leaving.name, drain=True)
+        if self.leaving is not None:
+            self._leave(self.leaving.name, drain=True)
         if current.asked:
             self._send(Held(generation, reached))
 
@@ -531,19 +531,20 @@ class AgentMachine:
             return
         self._drained = current.left_at_safe_point
         self._idle()
-        self._send(Stopped(max(generation, self._last_generation)))
-        if current.following is not None and current.confirmed and self._leaving is None:
+        if now < self._fence_at_s():  # else it hangs up, which says more
+            self._send(Stopped(max(generation, self._last_generation)))
+        if current.following is not None and current.confirmed and self.leaving is None:
             self._on_assign(current.following)
-        if self._leaving is not None and not (self._drained and self.link is Link.UP):
-            self._end(farewell(self._leaving, drained=self._drained))
+        if self.leaving is not None and not (self._drained and self.link is Link.UP):
+            self._end(farewell(self.leaving, drained=self._drained))
 
     def _on_signal(self, now: float, event: Signalled) -> None:
-        if self._leaving is not None:
+        if self.leaving is not None:
             if self._at_work() or self.work is Work.STOPPING:
                 self._kill()
-            self._end(farewell(self._leaving, drained=False))
+            self._end(farewell(self.leaving, drained=False))
             return
-        self._leaving = event
+        self.leaving = event
         self._leave_by_s = now + self.limits.drain_s
         current = self.current
         linked = self.link is Link.UP and current is not None and current.confirmed
@@ -559,10 +560,10 @@ class AgentMachine:
 
     def _on_quit(self, now: float, *, drain: bool, by: str) -> None:
         if drain:
-            if self._leaving is None:
+            if self.leaving is None:
                 self._on_signal(now, Signalled(signal.SIGTERM, by, kills="`holdfast kill`"))
             return
-        event = self._leaving = Signalled(signal.SIGKILL, by)
+        event = self.leaving = Signalled(signal.SIGKILL, by)
         self._leave(by)
         if self._at_work() or self.work is Work.STOPPING:
             self._kill()
@@ -570,13 +571,13 @@ class AgentMachine:
 
     def _go(self, now: float) -> None:
         """A leaving agent waits for nothing any more: stop the workers that are left, and end."""
-        assert self._leaving is not None
-        self._leave(self._leaving.name)
+        assert self.leaving is not None
+        self._leave(self.leaving.name)
         if self._at_work():
-            self._stop(now, signal.SIGTERM if self._leaving.preempt else self._leaving.signum)
+            self._stop(now, signal.SIGTERM if self.leaving.preempt else self.leaving.signum)
         current = self.current
         drained = self._drained or (current is not None and current.left_at_safe_point)
-        self._end(farewell(self._leaving, drained=drained))
+        self._end(farewell(self.leaving, drained=drained))
 
     def _say_leaving(self, now: float, event: Signalled) -> None:
         """Show at once that the agent ends: workers may need time to stop, and a user waits at the prompt."""
@@ -593,7 +594,7 @@ class AgentMachine:
     # ---------------------------------------------------------------- what follows from the state
 
     def _advance(self, now: float) -> None:
-        if self._leaving is not None and self._pending_exit is None and now >= self._leave_by_s:
+        if self.leaving is not None and self._pending_exit is None and now >= self._leave_by_s:
             self._go(now)
         self._advance_work(now)
         if self._awaits_answer() and now >= self._fence_at_s():
@@ -603,7 +604,7 @@ class AgentMachine:
             self._send(Ping(self._lease.ping(now)))
         if self._pending_exit is not None:
             self._advance_exit(self._pending_exit)
-        elif self._leaving is not None:
+        elif self.leaving is not None:
             return
         elif self.link is Link.DOWN:
             self._advance_seeking(now)
@@ -648,8 +649,7 @@ class AgentMachine:
             self._say_progress(now)
 
     def _say_progress(self, now: float) -> None:
-        text = self._seeking.progress(now)
-        if text:
+        if text := self._seeking.progress(now):
             self._out.append(Say(text))
 
     def _advance_joining(self, now: float) -> None:
@@ -690,8 +690,8 @@ class AgentMachine:
         return None if at_s == inf else at_s
 
     def _awaits_answer(self) -> bool:
-        """Whether this agent has sent a Join or has joined. Then an answer is outstanding at every moment."""
-        return self.link is Link.UP and self._join_sent_s is not None
+        """Whether an answer to a Join or Ping is outstanding. It hangs up only when its workers are gone."""
+        return self.link is Link.UP and self._join_sent_s is not None and self.work is not Work.KILLING
 
     # ---------------------------------------------------------------- small steps
 

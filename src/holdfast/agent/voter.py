@@ -117,6 +117,10 @@ class HeardOf(Struct, frozen=True):
     port: int
 
 
+class Leaves(Struct, frozen=True):
+    """Event: the agent ends soon. It votes until then, and does not stand any more."""
+
+
 class SendRenewed(Struct, frozen=True):
     """Command: to the coordinator whose Renew has just been handled."""
 
@@ -141,7 +145,7 @@ class Lead(Struct, frozen=True):
     succession: Succession
 
 
-Event = Linked | Unlinked | RenewCame | PollCame | PolledCame | PollFailed | HeardOf | Tick
+Event = Linked | Unlinked | RenewCame | PollCame | PolledCame | PollFailed | HeardOf | Leaves | Tick
 Command = SendRenewed | AskVote | AnswerPoll | Lead | Note
 
 
@@ -181,6 +185,10 @@ class Voter:
         self._asked_s = now
         self._answers: dict[str, Polled | None] = {}
         """By voter; None: there is none."""
+        self._leaves = False
+        self._job_began_s = now
+        """By this clock, as far as it knows."""
+        self._training_s = 0.0
         self._next_term = 0
         """Others know a term just before this one."""
         self._out: list[Command] = []
@@ -246,6 +254,10 @@ class Voter:
                 self._on_answer(now, name, poll, None)
             case HeardOf(term, address, port):
                 self._on_heard_of(now, LeaderAddress(address, port, term))
+            case Leaves():
+                self._leaves = True
+                if self._poll is not None:
+                    self._fail(now)
             case Tick():
                 pass
         self._advance(now)
@@ -258,7 +270,7 @@ class Voter:
             case VoterState.FOLLOWING:
                 return None if self.stands else self._bound_s + self.limits.fence_s
             case VoterState.ALONE:
-                return None if self._seat() is None else self._stand_at_s
+                return self._stand_at_s if self._may_stand else None
             case VoterState.ASKING | VoterState.STANDING:
                 return self._asked_s + self.limits.poll_s
             case VoterState.LEADING:
@@ -268,7 +280,7 @@ class Voter:
         match self.stage:
             case VoterState.FOLLOWING if not self.stands and now >= self._bound_s + self.limits.fence_s:
                 self._lose(now, closed=False)
-            case VoterState.ALONE if now >= self._stand_at_s and self._seat() is not None:
+            case VoterState.ALONE if now >= self._stand_at_s and self._may_stand:
                 self._ask(now, VoterState.ASKING)
         if self.stage is VoterState.ASKING:
             self._count(now)
@@ -300,6 +312,8 @@ class Voter:
         self._follow(renew.term)
         if renew.term == self.term:
             self._bound_s = now
+            self._job_began_s = min(self._job_began_s, now - renew.job_s)
+            self._training_s = max(self._training_s, renew.training_s)
             if renew.charter is not None and renew.charter.position > self.held:
                 self.charter = renew.charter
         self._out.append(SendRenewed(Renewed(self.term, renew.probe, self.held)))
@@ -397,7 +411,8 @@ class Voter:
         self._bound_s = now
         self._enter(VoterState.LEADING)
         self._note("elected", term=self.term, votes=len(votes) + 1, silent_s=silent_s, closed=closed)
-        self._out.append(Lead(Succession(self.term, charter, asked_s, max(0.0, silent_s), closed)))
+        about = asked_s, max(0.0, silent_s), closed, now - self._job_began_s, self._training_s
+        self._out.append(Lead(Succession(self.term, charter, *about)))
 
     def _fail(self, now: float) -> None:
         limits = self.limits
@@ -414,6 +429,10 @@ class Voter:
         if self.charter is None or not self.stands or len(self.charter.seats) < VOTERS_MIN:
             return None
         return next((seat for seat in self.charter.seats if seat.name == self.name), None)
+
+    @property
+    def _may_stand(self) -> bool:
+        return self._seat() is not None and not self._leaves
 
     def _place(self) -> int:
         """How many others stand before it, without the coordinator that is lost."""

@@ -179,14 +179,15 @@ class Charters:
         voter.held = max(voter.held, renewed.held)
         self._count()
 
-    def advance(self, now: float) -> list[Command]:
-        """What is due: Renews, and proofs that a voter is gone."""
+    def advance(self, now: float, job_s: float, training_s: float) -> list[Command]:
+        """What is due: Renews, which carry these times of the job, and proofs that a voter is gone."""
         out: list[Command] = []
         if not self.elects:
             return out
         if now >= self._send_at_s:
             self._send_at_s = now + self._limits.renew_interval_s
-            out += [self._renew(now, voter) for voter in self._voters.values() if voter.link is not None]
+            voters = [voter for voter in self._voters.values() if voter.link is not None]
+            out += [self._renew(now, voter, job_s, training_s) for voter in voters]
             for name in sorted(self._uninformed & (self._links.keys() - self._voters.keys())):
                 out.append(Tell(self._links[name], Renew(self.term, 0, self.charter)))
             self._uninformed.clear()
@@ -198,14 +199,14 @@ class Charters:
 
     # ---------------------------------------------------------------- small steps
 
-    def _renew(self, now: float, voter: VoterRecord) -> Command:
+    def _renew(self, now: float, voter: VoterRecord, job_s: float, training_s: float) -> Command:
         assert voter.link is not None
         self._number += 1
         voter.open[self._number] = now
         while len(voter.open) > RENEWALS_OPEN_MAX:
             voter.open.pop(next(iter(voter.open)))
         charter = self.charter if voter.held < self.charter.position else None
-        return Tell(voter.link, Renew(self.term, self._number, charter))
+        return Tell(voter.link, Renew(self.term, self._number, charter, job_s, training_s))
 
     def _seat(self) -> None:
         """The voters of a new charter."""
@@ -231,14 +232,15 @@ def voters_of(
     members: Sequence[Member], witnesses: Iterable[Seat], present: Sequence[Seat], local: Member
 ) -> tuple[Seat, ...]:
     """The voters that a coordinator should have: its own agent first, then those that it has already, then the others
-    in the order of `members`, then the witnesses. Fewer than VOTERS_MIN elect nobody: then it is its only voter."""
+    in the order of `members`, those that leave last, then the witnesses. Fewer than VOTERS_MIN elect nobody: then it is
+    its only voter."""
     known = next((seat for seat in present if seat.name == local.node.agent), None)
-    own = _seat_of(local, members) or known
+    own = seat_of(local, members) or known
     seats = {own.name: own} if own is not None else {}
     names = [seat.name for seat in present]
-    able = [m for m in members if m.port and m.revision >= REVISION_OF_VOTES and not m.leaving and m is not local]
-    for member in sorted(able, key=lambda member: member.node.agent not in names):  # stable
-        if (seat := _seat_of(member, members)) is not None:
+    able = [m for m in members if m.port and m.revision >= REVISION_OF_VOTES and m is not local]
+    for member in sorted(able, key=lambda m: (bool(m.leaving), m.node.agent not in names)):  # stable
+        if (seat := seat_of(member, members)) is not None:
             seats.setdefault(seat.name, seat)
     watching = tuple(witnesses)
     agents = list(seats.values())[: VOTERS_MAX - len(watching)]
@@ -253,7 +255,7 @@ def voters_of(
     return chosen
 
 
-def _seat_of(member: Member, members: Iterable[Member]) -> Seat | None:
+def seat_of(member: Member, members: Iterable[Member]) -> Seat | None:
     """None: nobody has reached this node yet, so its address is unknown."""
     address = member.node.local_addr or ""
     if not address and member.node.hosts_coordinator:

@@ -91,7 +91,7 @@ class CoordinatorActs:
         self._liveness = Liveness(limits, now)
         self._versions = Versions()
         self._admission = Admission(job, self._versions.other_line)
-        self._born_s = now
+        self._born_s = self._job_began_s = now
         self._now = now
         self._due_s: float = -inf
         """The next deadline; -inf: not computed since the last event."""
@@ -139,7 +139,7 @@ class CoordinatorActs:
             world=self.world,
             restarts=self.budget.used,
             since_s=now - self._phase_since_s,
-            job_s=now - self._born_s,
+            job_s=now - self._job_began_s,
             why=self._why,
             membership=self._membership,
             monitor=self._monitor,

@@ -334,13 +334,13 @@ class PreviousLeader:
             hopeless.append(member)
         elif join.last_generation == self.generation > 0:
             # It took part in the generation but has no living workers.
-            hopeless += self._break()
+            hopeless += self.end()
         return hopeless
 
     def lost(self, member: Member) -> list[Member]:
         """A member or its workers are gone. Returns members that have to stop the generation that they run."""
         came = any(member is one for one, _ in self.parts.values())
-        return [other for other in self._break() if other is not member] if came else []
+        return [other for other in self.end() if other is not member] if came else []
 
     @property
     def whole(self) -> bool:
@@ -366,7 +366,8 @@ class PreviousLeader:
             world.set_able(member.name, running.able)
         return world
 
-    def _break(self) -> list[Member]:
+    def end(self) -> list[Member]:
+        """It cannot continue. Returns members that have to stop it."""
         self.broken = True
         return self._drop_parts()
 

@@ -15,7 +15,7 @@ from math import inf
 
 from msgspec import structs
 
-from holdfast.coordinator.charters import REVISION_OF_VOTES, Charters, voters_of
+from holdfast.coordinator.charters import REVISION_OF_VOTES, Charters, seat_of, voters_of
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.coordinator.coordinator_state import (
     Command,
@@ -27,11 +27,13 @@ from holdfast.coordinator.coordinator_state import (
     LinkClosed,
     Member,
     Phase,
+    ProveVoterGone,
     StepDown,
     Tell,
     VoterGone,
     WitnessOpened,
     World,
+    is_local,
 )
 from holdfast.coordinator.ending import Judge
 from holdfast.coordinator.monitor import cannot_tell
@@ -49,6 +51,11 @@ from holdfast.protocol.charter import (
 from holdfast.protocol.messages import Finish, Join, Joined, Moved, Pong, Resume, Start, Supersede
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, agent_of
 from holdfast.protocol.rank_progress import Examine
+
+PROVE_FIRST_S = 0.25
+"""From a succession until nodes that have not joined are asked whether they have ended."""
+PROVE_MAX = 16
+"""While more nodes are missing, none is asked."""
 
 
 class ReplicatedCoordinator(CoordinatorMachine):
@@ -83,6 +90,11 @@ class ReplicatedCoordinator(CoordinatorMachine):
         """Witnesses that know a newer coordinator and have never confirmed this one: they remember another job."""
         self._came: set[str] = set()
         """Agents that have joined."""
+        self._ended: set[str] = set()
+        """Agents whose process has ended, and with it their workers."""
+        self._listeners: dict[str, Seat] = {}
+        """Where agents of that generation listen, as other machines can reach them too; by name."""
+        self._prove_at_s = now + PROVE_FIRST_S
         self._leader_before = ""
         """The agent in whose process the old coordinator was."""
         self._alone = False
@@ -108,6 +120,8 @@ class ReplicatedCoordinator(CoordinatorMachine):
         return self._charters.charter
 
     def _take_over(self, now: float, charter: Charter, succession: Succession) -> None:
+        self._job_began_s = now - succession.job_s
+        self._monitor.take_over(succession.training_s)
         budget = self.budget
         budget.used, budget.streak, budget.identical = charter.restarts, charter.streak, charter.identical
         budget.last_signature = charter.signature
@@ -117,9 +131,13 @@ class ReplicatedCoordinator(CoordinatorMachine):
         if charter.generation:
             self._previous_leader.generation = charter.generation
             self._left = set(charter.nodes)
+            one_machine = all(is_local(address) for address, _ in charter.listeners)
+            for name, (address, port) in zip(charter.nodes, charter.listeners, strict=False):
+                if port and is_local(address) == one_machine:
+                    self._listeners[name] = Seat(name, "", address, port)
             if charter.led_from is not None:
                 self._left.discard(charter.led_from.node.agent)
-            self._gathering.awaited = max(self.job.min_nodes, len(self._left)) if self._left else 0
+            self._await_left()
             died_s = now - succession.silent_s
             super()._wait_for_fence_previous_leader(died_s, charter.generation)
         if succession.closed:
@@ -169,7 +187,8 @@ class ReplicatedCoordinator(CoordinatorMachine):
         deadline = super().next_deadline()
         if deadline is None and not self._held:
             return None
-        return min(inf if deadline is None else deadline, self._charters.due_s(self._now))
+        prove_s = self._prove_at_s if self._provable() else inf
+        return min(inf if deadline is None else deadline, prove_s, self._charters.due_s(self._now))
 
     def check_invariants(self) -> None:
         super().check_invariants()
@@ -177,12 +196,36 @@ class ReplicatedCoordinator(CoordinatorMachine):
         assert not (self._held and self._charters.settled)
 
     def _on_gone(self, name: str) -> None:
-        """Continue without the old coordinator's node, if it is that one."""
+        """Continue without the old coordinator's node, if it is that one; or wait no longer for this one."""
         if name == self._leader_before:
             self._alone = True
             led_from = self.charter.led_from
             if self.world is None and led_from is not None and led_from.node.agent not in self._came:
                 self._previous_leader.ended = led_from
+        elif name in self._missing() and name in self._listeners:
+            self._ended.add(name)
+            self._await_left()
+            self._abandon(self._previous_leader.end())
+
+    def _await_left(self) -> None:
+        """The nodes that are left may form the next generation as soon as all have come."""
+        self._gathering.awaited = max(self.job.min_nodes, len(self._left - self._ended)) if self._left else 0
+
+    def _missing(self) -> set[str]:
+        """Agents of the old generation whose workers may be alive, as far as is known."""
+        return self._left - self._came - self._ended if self.world is None else set()
+
+    def _provable(self) -> list[Seat]:
+        """Those that may be asked whether they have ended."""
+        missing = self._missing()
+        few = 0 < len(missing) <= PROVE_MAX
+        return [self._listeners[name] for name in sorted(missing) if name in self._listeners] if few else []
+
+    def _prove_missing(self, now: float) -> list[Command]:
+        if now < self._prove_at_s or not (seats := self._provable()):
+            return []
+        self._prove_at_s = now + self.limits.prove_s
+        return [ProveVoterGone(seat) for seat in seats]
 
     # ---------------------------------------------------------------- authority
 
@@ -231,7 +274,8 @@ class ReplicatedCoordinator(CoordinatorMachine):
                     out.append(command)
         if charters.settled and self._held:
             out, self._held = self._held + out, []
-        return out + charters.advance(now)
+        job_s, training_s = now - self._job_began_s, self._monitor.training_s
+        return out + charters.advance(now, job_s, training_s) + self._prove_missing(now)
 
     def _propose(self, now: float) -> None:
         """Bring the charter up to date."""
@@ -263,13 +307,15 @@ class ReplicatedCoordinator(CoordinatorMachine):
         budget, hosts = self.budget, self.host_backoff
         if hosts.changes != self._hosts[0]:
             self._hosts = hosts.changes, hosts.records(now)
-        world = self.world
+        world, before = self.world, self.charter
+        nodes, listeners = (before.nodes, before.listeners) if world is None else self._nodes(world)
         return Charter(
             position=NO_CHARTER,
             voters=(),
             generation=max(self.newest_generation, self._floor),
-            nodes=self.charter.nodes if world is None else _nodes(world),
-            led_from=self._led_from(world) if world is not None else self.charter.led_from,
+            nodes=nodes,
+            listeners=listeners,
+            led_from=self._led_from(world) if world is not None else before.led_from,
             restarts=budget.used,
             streak=budget.streak,
             identical=budget.identical,
@@ -278,6 +324,18 @@ class ReplicatedCoordinator(CoordinatorMachine):
             outcome=self.outcome,
             leader=self._charters.name,
         )
+
+    def _nodes(self, world: World) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
+        """As in Charter: nodes and listeners."""
+        names = [name for name in world.order if world.places[name]]
+        if len(names) > NODES_MAX:
+            return (), ()
+        nodes = tuple(map(agent_of, names))
+        known = dict(zip(self.charter.nodes, self.charter.listeners, strict=False))
+        for member in filter(None, map(self.members.get, names)):
+            if (seat := seat_of(member, self.members.values())) is not None:
+                known[member.node.agent] = seat.address, seat.port
+        return nodes, tuple(known.get(node, ("", 0)) for node in nodes)
 
     def _led_from(self, world: World) -> LedFrom | None:
         local = self._local()
@@ -330,8 +388,12 @@ class ReplicatedCoordinator(CoordinatorMachine):
         if generation > self._floor:
             super()._wait_for_fence_previous_leader(died_s, generation)
 
+    def _on_leave(self, now: float, member: Member, reason: str, *, drain: bool) -> None:
+        self._reseat = True
+        super()._on_leave(now, member, reason, drain=drain)
+
     def _advance_gathering(self, now: float) -> None:
-        if self.world is None and self._alone and self._left and self._came >= self._left:
+        if self.world is None and self._alone and self._left and not self._missing():
             self._gathering.not_before_s = min(self._gathering.not_before_s, now)  # nobody else runs workers
         super()._advance_gathering(now)
 
@@ -347,9 +409,3 @@ class ReplicatedCoordinator(CoordinatorMachine):
         self._reseat = True
         self._charters.unlinked(member.link, now)
         super()._lose(now, member, reason)
-
-
-def _nodes(world: World) -> tuple[str, ...]:
-    """As in Charter."""
-    names = tuple(agent_of(name) for name in world.order if world.places[name])
-    return names if len(names) <= NODES_MAX else ()

@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 from msgspec import Meta, Struct
 
 from holdfast.protocol.outcome import Outcome
-from holdfast.protocol.policy import Count, NodeSpec, Port, Rank, Seconds
+from holdfast.protocol.policy import Count, NodeSpec, Port, PortOrNone, Rank, Seconds
 
 VOTERS_MAX = 7
 """More voters would survive more losses at one time, and cost the coordinator messages."""
@@ -94,6 +94,8 @@ class Charter(Struct, frozen=True, array_like=True):
     """Set when the job is over."""
     leader: str = ""
     """The agent in whose process the coordinator is."""
+    listeners: Annotated[tuple[tuple[str, PortOrNone], ...], Meta(max_length=NODES_MAX)] = ()
+    """Address and port at which each of `nodes` listens, in the same order; port 0: unknown."""
 
     @property
     def seats(self) -> tuple[Seat, ...]:
@@ -120,6 +122,10 @@ class Renew(Struct, frozen=True, array_like=True, tag="renew"):
     """Number of this message. The answer confirms the coordinator from the time at which it was sent."""
     charter: Charter | None = None
     """Present when the voter may not have the newest one."""
+    job_s: Seconds = 0.0
+    """Age of the job."""
+    training_s: Seconds = 0.0
+    """As in JobView."""
 
 
 class Renewed(Struct, frozen=True, array_like=True, tag="renewed"):
@@ -145,6 +151,10 @@ class Succession(Struct, frozen=True):
     """For at least this long no voter of its majority has confirmed another coordinator."""
     closed: bool = False
     """The old coordinator's process has ended: it closed its links to all of them."""
+    job_s: Seconds = 0.0
+    """Age of the job."""
+    training_s: Seconds = 0.0
+    """As in JobView, as far as this voter knows."""
 
 
 def losses(voters: int) -> int:

@@ -120,7 +120,7 @@ class JobView(Struct, frozen=True, kw_only=True):
     since_s: float
     """Duration of the present phase."""
     job_s: float
-    """Age of the coordinator."""
+    """Age of the job; with etcd or another storage: of the coordinator."""
     training_s: float
     """Effective training time: the part of job_s in which a generation was making steps."""
     why: str = ""

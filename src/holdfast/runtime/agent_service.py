@@ -286,7 +286,7 @@ class AgentService:
                 on_notice=self._console.say,
             )
             self._worker_group = worker_group
-            self._driver = Driver(machine, Tick(), self._execute, after=lambda: worker_group.fence(machine.fence_at_s))
+            self._driver = Driver(machine, Tick(), self._execute, after=lambda: self._after_event(machine))
             own = OwnNode(machine, self._options.job, node, self._feed, worker_group.progress, worker_group.samples)
             self._control_requests = ControlRequests(self._send, own, self._host)
             control = Control(self._control_requests.ask, self._journal)
@@ -328,6 +328,12 @@ class AgentService:
     def _feed(self, event: Event) -> None:
         assert self._driver is not None
         self._driver.feed(event)
+
+    def _after_event(self, machine: AgentMachine) -> None:
+        assert self._worker_group is not None
+        self._worker_group.fence(machine.fence_at_s)
+        if machine.leaving is not None:
+            self._rendezvous.leaves()
 
     def _install_signals(self) -> list[int]:
         """Handle our signals. A signal that was ignored when we were started (nohup's SIGHUP) stays ignored."""

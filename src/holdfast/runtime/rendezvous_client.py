@@ -113,6 +113,11 @@ class RendezvousClient:
             return Dialed(local)
         return Dialed(local and not self._succeeding.replaceable, self._succeeding.port, self._succeeding.term)
 
+    def leaves(self) -> None:
+        """This agent ends soon: it must not become the coordinator."""
+        if self._succeeding is not None:
+            self._succeeding.leaves()
+
     def store_opened(self, port: int) -> None:
         """The store of this generation listens at this port: clients that connect to the endpoint itself are piped
         there."""

@@ -18,6 +18,7 @@ from holdfast.agent.voter import (
     AskVote,
     HeardOf,
     LeaderAddress,
+    Leaves,
     PolledCame,
     PollFailed,
     Voter,
@@ -97,6 +98,7 @@ class SuccessionClient:
         """Where the coordinator was at the other end of the newest link."""
         self._link: WatchedLink | None = None
         self._patience_s = PATIENCE_S
+        self._leaves = False
         self.service: ReplicatedService | None = None
         self.port = 0
         """Where this agent listens."""
@@ -129,6 +131,11 @@ class SuccessionClient:
             else:
                 if link is not None:
                     return link
+
+    def leaves(self) -> None:
+        if self._voter is not None and not self._leaves:
+            self._leaves = True
+            self._voter.feed(Leaves())
 
     async def close(self) -> None:
         if self.service is not None:
@@ -380,9 +387,9 @@ class SuccessionClient:
 
     async def _watch(self, service: ReplicatedService, endpoint: Endpoint) -> None:
         """Listen at this endpoint if it is this machine's; else keep the connection to a witness there, or call."""
-        began_s = self._loop.time()
+        began_s, told = self._loop.time(), ""
         while True:
-            with contextlib.suppress(HoldfastError, OSError):
+            try:
                 if await self._bind(endpoint):
                     return
                 connection = await self._dial_agent(endpoint)
@@ -390,6 +397,12 @@ class SuccessionClient:
                     await self._talk(service, connection, endpoint)
                 finally:
                     connection.close()
+            except RefusedError as error:
+                if str(error) != told:
+                    told = str(error)
+                    self._say(f"nobody votes for this job at {endpoint}: {told}")
+            except (HoldfastError, OSError):
+                pass  # nobody is there yet
             often = self._loop.time() < began_s + CALL_OFTEN_S
             await asyncio.sleep(CALL_FIRST_S if often else CALL_S)
 
