@@ -24,7 +24,7 @@ def seat(name: str) -> Seat:
 
 def charter(names: str, *, term: int = FOUNDER, number: int = 1, before: str = "") -> Charter:
     """Voters by letters: `abc` are a, b and c."""
-    return Charter(CharterPosition(term, number), tuple(map(seat, names)), tuple(map(seat, before)))
+    return Charter(CharterPosition(term, number), tuple(map(seat, names)), tuple(map(seat, before)), leader=names[0])
 
 
 @dataclass(frozen=True)
@@ -341,6 +341,25 @@ def test_it_joins_no_coordinator_that_founded_the_job_again() -> None:
     assert not voter.ignores(desk.now, "a", 1, founded=True), "the one it has lost"
     assert not voter.ignores(desk.now, "d", 2, founded=False), "one that was elected"
     assert not voter.ignores(desk.now + LIMITS.elect_s, "a#2", 1, founded=True), "the others are lost, too"
+
+
+def test_a_founder_hears_of_the_charter() -> None:
+    desk = three()
+    voter = desk.voters["b"]
+    waiting, joining = (voter.recall(desk.now + after_s, "a#2", 1, founded=True) for after_s in (0.0, LIMITS.elect_s))
+    assert waiting is not None
+    assert joining is not None
+    assert (waiting.charter, waiting.patience_s) == (voter.charter, LIMITS.elect_s)
+    assert (joining.patience_s, joining.lost_s) == (0.0, LIMITS.elect_s)
+    assert voter.recall(desk.now, "a", 1, founded=True) is None, "the one that wrote it"
+    assert voter.recall(desk.now, "d", 2, founded=False) is None, "one that was elected"
+
+
+def test_who_has_no_vote_tells_a_founder_once() -> None:
+    desk = three()
+    voter = desk.voters["x"] = Voter("x", LIMITS, desk.now, stands=True)
+    voter.charter = desk.voters["b"].charter
+    assert [voter.recall(desk.now, "a#2", 1, founded=True) is None for _ in range(2)] == [False, True]
 
 
 def test_it_gives_the_job_up_when_a_majority_has_ended() -> None:

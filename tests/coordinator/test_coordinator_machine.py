@@ -17,7 +17,7 @@ from holdfast.coordinator.coordinator_state import (
     QuitAsked,
 )
 from holdfast.protocol import messages as msg
-from holdfast.protocol.charter import CharterPosition, Seat
+from holdfast.protocol.charter import Charter, CharterPosition, Seat
 from holdfast.protocol.outcome import Failure, OutcomeKind
 from holdfast.protocol.policy import NodeSpec, Survive, Tick
 from holdfast.protocol.rank_progress import RankProgress, Stage
@@ -211,6 +211,7 @@ MESSAGES: list[msg.FromAgent] = [
     msg.Ask(1, msg.Question.STATUS),
     msg.Poll(2, Seat("n9#1", "n9", "10.0.0.9", 1), CharterPosition(1, 1)),
     msg.Supersede(2, "10.0.0.9", 1),
+    msg.Recall(Charter(CharterPosition(1, 1), ()), 1, 0.0),
     msg.Join(NodeSpec(member="n9#2", host="n9", nproc=1), 1, 0.0, msg.Running(1, 0, 1, 0)),
     msg.Leave("SIGTERM"),
     msg.Leave("SIGTERM", drain=True),

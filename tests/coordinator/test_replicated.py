@@ -237,6 +237,55 @@ def test_the_founder_steps_down_for_the_job_that_lives() -> None:
     assert desk.did(StepDown) == [StepDown("the job goes on elsewhere", 1, "10.0.0.2", 7000)]
 
 
+def recalled(desk: Desk, *links: int, patience_s: float = 20.0) -> None:
+    """An agent that knows of an older job of the nodes 11, 12 and 13 connects, and then these agents join."""
+    older = structs.replace(charter_of(11, 12, 13), led_from=None, position=CharterPosition(3, 9))
+    desk.give(LinkOpened(9, "10.0.0.12", "10.0.0.1"))
+    desk.give(Heard(9, msg.Recall(older, 4, 1.0, patience_s)))
+    desk.join(*links)
+
+
+def test_the_founder_waits_for_the_voters_of_an_older_job_and_continues_it() -> None:
+    desk = Desk()
+    recalled(desk, 1, 2, 3)
+    desk.wait(19.9)
+    assert desk.machine.phase is Phase.GATHERING
+    assert desk.machine.founded
+    desk.wait(0.2)
+    assert desk.machine.phase is Phase.PREPARING
+    assert desk.machine.generation == 5
+    assert desk.machine.budget.used == 1
+    assert desk.machine.term == 5, "after every term that anybody knows"
+
+
+def test_the_founder_waits_for_no_voters_that_have_ended() -> None:
+    desk = Desk()
+    desk.gone = {"n11#1", "n12#1"}
+    recalled(desk, 1, 2, 3)
+    assert not desk.machine.founded, "those that know the older job may join it"
+    desk.wait(LIMITS.fence_s + LIMITS.kill_s - 1.0)
+    assert desk.machine.generation == 5
+
+
+def test_the_founder_asks_the_witnesses() -> None:
+    desk = Desk()
+    desk.give(WitnessOpened(9, Seat("w#1", "w", "10.0.0.9", 7000, witness=True)))
+    assert isinstance(desk.to(9, msg.Poll)[-1], msg.Poll)
+    older = charter_of(11, 12, 13)
+    desk.give(Heard(9, msg.Polled(4, False, 1.0, False, "w#1", 0, older)))
+    desk.join(1, 2, 3)
+    desk.wait(LIMITS.elect_s - 1.1)
+    assert desk.machine.phase is Phase.GATHERING
+    desk.wait(0.2)
+    assert desk.machine.generation == 5
+
+
+def test_who_has_formed_a_generation_continues_no_other() -> None:
+    desk = Desk().started(1, 2, 3)
+    recalled(desk)
+    assert desk.machine.older is None
+
+
 def test_a_call_of_an_older_term_is_told_where_the_job_is() -> None:
     desk = Desk(Succession(3, charter_of(), closed=True), own=2)
     desk.join(2, 3, last=4)

@@ -8,7 +8,8 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from holdfast.agent.voter import AskVote, PolledCame, PollFailed
+from holdfast.agent.voter import AskVote, PolledCame, PollFailed, Unlinked
+from holdfast.coordinator.coordinator_state import Deposed
 from holdfast.protocol.charter import Charter, CharterPosition, Renew, Seat
 from holdfast.protocol.errors import CoordinatorUnreachableError
 from holdfast.protocol.messages import REVISION, FromCoordinator, Join, Joined, Moved, Poll, Polled, Supersede
@@ -203,6 +204,22 @@ async def test_the_successor_is_found_by_those_who_stay() -> None:
         assert any("this node is the coordinator now" in line for line in (*b.lines, *c.lines))
 
 
+async def test_while_it_has_the_coordinator_a_node_votes_for_nobody() -> None:
+    """Its own agent may have lost the link, as after a standstill: the coordinator decides all the same."""
+    async with agents("a") as (a,):
+        assert a.link is not None
+        a.link.close("no answer for 4 s")
+        poll = Poll(9, Seat("b#1", "b", "127.0.0.1", 9), CharterPosition(9, 9), final=True)
+        answers: list[Polled] = []
+        a.voter.poll_came(poll, answers.append)
+        assert not answers[-1].granted
+        service = a.client.service
+        assert service is not None
+        service.deposed(Deposed(9, "127.0.0.1", 9))
+        a.voter.poll_came(poll, answers.append)
+        assert answers[-1].granted
+
+
 async def test_a_founder_that_hears_of_a_newer_coordinator_steps_down_and_goes_there() -> None:
     async with agents("a") as (a,), agents("b") as (b,):
         assert a.client.service is not None
@@ -232,6 +249,31 @@ async def test_a_witness_with_another_token_does_not_vote_and_the_user_is_told_o
     finally:
         await a.client.close()
         witness.close()
+
+
+async def test_a_founder_hears_of_an_older_job_and_is_joined_when_its_voters_have_ended() -> None:
+    async def say_nothing(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with agents("a") as (a,):
+        b = Agent("b", [a.options.endpoint])
+        try:
+            async with service(say_nothing) as silent:
+                await b.client._begin(b.node)
+                others = (Seat(f"{name}#1", name, silent.host, silent.port) for name in "cd")
+                older = Charter(CharterPosition(3, 9), (b.seat, *others), generation=7, restarts=2)
+                b.holds(older)
+                b.voter.feed(Unlinked(3, closed=False))
+                with pytest.raises(CoordinatorUnreachableError):
+                    await b.client.connect(b.node)
+                assert a.client.service is not None
+                machine = a.client.service.replicated
+                assert (machine.older, machine.founded, machine.budget.used) == (older, True, 2)
+            await settled(lambda: not machine.founded)
+            await b.join()
+            assert b.client.service is None
+        finally:
+            await b.client.close()
 
 
 async def test_a_witness_votes_for_many_jobs_and_knows_their_coordinators() -> None:

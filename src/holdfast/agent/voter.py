@@ -17,7 +17,7 @@ from enum import Enum
 from msgspec import Struct
 
 from holdfast.protocol.charter import NO_CHARTER, VOTERS_MIN, Charter, CharterPosition, Renew, Renewed, Seat, Succession
-from holdfast.protocol.messages import Poll, Polled
+from holdfast.protocol.messages import Poll, Polled, Recall
 from holdfast.protocol.policy import Limits, Note, Tick
 
 PLACE_FACTOR = 3.0
@@ -189,6 +189,8 @@ class Voter:
         self._job_began_s = now
         """By this clock, as far as it knows."""
         self._training_s = 0.0
+        self._recalled = ""
+        """The newest founder that knows its charter."""
         self._next_term = 0
         """Others know a term just before this one."""
         self._out: list[Command] = []
@@ -221,6 +223,20 @@ class Voter:
         known = self.charter is not None and any(seat.name == name for seat in self.charter.seats)
         return founded and not known and self._may_elect(now, self._gone | with_it)
 
+    def recall(self, now: float, name: str, term: int, *, founded: bool) -> Recall | None:
+        """What the coordinator of this term in the process of this name should know, before a Join or in its place: one
+        that founded the job again, and may not know of this voter's."""
+        charter = self.charter
+        if not founded or charter is None or charter.outcome is not None or charter.leader == name:
+            return None
+        left_s = self._lost_s + self.limits.elect_s - now
+        patience_s = left_s if self.ignores(now, name, term, founded=founded) else 0.0
+        if patience_s and self._seat() is None:  # there may be thousands of them, and each tries again and again
+            if self._recalled == name:
+                return None
+            self._recalled = name
+        return Recall(charter, self.term, max(0.0, now - self._lost_s), patience_s)
+
     def _may_elect(self, now: float, but: set[str]) -> bool:
         if self.stage in (VoterState.FOLLOWING, VoterState.LEADING) or now >= self._lost_s + self.limits.elect_s:
             return False
@@ -238,7 +254,8 @@ class Voter:
             case Unlinked(term, closed, local):
                 # An agent has one link, and a founder may have taken a later term. A witness may have several links.
                 newest = self.stands or term >= self._followed
-                if newest and self.stage in (VoterState.FOLLOWING, VoterState.LEADING):
+                leads = self.stage is VoterState.LEADING and term >= self.term
+                if leads or (newest and self.stage is VoterState.FOLLOWING):
                     self._lose(now, closed=closed, local=local)
             case RenewCame(renew):
                 self._on_renew(now, renew)
@@ -337,7 +354,8 @@ class Voter:
         silent_s, closed = max(0.0, now - self._bound_s), self._closed
         if granted and poll.final:
             self._vote(now, poll)
-        charter = self.charter if not follows and poll.held < self.held else None
+        newer = poll.held < self.held and not (follows and poll.final)
+        charter = self.charter if newer else None
         self._out.append(AnswerPoll(number, Polled(self.term, granted, silent_s, closed, self.name, follows, charter)))
 
     def _would_vote(self, poll: Poll) -> bool:

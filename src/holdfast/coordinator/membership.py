@@ -323,10 +323,7 @@ class PreviousLeader:
 
     def observe(self, member: Member, join: Join) -> list[Member]:
         """A member joined with this report. Returns members that have to stop the generation that they run."""
-        hopeless: list[Member] = []
-        if join.last_generation > self.generation:
-            hopeless = self._drop_parts()
-            self.generation, self.broken, self.ended = join.last_generation, False, None
+        hopeless = self.heard_of(join.last_generation)
         running = join.running
         if running is not None and running.generation == self.generation and not self.broken:
             self.parts[running.group_rank] = (member, running)
@@ -336,6 +333,13 @@ class PreviousLeader:
             # It took part in the generation but has no living workers.
             hopeless += self.end()
         return hopeless
+
+    def heard_of(self, generation: int) -> list[Member]:
+        """There was a generation of this number. Returns members that have to stop an older one."""
+        if generation <= self.generation:
+            return []
+        self.generation, self.broken, self.ended = generation, False, None
+        return self._drop_parts()
 
     def lost(self, member: Member) -> list[Member]:
         """A member or its workers are gone. Returns members that have to stop the generation that they run."""

@@ -15,7 +15,7 @@ from math import inf
 
 from msgspec import structs
 
-from holdfast.coordinator.charters import REVISION_OF_VOTES, Charters, seat_of, voters_of
+from holdfast.coordinator.charters import REVISION_OF_VOTES, Charters, OlderJob, seat_of, voters_of
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.coordinator.coordinator_state import (
     Command,
@@ -40,6 +40,7 @@ from holdfast.coordinator.monitor import cannot_tell
 from holdfast.protocol.charter import (
     NO_CHARTER,
     NODES_MAX,
+    VOTERS_MIN,
     Charter,
     HostRecord,
     LedFrom,
@@ -48,7 +49,7 @@ from holdfast.protocol.charter import (
     Seat,
     Succession,
 )
-from holdfast.protocol.messages import Finish, Join, Joined, Moved, Pong, Resume, Start, Supersede
+from holdfast.protocol.messages import Finish, Join, Joined, Moved, Poll, Polled, Pong, Recall, Resume, Start, Supersede
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, agent_of
 from holdfast.protocol.rank_progress import Examine
 
@@ -75,10 +76,10 @@ class ReplicatedCoordinator(CoordinatorMachine):
         """`node`: the agent in this process."""
         super().__init__(job, limits, judge, now, examine=examine)
         self._charters = Charters(limits, now, node.agent, succession)
-        self.founded = succession.charter is None
-        """It was elected by nobody."""
-        self._known_term = 0
-        """The newest term that a member knew while this one had formed nothing."""
+        self._elected = succession.charter is not None
+        self._older = OlderJob(limits)
+        self._ask_at_s = now
+        """While it founds the job: when to ask the witnesses."""
         self._floor = 0
         """The newest generation that the old coordinator may have started."""
         self._local_name = ""
@@ -108,7 +109,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
         """Orders that wait until the charter counts."""
         self.stepped_down = False
         if succession.charter is not None:
-            self._take_over(now, succession.charter, succession)
+            self._succeed(now, succession.charter, succession)
 
     @property
     def term(self) -> int:
@@ -119,14 +120,27 @@ class ReplicatedCoordinator(CoordinatorMachine):
         """The newest one, whether it counts or not."""
         return self._charters.charter
 
-    def _take_over(self, now: float, charter: Charter, succession: Succession) -> None:
-        self._job_began_s = now - succession.job_s
-        self._monitor.take_over(succession.training_s)
+    @property
+    def founded(self) -> bool:
+        """It was elected by nobody, and there may be voters of an older job that will elect another one."""
+        return not (self._elected or self._older.over)
+
+    @property
+    def older(self) -> Charter | None:
+        """The charter that a founder continues."""
+        return self._older.charter
+
+    def _continue(self, now: float, charter: Charter) -> None:
         budget = self.budget
         budget.used, budget.streak, budget.identical = charter.restarts, charter.streak, charter.identical
         budget.last_signature = charter.signature
         self.host_backoff.take_over(charter.hosts, now)
         self._floor = charter.generation
+
+    def _succeed(self, now: float, charter: Charter, succession: Succession) -> None:
+        self._continue(now, charter)
+        self._job_began_s = now - succession.job_s
+        self._monitor.take_over(succession.training_s)
         self._leader_before = charter.leader
         if charter.generation:
             self._previous_leader.generation = charter.generation
@@ -161,11 +175,12 @@ class ReplicatedCoordinator(CoordinatorMachine):
                     return self._step_down(StepDown(f"another coordinator has term {term}", term, address, port))
             case VoterGone(name):
                 self._charters.gone(name)
+                self._older.gone(name)
                 self._on_gone(name)
             case WitnessOpened(link, seat) if seat.name not in self._strangers:
                 self._witnesses[link] = seat
                 self._charters.linked(seat.name, link)
-                self._reseat = True
+                self._reseat, self._ask_at_s = True, now
             case LinkClosed(link):
                 self._charters.unlinked(link, now)
                 self._reseat = self._witnesses.pop(link, None) is not None or self._reseat
@@ -179,6 +194,10 @@ class ReplicatedCoordinator(CoordinatorMachine):
                 return self._step_down(StepDown(f"a node knows of a newer coordinator (term {term})"))
             case Heard(link, Supersede() as call):
                 return self._called(link, call)
+            case Heard(_, Recall() as recall) if self._founds:
+                self._recalled(now, recall)
+            case Heard(link, Polled() as polled) if self._founds and link in self._witnesses:
+                self._witnessed(now, polled)
         return self._settle(now, super().handle(now, event))
 
     def next_deadline(self) -> float | None:
@@ -188,7 +207,10 @@ class ReplicatedCoordinator(CoordinatorMachine):
         if deadline is None and not self._held:
             return None
         prove_s = self._prove_at_s if self._provable() else inf
-        return min(inf if deadline is None else deadline, prove_s, self._charters.due_s(self._now))
+        due_s = min(inf if deadline is None else deadline, prove_s, self._charters.due_s(self._now))
+        if self._founds:
+            return min(due_s, self._older.due_s(self._now), self._ask_at_s if self._witnesses else inf)
+        return due_s
 
     def check_invariants(self) -> None:
         super().check_invariants()
@@ -232,7 +254,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
     @property
     def _founds(self) -> bool:
         """It was elected by nobody and has formed nothing."""
-        return self._floor == 0 and self.newest_generation == 0
+        return not self._elected and self.newest_generation == 0
 
     def _called(self, link: int, call: Supersede) -> list[Command]:
         """The coordinator of another term calls this endpoint."""
@@ -241,6 +263,30 @@ class ReplicatedCoordinator(CoordinatorMachine):
             return self._step_down(where)
         own = next((seat for seat in self.charter.seats if seat.name == self._charters.name), None)
         return [] if own is None else [Tell(link, Moved(self.term, own.address, own.port))]
+
+    def _recalled(self, now: float, recall: Recall) -> None:
+        """There was an older job. Continue it, unless its voters elect another coordinator."""
+        if self._older.heard(now, recall):
+            charter = recall.charter
+            self._note("recalled", number=charter.position.number, term=recall.term, generation=charter.generation)
+            self._continue(now, charter)
+            self._abandon(self._previous_leader.heard_of(charter.generation))
+
+    def _witnessed(self, now: float, polled: Polled) -> None:
+        charter, limits = polled.charter, self.limits
+        if charter is not None and charter.outcome is None:
+            left_s = limits.elect_s if polled.follows else max(0.0, limits.elect_s - polled.silent_s)
+            patience_s = left_s if len(charter.seats) >= VOTERS_MIN else 0.0
+            self._recalled(now, Recall(charter, polled.term, polled.silent_s, patience_s))
+
+    def _ask_witnesses(self, now: float) -> list[Command]:
+        """Whether they know of an older job."""
+        if now < self._ask_at_s or not self._witnesses:
+            return []
+        self._ask_at_s = now + self.limits.prove_s
+        nobody_dials_it = Seat(self._charters.name, "", "", 1)
+        poll = Poll(self.term, nobody_dials_it, NO_CHARTER)
+        return [Tell(link, poll) for link in self._witnesses]
 
     def _do_without(self, link: int, now: float) -> None:
         self._strangers.add(self._witnesses.pop(link).name)
@@ -274,14 +320,16 @@ class ReplicatedCoordinator(CoordinatorMachine):
                     out.append(command)
         if charters.settled and self._held:
             out, self._held = self._held + out, []
+        if self._founds:
+            out += self._older.advance(now) + self._ask_witnesses(now)
         job_s, training_s = now - self._job_began_s, self._monitor.training_s
         return out + charters.advance(now, job_s, training_s) + self._prove_missing(now)
 
     def _propose(self, now: float) -> None:
         """Bring the charter up to date."""
         charters, world = self._charters, self.world
-        if self.founded and not self._founds and charters.term <= self._known_term:  # it continues after them
-            charters.take_term(self._known_term + 1)
+        if not (self._elected or self._founds) and charters.term <= self._older.term:  # it continues after them
+            charters.take_term(self._older.term + 1)
             for member in self.members.values():
                 if member.revision >= REVISION_OF_VOTES:
                     self._tell(member, Renew(self.term, 0))
@@ -375,7 +423,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
         if member.node.hosts_coordinator:
             self._local_name = member.name
         if self._founds:
-            self._known_term = max(self._known_term, join.term)
+            self._older.term = max(self._older.term, join.term)
         self._came.add(member.node.agent)
         ended = self._previous_leader.ended
         if ended is not None and ended.node.agent == member.node.agent:  # only the coordinator on it has ended
@@ -386,6 +434,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
         """The voters know when the old coordinator was confirmed last. The time at which one agent lost its link says
         less."""
         if generation > self._floor:
+            self._older.lost(died_s)
             super()._wait_for_fence_previous_leader(died_s, generation)
 
     def _on_leave(self, now: float, member: Member, reason: str, *, drain: bool) -> None:
@@ -393,6 +442,8 @@ class ReplicatedCoordinator(CoordinatorMachine):
         super()._on_leave(now, member, reason, drain=drain)
 
     def _advance_gathering(self, now: float) -> None:
+        if self._founds and self._older.charter is not None:
+            self._gathering.not_before_s = self._older.not_before_s
         if self.world is None and self._alone and self._left and not self._missing():
             self._gathering.not_before_s = min(self._gathering.not_before_s, now)  # nobody else runs workers
         super()._advance_gathering(now)

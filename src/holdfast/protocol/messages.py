@@ -235,6 +235,19 @@ class Supersede(AgentMessage, frozen=True, tag="supersede"):
     port: Port
 
 
+class Recall(AgentMessage, frozen=True, tag="recall"):
+    """An agent that has taken part in the job tells a coordinator that founded it again: in the place of its Join while
+    the job's voters may elect another one, else before it. That one continues the charter, or steps down."""
+
+    charter: Charter
+    term: Count
+    """The newest term that the agent knows."""
+    lost_s: Seconds
+    """How long ago it lost its coordinator."""
+    patience_s: Seconds = 0.0
+    """For so long it does not join."""
+
+
 class Ask(AgentMessage, frozen=True, tag="ask"):
     """A question of a command on this node. Ends in one Answer of the same number, or in the loss of the link."""
 
@@ -402,8 +415,8 @@ class Polled(CoordinatorMessage, frozen=True, tag="polled"):
     follows: Count = 0
     """The term of the coordinator to which it is linked; 0: none."""
     charter: Charter | None = None
-    """The voter's own, if it denies its vote only because that one is newer: the candidate takes it and asks again. A
-    witness never stands, so what only witnesses have must reach a candidate."""
+    """The voter's own, if that one is newer: the candidate takes it and asks again. A witness never stands, so what
+    only witnesses have must reach a candidate, or a coordinator that founds the job again."""
 
 
 class Moved(CoordinatorMessage, frozen=True, tag="moved"):
@@ -455,7 +468,9 @@ FromAgent = (
     | Renew
     | Renewed
     | Poll
+    | Polled
     | Supersede
+    | Recall
 )
 FromCoordinator = (
     Joined
@@ -478,7 +493,8 @@ FromCoordinator = (
     | Refuse
     | Renew
     | Renewed
+    | Poll
     | Polled
     | Moved
 )
-"""Renew and Renewed go in both directions: the coordinator connects to a witness as an agent connects to it."""
+"""Those of the voters go in both directions: the coordinator connects to a witness as an agent connects to it."""

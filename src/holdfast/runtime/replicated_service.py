@@ -137,5 +137,5 @@ class WatchedLink:
         if not self.up:
             return
         self.up = False
-        if self._joined:
-            self._voter.feed(Unlinked(self.term, closed, local=isinstance(self._link, LocalLink)))
+        if self._joined and not isinstance(self._link, LocalLink):  # that coordinator says itself when it steps down
+            self._voter.feed(Unlinked(self.term, closed))
