@@ -183,6 +183,9 @@ class RankSample(Struct, frozen=True, array_like=True):
     """CPU time of all its threads so far, plus the time for which they waited for a CPU."""
     children_wanted_s: Seconds = 0.0
     """The same for the main threads of its descendants, as far as they were seen."""
+    stolen_s: Seconds = 0.0
+    """Time so far for which its machine, a virtual one, had no processor while it needed one: the mean over its
+    processors."""
 
 
 class RankStack(Struct, frozen=True, kw_only=True):

@@ -186,7 +186,7 @@ class Slots:
             with self._errors(size_bytes):
                 for _ in file.growing(size_bytes):
                     pass
-        except SnapshotMemoryError:
+        except BaseException:  # of an interruption, too (worker/regroup.py): the slot would stay locked
             release(held)
             raise
         file.words[_COMMIT] = 0

@@ -246,6 +246,7 @@ class _RankLook(Struct):
     children_bytes: int = 0
     wanted_s: float = 0.0
     disk_bytes: int = 0
+    stolen_s: float = 0.0
     at_s: float = 0.0
     switches: int = 0
     """Switches of its main thread, when the look began."""
@@ -367,7 +368,7 @@ def _collect(looks: list[_RankLook]) -> tuple[RankSample, ...]:
 
 def _measure(look: _RankLook, below: Sequence[processes.Child], moved_bytes: Mapping[int, int]) -> None:
     """Measure the work that it and the processes below it have done so far."""
-    look.at_s = time.monotonic()
+    look.at_s, look.stolen_s = time.monotonic(), processes.stolen_s()
     look.stat = process_stat(look.pid)
     main = process_stat(f"{look.pid}/task/{look.pid}")
     look.moved_bytes = max(0, processes.moved_bytes(look.pid) - look.dumped_bytes)
@@ -439,6 +440,7 @@ def _sample(look: _RankLook) -> RankSample:
         talked_bytes=round(look.talked.total),
         wanted_s=look.wanted_s,
         children_wanted_s=look.wanted.total,
+        stolen_s=look.stolen_s,
     )
 
 
