@@ -28,16 +28,18 @@ from holdfast.protocol.policy import (
     Rank,
     Seconds,
 )
-from holdfast.protocol.rank_progress import RankProgress, RankSample
+from holdfast.protocol.questions import PROFILED_RANKS_MAX, Question
+from holdfast.protocol.rank_progress import RankProfile, RankProgress, RankSample
 
 OF_ONE_NODE = Meta(max_length=WORKERS_PER_NODE_MAX)
 LocalRanks: TypeAlias = Annotated[tuple[LocalRank, ...], OF_ONE_NODE]
 
 
-REVISION = 3
+REVISION = 4
 """Revision of these messages, in `Joined.revision` and `Join.revision`. From 1 on, an agent reports a failure before it
 has read the evidence, and prepares the generation that a Stop announces. From 2 on, it reports which workers can go on
-after a loss (`Able`). From 3 on, it can vote for a successor of the coordinator (`Renew`, `Poll`)."""
+after a loss (`Able`). From 3 on, it can vote for a successor of the coordinator (`Renew`, `Poll`). From 4 on, it takes
+profiles, and its workers can save at a safe point and go on."""
 
 
 class StopReason(Enum):
@@ -54,26 +56,6 @@ class StopReason(Enum):
 
 class AgentMessage(Struct, frozen=True, array_like=True, tag=True):
     """A message from an agent to the coordinator."""
-
-
-class Question(Enum):
-    """The questions about the whole job that a command on a node may ask."""
-
-    STATUS = "status"
-    STACKS = "stacks"
-    STOP = "stop"
-    """Ends the job: the workers drain, and every agent ends."""
-    KILL = "kill"
-    """Ends the job at once: nothing is saved."""
-    DRAIN = "drain"
-    """The agents of one host leave, after their workers have saved."""
-    EXCLUDE = "exclude"
-    """The same, and the host takes no part for a time."""
-    READMIT = "readmit"
-    """An excluded host may take part again."""
-
-
-OF_A_HOST = (Question.DRAIN, Question.EXCLUDE, Question.READMIT)
 
 
 class Running(Struct, frozen=True, array_like=True):
@@ -159,6 +141,8 @@ class Held(AgentMessage, frozen=True, tag="held"):
     generation: Count
     reached: Count
     """The newest safe point that any of them has reached, counted from 1; 0: none has asked for a safe point yet."""
+    saves: bool = False
+    """All of them ask at their safe points whether to save."""
 
 
 class Progress(AgentMessage, frozen=True, tag="progress"):
@@ -177,6 +161,15 @@ class Looked(AgentMessage, frozen=True, tag="looked"):
     samples: Annotated[tuple[RankSample, ...], OF_ONE_NODE] = ()
     reach: Annotated[tuple[str, ...], Meta(max_length=ITEMS_MAX)] = ()
     """Why the test connection failed, in words; empty: it was made, or was not asked for."""
+
+
+class Profiled(AgentMessage, frozen=True, tag="profiled"):
+    """Answer to Profile."""
+
+    generation: Count
+    number: Count
+    """The number of the Profile."""
+    ranks: Annotated[tuple[RankProfile, ...], OF_ONE_NODE] = ()
 
 
 class Able(AgentMessage, frozen=True, tag="able"):
@@ -245,7 +238,11 @@ class Ask(AgentMessage, frozen=True, tag="ask"):
     host: str = ""
     """Of a question of OF_A_HOST."""
     for_s: Seconds = 0.0
-    """EXCLUDE: how long."""
+    """EXCLUDE: how long. PROFILE: the same, if no steps are counted."""
+    ranks: Annotated[tuple[Rank, ...], Meta(max_length=PROFILED_RANKS_MAX)] = ()
+    """PROFILE: which."""
+    steps: Count = 0
+    """PROFILE: how many; 0: for_s counts."""
 
 
 class CoordinatorMessage(Struct, frozen=True, array_like=True, tag=True):
@@ -334,6 +331,8 @@ class DrainTo(CoordinatorMessage, frozen=True, tag="drain_to"):
 
     generation: Count
     safe_point: Count
+    save: bool = False
+    """They save there and go on: the drain is over."""
 
 
 class Resume(CoordinatorMessage, frozen=True, tag="resume"):
@@ -364,6 +363,19 @@ class Look(CoordinatorMessage, frozen=True, tag="look"):
     number: Count
     store: bool = False
     """Also try to connect to the generation's MASTER_ADDR:MASTER_PORT, as the workers do."""
+
+
+class Profile(CoordinatorMessage, frozen=True, tag="profile"):
+    """Take profiles of these workers. Answered by one Profiled."""
+
+    generation: Count
+    number: Count
+    name: str
+    """Of the folder with the files, below the run folder's `profiles`."""
+    local_ranks: LocalRanks
+    steps: Count
+    """0: for_s counts."""
+    for_s: Seconds
 
 
 class Notice(CoordinatorMessage, frozen=True, tag="notice"):
@@ -446,6 +458,7 @@ FromAgent = (
     | Held
     | Progress
     | Looked
+    | Profiled
     | Able
     | ReplacementReady
     | ReplacementFailed
@@ -470,6 +483,7 @@ FromCoordinator = (
     | Abandon
     | Stop
     | Look
+    | Profile
     | Notice
     | Finish
     | Pong
