@@ -9,8 +9,7 @@ from msgspec import structs
 
 from holdfast.agent import voter as vote
 from holdfast.agent.voter import TRANSITIONS, LeaderAddress, Voter, VoterState
-from holdfast.protocol.charter import Charter, CharterPosition, Renew, Renewed, Seat, Succession
-from holdfast.protocol.messages import Poll, Polled
+from holdfast.protocol.charter import Charter, CharterPosition, Poll, Polled, Renew, Renewed, Seat, Succession
 from holdfast.protocol.policy import Limits, Note, Tick
 
 LIMITS = Limits()

@@ -206,6 +206,36 @@ def test_an_action_is_confirmed_and_leaves_a_trace() -> None:
         assert "somebody <img" in page.inner_text("#actions")
 
 
+def test_ranks_are_profiled_and_all_are_asked_to_save() -> None:
+    job = MadeUpJob(
+        view(), told(profiles=[{"at": 7.0, "name": "p-1", "rank": 3, "why": "", "files": ["rank3.trace.json"]}])
+    )
+    operation = [f"aten::mm {EVIL}", 15, 0.25, 0.5]
+    rank = {"rank": 0, "host": "a", "files": [], "operations": [operation], "why": "", "note": "no py-spy"}
+    job.profiled = {
+        "name": "p-2",
+        "ranks": [rank, {**rank, "rank": 1, "operations": [], "why": "it ended"}],
+        "silent": ["b"],
+    }
+    with served(job) as dashboard, browsing(dashboard.visitor().link) as page:
+        page.wait_for_selector("#profiles button")
+        assert page.get_attribute("#profiles li a", "href") == "profile/p-1/rank3.trace.json"
+        page.fill("#profiles input >> nth=0", "0-1")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#profiles >> text=Rank 0: the most expensive operations")
+        for text in ("250 ms", "aten::mm <img", "rank 1 on a: it ended", "no py-spy", "b did not answer"):
+            assert text in page.inner_text("#profiles")
+        page.fill("#profiles input >> nth=0", "none")
+        page.click("#profiles button")
+        page.wait_for_selector("#actions >> text=write ranks like")
+        page.click("text=Save now")
+        page.wait_for_selector("text=Save: 2 nodes told")
+        assert [what for what, _ in job.asked] == ["profile", "save"]
+        assert all("from the dashboard at 127.0.0.1" in by for _, by in job.asked)
+        assert (axe(page), page.locator("img").count()) == ([], 0)
+        assert all("409" in problem for problem in page.problems), "the browser notes the refusal, nothing else"
+
+
 def test_ten_thousand_ranks_are_drawn_and_go_on_changing() -> None:
     job = MadeUpJob(view(10_000, nodes=1250, steps=1), told())
     with served(job) as dashboard, browsing(dashboard.visitor().link) as page:

@@ -358,3 +358,37 @@ def test_whole_logs_are_plain_text(tmp_path: Path) -> None:
         assert status == 404
         with visitor.stream(f"{base}/events") as events:
             until(lambda: next(events)[1].get("logs") == {"1": [4, 5]}, "the story names the logs")
+
+
+def test_profiles_are_listed_and_no_other_file_is_served(tmp_path: Path) -> None:
+    taken = tmp_path / "run" / "profiles" / "p-1"
+    taken.mkdir(parents=True)
+    (taken / "rank0.trace.json").write_text("{}")
+    (taken / "rank0.operations.txt").write_text("<b>aten::mm</b>")
+    event = {"time": 2.0, "monotonic": 2.0, "event": "profile", "generation": 1, "name": "p-1", "rank": 0}
+    asked = {**event, "event": "coordinator.profile_asked", "ranks": [0, 1], "by": "somebody", "steps": 5, "for_s": 0.0}
+    lines = [{**asked, "time": 1.0}, {**event, "files": ["/elsewhere/rank0.trace.json"]}]
+    (tmp_path / "run" / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    source = ShownJob("run")
+    source.add_folder(tmp_path / "run")
+    assert source.read()
+    story = source.story()
+    assert [(each["name"], each["rank"], each["files"]) for each in story["profiles"]] == [
+        ("p-1", 0, ["rank0.trace.json"])
+    ]
+    assert [(each["what"], each["by"]) for each in story["actions"]] == [("profile 0-1", "somebody")]
+    job = MadeUpJob(view(), STORY)
+    job.add_folder(tmp_path / "run")
+    with served(job) as dashboard:
+        visitor = dashboard.visitor()
+        visitor.login()
+        status, headers, text = visitor.ask("GET", "/job/made-up/profile/p-1/rank0.operations.txt")
+        assert (status, headers["content-type"].split(";")[0], text) == (200, "text/plain", b"<b>aten::mm</b>")
+        assert visitor.ask("GET", "/job/made-up/profile/p-1/rank0.trace.json")[0] == 200
+        for path in (
+            "p-1/rank9.trace.json",
+            "../events.jsonl",
+            "..%2F..%2Frun/events.jsonl",
+            "p-1/..%2F..%2Fevents.jsonl",
+        ):
+            assert visitor.ask("GET", f"/job/made-up/profile/{path}")[0] == 404, path

@@ -10,9 +10,9 @@ import pytest
 
 from holdfast.agent.voter import AskVote, PolledCame, PollFailed, Unlinked
 from holdfast.coordinator.coordinator_state import Deposed
-from holdfast.protocol.charter import Charter, CharterPosition, Renew, Seat
+from holdfast.protocol.charter import Charter, CharterPosition, Poll, Polled, Renew, Seat
 from holdfast.protocol.errors import CoordinatorUnreachableError
-from holdfast.protocol.messages import REVISION, FromCoordinator, Join, Joined, Moved, Poll, Polled, Supersede
+from holdfast.protocol.messages import REVISION, FromCoordinator, Join, Joined, Moved, Supersede
 from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.rendezvous.bind import claim

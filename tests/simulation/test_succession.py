@@ -15,8 +15,8 @@ import pytest
 from holdfast.agent.voter import Voter, VoterState
 from holdfast.coordinator.coordinator_state import Command, Tell
 from holdfast.coordinator.replicated import ReplicatedCoordinator
-from holdfast.protocol.charter import Charter, CharterPosition, majority
-from holdfast.protocol.messages import Poll, Pong
+from holdfast.protocol.charter import Charter, CharterPosition, Poll, majority
+from holdfast.protocol.messages import Pong
 from holdfast.protocol.policy import Grow, Limits, Note
 from tests.support.simulator.checkers import BrokenPromiseError, SuccessionChecker
 from tests.support.simulator.cluster import SimOptions

@@ -412,7 +412,7 @@ def test_native_stacks_where_py_spy_is(
     spy = tmp_path / "py-spy"
     spy.write_text('#!/bin/sh\necho "spied: $*"\n')
     spy.chmod(0o755)
-    monkeypatch.setattr("holdfast.supervisor.stack_sampler._py_spy", lambda: str(spy))
+    monkeypatch.setattr("holdfast.supervisor.stack_sampler.py_spy", lambda: str(spy))
     process = start(SLEEPS)
     until(lambda: is_at_rest(board, process), "the worker to be where it stays")
 
@@ -433,7 +433,7 @@ def test_a_spy_that_does_not_end_is_ended_by_the_next_look(
     spy = tmp_path / "py-spy"
     spy.write_text("#!/bin/sh\nexec sleep 600\n")
     spy.chmod(0o755)
-    monkeypatch.setattr("holdfast.supervisor.stack_sampler._py_spy", lambda: str(spy))
+    monkeypatch.setattr("holdfast.supervisor.stack_sampler.py_spy", lambda: str(spy))
     (sample,) = look(board, start(SLEEPS), folder=tmp_path, times=3)
     assert "py-spy" not in Path(sample.file).read_text()
 

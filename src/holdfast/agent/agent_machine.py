@@ -123,7 +123,7 @@ class AgentMachine:
         self.outcome: Outcome | None = None
         self._node = node
         self._joins, self._joined = 0, False
-        self._revision = 0
+        self.revision = 0
         """The REVISION of messages that the coordinator understands."""
         self._local = False
         """The coordinator runs in this process: both sleep at the same time, and no network is between them."""
@@ -246,8 +246,8 @@ class AgentMachine:
     def _on_report(self, now: float, event: WorkersHeld | WorkersProgress | WorkersSeen) -> None:
         """Pass on the progress and the samples of the workers."""
         match event:
-            case WorkersHeld(generation, reached):
-                self._on_held(now, generation, reached)
+            case WorkersHeld(generation, reached, saves):
+                self._on_held(now, generation, reached, saves=saves)
             case WorkersProgress(generation, ranks):
                 self._on_progress(generation, ranks)
             case WorkersSeen(generation, number, samples, reach):
@@ -290,7 +290,7 @@ class AgentMachine:
         match message:
             case Joined(_, fence_s, ping_interval_s, revision):
                 self._joined = True
-                self._revision = revision
+                self.revision = revision
                 asked_s = self._join_sent_s if self._join_sent_s is not None else now
                 self._lease.granted(fence_s, ping_interval_s, asked_s=asked_s, now=now)
             case Pong(number, age_s):
@@ -311,8 +311,8 @@ class AgentMachine:
                 self._on_replace(generation, local_ranks)
             case Drain(generation, text):
                 self._on_drain(generation, text)
-            case DrainTo(generation, safe_point):
-                self._on_drain_to(generation, safe_point)
+            case DrainTo(generation, safe_point, save):
+                self._on_drain_to(generation, safe_point, save=save)
             case Resume(generation):
                 self._on_resume(now, generation)
             case Abandon(generation):
@@ -412,7 +412,7 @@ class AgentMachine:
                 self._report(CannotRegroup(generation, text))
 
     def _send_able(self, current: LocalGeneration) -> None:
-        if current.confirmed and self._revision >= REVISION_OF_ABLE:
+        if current.confirmed and self.revision >= REVISION_OF_ABLE:
             self._send(Able(current.generation, current.able))
 
     def _on_resume(self, now: float, generation: int) -> None:
@@ -442,18 +442,18 @@ class AgentMachine:
         elif self.work is Work.DRAINING and current.reached is not None:
             self._send(Held(generation, current.reached))
 
-    def _on_drain_to(self, generation: int, safe_point: int) -> None:
+    def _on_drain_to(self, generation: int, safe_point: int, *, save: bool) -> None:
         current = self.current
         if self.work is not Work.DRAINING or current is None or current.generation != generation:
             return
-        if safe_point:
+        if safe_point and not save:
             current.safe_point = safe_point
             self._out.append(Say(f"{current.drain_text}: the workers stop at their next safe point"))
             self._out.append(ReleaseWorkers(generation, safe_point))
         elif self.leaving is None:  # else they are held for this node's own sake, too
-            self._let_go()
+            self._let_go(safe_point)
 
-    def _on_held(self, now: float, generation: int, reached: int) -> None:
+    def _on_held(self, now: float, generation: int, reached: int, *, saves: bool) -> None:
         current = self.current
         if (
             self.work is not Work.DRAINING
@@ -469,7 +469,7 @@ class AgentMachine:
         if self.leaving is not None:
             self._leave(self.leaving.name, drain=True)
         if current.asked:
-            self._send(Held(generation, reached))
+            self._send(Held(generation, reached, saves))
 
     def _on_worker(self, event: WorkerEnded | WorkerRaised | FailureRead) -> None:
         current = self.current
@@ -516,7 +516,7 @@ class AgentMachine:
             return
         if not bare:
             self._report(WorkersFailed(generation or current.generation, (failure,)))
-        elif self._revision or not current.confirmed:
+        elif self.revision or not current.confirmed:
             self._report(WorkersFailed(current.generation, (failure,), evidence_follows=True))
 
     def _on_tree_gone(self, now: float, generation: int) -> None:
@@ -713,12 +713,12 @@ class AgentMachine:
         self._enter(Work.DRAINING)
         self._out.append(HoldWorkers(self._current().generation))
 
-    def _let_go(self) -> None:
-        """Cancel the drain."""
+    def _let_go(self, save_at: int = 0) -> None:
+        """End the drain: the workers go on, and save at this safe point; 0: they do not."""
         current = self._current()
         current.asked, current.reached = False, None
         self._enter(Work.RUNNING)
-        self._out.append(ReleaseWorkers(current.generation, 0))
+        self._out.append(ReleaseWorkers(current.generation, save_at, save=bool(save_at)))
 
     def _leave(self, reason: str, *, drain: bool = False) -> None:
         if self._joined:

@@ -16,8 +16,19 @@ from enum import Enum
 
 from msgspec import Struct
 
-from holdfast.protocol.charter import NO_CHARTER, VOTERS_MIN, Charter, CharterPosition, Renew, Renewed, Seat, Succession
-from holdfast.protocol.messages import Poll, Polled, Recall
+from holdfast.protocol.charter import (
+    NO_CHARTER,
+    VOTERS_MIN,
+    Charter,
+    CharterPosition,
+    Poll,
+    Polled,
+    Renew,
+    Renewed,
+    Seat,
+    Succession,
+)
+from holdfast.protocol.messages import Recall
 from holdfast.protocol.policy import Limits, Note, Tick
 
 PLACE_FACTOR = 3.0

@@ -44,12 +44,14 @@ from holdfast.protocol.charter import (
     Charter,
     HostRecord,
     LedFrom,
+    Poll,
+    Polled,
     Renew,
     Renewed,
     Seat,
     Succession,
 )
-from holdfast.protocol.messages import Finish, Join, Joined, Moved, Poll, Polled, Pong, Recall, Resume, Start, Supersede
+from holdfast.protocol.messages import Finish, Join, Joined, Moved, Pong, Recall, Resume, Start, Supersede
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, agent_of
 from holdfast.protocol.rank_progress import Examine
 

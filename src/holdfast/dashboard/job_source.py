@@ -25,11 +25,11 @@ from holdfast.diagnosis.history import Event, history, incidents, timeline
 from holdfast.diagnosis.reference import everything, is_readable
 from holdfast.diagnosis.screen import between, group, last_step, steps_per_s, telling
 from holdfast.protocol.errors import HoldfastError, NoRunError, SnapshotError
-from holdfast.protocol.messages import Question
 from holdfast.protocol.outcome import Outcome
+from holdfast.protocol.questions import Question
 from holdfast.protocol.rank_progress import JobView, StacksView, Stage
 from holdfast.runtime import running
-from holdfast.runtime.run_folder import JOURNAL_NAME
+from holdfast.runtime.run_folder import JOURNAL_NAME, PROFILES
 from holdfast.runtime.running import RunningAgent, ask_any
 from holdfast.snapshots.folder import survey
 from holdfast.text import spans
@@ -42,6 +42,7 @@ EVENTS_MAX = 20_000
 """Other events that are kept of one journal, the newest."""
 INCIDENTS_MAX = 500
 GENERATIONS_MAX = 300
+PROFILES_MAX = 200
 NODES_MAX = 64
 """Nodes whose own generations are drawn."""
 SEARCH_S = 10.0
@@ -149,9 +150,9 @@ class ShownJob:
         except HoldfastError as error:
             return {"at": time.time(), "silent": str(error)}
 
-    def stacks(self) -> Json:
+    def stacks(self, by: str = "") -> Json:
         """Where all ranks are now. Raises HoldfastError. May be called in a thread of its own, as `act`."""
-        _, reply = ask_any(self._known(), Question.STACKS)
+        _, reply = ask_any(self._known(), Question.STACKS, by=by)
         return {"at": time.time(), "whole": reply.whole, **stacks_of(reply.read(StacksView))}
 
     def act(self, question: Question, **more: object) -> Json:
@@ -186,6 +187,13 @@ class ShownJob:
             self._agents = found
         for entry in found:
             self.add_folder(entry.folder)
+
+    def profile_file(self, name: str, file: str) -> Path | None:
+        """A file of a profile that was taken on this machine. Any text may be asked for."""
+        found = (Path(folder) / PROFILES / name / file for folder in self.folders)
+        names = {name, file}
+        safe = not any(each in ("", ".", "..") or "/" in each or "\0" in each for each in names)
+        return next((path for path in found if path.is_file()), None) if safe else None
 
     def add_folder(self, folder: str | Path) -> None:
         path = Path(folder)
@@ -228,6 +236,7 @@ class ShownJob:
             "excluded": list(_excluded(journals)),
             "actions": list(_actions(journals)),
             "snapshots": list(_snapshots(journals)),
+            "profiles": list(_profiles(journals)),
             "outcome": msgspec.to_builtins(self.outcome) if self.outcome is not None else None,
             "folders": list(map(str, self.folders)),
             "logs": logs_of(self.log_files()),
@@ -259,6 +268,7 @@ def _excluded(journals: Sequence[Sequence[Event]]) -> Iterable[Json]:
 def _actions(journals: Sequence[Sequence[Event]]) -> Iterable[Json]:
     """What users asked for, with its origin."""
     names = {"coordinator.excluded": "exclude", "coordinator.readmitted": "readmit", "coordinator.drain_asked": "drain"}
+    asked = {"coordinator.stacks_asked": "stacks", "coordinator.save_asked": "save"}
     for journal in journals:
         for event in journal:
             if event["event"] == "coordinator.quit":
@@ -266,6 +276,20 @@ def _actions(journals: Sequence[Sequence[Event]]) -> Iterable[Json]:
                 yield {"at": event["time"], "what": what, "by": event.get("by", "")}
             elif event["event"] in names and event.get("by"):
                 yield {"at": event["time"], "what": f"{names[event['event']]} {event.get('host')}", "by": event["by"]}
+            elif event["event"] in asked:
+                yield {"at": event["time"], "what": asked[event["event"]], "by": event.get("by", "")}
+            elif event["event"] == "coordinator.profile_asked":
+                what = f"profile {spans(event.get('ranks', ()))}"
+                yield {"at": event["time"], "what": what, "by": event.get("by", "")}
+
+
+def _profiles(journals: Sequence[Sequence[Event]]) -> Iterable[Json]:
+    """What was profiled on the nodes of these journals; the newest PROFILES_MAX."""
+    taken = [event for journal in journals for event in journal if event["event"] == "profile"]
+    for event in sorted(taken, key=lambda each: each["time"])[-PROFILES_MAX:]:
+        files = [os.path.basename(file) for file in event.get("files", ())]
+        told = {name: event.get(name, "") for name in ("name", "rank", "why")}
+        yield {"at": event["time"], **told, "files": files}
 
 
 def _snapshots(journals: Sequence[Sequence[Event]]) -> Iterable[Json]:

@@ -17,7 +17,7 @@ from holdfast.cli.report import first_outcome
 from holdfast.dashboard.job_source import ShownJob, encoded
 
 STATIC = Path(__file__).parent / "static"
-MODULES = ("dom.js", "grid.js", "charts.js", "logs.js", "app.js")
+MODULES = ("dom.js", "grid.js", "charts.js", "logs.js", "profiles.js", "app.js")
 """In the order of their imports; names at the top of a module occur once."""
 BETWEEN = re.compile(r'^import .* from "\./\w+\.js";\n|^export (?=class|function|const)', re.MULTILINE)
 

@@ -5,7 +5,9 @@ job/NAME/             the page of a job
 job/NAME/events       server-sent events: now, story, curve
 job/NAME/logs         server-sent events: lines of logs; ?ranks=0-3&generation=2&text=…
 job/NAME/log/G/R/S    one whole file, as plain text
-job/NAME/act          POST {"do", "host"}: the command of that name: stacks, stop, kill, drain, exclude, readmit
+job/NAME/profile/P/F  one file of a profile
+job/NAME/act          POST {"do", "host"}: the command of that name: stacks, save, stop, kill, drain, exclude, readmit;
+                      {"do": "profile", "ranks": "0-3", "steps": 5 or "for_s": 5}
 """
 
 from __future__ import annotations
@@ -23,16 +25,17 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from holdfast.cli.printing import ranks_of
+from holdfast.cli.status import profile_request
 from holdfast.dashboard.feed import CLIENTS_MAX, JobFeed, JobFeeds
 from holdfast.dashboard.job_source import encoded, jobs_here
 from holdfast.dashboard.log_lines import LAST_BYTES, LogLines
 from holdfast.protocol.errors import ControlRefusedError, HoldfastError, UsageError
-from holdfast.protocol.messages import OF_A_HOST, Question
+from holdfast.protocol.questions import OF_A_HOST, Question
 
 STATIC = Path(__file__).parent / "static"
 SEND_S_MAX = 30.0
@@ -41,13 +44,16 @@ CLOSE_S_MAX = 0.5
 """At the end, for a browser that takes nothing."""
 LOGS_EVERY_S = 0.5
 BODY_BYTES_MAX = 4096
-ACTIONS = {question.value: question for question in (Question.STOP, Question.KILL, *OF_A_HOST)}
+ACTIONS = {question.value: question for question in (Question.SAVE, Question.STOP, Question.KILL, *OF_A_HOST)}
 EXCLUDED_S = 3600.0
 
 
 class Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     do: str
     host: str = ""
+    ranks: str = ""
+    steps: int = 0
+    for_s: float = 0.0
 
 
 class EventStream(Response):
@@ -95,6 +101,7 @@ class Pages:
 
     def __init__(self, feeds: JobFeeds) -> None:
         self._feeds = feeds
+        self._profiling = False
         self._files = {str(path.relative_to(STATIC)): path.read_bytes() for path in STATIC.rglob("*") if path.is_file()}
 
     def app(self) -> Starlette:
@@ -110,6 +117,7 @@ class Pages:
                 on_job("events", self.events),
                 on_job("logs", self.logs),
                 on_job("log/{generation:int}/{rank:int}/{stream}", self.log),
+                on_job("profile/{profile}/{file}", self.profile),
                 on_job("act", self.act, "POST"),
             ],
             exception_handlers={HoldfastError: _refusal},
@@ -160,6 +168,14 @@ class Pages:
                     return StreamingResponse(content, media_type="text/plain; charset=utf-8")
         raise HTTPException(404, "no such log on this machine")
 
+    async def profile(self, request: Request) -> Response:
+        feed, wanted = await self._feed(request), request.path_params
+        path = feed.source.profile_file(wanted["profile"], wanted["file"])
+        if path is None:
+            raise HTTPException(404, "no such file on this machine")
+        kind = "text/plain; charset=utf-8" if path.suffix == ".txt" else "application/octet-stream"
+        return FileResponse(path, media_type=kind, filename=path.name, content_disposition_type="inline")
+
     async def act(self, request: Request) -> Response:
         feed, body = await self._feed(request), b""
         async for chunk in request.stream():
@@ -172,15 +188,31 @@ class Pages:
             raise UsageError(f"not an action: {error}") from None
         by = f"holdfast {action.do}, from the dashboard at {request.client.host if request.client else '?'},"
         if action.do == Question.STACKS.value:
-            return _json(await asyncio.to_thread(feed.source.stacks))
-        if action.do not in ACTIONS:
+            return _json(await asyncio.to_thread(feed.source.stacks, by))
+        about: dict[str, object] = {}
+        if action.do == Question.PROFILE.value:
+            question = Question.PROFILE
+            about = profile_request(ranks_of([action.ranks], "ranks"), action.steps, action.for_s or None)
+        elif action.do not in ACTIONS:
             raise UsageError(f"{action.do!r} is not an action")
-        question = ACTIONS[action.do]
-        about = {"host": action.host, "for_s": EXCLUDED_S} if question in OF_A_HOST else {}
-        answer = await asyncio.to_thread(feed.source.act, question, by=by, **about)
+        else:
+            question = ACTIONS[action.do]
+            about = {"host": action.host, "for_s": EXCLUDED_S} if question in OF_A_HOST else {}
+        answer = await self._ask(feed, question, by, about)
         if answer.get("refused"):
             raise ControlRefusedError(answer["refused"])
         return _json(answer)
+
+    async def _ask(self, feed: JobFeed, question: Question, by: str, about: dict[str, object]) -> dict[str, Any]:
+        if question is not Question.PROFILE:
+            return await asyncio.to_thread(feed.source.act, question, by=by, **about)
+        if self._profiling:  # each waits in a thread for minutes, and there are few
+            raise UsageError("this page takes one profile at a time; `holdfast profile` takes more")
+        self._profiling = True
+        try:
+            return await asyncio.to_thread(feed.source.act, question, by=by, **about)
+        finally:
+            self._profiling = False
 
     async def _feed(self, request: Request) -> JobFeed:
         feed = await self._feeds.of(request.path_params["name"])

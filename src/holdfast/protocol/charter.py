@@ -139,6 +139,37 @@ class Renewed(Struct, frozen=True, array_like=True, tag="renewed"):
     """The position of the charter that the voter holds now."""
 
 
+class Poll(Struct, frozen=True, array_like=True, tag="poll"):
+    """A candidate asks for a vote. Answered by Polled."""
+
+    term: Count
+    """The term in which it would be the coordinator."""
+    candidate: Seat
+    held: CharterPosition
+    """The position of its charter. A voter with a newer one denies its vote."""
+    final: bool = False
+    """False: would you vote for me? Nothing changes. True: the vote itself, given once per term."""
+
+
+class Polled(Struct, frozen=True, array_like=True, tag="polled"):
+    """A voter's answer to a Poll."""
+
+    term: Count
+    """The newest term that the voter knows."""
+    granted: bool
+    silent_s: Seconds = 0.0
+    """How long ago, by the voter's clock, it last acknowledged a Renew, or gave a final vote to another candidate."""
+    closed: bool = False
+    """Its link to the old coordinator was closed by that side, so that process has ended; False: it became silent."""
+    voter: str = ""
+    """The name of its seat. Another process may listen where a voter was."""
+    follows: Count = 0
+    """The term of the coordinator to which it is linked; 0: none."""
+    charter: Charter | None = None
+    """The voter's own, if that one is newer: the candidate takes it and asks again. A witness never stands, so what
+    only witnesses have must reach a candidate, or a coordinator that founds the job again."""
+
+
 class Succession(Struct, frozen=True):
     """By what right a coordinator begins: it founds the job, or it was elected."""
 

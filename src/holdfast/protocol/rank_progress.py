@@ -217,6 +217,30 @@ class StacksView(Struct, frozen=True, kw_only=True):
     """Hosts that did not answer in time."""
 
 
+class Operation(Struct, frozen=True, array_like=True):
+    """All calls of one operation during a profile."""
+
+    name: str
+    calls: Count
+    self_s: Seconds
+    """Without the operations that it calls; on the device if one was used, else on the CPU."""
+    total_s: Seconds
+
+
+class RankProfile(Struct, frozen=True, array_like=True):
+    """What a profile of one worker gave."""
+
+    local_rank: LocalRank
+    files: tuple[str, ...] = ()
+    """Their paths, on its node."""
+    operations: tuple[Operation, ...] = ()
+    """The most expensive ones, by self_s."""
+    why: str = ""
+    """Why there is no profile by torch; empty: there is."""
+    note: str = ""
+    """Why there is no flame graph although py-spy is installed."""
+
+
 class HangKind(Enum):
     HUNG = "hung"
     """Some ranks do not join the call in which the others wait."""

@@ -45,7 +45,7 @@ from holdfast.agent.events import DialFailed, Event, LinkLost, PassSignal, Recei
 from holdfast.coordinator.ending import Judge
 from holdfast.metrics import observing
 from holdfast.protocol.errors import EXIT_FAILURE
-from holdfast.protocol.messages import Answer, FromAgent, FromCoordinator, Waiting
+from holdfast.protocol.messages import Answer, FromAgent, FromCoordinator, Profile, Waiting
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Failure, Outcome, fault_outcome
 from holdfast.protocol.policy import NodeSpec, Note, Tick
@@ -373,6 +373,10 @@ class AgentService:
             assert self._control_requests is not None
             self._control_requests.answered(message)
             return
+        if isinstance(message, Profile):
+            assert self._worker_group is not None
+            self._worker_group.profile(message, self._send)
+            return
         self._feed(Received(message))
         if isinstance(message, Waiting) and self._line_of_others:
             line, self._line_of_others = self._line_of_others, ""
@@ -440,8 +444,8 @@ class AgentService:
                     self._load_end()
             case HoldWorkers(generation):
                 group.hold(generation)
-            case ReleaseWorkers(generation, safe_point):
-                group.release(generation, safe_point)
+            case ReleaseWorkers(generation, safe_point, save):
+                group.release(generation, safe_point, save=save)
             case LookAtWorkers(generation, number, store):
                 group.look(generation, number, store=store)
             case KillTree():

@@ -16,8 +16,8 @@ from holdfast.coordinator.coordinator_state import (
     WitnessOpened,
 )
 from holdfast.coordinator.replicated import ReplicatedCoordinator
-from holdfast.protocol.charter import Renew, Seat
-from holdfast.protocol.messages import FromAgent, FromCoordinator, Joined, Moved, Poll
+from holdfast.protocol.charter import Poll, Renew, Seat
+from holdfast.protocol.messages import FromAgent, FromCoordinator, Joined, Moved
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.rendezvous_client import CoordinatorService, LocalLink
 from holdfast.runtime.run_folder import Journal

@@ -30,7 +30,7 @@ from holdfast.coordinator.coordinator_state import (
 )
 from holdfast.coordinator.ending import Judge
 from holdfast.coordinator.replicated import ReplicatedCoordinator
-from holdfast.protocol.charter import VOTERS_MIN, Renew, Seat, Succession
+from holdfast.protocol.charter import VOTERS_MIN, Poll, Polled, Renew, Seat, Succession
 from holdfast.protocol.errors import (
     CoordinatorUnreachableError,
     HoldfastError,
@@ -38,13 +38,7 @@ from holdfast.protocol.errors import (
     PortInUseError,
     RefusedError,
 )
-from holdfast.protocol.messages import (
-    FromCoordinator,
-    Moved,
-    Poll,
-    Polled,
-    Supersede,
-)
+from holdfast.protocol.messages import FromCoordinator, Moved, Supersede
 from holdfast.protocol.options import Endpoint, RunOptions
 from holdfast.protocol.policy import NodeSpec
 from holdfast.protocol.rank_progress import Examine

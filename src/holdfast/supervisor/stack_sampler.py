@@ -130,7 +130,7 @@ class StackFiles:
             for sample in samples
             if sample.file and now_s - self._spied_s.get(sample.local_rank, -SPY_AGAIN_S) >= SPY_AGAIN_S
         ]
-        program = _py_spy() if due else None
+        program = py_spy() if due else None
         if program is not None:
             self._spying = asyncio.create_task(self._spy(program, due))
 
@@ -177,7 +177,7 @@ async def _native_stacks(program: str, pid: int) -> bytes:
     return text[:SPY_BYTES_MAX] if process.returncode == 0 else b""
 
 
-def _py_spy() -> str | None:
+def py_spy() -> str | None:
     """The path of py-spy: beside our Python, or in PATH."""
     for folder in (os.path.dirname(sys.executable), *os.environ.get("PATH", "").split(os.pathsep)):
         path = os.path.join(folder, "py-spy")

@@ -362,7 +362,7 @@ class Snapshots:
 
     def _save_if_due(self, saving: Saving) -> None:
         step, schedule = self.state.step, self._schedule
-        durable = schedule.durable_due(step)
+        durable = worker.should_save() or schedule.durable_due(step)
         if not durable and schedule.look_due(step):
             durable, schedule.look_at = saving.ask(step)
         if durable or schedule.memory_due(step):

@@ -18,9 +18,9 @@ from holdfast.agent import events as ev
 from holdfast.agent import voter as vote
 from holdfast.coordinator import coordinator_state as cstate
 from holdfast.coordinator.replicated import ReplicatedCoordinator
-from holdfast.protocol.charter import Charter, Renew, Renewed, Seat, Succession
+from holdfast.protocol.charter import Charter, Poll, Polled, Renew, Renewed, Seat, Succession
 from holdfast.protocol.errors import CoordinatorUnreachableError
-from holdfast.protocol.messages import FromCoordinator, Joined, Moved, Poll, Polled, Supersede
+from holdfast.protocol.messages import FromCoordinator, Joined, Moved, Supersede
 from holdfast.protocol.policy import NodeSpec
 from tests.support.simulator.drawn import DrawnAgent
 from tests.support.simulator.network import FakeEnd

@@ -14,8 +14,7 @@ from msgspec import structs
 from holdfast.agent import voter as vote
 from holdfast.coordinator.coordinator_state import Phase
 from holdfast.coordinator.replicated import ReplicatedCoordinator
-from holdfast.protocol.charter import VOTERS_MIN, Charter, Succession
-from holdfast.protocol.messages import Poll, Polled
+from holdfast.protocol.charter import VOTERS_MIN, Charter, Poll, Polled, Succession
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.policy import NodeSpec, Note
 from tests.support.simulator.checkers import SuccessionChecker

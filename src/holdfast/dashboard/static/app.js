@@ -5,6 +5,7 @@ import { Chart } from "./charts.js";
 import { bytes, clock, date, duration, fill, h, milliseconds, placed, plural, table } from "./dom.js";
 import { Grid } from "./grid.js";
 import { Logs } from "./logs.js";
+import { Profiles } from "./profiles.js";
 
 const main = document.getElementById("main");
 const link = document.getElementById("link");
@@ -118,6 +119,8 @@ class JobPage {
     this.sample = h("button", { type: "button", onclick: () => this.stacks() }, "Sample now");
     this.progress = onLeft("progress", "Progress", h("h2", {}, "Steps done"), h("div", { class: "chart" }));
     this.stacksSection = onRight("stacks", "Stacks", h("div", { class: "head" }, h("h2", {}, "Stacks"), this.sample), this.groups = h("div", {}, h("p", { class: "dim" }, "Where every rank is, equal stacks once.")));
+    this.profiles = new Profiles((what, more) => this.act(what, more));
+    this.profileSection = onRight("profiles", "Profiles", this.profiles.elements);
     this.nodes = onLeft("nodes", "Nodes");
     this.snapshots = onLeft("snapshots", "Snapshots");
     this.logs = new Logs();
@@ -177,7 +180,8 @@ class JobPage {
     }
     this.showSteps(now);
     this.showNodes(now);
-    this.stacksSection.hidden = this.actions.hidden = false;
+    this.stacksSection.hidden = this.profileSection.hidden = this.actions.hidden = false;
+    this.logs.elsewhere(now);
   }
 
   showKeys() {
@@ -278,6 +282,8 @@ class JobPage {
     if (!this.saved) {
       this.logSection.hidden = !Object.keys(story.logs).length;
       this.logs.update(story.logs);
+      this.profiles.update(story.profiles ?? []);
+      this.profileSection.hidden &&= !story.profiles?.length;
     }
     this.showSnapshots(story);
     fill(this.trace, story.actions, () => (story.actions.length ? [h("ul", { class: "plain small" }, story.actions.toReversed().map((each) => h("li", {}, `${clock(each.at)} ${each.what}: ${each.by}`)))] : [h("p", { class: "dim small" }, "Every action is an event in events.jsonl, with its origin.")]));
@@ -435,6 +441,7 @@ class JobPage {
   buttons() {
     const ask = (text, what, question, danger) => h("button", { type: "button", class: danger ? "danger" : null, onclick: () => this.confirm(text, what, question) }, text);
     return [
+      h("button", { type: "button", onclick: () => this.order("Save", "save") }, "Save now"),
       ask("Stop the job", "stop", "Workers go to their next safe point, save, and the job ends on all nodes. Workers without safe points are stopped at once.", true),
       ask("Kill the job", "kill", "Every worker is killed at once. Nothing is saved.", true),
     ];

@@ -12,6 +12,7 @@ export class Logs {
     this.text = h("input", { type: "search", placeholder: "search", "aria-label": "Search in the logs" });
     this.follow = h("input", { type: "checkbox", checked: true });
     this.note = h("p", { class: "dim small" });
+    this.others = h("p", { class: "dim small" });
     this.files = h("details", {}, h("summary", {}, "whole files"), h("div", { class: "files" }));
     this.known = {};
     for (const field of [this.ranks, this.generation, this.text]) field.addEventListener("change", () => this.open());
@@ -23,8 +24,16 @@ export class Logs {
     return [
       h("div", { class: "head" }, h("h2", {}, "Logs"), h("label", {}, "ranks", this.ranks), h("label", {}, "generation", this.generation),
         this.text, h("label", {}, this.follow, "follow")),
-      this.box, this.note, this.files,
+      this.box, this.note, this.files, this.others,
     ];
+  }
+
+  /** Where the logs of the other nodes are. */
+  elsewhere(now) {
+    const newest = Object.keys(this.known).at(-1), here = new Set(this.known[newest] ?? []);
+    const others = now.nodes.filter((_, index) => now.ranks.rank.some((rank, place) => now.ranks.node[place] === index && !here.has(rank)));
+    fill(this.others, others.map((node) => [node.host, node.ranks]), () => others.length > 0 && [
+      `Only logs of this machine are shown. Elsewhere: ${others.slice(0, 8).map((node) => `ranks ${node.ranks} on ${node.host}`).join(", ")}${others.length > 8 ? " …" : ""}; \`holdfast logs\` shows them there.`]);
   }
 
   /** `known`: ranks by generation, of this machine. */
