@@ -12,7 +12,7 @@
 the process.
 
 Both keep a staged image unchanged while it is written, and neither waits unless asked. Use them in one thread, except
-`reserving`. A forked child must not use them. Standard library only."""
+`reserving` and `read_back`. A forked child must not use them. Standard library only."""
 
 from __future__ import annotations
 
@@ -38,14 +38,17 @@ from holdfast.protocol.errors import (
     SnapshotMemoryError,
     SnapshotWriteError,
 )
-from holdfast.snapshots import changes, disk, memory_folder
+from holdfast.snapshots import changes, disk, folder, memory_folder
 from holdfast.snapshots.changes import PATIENCE_S, SaveRequest
+from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.memory_folder import SaverAddress
-from holdfast.snapshots.remote import absolute
+from holdfast.snapshots.remote import RemotePath, absolute
 from holdfast.snapshots.slots import Slot, SlotOwner, Slots, committed_slots, lend, local_ranks
 
 RECONNECT_S = 5.0
 """Between two attempts to start a saver while nothing is to be saved."""
+SLOWEST_BYTES_S = 20e6
+"""A disk that reads more slowly is treated as broken."""
 
 
 class Tier(Protocol):
@@ -90,6 +93,9 @@ class Tier(Protocol):
 
     def forget(self, above_step: int) -> None:
         """Drop states of later steps: training continues from an earlier one."""
+
+    def read_back(self, snapshot: Snapshot) -> None:
+        """Read a committed snapshot and check every byte. SnapshotError. For any thread."""
 
     def close(self, *, ahead: bool) -> None:
         """Release everything. `ahead`: memory is newer than the disk, and the saver shall write the newest state
@@ -255,6 +261,18 @@ class SaverClient:
             with contextlib.suppress(SnapshotError):
                 self._send({"do": "wait", "id": self._waiting_for})
         return self._receive_until(lambda: not self._waiting_for, patience_s)
+
+    def read_back(self, snapshot: Snapshot) -> None:
+        """By the saver: hashing threads in this process would delay training by the interpreter's lock and its memory
+        map."""
+        if isinstance(snapshot.path, RemotePath):
+            return folder.confirm(snapshot)
+        patience_s = PATIENCE_S + snapshot.manifest.size_bytes / SLOWEST_BYTES_S
+        try:
+            memory_folder.read_back(self._address.folder, snapshot.path, patience_s)
+        except SaverLostError:
+            folder.verify(snapshot, lambda: None)
+        return None
 
     def close(self, *, ahead: bool = False) -> None:
         """Release slots, saver and folder: saves in flight are finished, and nothing is rescued. Waits for no save.
@@ -447,6 +465,11 @@ class InProcessStaging:
 
     def forget(self, above_step: int) -> None:
         """Nothing is kept."""
+
+    def read_back(self, snapshot: Snapshot) -> None:
+        if isinstance(snapshot.path, RemotePath):
+            return folder.confirm(snapshot)
+        return folder.verify(snapshot, lambda: None)
 
     def close(self, *, ahead: bool) -> None:  # noqa: ARG002
         self._join()
