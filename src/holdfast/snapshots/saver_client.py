@@ -63,7 +63,7 @@ class Tier(Protocol):
 
     def reserving(self, size_bytes: int) -> Generator[int, None, None]:
         """Take memory piece by piece, so that no `stage` has to; for any threads in turn. Yields how many states have
-        room; the one that is staged next is the first. Who needs another size closes it and begins anew."""
+        room; the one that is staged next is the first. For another size, close it and call this again."""
 
     def stage(self, step: int, size_bytes: int, *, wait: bool) -> memoryview | None:
         """Memory for an image; None when all is being written and `wait` is false."""

@@ -108,7 +108,7 @@ class Slots:
     def reserving(self, size_bytes: int) -> Generator[int, None, None]:
         """Take and map memory for two slots of this size, so that no `stage` has to; piece by piece, by any threads in
         turn. Yields how many slots have room; the one that is staged next is the first. SnapshotMemoryError when there
-        is too little memory; `close` gives back what nobody has staged into. Begun anew, it uses what was taken."""
+        is too little memory; `close` gives back what nobody has staged into. Called again, it uses what was taken."""
         with self._errors(size_bytes):
             need_bytes = sum(max(0, file.missing_bytes(size_bytes)) for file in self._files)
             check_memory(need_bytes)
