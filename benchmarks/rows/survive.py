@@ -8,13 +8,15 @@ runs the same script, which then restarts.
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 import os
 import signal
 import subprocess
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
@@ -50,6 +52,23 @@ NEXT_STEP_S = 0.3
 LIMIT_S = 90.0
 POLL_S = 0.01
 SEED = 16
+EXACT = Path(__file__).parents[2] / "tests" / "train" / "scripts" / "survivor.py"
+"""The script whose jobs end, and whose ranks write down what they have then."""
+EPOCHS = 60
+RANDOM_KILLS, JOB_KILLS = 200, 25
+"""In all jobs, and at most in one."""
+RANDOM_S, SOON = 1.0, 0.3
+"""A kill comes up to so long after all train, or, this share of them, after the kill before: in its regroup, or while its
+replacement starts."""
+END_S = 600.0
+"""For the steps after the last kill of a job."""
+about = partial(math.isclose, rel_tol=1e-3)
+STEPS = ("step", "counts", "rates")
+ROUNDED = ("weights", "parameters")
+SAME = {"wait": (*STEPS, *ROUNDED, "random"), "shrink": STEPS}
+"""What each rank has at the end as in an undisturbed job. `counts`: each sample was trained once in each epoch. What rank
+0's batches did to the averages of batch normalization is in its memory alone. After a restart of all, as after a second
+loss in a regroup, DDP sums the first gradients in another order: what is computed is the same but for rounding."""
 
 Life = tuple[int, int]
 """A process, and which call of its training function."""
@@ -203,6 +222,90 @@ def measure_node(launcher: Launcher, folder: Path) -> Sample:
         return {"next step of the others": running.trains(NODES - 1, since_s, LIMIT_S).step_s}
 
 
+def measure_random(launcher: Launcher, folder: Path) -> Sample:
+    """Jobs to their ends, while ranks are killed at random: when all train, in a regroup, in a save, while replacements
+    start. The survivors wait for the replacements, or go on without them, in turn."""
+    rng = Random(f"{SEED} {RANDOM_KILLS}")
+    undisturbed, _ = ended(launcher, folder / "undisturbed", "off", Random(0), 0)
+    sample: Sample = {"kills": 0, "jobs": 0, "restarts of all": 0}
+    for number in itertools.count(1):
+        how = ("wait", "shrink")[number % 2]
+        left = min(JOB_KILLS, RANDOM_KILLS - int(sample["kills"]))
+        site = folder / f"{number}-{how}"
+        ranks, kills = ended(launcher, site, how, rng, left)
+        sample["kills"] += kills
+        sample["jobs"] += 1
+        restarts = len([*site.rglob("attempt_*")]) - 1
+        sample["restarts of all"] += restarts
+        for local, end in ranks.items():
+            expected = undisturbed[local]
+            wrong = [name for name in SAME[how] if end[name] != expected[name] and not (restarts and name in ROUNDED)]
+            if how == "wait" and not all(map(about, end["weights"], expected["weights"])):
+                wrong.append("weights")
+            if wrong:
+                found = {name: (end[name], expected[name]) for name in wrong}
+                raise HalfwayError(f"{site.name}, local rank {local}: {found}", sample)
+        if len({end["parameters"] for end in ranks.values()}) > 1:
+            raise HalfwayError(f"{site.name}: the ranks have different weights", sample)
+        if sample["kills"] >= RANDOM_KILLS:
+            return sample
+    raise AssertionError
+
+
+def ended(launcher: Launcher, folder: Path, how: str, rng: Random, kills_max: int) -> tuple[dict[int, Any], int]:
+    """What the local ranks of a job have at its end, and how often one of them was killed."""
+    folder.mkdir()
+    line = ["--standalone", "--nproc-per-node", str(RANKS), "--max-restarts", "100000", "--survive", how]
+    case = json.dumps({"epochs": EPOCHS, "disk": 40})
+    kills, soon = 0, False
+    with launched(launcher, line, str(EXACT), folder, str(folder), case) as (process, _):
+        while process.poll() is None and kills < kills_max:
+            killed_s = time.monotonic()
+            while not (soon or all_able(folder, killed_s) or process.poll() is not None):
+                if time.monotonic() > killed_s + LIMIT_S:
+                    raise BenchmarkError(f"{folder.name}: all ranks do not train within {LIMIT_S:g} s: {tail(folder)}")
+                time.sleep(5 * POLL_S)  # it reads all events
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(rng.uniform(0.0, RANDOM_S))
+            if pids := workers(folder):
+                with suppress(ProcessLookupError):
+                    os.kill(rng.choice(pids), signal.SIGKILL)
+                    kills += 1
+            soon = not soon and rng.random() < SOON
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired as error:
+            raise BenchmarkError(f"{folder.name}: no end within {END_S:g} s: {tail(folder)}") from error
+    if process.returncode:
+        raise BenchmarkError(f"{folder.name}: exit code {process.returncode} after {kills} kills: {tail(folder)}")
+    ends = {local: folder / f"end.{local}" for local in range(RANKS)}
+    left = {local: json.loads(path.read_text()) for local, path in ends.items() if path.exists()}
+    if not left or (how != "shrink" and len(left) < RANKS):
+        raise BenchmarkError(f"{folder.name}: only the local ranks {list(left)} came to the end")
+    return left, kills
+
+
+def all_able(folder: Path, since_s: float) -> bool:
+    """Whether all ranks of a full world have come to train since then."""
+    for path in folder.rglob("events.jsonl"):
+        for line in reversed(path.read_bytes().splitlines()):
+            event = json.loads(line) if line.endswith(b"}") else {}
+            if event.get("event") == "able":
+                return float(event["monotonic"]) > since_s and len(event["local_ranks"]) == RANKS
+    return False
+
+
+def workers(folder: Path) -> list[int]:
+    """The processes of the ranks, also those that are starting."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            variables = (process / "environ").read_bytes().split(b"\0")
+            if f"BENCH_OUT={folder}".encode() in variables and any(each.startswith(b"RANK=") for each in variables):
+                found.append(int(process.name))
+    return sorted(found)
+
+
 def measure_cost(launcher: Launcher, folder: Path) -> Sample:
     with launched(launcher, ["--standalone", "--nproc-per-node", "1"], "survive_cost.py", folder) as (process, _):
         try:
@@ -260,6 +363,20 @@ ROWS = (
         group="survive",
         strict=True,
         why_not=why_not,
+    ),
+    Row(
+        name="survive-random",
+        title=f"{RANDOM_KILLS} random kills: each sample trained once, and the weights of an undisturbed job",
+        metrics=(
+            Metric("kills", "", value_min=float(RANDOM_KILLS), digits=0),
+            Metric("jobs", "", digits=0),
+            Metric("restarts of all", "", digits=0),
+        ),
+        measure=measure_random,
+        repeat={HOLDFAST.name: 1},
+        group="survive",
+        strict=True,
+        by_name=True,
     ),
     Row(
         name="survive-cost",

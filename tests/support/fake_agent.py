@@ -186,6 +186,7 @@ class FakeAgent:
             return reached()
 
         until(looked, lambda: f"{what}; heard {self.heard}\n{self.logs()}", PATIENCE_S)
+        self._receive()  # who connected, and what was said, before it was reached
 
     def logs(self) -> str:
         """What the workers have written, without the frames that torch shows of its C++ code."""

@@ -246,7 +246,8 @@ def test_ranks_that_leave_by_themselves_with_an_operation_under_way(jobs: WarmJo
 
 def test_the_loss_of_all_ranks_is_unknown_when_one_is_lost(jobs: WarmJobs, tmp_path: Path) -> None:
     """It has exchanged its gradients and not its loss, for which the others wait between optimizer and snaps.step()."""
-    with started(jobs, tmp_path / "lost", faults=[[1, "backward done", 3, "kill"]]) as agent:
+    faults = [[1, "backward done", 3, "kill"], [0, "optimizer", 3, "pass"], [2, "optimizer", 3, "pass"]]
+    with started(jobs, tmp_path / "lost", faults=faults) as agent:
         agent.ended([1])
         shrunk(agent, 0, 2)
         finished(agent, tmp_path / "lost", (0, 2))
@@ -256,7 +257,8 @@ def test_the_loss_of_all_ranks_is_unknown_when_one_is_lost(jobs: WarmJobs, tmp_p
 
 def test_no_rank_has_the_state_of_a_completed_step(jobs: WarmJobs, tmp_path: Path) -> None:
     """All have stepped, and none has come to snaps.step()."""
-    with started(jobs, tmp_path / "lost", meet=5, faults=[[1, "optimizer", 5, "kill"]]) as agent:
+    faults = [[1, "optimizer", 5, "kill"], [0, "optimizer", 5, "pass"], [2, "optimizer", 5, "pass"]]
+    with started(jobs, tmp_path / "lost", meet=5, faults=faults) as agent:
         agent.ended([1])
         agent.release([0, 2])
         agent.await_said([0, 2], "gate", generation=2)

@@ -132,6 +132,19 @@ def test_the_main_thread_does_not_go_on_while_its_group_is_being_cut(agent: Agen
     assert done == ["cut"]
 
 
+def test_a_thread_that_is_late_does_not_cut_the_next_group(agent: AgentEnd) -> None:
+    """The main thread has been to the gate and trains in the next generation before the thread gets the processor."""
+    channel, cut = agent.channel, threading.Event()
+    agent.order(do="release", generation=2, cut=True)
+    late = channel.await_release(limit_s(30))
+    agent.order(do="go", generation=2, environment={})
+    assert channel.await_go() == Go(2, {})
+    channel.train(cut.set, lambda: False, Interrupted)
+    channel._free_main_thread(late)  # as the thread does then
+    channel.arrive()
+    assert not cut.is_set()
+
+
 def test_a_regroup_without_a_loss_cuts_nothing(agent: AgentEnd) -> None:
     cut = threading.Event()
     agent.channel.train(cut.set, lambda: False, Interrupted)

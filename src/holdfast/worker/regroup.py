@@ -191,7 +191,7 @@ class AgentChannel:
 
     def _free_main_thread(self, release: Release) -> None:
         with self._changed:  # otherwise the main thread might have joined a new group before the old one is cut
-            if self._at_gate:
+            if self._at_gate or self._release is not release:
                 return
             self._cut()
         deadline_s = time.monotonic() + UNINTERRUPTED_S

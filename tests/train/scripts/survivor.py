@@ -62,7 +62,8 @@ case = Case(**json.loads(sys.argv[2]))
 
 
 def reach(where: str, number: int | None = None) -> None:
-    """A place where something may happen to this rank: each fault happens once, whatever process is this rank then."""
+    """A place where something may happen to this rank: each fault happens once, whatever process is this rank then. A rank
+    is killed when the others have come to their faults of the same step: what they do is not left to chance."""
     at = case.step if number is None else number
     for index, (rank, its_where, its_step, what) in enumerate(case.faults):
         if (rank, its_where, its_step) == (LOCAL_RANK, where, at):
@@ -70,11 +71,20 @@ def reach(where: str, number: int | None = None) -> None:
                 (FOLDER / f"fault.{index}").touch(exist_ok=False)
             except FileExistsError:
                 continue
+            while what == "kill" and not all(each.exists() for each in faults_of(its_step)):
+                time.sleep(0.002)
             suffer(what)
+
+
+def faults_of(step: int) -> list[Path]:
+    """Those that have happened exist."""
+    return [FOLDER / f"fault.{index}" for index, each in enumerate(case.faults) if each[2] == step]
 
 
 def suffer(what: str) -> None:
     match what:
+        case "pass":
+            pass
         case "kill":
             in_loader = torch.utils.data.get_worker_info() is not None
             os.kill(os.getppid() if in_loader else os.getpid(), signal.SIGKILL)
