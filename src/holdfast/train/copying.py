@@ -131,8 +131,8 @@ def prepared(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     pairs = list(zip(targets, sources, strict=True))
     if _stream is None or not all(_is_plain(each) for pair in pairs for each in pair):
         return partial(torch._foreach_copy_, list(targets), list(sources))
-    addresses = (array("Q", [each.data_ptr() for each in tensors]) for tensors in (targets, sources))
-    return partial(_stream.copy, *addresses, array("Q", [each.nbytes for each in sources]), 1)
+    to, of = (array("Q", [each.data_ptr() for each in tensors]) for tensors in (targets, sources))
+    return partial(_stream.copy, to, of, array("Q", [each.nbytes for each in sources]), 1)
 
 
 def _copy_plain(
