@@ -83,6 +83,17 @@ def test_a_dead_owner_elsewhere_is_taken_over_after_the_stated_looks(tmp_path: P
         assert numbers(tmp_path) == ["lease.000008"]
 
 
+def test_who_is_known_to_be_lost_is_not_waited_for(tmp_path: Path) -> None:
+    write(tmp_path, 7, ELSEWHERE, 1)
+    waits = Waits()
+    with acquire(tmp_path, "mine", lost=7, wait=waits) as held:
+        assert held.number == 8
+    assert waits.count == 0
+    write(tmp_path, 9, ELSEWHERE, 1)
+    with acquire(tmp_path, "mine", lost=7, wait=waits):
+        assert waits.count == lease.LOOKS, "another job has taken it since"
+
+
 def test_the_same_run_takes_over_sooner(tmp_path: Path) -> None:
     """A restart on another node, whose previous leader's node was lost. One late sign of that is no life."""
     write(tmp_path, 7, ELSEWHERE, 1)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
+
+import pytest
 
 from holdfast.snapshots import memory_folder
 from holdfast.snapshots.changes import Keep, SaveRequest, begin, prune
-from holdfast.snapshots.flush import rescue_attempt
+from holdfast.snapshots.flush import Inventory, PendingFlush, StepInMemory, rescue_attempt
 from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.saver_client import SaverClient
 from holdfast.snapshots.slots import SlotOwner, Slots
@@ -78,6 +81,25 @@ def test_a_save_that_only_one_rank_had_handed_over_is_made_good(tmp_path: Path) 
     until(lambda: list(committed(folder)) == [40], "the newest is saved")
     until(lambda: not held.path.exists(), "nobody waits for what rank 1 never handed over")
     assert [path.name for path in folder.iterdir()] == [f"step_000000040.{number}"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rescue_ends_when_the_others_have_gone_on_and_saved_a_newer_step(tmp_path: Path, rank: int) -> None:
+    """The last worker of this node was lost; those of the others live, in ht.survive, and leave no list."""
+    held = memory_folder.MemoryFolder.make("outrun")
+    own = Slots(held.path, SlotOwner(rank, rank, 2, 3))
+    assert own.stage(40, SIZE) is not None
+    request = SaveRequest(str(tmp_path), 40, rescue_attempt(), rank, 2)
+    here = StepInMemory(40, 1)
+    pending = PendingFlush(held.path, {here: (own.commit(request), request)}, Inventory((here,), -1, 20))
+    with ThreadPoolExecutor() as threads:
+        met = threads.submit(pending.meet, limit_s(60))
+        (tmp_path / "step_000000030.0001").mkdir()  # older than what is in memory
+        assert not wait([met], 0.2).done
+        (tmp_path / "step_000000050.0001").mkdir()
+        assert met.result(limit_s(20)) is None
+    own.close()
+    held.close()
 
 
 def test_a_folder_that_was_closed_while_the_job_goes_on_in_another(tmp_path: Path) -> None:

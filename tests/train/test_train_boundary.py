@@ -81,10 +81,13 @@ def test_whatever_is_drawn_of_torchs_numbers_is_noticed(draw: Callable[[], objec
     torch.manual_seed(4)
     torch.rand(700)
     generator = TorchsGenerator()
-    assert generator.state() is generator.state(), "nothing is copied"
     for _ in range(3):
         draw()
-        assert torch.equal(generator.state(), torch.get_rng_state())
+        state, expected = generator.state(), torch.get_rng_state()
+        assert len(state) < len(expected), "the memory is not where it was"
+        torch.manual_seed(6)
+        generator.restore(state)
+        assert torch.equal(torch.get_rng_state(), expected)
 
 
 def test_buffers_come_back_also_when_a_step_puts_others_in_their_place() -> None:
@@ -126,17 +129,21 @@ def test_the_schedule_and_the_numbers_of_a_step_that_was_interrupted_come_back(t
 
 def test_a_replacement_finds_the_numbers_of_the_last_three_steps(tmp_path: Path) -> None:
     """Each of two micro-batches."""
-    record = TorchRecord(str(tmp_path / "record"))
+    generator = TorchsGenerator()
+    path, size_bytes = str(tmp_path / "record"), len(generator.state())
+    record = TorchRecord(path, size_bytes)
     states = {}
     for step in (2, 4, 6, 8):
         for micro_batch in (step - 1, step):
             torch.rand(1)
-            record.write(micro_batch, torch.get_rng_state(), complete=False)
+            record.write(micro_batch, generator.state(), complete=False)
         torch.rand(1)
-        states[step] = torch.get_rng_state()
+        states[step] = generator.state()
         record.write(step, states[step], complete=True)
-    found = TorchRecord(str(tmp_path / "record"))
+    found = TorchRecord(path, size_bytes)
     assert found.read(2) is None
     assert found.read(7) is None
     for step in (4, 6, 8):
-        assert torch.equal(found.read(step), states[step])
+        assert found.read(step) == states[step]
+    record.write(6, states[6], complete=True)
+    assert found.read(8) is None, "the job went back"

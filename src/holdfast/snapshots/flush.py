@@ -7,7 +7,8 @@ its own ranks' slots, which is enough on one node. Several nodes exchange what t
 which they still share when their workers are dead. Rank 0's saver makes a meeting place, an attempt that is never
 committed. Every rank lists there the steps that it has, and which of them were handed over already. From all lists each
 saver makes the same choice. A rank that leaves no list within the patience ends the rescue: a step is never written
-with ranks missing. The savers poll, because writes of other nodes cause no local event."""
+with ranks missing. A newer snapshot ends it, too: the workers of the other nodes live, and have gone on without this
+one. The savers poll, because writes of other nodes cause no local event."""
 
 from __future__ import annotations
 
@@ -96,6 +97,10 @@ def choose(inventories: Sequence[Inventory]) -> StepInMemory | None:
     return None if all(each.asked >= newest.step for each in inventories) else newest
 
 
+class _OutrunError(Exception):
+    """A newer state has come to the disk meanwhile."""
+
+
 @dataclass(frozen=True)
 class PendingFlush:
     """One rank's states of one snapshot folder, after all workers of the node have died."""
@@ -125,9 +130,11 @@ class PendingFlush:
     def _meet(self, patience_s: float) -> StepInMemory | None:
         request, deadline = self.request, time.monotonic() + patience_s
         try:
-            place = _meeting_place(request, deadline)
+            place = self._meeting_place(deadline)
             disk.write_atomically(place / _inventory_file(request.rank), self.inventory.dump())
-            return choose(_inventories(place, request, deadline))
+            return choose(self._inventories(place, deadline))
+        except _OutrunError:
+            return None
         except FileNotFoundError as error:
             if request.rank:
                 return None  # rank 0 has ended the meeting: nothing to write, or it has reported the error
@@ -137,6 +144,58 @@ class PendingFlush:
         except OSError as error:
             raise disk.write_error(error, place_of(request.folder)) from error
 
+    def _meeting_place(self, deadline: float) -> Place:
+        """Rank 0 makes the place, named by its own newest step; the others look for its number. OSError;
+        SnapshotWriteError, _OutrunError."""
+        request = self.request
+        if request.rank == 0:
+            place = _place_of(request)
+            if isinstance(place, Path):
+                place.mkdir()
+            return place
+        folder = place_of(request.folder)
+        while True:
+            listed = folder.sizes() if isinstance(folder, RemotePath) else os.listdir(folder)
+            for name in listed:
+                named = parse_name(name)  # no other attempt has this number
+                if named and named.key.attempt == request.attempt - MEETING_BELOW:
+                    return folder / name
+            if time.monotonic() > deadline:
+                raise SnapshotWriteError(f"step {request.step}: rank 0 has not begun to save it")
+            self._look_again(folder)
+
+    def _inventories(self, place: Place, deadline: float) -> list[Inventory]:
+        """The lists of all ranks. OSError; SnapshotIncompleteError, _OutrunError."""
+        request = self.request
+        inventories: dict[int, Inventory] = {}
+        while True:
+            names = set(disk.names(place))
+            for rank in range(request.world):
+                if rank not in inventories and _inventory_file(rank) in names:
+                    inventories[rank] = Inventory.load(
+                        disk.read_text(place / _inventory_file(rank), INVENTORY_BYTES_MAX)
+                    )
+            if len(inventories) == request.world:
+                return list(inventories.values())
+            if time.monotonic() > deadline:
+                missing = [rank for rank in range(request.world) if rank not in inventories]
+                more = " …" if len(missing) > 8 else ""
+                raise SnapshotIncompleteError(
+                    f"step {request.step}, which is in memory, was not saved: nothing came from rank "
+                    f"{', '.join(map(str, missing[:8]))}{more}"
+                )
+            self._look_again(place)
+
+    def _look_again(self, place: Place) -> None:
+        """Pause. _OutrunError."""
+        step = max(self.inventory.on_disk + 1, self.request.step)
+        if isinstance(place, RemotePath):
+            time.sleep(LOOK_S)
+        elif newest_on_disk(self.request.folder) >= step:
+            raise _OutrunError
+        else:
+            time.sleep(LOOK_AGAIN_S)
+
     def end_meeting(self) -> None:
         """Rank 0 removes the meeting place, when the others have read it, or must see that nothing is written."""
         if self.request.rank == 0 and self.alone is None:
@@ -145,50 +204,6 @@ class PendingFlush:
 
 def _place_of(request: SaveRequest) -> Place:
     return attempt_place(request.folder, Key(request.step, request.attempt - MEETING_BELOW))
-
-
-def _look_again_s(place: Place) -> float:
-    return LOOK_S if isinstance(place, RemotePath) else LOOK_AGAIN_S
-
-
-def _meeting_place(request: SaveRequest, deadline: float) -> Place:
-    """Rank 0 makes the place, named by its own newest step; the others look for its number. OSError;
-    SnapshotWriteError."""
-    if request.rank == 0:
-        place = _place_of(request)
-        if isinstance(place, Path):
-            place.mkdir()
-        return place
-    folder = place_of(request.folder)
-    while True:
-        listed = folder.sizes() if isinstance(folder, RemotePath) else os.listdir(folder)
-        for name in listed:
-            named = parse_name(name)  # no other attempt has this number
-            if named and named.key.attempt == request.attempt - MEETING_BELOW:
-                return folder / name
-        if time.monotonic() > deadline:
-            raise SnapshotWriteError(f"step {request.step}: rank 0 has not begun to save it")
-        time.sleep(_look_again_s(folder))
-
-
-def _inventories(place: Place, request: SaveRequest, deadline: float) -> list[Inventory]:
-    """The lists of all ranks. OSError; SnapshotIncompleteError."""
-    inventories: dict[int, Inventory] = {}
-    while True:
-        names = set(disk.names(place))
-        for rank in range(request.world):
-            if rank not in inventories and _inventory_file(rank) in names:
-                inventories[rank] = Inventory.load(disk.read_text(place / _inventory_file(rank), INVENTORY_BYTES_MAX))
-        if len(inventories) == request.world:
-            return list(inventories.values())
-        if time.monotonic() > deadline:
-            missing = [rank for rank in range(request.world) if rank not in inventories]
-            more = " …" if len(missing) > 8 else ""
-            raise SnapshotIncompleteError(
-                f"step {request.step}, which is in memory, was not saved: nothing came from rank "
-                f"{', '.join(map(str, missing[:8]))}{more}"
-            )
-        time.sleep(_look_again_s(place))
 
 
 def _inventory_file(rank: int) -> str:

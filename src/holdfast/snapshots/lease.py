@@ -5,7 +5,8 @@ The file with the highest number is the lease. A job takes it by creating the ne
 contenders wins, and an owner that sees a higher number than its own knows that it has lost.
 
 When another job may take the lease over:
-- at once: it was given back; or its owner was a process of this machine that has ended;
+- at once: it was given back; or its owner was a process of this machine that has ended; or the caller knows that the
+  owner is lost (in `ht.survive` the other ranks have gone on, so the launcher has made sure of it);
 - after LOOKS reads of an unchanged counter, LOOK_S apart, or LOOKS_SAME_RUN when the owner has the same run id: the
   owner is dead. (holdfast lets one generation of a run live at a time; but two jobs may have one run id);
 - otherwise never: a counter that moves, or a living process of this machine, is a SnapshotBusyError.
@@ -250,9 +251,11 @@ def acquire(
     beat_s: float | None = None,
     look_s: float | None = None,
     looks: int = LOOKS,
+    lost: int = 0,
     wait: Callable[[float], object] = time.sleep,
 ) -> FolderLease:
-    """Take the folder for the job with this run id; only its rank 0 does.
+    """Take the folder for the job with this run id; only its rank 0 does. `lost`: the number of a lease whose owner is
+    known to have ended.
 
     Waits up to `looks` × `look_s` seconds for the counter of an owner that may be dead.
     SnapshotBusyError when a live job has it; SnapshotWriteError when it cannot be written."""
@@ -264,7 +267,7 @@ def acquire(
     try:
         disk.make_folder(path)
         while True:
-            seen = _await_turn(path, me, look_s, looks, wait)
+            seen = _await_turn(path, me, look_s, looks, lost, wait)
             number = seen.number + 1 if seen else 1
             lease = _claim(path, number, me, beat_s)
             if lease is not None:
@@ -280,13 +283,13 @@ def owner(folder: str | os.PathLike[str] | RemotePath) -> LeaseOwner | None:
 
 
 def _await_turn(
-    folder: Place, me: LeaseOwner, look_s: float, looks: int, wait: Callable[[float], object]
+    folder: Place, me: LeaseOwner, look_s: float, looks: int, lost: int, wait: Callable[[float], object]
 ) -> _Seen | None:
     """The lease that may be taken over now; None when there is none. SnapshotBusyError."""
     before, stood, moves = None, 0, 0
     while True:
         seen = _newest(folder)
-        if seen is None or seen.free or seen.owner.is_dead():
+        if seen is None or seen.free or seen.number == lost or seen.owner.is_dead():
             return seen
         same_run = seen.owner.same_run(me)
         if before is not None and seen != before:

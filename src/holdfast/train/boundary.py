@@ -11,23 +11,34 @@ import hashlib
 import mmap
 import os
 import random
+import struct
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from operator import is_
 from typing import Any
 
 import torch
 from torch import nn
+from torch.compiler import is_compiling
 from torch.optim.lr_scheduler import LRScheduler
 
+from holdfast.train import copying
 from holdfast.train.state import Tracker, TrainState
+
+WORDS = 624
+WORDS_BYTES = 4 * WORDS
+"""Of a Mersenne twister: the generators of torch, Python and numpy are of this kind."""
+WORD_BYTES = 8
+RECORDS = 3
+"""A lost rank may have completed a step that no other one has, and have done the forward pass of the next: the others
+go on from the step before."""
 
 
 class Boundary:
     """The state after this rank's last step, as far as the next step changes it before its optimizer does.
 
-    `mark` and `forward_done` are called in each step. Together they take about 10 µs, and the copy of the models'
-    buffers: what was not drawn from, or not replaced, is not copied again.
+    `mark` and `forward_done` are called in each step, when its work has emptied the caches: what they cost is what they
+    touch for the first time. So they copy plain memory, by few functions.
     """
 
     def __init__(self, tracker: Tracker, place: str) -> None:
@@ -37,7 +48,7 @@ class Boundary:
         self._random = RandomNumbers()
         self._interrupted: tuple[RandomNumbers, list[torch.Tensor]] | None = None
         """Random numbers and buffers when the rank was interrupted."""
-        self._record = TorchRecord.at(place)
+        self._record = TorchRecord.at(place, len(self._random.torch))
         self._schedulers = [each for each in tracker.others.values() if isinstance(each, LRScheduler)]
         self._schedules: list[dict[str, Any]] = []
         self._groups = [group for each in tracker.optimizers for group in each.param_groups] if self._schedulers else []
@@ -58,7 +69,7 @@ class Boundary:
     def forward_done(self, *_: Any) -> None:
         """A model's forward pass is done; a hook. What a step draws it has drawn by now: should this rank be lost
         before its step is complete, and others complete theirs with its gradients, its replacement needs this."""
-        if self._record is not None and not torch.compiler.is_compiling():
+        if self._record is not None and not is_compiling():
             # Micro-batches are counted, too; of an optimizer step the last one counts.
             self._record.write(self._tracker.state.step + 1, self._random.of_torch.state(), complete=False)
 
@@ -87,7 +98,7 @@ class Boundary:
         elif survived and step > self.step and self._interrupted is not None:
             self._interrupted[0].restore()  # its forward pass was done, and nothing draws after that
         elif not survived and self._record is not None and (found := self._record.read(step)) is not None:
-            torch.set_rng_state(found)
+            self._random.of_torch.restore(found)
         else:
             return False
         return True
@@ -95,7 +106,7 @@ class Boundary:
     @property
     def seed(self) -> str:
         """A digest of torch's random numbers, from which the ranks of another world get theirs."""
-        return hashlib.sha256(self._random.torch.numpy().tobytes()).hexdigest()
+        return hashlib.sha256(self._random.of_torch.official(self._random.torch)).hexdigest()
 
 
 def _schedule(scheduler: LRScheduler) -> dict[str, Any]:
@@ -123,12 +134,14 @@ class Buffers:
         self._theirs: list[torch.Tensor] = []
         """The same, for copies."""
         self._values: list[torch.Tensor] = []
+        self._addresses: list[int] = []
+        self._copy: Callable[[], object] = list
 
     def keep(self) -> None:
         if not self._places:
             return
         self._find()
-        torch._foreach_copy_(self._values, self._theirs)
+        self._copy()
 
     def copies(self) -> list[torch.Tensor]:
         self._find()
@@ -141,14 +154,17 @@ class Buffers:
             torch._foreach_copy_(self._theirs, values or self._values)
 
     def _find(self) -> None:
-        """A model may put another tensor in the place of one."""
+        """A model may put another tensor in the place of one, or give it other memory."""
         there = [places[name] for places, name in self._places]
-        if len(there) == len(self._met) and all(map(is_, there, self._met)):
+        addresses = list(map(torch.Tensor.data_ptr, self._theirs))
+        if len(there) == len(self._met) and all(map(is_, there, self._met)) and addresses == self._addresses:
             return
         self._met = there
         self._theirs = [each.detach() for each in there if each is not None]
-        if len(self._values) != len(self._theirs):
+        if [each.shape for each in self._values] != [each.shape for each in self._theirs]:
             self._values = [each.clone() for each in self._theirs]
+        self._addresses = [each.data_ptr() for each in self._theirs]
+        self._copy = copying.prepared(self._values, self._theirs)
 
 
 class RandomNumbers:
@@ -170,7 +186,7 @@ class RandomNumbers:
         self._of_numpy.read()
 
     def restore(self) -> None:
-        torch.set_rng_state(self.torch)
+        self.of_torch.restore(self.torch)
         if self._cuda is not None:
             torch.cuda.set_rng_state(self._cuda)
         self._of_python.restore()
@@ -178,47 +194,63 @@ class RandomNumbers:
 
 
 class TorchsGenerator:
-    """torch's global generator of the CPU. Its state is copied only when somebody has drawn from it, where torch keeps
-    it in the memory in the order that we know."""
+    """torch's global generator of the CPU. Where torch keeps its state in the memory in the order that we know, that
+    memory is copied: torch's own copy takes several times as long."""
 
-    BEFORE, WORDS, AFTER = 20, 4 * 624, 28
-    """Bytes: seed, place and more; the numbers; the second one of two that are drawn from a normal distribution."""
+    MEMORY = struct.Struct(f"=Qi?3xI{WORDS_BYTES}s4xf?3xd?7x")
+    """Seed, numbers left, whether it was seeded, the next one; the numbers; then the second one of two that were drawn
+    from a normal distribution, and whether there is one: in single and in double precision."""
+    STATE = struct.Struct(f"=QiiQ{2 * WORDS_BYTES}s8xd8xi4xf?3x")
+    """The same as `get_state` has it: eight bytes for each of the numbers, and double precision first."""
+    WORDS_AT = 20
     SEARCHED = 256
 
     def __init__(self) -> None:
-        self._state = torch.default_generator.get_state()
-        self._seen: object = None
-        at = getattr(torch.default_generator, "_cdata", 0)
-        words = bytes(self._state[24:56].tolist())  # as the state has them: eight bytes for each
-        first = b"".join(words[number : number + 4] for number in range(0, len(words), 8))
+        self._memory: ctypes.Array[ctypes.c_char] | None = None
+        model = torch.Generator()
+        told = list(self.STATE.unpack(_state(model)))
+        told[5:] = 0.5, 1, 0.25, True
+        _set_state(model, self.STATE.pack(*told))
+        at = self._begin(model)
+        if at is not None and self._translated(ctypes.string_at(at, self.MEMORY.size)) == _state(model):
+            begin = torch.default_generator._cdata + at - model._cdata
+            self._memory = (ctypes.c_char * self.MEMORY.size).from_address(begin)
+
+    def _begin(self, generator: torch.Generator) -> int | None:
+        """The address of its state; None: it is not where we look."""
+        at = getattr(generator, "_cdata", 0)
+        first = struct.pack("=4I", *struct.unpack_from("=4Q", _state(generator), 24))
         found = ctypes.string_at(at, self.SEARCHED).find(first) if at else -1
-        parts = [(at + found - self.BEFORE, self.BEFORE + 8), (at + found + self.WORDS, self.AFTER)]
-        self._memory = [(ctypes.c_char * size).from_address(part) for part, size in parts if found >= self.BEFORE]
+        return at + found - self.WORDS_AT if found >= self.WORDS_AT else None
 
-    def state(self) -> torch.Tensor:
-        """Nobody may change it. The same object as before, if nobody has drawn."""
-        if self._memory:
-            seen = [each.raw for each in self._memory]
-            if seen == self._seen:
-                return self._state
-            self._seen = seen
-        self._state = torch.default_generator.get_state()
-        return self._state
+    def state(self) -> bytes:
+        """For `restore` and `official`."""
+        return self._memory.raw if self._memory is not None else _state(torch.default_generator)
+
+    def restore(self, state: bytes) -> None:
+        _set_state(torch.default_generator, self.official(state))
+
+    def official(self, state: bytes) -> bytes:
+        """As `get_state` has it."""
+        return state if self._memory is None else self._translated(state)
+
+    def _translated(self, memory: bytes) -> bytes:
+        seed, left, seeded, following, words, single, has_single, double, has_double = self.MEMORY.unpack(memory)
+        wide = struct.pack(f"={WORDS}Q", *struct.unpack(f"={WORDS}I", words))
+        pair = double if has_double else 0.0, has_double, single if has_single else 0.0, has_single
+        return self.STATE.pack(seed, left, seeded, following, wide, *pair)
 
 
-class MersenneTwister:
-    """The memory of a generator of this kind. To read its whole state takes 10 to 30 µs, and few training loops draw
-    from the generators of Python and numpy: two words show whether the state is another one."""
+def _state(generator: torch.Generator) -> bytes:
+    return bytes(memoryview(generator.get_state().numpy()))
 
-    WORDS = 624
 
-    def __init__(self, words_at: int, position_at: int) -> None:
-        # The first word is the same in all generators that were seeded and not drawn from.
-        self._word = ctypes.c_uint32.from_address(words_at + ctypes.sizeof(ctypes.c_uint32))
-        self._position = ctypes.c_int32.from_address(position_at)
+def _set_state(generator: torch.Generator, state: bytes) -> None:
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
-    def mark(self) -> tuple[int, int]:
-        return self._position.value, self._word.value
+
+# To read the whole state of the generators of Python and numpy takes 10 to 30 µs, and few training loops draw from
+# them. A few words of it show whether it is another one: the position, and a word that no two states have in common.
 
 
 class PythonsGenerator:
@@ -227,16 +259,16 @@ class PythonsGenerator:
     def __init__(self) -> None:
         self._state = random.getstate()
         self._generator: random.Random = random._inst
-        # CPython's layout: the object's head, the position, the words.
-        at = id(self._generator) + object.__basicsize__
-        memory = MersenneTwister(at + ctypes.sizeof(ctypes.c_int32), at)
+        # CPython's layout: the object's head, the position, the words. The first word is the same whatever the seed.
+        memory = (ctypes.c_char * 12).from_address(id(self._generator) + object.__basicsize__)
         words = self._state[1]
-        self._memory = memory if memory.mark() == (words[MersenneTwister.WORDS], words[1]) else None
+        known = memory.raw == struct.pack("=3I", words[WORDS], *words[:2])
+        self._memory = memory if known else None
         self._seen: object = None
 
     def read(self) -> None:
         if self._memory is not None:
-            seen = (self._memory.mark(), self._generator.gauss_next)  # type: ignore[attr-defined]
+            seen = (self._memory.raw, self._generator.gauss_next)  # type: ignore[attr-defined]
             if seen == self._seen:
                 return
             self._seen = seen
@@ -252,20 +284,20 @@ class NumpysGenerator:
     def __init__(self) -> None:
         self._random: Any = None
         self._state: Any = None
-        self._memory: MersenneTwister | None = None
+        self._memory: ctypes.Array[ctypes.c_char] | None = None
         self._seen: object = None
         if "numpy" in sys.modules:
             self._random = sys.modules["numpy"].random
             generator = self._random.mtrand._rand._bit_generator
             if type(generator) is self._random.MT19937:
-                at = generator.ctypes.state_address
-                self._memory = MersenneTwister(at, at + MersenneTwister.WORDS * ctypes.sizeof(ctypes.c_uint32))
+                # The words, and behind the last one the position.
+                self._memory = (ctypes.c_char * 8).from_address(generator.ctypes.state_address + WORDS_BYTES - 4)
 
     def read(self) -> None:
         if self._random is None:
             return
         if self._memory is not None:
-            seen = self._memory.mark()
+            seen = self._memory.raw
             if seen == self._seen:
                 return
             self._seen = seen
@@ -280,62 +312,52 @@ class TorchRecord:
     """torch's random numbers after each of the last RECORDS steps, in memory that outlives this process: a replacement
     on this node goes on with those of the rank that it replaces."""
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, state_bytes: int) -> None:
         """Raises OSError when there is no memory."""
-        state = torch.get_rng_state()
-        size_bytes = RECORDS * (WORD_BYTES + len(state))
+        head_bytes = RECORDS * WORD_BYTES
+        size_bytes = head_bytes + RECORDS * state_bytes
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, size_bytes)
             memory = memoryview(mmap.mmap(fd, size_bytes))
         finally:
             os.close(fd)
-        self._steps = memory[: RECORDS * WORD_BYTES].cast("Q")
-        bodies = memory[RECORDS * WORD_BYTES :]
-        self._states = [
-            torch.frombuffer(bodies, dtype=torch.uint8, count=len(state), offset=number * len(state))
-            for number in range(RECORDS)
-        ]
-        self._state_bytes = len(state)
-        self._addresses = [each.data_ptr() for each in self._states]
-        self._newest = -1, state
+        self._steps = memory[:head_bytes].cast("Q")
+        """Of each state, plus 1; 0: there is none."""
+        self._states = [memory[at : at + state_bytes] for at in range(head_bytes, size_bytes, state_bytes)]
+        self._newest = -1, b""
         self._number, self._complete = 0, True
         """Where the newest one is, and whether its step is complete."""
 
     @classmethod
-    def at(cls, place: str) -> TorchRecord | None:
+    def at(cls, place: str, state_bytes: int) -> TorchRecord | None:
         """None without a folder, or without room in it."""
         if place:
             with contextlib.suppress(OSError):
-                return cls(os.path.join(place, f"{os.environ.get('LOCAL_RANK', '0')}.random"))
+                return cls(os.path.join(place, f"{os.environ.get('LOCAL_RANK', '0')}.random"), state_bytes)
         return None
 
-    def write(self, step: int, state: torch.Tensor, *, complete: bool) -> None:
-        """What is written for a step that is not complete the next call replaces. Nobody may change `state`
-        afterwards."""
+    def write(self, step: int, state: bytes, *, complete: bool) -> None:
+        """What is written for a step that is not complete the next call replaces."""
         newest, kept = self._newest
         if self._complete and newest != step:
             self._number = (self._number + 1) % RECORDS
         self._complete = complete
-        if newest == step and kept is state:
+        if newest == step and kept == state:
             return
-        for number in range(RECORDS):
-            if number == self._number or self._steps[number] == step + 1:
-                self._steps[number] = 0
-        # copy_ takes four times that.
-        ctypes.memmove(self._addresses[self._number], state.data_ptr(), self._state_bytes)
-        self._steps[self._number] = step + 1
+        steps = self._steps
+        if step < newest:  # the job went back: what was done since then is no longer true
+            for number in range(RECORDS):
+                if steps[number] > step:
+                    steps[number] = 0
+        steps[self._number] = 0
+        self._states[self._number][:] = state
+        steps[self._number] = step + 1
         self._newest = step, state
 
-    def read(self, step: int) -> torch.Tensor | None:
+    def read(self, step: int) -> bytes | None:
         """None: the states after this step were not recorded."""
         for number in range(RECORDS):
             if self._steps[number] == step + 1:
-                return self._states[number].clone()
+                return bytes(self._states[number])
         return None
-
-
-WORD_BYTES = 8
-RECORDS = 3
-"""A lost rank may have completed a step that no other one has, and have done the forward pass of the next: the others
-go on from the step before."""

@@ -14,7 +14,8 @@ import ctypes
 import mmap
 import os
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -121,6 +122,17 @@ def copy_alike(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor])
             torch._foreach_copy_(list(targets), list(sources), non_blocking=bool(devices))
     for device in devices:
         torch.accelerator.synchronize(device)
+
+
+def prepared(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -> Callable[[], object]:
+    """What copies each source into its target, which is alike; for many small ones, again and again.
+
+    It may be called as long as all of them keep their memory."""
+    pairs = list(zip(targets, sources, strict=True))
+    if _stream is None or not all(_is_plain(each) for pair in pairs for each in pair):
+        return partial(torch._foreach_copy_, list(targets), list(sources))
+    to, of = (array("Q", [each.data_ptr() for each in tensors]) for tensors in (targets, sources))
+    return partial(_stream.copy, to, of, array("Q", [each.nbytes for each in sources]), 1)
 
 
 def _copy_plain(

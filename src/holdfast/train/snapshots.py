@@ -126,6 +126,7 @@ class Snapshots:
         self._opened: Tier | None = None
         self._saving: Saving | None = None
         self._lease: leases.FolderLease | None = None
+        self._lease_number = 0  # rank 0's
         self._pruner: Pruner | None = None
         self._closed = False
         self._process = 0  # whose these are, once they are open
@@ -248,15 +249,15 @@ class Snapshots:
         atexit.register(self._at_exit)
         return tier
 
-    def _take_folder(self, peers: Peers) -> None:
-        """Rank 0 has the folder's lease; all learn how the saver is to write what only memory has."""
+    def _take_folder(self, peers: Peers, *, lost: int = 0) -> None:
+        """Rank 0 gets the folder's lease, also a `lost` one; all learn how the saver writes what only memory has."""
         word: dict[str, Any] = {}
         failure: HoldfastError | None = None
         if peers.rank == 0:
             try:
                 if self._lease is None:
-                    self._lease = leases.acquire(self.path, os.environ.get("TORCHELASTIC_RUN_ID", ""))
-                word = {"rescue": rescue_attempt()}
+                    self._lease = leases.acquire(self.path, os.environ.get("TORCHELASTIC_RUN_ID", ""), lost=lost)
+                word = {"rescue": rescue_attempt(), "lease": self._lease.number}
             except HoldfastError as error:
                 failure, word = error, {"error": str(error)}
         word = peers.tell(word)
@@ -264,7 +265,7 @@ class Snapshots:
             raise failure
         if "error" in word:
             raise SnapshotError(f"rank 0: {word['error']}")
-        self._rescue = int(word["rescue"])
+        self._rescue, self._lease_number = int(word["rescue"]), int(word["lease"])
 
     # --- other worlds: see survival.py ------------------------------------------------------------------------------
 
@@ -281,8 +282,7 @@ class Snapshots:
         if self._lease is not None and peers.rank:  # it is rank 0's
             self._lease.release()
             self._lease = self._pruner = None
-        peers.share(None)  # the lease is free
-        self._take_folder(peers)
+        self._take_folder(peers, lost=max(peers.share(self._lease_number)))  # it is free, or its owner is lost
         if self._saving is None:  # a replacement
             self._begin(peers, self._open_tier(peers.rank, peers.world))
         assert self._saving is not None
