@@ -34,7 +34,10 @@ def plan(line: str, **environ: str) -> str:
         ("train.py", "it has one"),
         ("--nnodes 3 train.py", "static rendezvous"),
         ("--nnodes 2", "two nodes have no majority"),
-        ("--nnodes 2 --rdzv-endpoint a,w:9", "1 of 2 nodes, the coordinator's too, if a witness is at w:9"),
+        (
+            "--nnodes 2 --rdzv-endpoint a,w:9",
+            "1 of 2 nodes, the coordinator's too, if a witness is at w:9; it trains when 2",
+        ),
         ("--nnodes 3 --rdzv-conf succession=off", "succession is off"),
         ("--nnodes 3", "1 of 3 nodes at one time, the coordinator's too: a majority elects another; it trains when 3"),
         ("--nnodes 1:6", "2 of 6 nodes"),

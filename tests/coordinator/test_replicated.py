@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 from msgspec import structs
 
 from holdfast.coordinator.coordinator_state import (
@@ -28,6 +30,8 @@ from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
 from tests.coordinator.coordinator_desk import LIMITS
 from tests.support.simulator.nodes import simple_judge
 
+WITNESS = Seat("w#1", "w", "10.0.0.9", 7000, witness=True)
+
 
 def node(link: int) -> NodeSpec:
     return NodeSpec(member=f"n{link}#1", host=f"n{link}", nproc=1)
@@ -47,6 +51,7 @@ class Desk:
         self.limits: Limits = LIMITS
         self.machine = ReplicatedCoordinator(job, LIMITS, simple_judge, self.now, node(own), succession or Succession())
         self.told: list[tuple[int, msg.FromCoordinator]] = []
+        self.kept: list[Renew] = []  # by the witness
         self.commands: list[Command] = []
         self.gone = {"n1#1"} if succession is not None else set()
         """Agents whose process has ended, as can be proved."""
@@ -55,6 +60,8 @@ class Desk:
 
     def give(self, event: Event) -> None:
         for command in self.machine.handle(self.now, event):
+            if isinstance(command, Tell) and command.link == 9 and isinstance(command.message, Renew):
+                self.kept.append(command.message)
             match command:
                 case Tell(link, Renew(term, probe, charter)) if link not in self.silent:
                     held = charter.position if charter is not None else self.machine.charter.position
@@ -99,6 +106,9 @@ class Desk:
     def to(self, link: int, kind: type[msg.FromCoordinator]) -> list[msg.FromCoordinator]:
         return [message for to, message in self.told if to == link and isinstance(message, kind)]
 
+    def waits(self) -> str:
+        return self.to(1, msg.Waiting)[-1].text  # type: ignore[attr-defined]
+
     def did(self, kind: type[Command]) -> list[Command]:
         return [command for command in self.commands if isinstance(command, kind)]
 
@@ -134,6 +144,21 @@ def test_a_witness_is_a_third_voter() -> None:
     assert [seat.name for seat in desk.machine.charter.voters] == ["n1#1", "n2#1", "w#1"]
     desk.give(LinkClosed(50, "closed"))
     assert [seat.name for seat in desk.machine.charter.voters] == ["n1#1"]
+
+
+def test_a_lone_coordinator_goes_on_and_its_witness_keeps_the_charter() -> None:
+    desk = Desk(most=2)
+    desk.give(WitnessOpened(9, WITNESS))
+    desk.started(1, 2)
+    desk.give(LinkClosed(2, "lost"))
+    desk.give(Heard(1, msg.Stopped(1)))
+    desk.prepare(1)
+    assert (desk.machine.generation, [seat.name for seat in desk.machine.charter.seats]) == (2, ["n1#1"])
+    assert [renew.charter for renew in desk.kept if renew.charter][-1] == desk.machine.charter
+    desk.silent, desk.kept = {9}, []
+    desk.wait(3 * LIMITS.fence_s)
+    assert not desk.did(StepDown), "the witness may be lost, too"
+    assert len(desk.kept) > 3, "so the witness knows that it lives"
 
 
 def test_without_a_majority_it_steps_down_after_a_fence() -> None:
@@ -250,6 +275,7 @@ def test_the_founder_waits_for_the_voters_of_an_older_job_and_continues_it() -> 
     recalled(desk, 1, 2, 3)
     desk.wait(19.9)
     assert desk.machine.phase is Phase.GATHERING
+    assert re.search("n11, n12, n13 may go on with it.* another --rdzv-id .* s at most", desk.waits())
     assert desk.machine.founded
     desk.wait(0.2)
     assert desk.machine.phase is Phase.PREPARING
@@ -269,7 +295,7 @@ def test_the_founder_waits_for_no_voters_that_have_ended() -> None:
 
 def test_the_founder_asks_the_witnesses() -> None:
     desk = Desk()
-    desk.give(WitnessOpened(9, Seat("w#1", "w", "10.0.0.9", 7000, witness=True)))
+    desk.give(WitnessOpened(9, WITNESS))
     assert isinstance(desk.to(9, msg.Poll)[-1], msg.Poll)
     older = charter_of(11, 12, 13)
     desk.give(Heard(9, msg.Polled(4, False, 1.0, False, "w#1", 0, older)))
@@ -277,6 +303,21 @@ def test_the_founder_asks_the_witnesses() -> None:
     desk.wait(LIMITS.elect_s - 1.1)
     assert desk.machine.phase is Phase.GATHERING
     desk.wait(0.2)
+    assert desk.machine.generation == 5
+
+
+def test_the_founder_waits_while_a_witness_hears_the_lone_coordinator() -> None:
+    desk = Desk()
+    desk.give(WitnessOpened(9, WITNESS))
+    lone = charter_of(11)
+    desk.give(Heard(9, msg.Polled(4, False, 0.1, False, "w#1", 4, lone)))
+    desk.join(1, 2, 3)
+    desk.wait(LIMITS.elect_s - 1.0)
+    assert desk.machine.phase is Phase.GATHERING
+    assert "hears this job's coordinator, and this node does not: see the network between it and n11" in desk.waits()
+    assert "at most" not in desk.waits()
+    desk.give(Heard(9, msg.Polled(4, False, LIMITS.fence_s, False, "w#1", 0, lone)))
+    desk.wait(LIMITS.elect_s)
     assert desk.machine.generation == 5
 
 

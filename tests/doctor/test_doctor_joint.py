@@ -13,7 +13,9 @@ import pytest
 
 from holdfast.doctor import (
     DoctorFinding,
+    JointCheck,
     Level,
+    ListEntry,
     LocalFacts,
     NodePath,
     NodeReport,
@@ -27,12 +29,17 @@ from holdfast.doctor import (
 from holdfast.doctor.joint import JointOptions, JointResult, check_together
 from holdfast.doctor.joint_server import BACKEND, Channel, Ready, Roster, SharedMessages, decode_from_server
 from holdfast.doctor.probe import Peer
+from holdfast.doctor.together import witnesses
+from holdfast.protocol.charter import Charter, CharterPosition, Renew, Seat
 from holdfast.protocol.codec import encode
 from holdfast.protocol.errors import CoordinatorUnreachableError
 from holdfast.protocol.options import Endpoint
-from holdfast.protocol.policy import JobSpec, NodeSpec
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.protocol.session import ClientHandshake, Session
-from holdfast.runtime.connection import dial_endpoint, fresh_nonce
+from holdfast.rendezvous.bind import claim
+from holdfast.runtime.connection import dial_agent, dial_endpoint, fresh_nonce
+from holdfast.runtime.listener import Listener
+from holdfast.runtime.witness_service import Witness
 from tests.support.limits import limit_s
 
 KEY = b"k" * 16
@@ -125,6 +132,7 @@ def test_a_transfer_over_its_limit_is_cut(monkeypatch: pytest.MonkeyPatch) -> No
 def asked(port: int, nodes: tuple[int, int] = (2, 2), **changes: object) -> JointOptions:
     made = JointOptions(
         endpoint=Endpoint(host="127.0.0.1", port=port),
+        others=(),
         run_id="check",
         nodes=nodes,
         token=None,
@@ -242,6 +250,85 @@ def test_a_name_that_does_not_resolve_is_said(free_port) -> None:
     assert got.trouble is not None
     assert got.trouble.code == "HF551"
     assert "does not resolve" in got.trouble.why
+
+
+@asynccontextmanager
+async def job_and_witness() -> AsyncIterator[tuple[Endpoint, Endpoint]]:
+    """An agent of a running job, and a witness that knows it as the coordinator's."""
+    job = JobSpec(run_id="check", min_nodes=1, max_nodes=2, backend="c10d")
+    agent, there = (claim(Endpoint(host="127.0.0.1", port=0)) for _ in range(2))
+    listener = Listener(agent.sockets, job, None, lambda *_: None, lambda _: None)
+    witness = Witness(there, None, Limits(), "w", lambda _: None)
+    await listener.start()
+    await witness.start()
+    told = await dial_agent(there.endpoint, job, NodeSpec(member="a#1", host="a", nproc=1))
+    acknowledged = asyncio.Event()
+    told.start(lambda _: acknowledged.set(), lambda _: None)
+    seat = Seat("a#1", "a", "127.0.0.1", agent.port)
+    told.send(Renew(2, 1, Charter(CharterPosition(2, 1), (seat,))))
+    await acknowledged.wait()
+    try:
+        yield agent.endpoint, there.endpoint
+    finally:
+        told.abort()
+        witness.close()
+        listener.close()
+
+
+@pytest.mark.parametrize("by_witness", [False, True])
+def test_a_job_whose_first_host_is_gone_is_found_by_the_list(free_port, *, by_witness: bool) -> None:
+    async def look() -> tuple[JointResult, Endpoint]:
+        async with job_and_witness() as (agent, witness):
+            what = asked(free_port(), is_host=False, timeout_s=3600.0)
+            return await check(what._replace(others=(witness,) if by_witness else (agent,))), agent
+
+    got, agent = asyncio.run(look())
+    assert got.trouble is not None
+    assert (got.trouble.code, got.trouble.level) == ("HF553", Level.RETRY)
+    assert f"a job runs at {agent}" in got.trouble.why
+
+
+def test_where_the_first_host_is_gone_and_no_job_runs_the_list_has_to_change(free_port) -> None:
+    nobody = Endpoint(host="127.0.0.1", port=free_port())
+    (got,) = together(lambda: check(asked(free_port(), is_host=False, timeout_s=0.3, others=(nobody,))))
+    assert got.trouble is not None
+    assert got.trouble.code == "HF551"
+    assert "name another one first" in got.trouble.fix
+
+
+def test_each_entry_of_the_list_is_a_node_or_a_witness(free_port) -> None:
+    async def look() -> list[JointResult]:
+        place = claim(Endpoint(host="127.0.0.1", port=0))
+        witness = Witness(place, b"secret", Limits(), "w", lambda _: None)
+        await witness.start()
+        elsewhere = Endpoint(host="127.0.0.250", port=free_port())
+        own = Endpoint(host="127.0.0.1", port=free_port())
+        try:
+            what = asked(free_port(), token=b"secret", others=(place.endpoint, own, elsewhere))
+            return await asyncio.gather(check(what), check(what))
+        finally:
+            witness.close()
+
+    for got in asyncio.run(look()):
+        assert got.check is not None
+        found = [(finding.level, finding.why) for finding in witnesses(got.check)]
+        assert [level for level, _ in found] == [Level.PASS]
+
+
+def test_an_entry_that_is_nobodys_is_reported_with_the_nodes_that_miss_it() -> None:
+    reports = tuple(
+        NodeReport(
+            summary=Summary(host=host, python="", torch="", cuda="", nccl="", holdfast=""),
+            entries=(
+                ListEntry(place="b:1", own=host == "b", error="" if host == "b" else "connection refused"),
+                ListEntry(place="w:2", error="" if host == "b" else "no answer within 3 s"),
+            ),
+        )
+        for host in ("a", "b")
+    )
+    (finding,) = witnesses(JointCheck(wanted=(2, 2), came=("a", "b"), reports=reports))
+    assert (finding.code, finding.level) == ("HF555", Level.WARN)
+    assert finding.why == "none at w:2 for a, and no node of this check: no answer within 3 s"
 
 
 async def stranger(port: int) -> tuple[Roster, Callable[[], None]]:

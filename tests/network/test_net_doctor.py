@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
@@ -201,6 +202,41 @@ def test_another_token_and_a_job_at_the_endpoint_are_told_apart(consult) -> None
     assert "HF552" in problems(told), told
     assert "token" in problems(told)["HF552"]
     assert problems(doctors.answer(1)) == {"HF550": "1 of 3 joined: node1"}
+
+
+def test_the_witness_is_checked_and_the_job_is_found_after_a_succession(consult) -> None:
+    """Before the job the witness answers. Later the first host is lost, and the witness knows where the job is."""
+    doctors: Consultation = consult(3)
+    line = ("--nnodes", "1:2", "--rdzv-endpoint", "node1:29400,node3:29500", "--timeout", str(TIMEOUT_S))
+    screens = {name: doctors.folder / f"{name}.txt" for name in ("witness", "node1", "node2")}
+
+    def start(number: int, name: str, *words: str) -> None:
+        with screens[name].open("wb") as file:
+            doctors.hosts[number].start([sys.executable, "-m", *words], cwd=doctors.folder, stdout=file)
+
+    start(3, "witness", "holdfast", "witness", "--bind", "10.77.0.3:29500")
+    until(lambda: "listens" in screens["witness"].read_text(), screens["witness"].read_text, END_S_MAX)
+    doctors.call_all((1, 2), *line, "--all-reduce", "off")
+    for number in (1, 2):
+        told = doctors.answer(number)
+        assert problems(told) == {}
+        assert said(told, "HF555") == ["one answers at node3:29500"]
+    logs = str(doctors.folder / "logs")
+    job = ("holdfast.run", *LINE, *line[:-2], "--rdzv-conf", "lease=3600", "--log-dir", logs, "--no-python")
+    for number in (1, 2):
+        start(number, f"node{number}", *job, "sleep", "600")
+
+    def started_with_three_votes() -> bool:
+        told = "".join(path.read_text() for path in Path(logs).glob("*/events.jsonl"))
+        return "coordinator.started" in told and re.search(r'"voters": ?3', told) is not None
+
+    until(started_with_three_votes, screens["node2"].read_text, END_S_MAX)
+    doctors.hosts[1].kill()
+    until(lambda: "is the coordinator now" in screens["node2"].read_text(), screens["node2"].read_text, END_S_MAX)
+    doctors.call(2, *line)
+    told = doctors.answer(2)
+    assert told["level"] == "retry"
+    assert "a job runs at 10.77.0.2:" in problems(told)["HF553"]
 
 
 @pytest.mark.slow

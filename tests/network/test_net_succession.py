@@ -6,11 +6,14 @@ import json
 import signal
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.network.fleet import LEASE_S, LONG_LEASE, SHORT_LEASE, WORKER, Fleet, Generation, until, workers_on
+from tests.network.fleet import LEASE_S, LONG_LEASE, SHORT_LEASE, WORKER, Agent, Fleet, Generation, until, workers_on
 from tests.support.limits import limit_s
 
 
@@ -62,9 +65,9 @@ def test_the_coordinators_node_becomes_silent(fleet) -> None:
     job.check()
 
 
-def test_two_nodes_and_a_witness(fleet) -> None:
-    """The node with the coordinator is killed; the other one goes on with the witness's vote. A new agent on the first
-    node learns from the witness where the job is, and joins it."""
+@contextmanager
+def two_and_a_witness(fleet) -> Iterator[Fleet]:
+    """A job of the nodes 1 and 2, and a witness on node 3 that hears their coordinator."""
     job: Fleet = fleet(3)
     screen = job.folder / "witness.txt"
     with screen.open("wb") as file:
@@ -75,16 +78,92 @@ def test_two_nodes_and_a_witness(fleet) -> None:
     job.start_all([1, 2])
     job.trains([1, 2])
     until(lambda: "witness of job" in screen.read_text(), screen.read_text)
-    since_s = time.monotonic()
-    job.hosts[1].kill()
-    after = job.trains([2], since_s)
-    job.hosts[1].boot()
-    job.start(1)
-    job.trains([1, 2], after.born_s)
+    yield job
     finish(job, 1, 2)
     witness.signal(signal.SIGTERM)
     assert witness.wait(limit_s(5.0)) == 0
     job.check()
+
+
+def test_two_nodes_and_a_witness(fleet) -> None:
+    """The node with the coordinator is killed; the other one goes on with the witness's vote. A new agent on the first
+    node learns from the witness where the job is, and joins it."""
+    with two_and_a_witness(fleet) as job:
+        since_s = time.monotonic()
+        job.hosts[1].kill()
+        after = job.trains([2], since_s)
+        job.hosts[1].boot()
+        job.start(1)
+        job.trains([1, 2], after.born_s)
+
+
+def test_a_lone_coordinator_and_a_witness(fleet) -> None:
+    """The other node is lost, and the coordinator goes on alone, with the witness's consent. When its process is killed
+    as well, the witness alone remembers: the new one waits for nobody's votes, and continues with the next number."""
+    with two_and_a_witness(fleet) as job:
+        since_s = time.monotonic()
+        job.hosts[2].kill()
+        alone = job.trains([1], since_s)
+        newest = max(told["generation"] for told in journal(job.agents[0], "coordinator.started"))
+        job.hosts[1].kill()
+        job.hosts[1].boot()
+        agent = job.start(1)
+        again = job.trains([1], alone.last_s())
+        (recalled,) = journal(agent, "coordinator.recalled")
+        assert recalled["generation"] == newest
+        assert min(told["generation"] for told in journal(agent, "coordinator.started")) == newest + 1
+        assert "may go on with it" not in agent.text, "it knows that nobody can be elected"
+        job.hosts[2].boot()
+        job.start(2)
+        job.trains([1, 2], again.born_s)
+
+
+def journal(agent: Agent, event: str) -> list[dict[str, Any]]:
+    """What this agent wrote of this kind."""
+    (path,) = agent.screen.with_suffix("").glob("*/events.jsonl")
+    notes = [json.loads(line) for line in path.read_text().splitlines() if event in line]
+    return [note for note in notes if note["event"] == event]
+
+
+PORTS = """
+import json, os, sys, time
+
+site = os.environ["SITE"]
+ports = {}
+for path in ("/proc/net/tcp", "/proc/net/tcp6"):
+    for line in open(path).read().splitlines()[1:]:
+        _, local, _, state, *_ = line.split()
+        if state == "0A":
+            address, port = local.split(":")
+            ports[int(port, 16)] = address
+with open(site + "/ports.part", "w") as file:
+    json.dump({"master": int(os.environ["MASTER_PORT"]), "ports": ports}, file)
+if os.environ["RANK"] == "0":
+    os.rename(site + "/ports.part", site + "/ports")
+"""
+"""The first worker writes which ports of its host are listened at."""
+
+
+@pytest.mark.parametrize(
+    ("options", "ports"),
+    [
+        pytest.param(("--standalone",), (), id="standalone"),
+        pytest.param(("--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node1"), (29400,), id="one-node"),
+        pytest.param(
+            ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node1", "--agent-port", "7777"),
+            (7777, 29400),
+            id="agent-port",
+        ),
+    ],
+)
+def test_an_agent_listens_only_where_others_need_it(fleet, options: tuple[str, ...], ports: tuple[int, ...]) -> None:
+    """All of its host's ports, beside that of the store for the workers."""
+    job: Fleet = fleet(1)
+    job.script.write_text(PORTS)
+    job.args = options
+    assert job.start(1).end() == 0
+    found = json.loads((job.folder / "ports").read_text())
+    assert sorted(int(port) for port in found["ports"] if int(port) != found["master"]) == list(ports)
 
 
 def test_the_coordinators_node_and_one_more_of_five(fleet) -> None:

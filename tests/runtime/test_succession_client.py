@@ -8,10 +8,10 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from holdfast.agent.voter import AskVote, PolledCame, PollFailed, Unlinked
+from holdfast.agent.voter import AskVote, PolledCame, PollFailed, Unlinked, VoterState
 from holdfast.coordinator.coordinator_state import Deposed
 from holdfast.protocol.charter import Charter, CharterPosition, Poll, Polled, Renew, Seat
-from holdfast.protocol.errors import CoordinatorUnreachableError
+from holdfast.protocol.errors import CoordinatorUnreachableError, PortInUseError, RefusedError
 from holdfast.protocol.messages import REVISION, FromCoordinator, Join, Joined, Moved, Supersede
 from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
@@ -117,6 +117,21 @@ async def test_an_agent_that_knows_of_no_coordinator_says_so() -> None:
             await dial(b.place, JOB, b.node)
 
 
+async def test_without_the_token_an_agents_port_says_nothing() -> None:
+    async with agents("a", "b", token=TOKEN) as (_, b):
+        for token in (None, b"another"):
+            with pytest.raises(RefusedError, match="token"):
+                await dial_agent(b.place, JOB, b.node, token)
+
+
+async def test_a_port_of_its_own_that_is_taken_is_named_with_its_option() -> None:
+    with contextlib.closing(claim(Endpoint(host="127.0.0.1", port=0))) as taken:
+        client = Agent("a", [free_endpoint()], port=taken.port).client
+        with pytest.raises(PortInUseError, match=f"--agent-port: .*:{taken.port}"):
+            await client.connect(NodeSpec(member="a#1", host="a", nproc=1))
+        await client.close()
+
+
 async def test_who_joins_where_no_coordinator_is_is_sent_away() -> None:
     async with agents("a", "b") as (_, b):
         connection = await dial_agent(b.place, JOB, b.node)
@@ -218,6 +233,22 @@ async def test_while_it_has_the_coordinator_a_node_votes_for_nobody() -> None:
         service.deposed(Deposed(9, "127.0.0.1", 9))
         a.voter.poll_came(poll, answers.append)
         assert answers[-1].granted
+
+
+async def test_who_joins_a_coordinator_in_its_process_that_steps_down_follows_nobody() -> None:
+    """Its answer is still on the way then: the voter must vote, and not follow for ever."""
+    a = Agent("a", [free_endpoint()])
+    try:
+        link = await a.client.connect(a.node)
+        link.start(a.heard.append, a.lost.append)
+        assert a.client.service is not None
+        link.send(Join(a.node, revision=REVISION, port=a.client.port))
+        asyncio.get_running_loop().call_soon(a.client.service.deposed, Deposed(9, "", 0))
+        await settled(lambda: bool(a.lost))
+        assert any(isinstance(message, Joined) for message in a.heard)
+        assert a.voter.machine.stage is VoterState.ALONE
+    finally:
+        await a.client.close()
 
 
 async def test_a_founder_that_hears_of_a_newer_coordinator_steps_down_and_goes_there() -> None:

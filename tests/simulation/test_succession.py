@@ -32,6 +32,8 @@ MENDED = (199, 233, 285, 311, 345, 358, 370, 542, 579, 1732, 2014)
 """Seeds beyond the ordinary ones that have found something."""
 TORN = (54, 113, 210, 224, 264)
 """The same, of `nemesis`."""
+PAIRS = (*range(8), 56, 65, 118)
+"""Of `pair`: the last ones have found something."""
 
 
 @pytest.mark.parametrize("first", range(FIRST, END, STEP))
@@ -51,6 +53,13 @@ def test_what_is_torn_while_it_decides_keeps_every_promise(seed: int) -> None:
     cluster = nemesis(seed)
     cluster.run()
     assert cluster.coordinators > 2
+
+
+@pytest.mark.parametrize("seed", PAIRS)
+def test_two_nodes_and_a_witness_keep_every_promise(seed: int) -> None:
+    cluster = pair(seed)
+    cluster.run()
+    assert cluster.succeeded()
 
 
 def test_successors_are_elected_and_continue() -> None:
@@ -200,6 +209,35 @@ def nemesis(seed: int, *rules: type) -> SuccessionCluster:
         faults=faults,
     )
     return breaking(*rules)(seed, nodes, options, witnesses=seed // 9 % 2, fixed_ports=True)
+
+
+def pair(seed: int) -> SuccessionCluster:
+    """Two nodes and a witness. Each node is alone again and again; then only the witness remembers what it does."""
+    faults = FaultOptions(
+        span_s=60.0,
+        leader_moments=(0, 30, 100)[seed % 3],
+        moment_tears=seed // 3 % 2 == 1,
+        leader_crashes=2,
+        leader_cuts=seed // 2 % 2,
+        cuts=seed // 4 % 2,
+        freezes=seed // 8 % 2,
+        lags=seed // 16 % 2,
+        worker_failures=2,
+        agent_kills=1,
+    )
+    options = SimOptions(
+        min_nodes=1,
+        max_nodes=2,
+        nproc_max=1,
+        max_restarts=100,
+        work_s=40.0,
+        delay_s_max=(0.005, 0.05)[seed // 5 % 2],
+        limits=LIMITS,
+        grow=Grow.NOW,
+        faults=faults,
+    )
+    fixed = seed // 11 % 2 == 1
+    return SuccessionCluster(seed, 2, options, endpoints=1 + seed // 7 % 2, witnesses=1, fixed_ports=fixed)
 
 
 def duel(seed: int, *rules: type) -> SuccessionCluster:

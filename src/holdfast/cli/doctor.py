@@ -197,6 +197,7 @@ def joint_options(parsed: Parsed, place: RendezvousOptions, python: str) -> Join
         is_host = False  # static: the endpoint is node 0's
     return JointOptions(
         endpoint=place.endpoint,
+        others=place.more_endpoints,
         run_id=place.job.run_id,
         nodes=(place.job.min_nodes, place.job.max_nodes),
         token=place.token,

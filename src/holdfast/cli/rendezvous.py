@@ -136,13 +136,13 @@ def survives(options: RunOptions) -> str:
         why = "with static rendezvous the others wait for it" if job.fixed_ranks else "succession is off"
         return f"the loss of any node but the coordinator's: {why}"
     count = losses(min(job.max_nodes, VOTERS_MAX))
-    if count == 0:
-        listed = " or ".join(map(str, others))
-        if listed:
-            return f"the loss of 1 of 2 nodes, the coordinator's too, if a witness is at {listed}"
+    if count == 0 and not others:
         why = "two nodes have no majority without the other; a witness gives one (holdfast witness)"
         return f"the loss of any node but the coordinator's: {why}"
     text = f"the loss of {count} of {job.max_nodes} nodes at one time, the coordinator's too: a majority elects another"
+    if count == 0:
+        count = 1
+        text = f"the loss of 1 of 2 nodes, the coordinator's too, if a witness is at {' or '.join(map(str, others))}"
     return text if job.max_nodes - count >= job.min_nodes else f"{text}; it trains when {job.min_nodes} are here"
 
 

@@ -13,6 +13,7 @@ from math import inf
 from msgspec import structs
 
 from holdfast.coordinator.coordinator_state import Command, Member, ProveVoterGone, Tell
+from holdfast.coordinator.formation import FENCE
 from holdfast.protocol.charter import (
     NO_CHARTER,
     VOTERS_MAX,
@@ -27,6 +28,7 @@ from holdfast.protocol.charter import (
 )
 from holdfast.protocol.messages import Recall
 from holdfast.protocol.policy import Limits
+from holdfast.text import listed
 
 RENEWALS_OPEN_MAX = 16
 """Renews of one voter without an answer. An answer to an older one counts for nothing."""
@@ -74,7 +76,10 @@ class Charters:
         self._confirmed_s: float | None = None
         """As in `authority_s`, which every message asks for; None: it has to be found again."""
         self._uninformed: set[str] = set()
-        """Agents without a vote that do not know the present voters, one of which may be the next coordinator."""
+        """Agents without a vote that do not know the present voters, one of which may be the next coordinator, and
+        witnesses without a vote that do not know the newest charter."""
+        self._witnesses: set[str] = set()
+        """Those with a link. Without a vote they keep the charter, too: a node that founds the job again asks them."""
         self._number = 0
         self._send_at_s = now
         if succession.charter is not None:  # its own term's first charter: it counts only with a majority for this term
@@ -110,7 +115,7 @@ class Charters:
     def due_s(self, now: float) -> float:
         """When `advance` has something to do, or the authority ends."""
         if not self.elects:
-            return inf
+            return self._send_at_s if self._others() else inf
         prove_s = min(voter.prove_at_s for voter in self._voters.values())
         return min(self._send_at_s, prove_s, self.authority_s(now) + self._limits.fence_s)
 
@@ -120,7 +125,7 @@ class Charters:
         """Make this the newest charter. Its position and voters are ignored. `seats`: the voters that it should have;
         None: as before. They change only while the charter before counts. Returns whether anything has changed."""
         present = self.charter
-        voters, before = present.voters, present.before
+        voters, before, elected = present.voters, present.before, self.elects
         if self.counts and before:
             before = ()
         elif self.counts and seats is not None and seats != voters:
@@ -131,11 +136,12 @@ class Charters:
         self.charter = structs.replace(changed, position=CharterPosition(self.term, self._next_number()))
         same = structs.replace(changed, voters=present.voters, before=present.before) == present
         self.settled = self.settled and same
-        if (voters, before) != (present.voters, present.before):
-            self._uninformed.update(self._links)
-        if not self.elects:  # until now nobody could take its place
+        if not elected:  # until now nobody could take its place
             self._since_s, self._confirmed_s = now, None
         self._seat()
+        if (elected or self.elects) and (voters, before) != (present.voters, present.before):
+            self._uninformed.update(self._links)
+        self._uninformed |= self._witnesses
         self._count()
         self._send_at_s = -inf
         return True
@@ -144,7 +150,7 @@ class Charters:
         """A founder that learns of an earlier term continues after it."""
         self.term = max(self.term, term)
 
-    def linked(self, name: str, link: int) -> None:
+    def linked(self, name: str, link: int, *, witness: bool = False) -> None:
         self._names.pop(self._links.get(name, link), None)
         self._links[name], self._names[link] = link, name
         self._gone.discard(name)
@@ -153,14 +159,17 @@ class Charters:
             voter = self._voters[name]
             voter.link, voter.prove_at_s = link, inf
             voter.open.clear()
-        else:
+        elif self.elects or witness:
             self._uninformed.add(name)
+        if witness:
+            self._witnesses.add(name)
         self._send_at_s = -inf
 
     def unlinked(self, link: int, now: float) -> None:
         name = self._names.pop(link, None)
         if name is not None:
             del self._links[name]
+            self._witnesses.discard(name)
             if name in self._voters:
                 self._voters[name].link, self._voters[name].prove_at_s = None, now
 
@@ -194,15 +203,16 @@ class Charters:
     def advance(self, now: float, job_s: float, training_s: float) -> list[Command]:
         """What is due: Renews, which carry these times of the job, and proofs that a voter is gone."""
         out: list[Command] = []
+        if now >= self._send_at_s and (self.elects or self._others()):
+            self._send_at_s = now + self._limits.renew_interval_s
+            voters = [voter for voter in self._voters.values() if voter.link is not None] if self.elects else []
+            out += [self._renew(now, voter, job_s, training_s) for voter in voters]
+            for name in sorted(self._others()):
+                charter = self.charter if name in self._uninformed else None
+                out.append(Tell(self._links[name], Renew(self.term, 0, charter, job_s, training_s)))
+            self._uninformed.clear()
         if not self.elects:
             return out
-        if now >= self._send_at_s:
-            self._send_at_s = now + self._limits.renew_interval_s
-            voters = [voter for voter in self._voters.values() if voter.link is not None]
-            out += [self._renew(now, voter, job_s, training_s) for voter in voters]
-            for name in sorted(self._uninformed & (self._links.keys() - self._voters.keys())):
-                out.append(Tell(self._links[name], Renew(self.term, 0, self.charter)))
-            self._uninformed.clear()
         for voter in self._voters.values():
             if now >= voter.prove_at_s:
                 voter.prove_at_s = now + self._limits.prove_s
@@ -210,6 +220,12 @@ class Charters:
         return out
 
     # ---------------------------------------------------------------- small steps
+
+    def _others(self) -> set[str]:
+        """Those without a vote to whom something is sent now. A founder without voters has nothing to say."""
+        if not self.charter.voters:
+            return set()
+        return (self._uninformed | self._witnesses) & (self._links.keys() - self._voters.keys())
 
     def _renew(self, now: float, voter: VoterRecord, job_s: float, training_s: float) -> Command:
         assert voter.link is not None
@@ -257,6 +273,8 @@ class OlderJob:
         """No worker of it is alive from then on."""
         self._patience_s = -inf
         """Its voters wait until then for each other."""
+        self.alive = False
+        """The sender of the newest Recall hears its coordinator."""
         self._prove_at_s = inf
 
     @property
@@ -270,8 +288,25 @@ class OlderJob:
         """When another generation may be formed."""
         return self._fenced_s if self.over else max(self._fenced_s, self._patience_s)
 
-    def heard(self, now: float, recall: Recall) -> bool:
-        """Returns whether the charter is newer than those before."""
+    def wait(self, now: float) -> str:
+        """What it waits for until then, for users."""
+        if self.charter is None or self.over or now >= self._patience_s:
+            return FENCE
+        voters = self.charter.voters
+        if self.alive:
+            return (
+                "a witness hears this job's coordinator, and this node does not: see the network between it and "
+                f"{voters[0].host}, or end the agent there"
+            )
+        living = {seat.host for seat in voters if seat.name not in self._ended and not seat.witness}
+        return (
+            f"this job was started before, and {listed(sorted(living), 4) or 'others'} may go on with it; then this "
+            "node joins. If they are gone, there is nothing to do; to start another job, use another --rdzv-id"
+        )
+
+    def heard(self, now: float, recall: Recall, *, alive: bool = False) -> bool:
+        """Returns whether the charter is newer than those before. `alive`: its coordinator is."""
+        self.alive = alive
         self.term = max(self.term, recall.term, recall.charter.position.term)
         self.lost(now - recall.lost_s)
         self._patience_s = max(self._patience_s, now + recall.patience_s)

@@ -22,6 +22,7 @@ from holdfast.coordinator.coordinator_state import (
 )
 from holdfast.coordinator.ending import FINAL, Budget, Endings, Judge, ended_without
 from holdfast.coordinator.formation import (
+    BACK_OFF,
     Candidate,
     Gathering,
     all_places,
@@ -356,6 +357,7 @@ class CoordinatorActs:
         self._regrouping.reset()
         gathering = self._gathering
         gathering.began_s, gathering.not_before_s, gathering.regroup = now, not_before_s, True
+        gathering.pause = BACK_OFF
         self._waiting_said = Pauses.begin(now, self.limits.say_interval_s)
         self._why = reason
         self._count_candidates(now)

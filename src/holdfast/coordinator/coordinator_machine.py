@@ -41,6 +41,7 @@ from holdfast.coordinator.coordinator_state import (
 )
 from holdfast.coordinator.ending import Restart
 from holdfast.coordinator.formation import (
+    FENCE,
     FormNow,
     NoQuorum,
     WaitUntil,
@@ -305,7 +306,8 @@ class CoordinatorMachine(CoordinatorActs):
         """Other agents of that generation may still run its workers. They kill them one fence after that coordinator
         died, which was before this one started and before the reporting agent lost its link."""
         gone_s = died_s + self.limits.fence_s + self.limits.kill_s
-        self._gathering.not_before_s = max(self._gathering.not_before_s, gone_s)
+        if gone_s > self._gathering.not_before_s:
+            self._gathering.not_before_s, self._gathering.pause = gone_s, FENCE
 
     def _on_prepared(self, now: float, member: Member, generation: int, store_port: int | None) -> None:
         if self._announced is not None and generation == self._announced.world.generation:
@@ -559,6 +561,8 @@ class CoordinatorMachine(CoordinatorActs):
             case WaitUntil():
                 if self._waiting_said.due(now):
                     left = f"; giving up in {decision.deadline_s - now:.0f} s" if decision.gives_up else ""
+                    if decision.at_most:
+                        left = f"; {decision.deadline_s - now:.0f} s at most"
                     text = f"waiting: {decision.reason} ({self._who_is_here()}){left}"
                     for member in self.members.values():
                         self._tell(member, Waiting(text))

@@ -12,6 +12,9 @@ from holdfast.protocol.messages import Assign
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.text import spans
 
+BACK_OFF = "a pause before the restart"
+FENCE = "workers that were started before may still run, and end by themselves"
+
 
 class Candidate(Struct, frozen=True):
     node: NodeSpec
@@ -32,6 +35,10 @@ class Gathering(Struct, kw_only=True):
     awaited: int = 0
     """A successor forms at once when this many nodes are present: all that are left of the generation before; 0: none
     is known."""
+    pause: str = BACK_OFF
+    """What it waits for until not_before_s, for users."""
+    extends: bool = False
+    """It may wait longer than that."""
 
     def count(self, present: int, min_nodes: int, now: float) -> None:
         """Note the number of candidates that are present now."""
@@ -51,6 +58,8 @@ class WaitUntil(Struct, frozen=True):
     reason: str
     gives_up: bool = False
     """The deadline ends the job, and not only the wait."""
+    at_most: bool = False
+    """The wait is not longer."""
 
 
 class NoQuorum(Struct, frozen=True):
@@ -79,7 +88,7 @@ def decide(job: JobSpec, limits: Limits, gathering: Gathering, now: float) -> De
             return NoQuorum(f"{gathering.present} of at least {job.min_nodes} nodes came within {limits.join_s:g} s")
         return WaitUntil(deadline, f"{gathering.present} of {_range(job)} nodes are here", gives_up=True)
     if now < gathering.not_before_s:
-        return WaitUntil(gathering.not_before_s, "backing off")
+        return WaitUntil(gathering.not_before_s, gathering.pause, at_most=not gathering.extends)
     if gathering.present >= job.max_nodes:
         return FormNow(f"all {job.max_nodes} nodes are here")
     if gathering.regroup:

@@ -181,7 +181,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
                 self._on_gone(name)
             case WitnessOpened(link, seat) if seat.name not in self._strangers:
                 self._witnesses[link] = seat
-                self._charters.linked(seat.name, link)
+                self._charters.linked(seat.name, link, witness=True)
                 self._reseat, self._ask_at_s = True, now
             case LinkClosed(link):
                 self._charters.unlinked(link, now)
@@ -266,9 +266,9 @@ class ReplicatedCoordinator(CoordinatorMachine):
         own = next((seat for seat in self.charter.seats if seat.name == self._charters.name), None)
         return [] if own is None else [Tell(link, Moved(self.term, own.address, own.port))]
 
-    def _recalled(self, now: float, recall: Recall) -> None:
-        """There was an older job. Continue it, unless its voters elect another coordinator."""
-        if self._older.heard(now, recall):
+    def _recalled(self, now: float, recall: Recall, *, alive: bool = False) -> None:
+        """There was an older job. Continue it, unless its voters elect another coordinator, or it has one."""
+        if self._older.heard(now, recall, alive=alive):
             charter = recall.charter
             self._note("recalled", number=charter.position.number, term=recall.term, generation=charter.generation)
             self._continue(now, charter)
@@ -278,8 +278,9 @@ class ReplicatedCoordinator(CoordinatorMachine):
         charter, limits = polled.charter, self.limits
         if charter is not None and charter.outcome is None:
             left_s = limits.elect_s if polled.follows else max(0.0, limits.elect_s - polled.silent_s)
-            patience_s = left_s if len(charter.seats) >= VOTERS_MIN else 0.0
-            self._recalled(now, Recall(charter, polled.term, polled.silent_s, patience_s))
+            patience_s = left_s if polled.follows or len(charter.seats) >= VOTERS_MIN else 0.0
+            recall = Recall(charter, polled.term, polled.silent_s, patience_s)
+            self._recalled(now, recall, alive=bool(polled.follows))
 
     def _ask_witnesses(self, now: float) -> list[Command]:
         """Whether they know of an older job."""
@@ -445,7 +446,12 @@ class ReplicatedCoordinator(CoordinatorMachine):
 
     def _advance_gathering(self, now: float) -> None:
         if self._founds and self._older.charter is not None:
-            self._gathering.not_before_s = self._older.not_before_s
+            older, gathering = self._older, self._gathering
+            gathering.not_before_s, gathering.pause, gathering.extends = (
+                older.not_before_s,
+                older.wait(now),
+                older.alive,
+            )
         if self.world is None and self._alone and self._left and not self._missing():
             self._gathering.not_before_s = min(self._gathering.not_before_s, now)  # nobody else runs workers
         super()._advance_gathering(now)

@@ -213,6 +213,17 @@ class NodePath(Struct, frozen=True, kw_only=True):
     """Bandwidth of one connection."""
 
 
+class ListEntry(Struct, frozen=True, kw_only=True):
+    """An entry of the endpoint list, seen from one node."""
+
+    place: str
+    """`host:port`"""
+    own: bool = False
+    """It is an address of this node."""
+    error: str = ""
+    """Why no witness answers there; empty: one does."""
+
+
 class NodeReport(Struct, frozen=True, kw_only=True, tag=True):
     """The results of one node, for the others."""
 
@@ -220,6 +231,8 @@ class NodeReport(Struct, frozen=True, kw_only=True, tag=True):
     links: tuple[NodePath, ...] = ()
     findings: tuple[DoctorFinding, ...] = ()
     """Local findings that did not pass."""
+    entries: tuple[ListEntry, ...] = ()
+    """The entries of the endpoint list after the first one, in order."""
 
 
 class Reduced(Struct, frozen=True, kw_only=True, tag=True):

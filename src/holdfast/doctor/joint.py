@@ -19,6 +19,7 @@ from holdfast.doctor import (
     DoctorFinding,
     JointCheck,
     Level,
+    ListEntry,
     LocalFacts,
     NodeReport,
     Reduced,
@@ -72,6 +73,8 @@ class JointOptions(NamedTuple):
     """Options of the command line."""
 
     endpoint: Endpoint
+    others: tuple[Endpoint, ...]
+    """The other entries of the endpoint list."""
     run_id: str
     nodes: tuple[int, int]
     token: bytes | None
@@ -104,7 +107,7 @@ async def check_together(
         met = await _meet(asked, job, node, tasks, say)
         if isinstance(met, DoctorFinding):
             return JointResult(None, trouble=met)
-        client = CheckClient(asked, host, *met)
+        client = CheckClient(asked, host, lambda: new_session(asked, job, node), *met)
         try:
             return await client.run(facts, examine)
         except RefusedError as error:
@@ -116,16 +119,20 @@ async def check_together(
             await client.close()
 
 
+def new_session(asked: JointOptions, job: JobSpec, node: NodeSpec) -> Session[FromServer]:
+    return Session(ClientHandshake(job, node, asked.token, fresh_nonce()), decode_from_server)
+
+
 async def _meet(
     asked: JointOptions, job: JobSpec, node: NodeSpec, tasks: asyncio.TaskGroup, say: Callable[[str], None]
 ) -> tuple[Connection[FromServer], Claim | None] | DoctorFinding:
     """A connection to the server. The server starts here if the endpoint is this machine's."""
 
     def session() -> Session[FromServer]:
-        return Session(ClientHandshake(job, node, asked.token, fresh_nonce()), decode_from_server)
+        return new_session(asked, job, node)
 
     loop = asyncio.get_running_loop()
-    began, said_s = loop.time(), loop.time()
+    began = said_s = look_s = loop.time()
     while True:
         try:
             place = await run_detached(lambda: claim(asked.endpoint, is_host=asked.is_host))
@@ -135,6 +142,10 @@ async def _meet(
             return await dial_endpoint(place.endpoint, session), place if place.is_host else None
         except (UnresolvedHostError, CoordinatorUnreachableError) as error:
             now = loop.time()
+            if now >= look_s:
+                look_s = now + SAY_S
+                if (elsewhere := await _job_elsewhere(asked, session)) is not None:
+                    return elsewhere
             if now - began > asked.timeout_s:
                 return _nobody(asked, error)
             if now - said_s > SAY_S:
@@ -142,7 +153,7 @@ async def _meet(
                 say(f"no answer at {asked.endpoint} yet: {error}")
             await asyncio.sleep(RETRY_S)
         except (RefusedError, AuthenticationError, PortInUseError, ProtocolError) as error:
-            return _turned_away(asked, error)
+            return _turned_away(asked.endpoint, error)
         except OSError as error:
             return fatal("HF553", MEETING, f"cannot bind {asked.endpoint}: {error.strerror}", "use another port")
 
@@ -150,28 +161,76 @@ async def _meet(
 def _nobody(asked: JointOptions, error: HoldfastError) -> DoctorFinding:
     text = str(error).removeprefix(f"no coordinator at {asked.endpoint}: ")
     why = f"no answer at {asked.endpoint} within {asked.timeout_s:g} s: {text}"
+    instead = "; a job begins only there: if that node is gone, name another one first, on all nodes"
+    fix = instead if asked.others else ""
     if "no answer" in text:
-        return fatal("HF551", MEETING, why, "check firewalls and security groups of that node, and open the port")
-    return retry("HF551", MEETING, why, "run doctor on the node that owns the endpoint, too; check its name")
+        return fatal("HF551", MEETING, why, f"check firewalls and security groups of that node, and open the port{fix}")
+    return retry("HF551", MEETING, why, f"run doctor on the node that owns the endpoint, too; check its name{fix}")
 
 
-def _turned_away(asked: JointOptions, error: HoldfastError) -> DoctorFinding:
+async def _job_elsewhere(asked: JointOptions, session: Callable[[], Session[FromServer]]) -> DoctorFinding | None:
+    """The job may run although nobody answers at the first entry of the list: another one leads to it, or a witness."""
+    places = list(asked.others)
+    for place in places:
+        try:
+            connection = await dial_endpoint(place, session)
+        except RefusedError as error:
+            if _is_a_job(error):
+                return _turned_away(place, error)
+        except HoldfastError:
+            continue
+        else:
+            accepted = connection.accepted
+            connection.close()
+            if accepted.witness and accepted.port:
+                places.append(Endpoint(host=accepted.address, port=accepted.port))
+    return None
+
+
+def _is_a_job(error: HoldfastError) -> bool:
+    return str(error).count(f"backend {BACKEND!r}") == 1
+
+
+def _turned_away(endpoint: Endpoint, error: HoldfastError) -> DoctorFinding:
     text = str(error)
     fix = "wait for it to end, or use another port on all nodes"
     if isinstance(error, PortInUseError):  # names the process, where that is on this machine
-        return retry("HF553", MEETING, f"another program listens at {asked.endpoint}: {text}", fix)
-    if text.count(f"backend {BACKEND!r}") == 1:
-        holder = who_holds(asked.endpoint.port)
+        return retry("HF553", MEETING, f"another program listens at {endpoint}: {text}", fix)
+    if _is_a_job(error):
+        holder = who_holds(endpoint.port)
         here = f" (on this machine the port is used by {holder})" if holder else ""
-        return retry("HF553", MEETING, f"a job runs at {asked.endpoint}: {text}{here}", fix)
+        return retry("HF553", MEETING, f"a job runs at {endpoint}: {text}{here}", fix)
     return fatal("HF552", MEETING, text, "run the same line, with the same token, on all nodes")
+
+
+async def look_at_entry(entry: Endpoint, session: Callable[[], Session[FromServer]]) -> ListEntry:
+    """Whose it is: this node's, a witness's or nobody's."""
+    try:
+        place = await run_detached(lambda: claim(entry))
+        place.close()
+        if place.is_host:
+            return ListEntry(place=str(entry), own=True)
+        connection = await dial_endpoint(entry, session)
+    except (HoldfastError, OSError) as error:
+        return ListEntry(place=str(entry), error=str(error).removeprefix(f"no coordinator at {entry}: "))
+    witness = connection.accepted.witness
+    connection.close()
+    return ListEntry(place=str(entry), error="" if witness else "another doctor answers there")
 
 
 class CheckClient:
     """This node's part, from its first message to the last."""
 
-    def __init__(self, asked: JointOptions, host: str, connection: Connection[FromServer], place: Claim | None) -> None:
-        self._asked, self._host, self._place = asked, host, place
+    def __init__(
+        self,
+        asked: JointOptions,
+        host: str,
+        session: Callable[[], Session[FromServer]],
+        connection: Connection[FromServer],
+        place: Claim | None,
+    ) -> None:
+        """`session`: for a connection to an entry of the endpoint list."""
+        self._asked, self._host, self._session, self._place = asked, host, session, place
         self._connection = connection
         self._channel = Channel(connection)
         self._probes = ProbeServer()
@@ -193,7 +252,9 @@ class CheckClient:
         links = await probe_all(roster.me, roster.key, roster.peers)
         known = await facts
         problems = tuple(finding for finding in examine(known) if finding.level is not Level.PASS)
-        report = NodeReport(summary=self._summary(known), links=links, findings=problems)
+        looks = (look_at_entry(each, self._session) for each in self._asked.others)
+        entries = tuple(await asyncio.gather(*looks))
+        report = NodeReport(summary=self._summary(known), links=links, findings=problems, entries=entries)
         reports = await self._share(report, roster, max(timeout_s, REPORT_S_MIN))
         why = why_no_reduce(reports, wanted=roster.reduce)
         came = tuple(peer.name for peer in roster.peers)

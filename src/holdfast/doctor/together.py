@@ -46,7 +46,7 @@ class Way(NamedTuple):
 
 def examine_together(check: JointCheck, me: int) -> tuple[DoctorFinding, ...]:
     """All findings of a check, except those of node `me` about itself, which are shown anyway."""
-    parts = (who_came, silent_nodes, pairs, names, latency, bandwidth, clocks, versions, all_reduce)
+    parts = (who_came, silent_nodes, witnesses, pairs, names, latency, bandwidth, clocks, versions, all_reduce)
     found = [finding for part in parts for finding in part(check)]
     return (*found, *local_ones(check, me))
 
@@ -78,6 +78,25 @@ def silent_nodes(check: JointCheck) -> Iterator[DoctorFinding]:
     if silent:
         why = f"{listed(silent)} joined, but sent no report"
         yield retry("HF554", "nodes", why, "see doctor's output there; --timeout gives more time")
+
+
+def witnesses(check: JointCheck) -> Iterator[DoctorFinding]:
+    """Each entry of the endpoint list is a node of this check, or a witness that all nodes reach."""
+    what = "witness"
+    reports = [(name, report) for name, report in zip(check.came, check.reports, strict=True) if report is not None]
+    for same in zip(*(report.entries for _, report in reports), strict=False):
+        if any(entry.own for entry in same):
+            continue
+        place = same[0].place
+        missing = {name: entry.error for (name, _), entry in zip(reports, same, strict=True) if entry.error}
+        if not missing:
+            yield passed("HF555", what, f"one answers at {place}")
+            continue
+        fix = f"start it there (holdfast witness --bind {place}), with the job's token, or let the port through"
+        why = (
+            f"none at {place} for {listed(list(missing), 4)}, and no node of this check: {next(iter(missing.values()))}"
+        )
+        yield warn("HF555", what, why, fix)
 
 
 def pairs(check: JointCheck) -> Iterator[DoctorFinding]:

@@ -103,6 +103,11 @@ class WatchedLink:
         self._voter = voter
         self._joined = False
         self._moved = False
+        self._stepped_down = False
+
+    def stepped_down(self) -> None:
+        """The coordinator in this process has: what it said before may still be on its way, and links to nobody."""
+        self._stepped_down = isinstance(self._link, LocalLink)
 
     def start(self, on_message: Callable[[FromCoordinator], None], on_closed: Callable[[str], None]) -> None:
         self._link.start(partial(self._heard, on_message), partial(self._closed, on_closed))
@@ -123,7 +128,8 @@ class WatchedLink:
                 self._voter.feed(HeardOf(term, address, port))
             case Joined(term=term):
                 self.term, self._joined = term, True
-                self._voter.feed(Linked(term))
+                if not self._stepped_down:
+                    self._voter.feed(Linked(term))
                 on_message(message)
             case _:
                 on_message(message)

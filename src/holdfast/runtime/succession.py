@@ -147,6 +147,8 @@ class SuccessionClient:
         options = self._options
         try:
             place = open_port(options.local_addr, options.agent_port, loopback=is_loopback(options.endpoint.host))
+        except PortInUseError as error:
+            raise PortInUseError(f"--agent-port: {error}") from None
         except OSError as error:
             text = f"cannot listen at port {options.agent_port} (--agent-port): {error.strerror or error}"
             raise PortInUseError(text) from None
@@ -372,6 +374,8 @@ class SuccessionClient:
         if machine.charter.voters:
             self._voter.renew_came(Renew(machine.term, 0, machine.charter), lambda _: None)
         self._voter.feed(Unlinked(machine.term, closed=False, local=True))
+        if self._link is not None:
+            self._link.stepped_down()
         if command.port:
             service.announce(Moved(command.term, command.address, command.port))
             self._voter.feed(HeardOf(command.term, command.address, command.port))

@@ -360,7 +360,8 @@ class ElectingAgent(DrawnAgent):
                 self.voter.handle(vote.HeardOf(term, address, port))
             case Joined(term=term):
                 self._term = term
-                self.voter.handle(vote.Linked(term))
+                if not self._local or self.coordinator is not None:  # else that one has stepped down meanwhile
+                    self.voter.handle(vote.Linked(term))
                 self._received(message)
             case _:
                 self._received(message)
