@@ -8,6 +8,7 @@ import pytest
 
 from holdfast.coordinator.stragglers import Straggler, Stragglers
 from holdfast.coordinator.throughput import STEPS_TO_COUNT, WINDOWS_MAX, Throughput
+from holdfast.protocol.messages import Progress
 from holdfast.protocol.rank_progress import RankProgress, Stage
 
 NODES = [("a#1", "a", (0, 1)), ("b#1", "b", (0,))]
@@ -36,6 +37,23 @@ def test_a_rank_counts_from_its_third_step_on() -> None:
         assert world.newest_s is None
     world.heard("a#1", [steps(0, STEPS_TO_COUNT, 0.25)], 110.0)
     assert world.newest_s == 109.75
+
+
+def test_the_time_left_comes_from_the_jobs_own_count_and_rank_zeros_node() -> None:
+    """Its steps are batches: two of them make one step of the optimizer."""
+    world = throughput()
+    for second in range(120):
+        for member, behind in (("a#1", 0), ("b#1", 2)):
+            message = Progress(1, (steps(0, second * 5),), 4000 + second * 10 - behind, 10_000)
+            world.follow_job(100.0 + second, member, message)
+            world.heard(member, message.ranks, 100.0 + second)
+    assert (world.job.steps, world.job_steps) == (5190, 10_000)
+    assert world.left_s == pytest.approx(481.0)
+    world.follow_job(300.0, "a#1", Progress(1, (steps(0, 600),), 10_001, 10_000))
+    assert world.left_s == 0, "more steps than were announced"
+    untold = throughput()
+    untold.follow_job(101.0, "a#1", Progress(1, (steps(0, 9),)))
+    assert (untold.job_steps, untold.left_s) == (0, 0)
 
 
 def test_the_same_steps_again_are_no_progress() -> None:

@@ -84,7 +84,7 @@ def told(**more: Any) -> dict[str, Any]:
                 "folder": "/ckpt",
                 "count": 3,
                 "problems": 0,
-                "newest": {"step": 90, "at": 1e9, "took_s": 0.4, "size": 2**30},
+                "newest": {"step": 90, "at": 1e9, "took_s": 0.4, "stall_s": 0.0123, "size": 2**30},
             }
         ],
         "curve": [[1.0, 50], [2.0, 100]],
@@ -116,8 +116,9 @@ def test_a_hang_is_seen_in_one_look(theme: str) -> None:
         for text in ("The job hangs", "rank 3 hangs: the others wait", "rank 3 is in fetch", "look where it is"):
             assert text in verdict
         tiles = page.inner_text("#state")
-        for text in ("100", "90 %", "of 100 s", "on 2 nodes", "1 of 3"):
+        for text in ("100", "90 %", "of 100 s", "on 2 nodes", "1 of 3", "41 %", "4100 of 10,000 steps"):
             assert text in tiles
+        assert "time left" not in tiles, "a job that hangs has no rate"
         # The grid: counts for a screen reader, the culprit by the keyboard, colours by choice, one node.
         assert "hung: rank 3" in page.get_attribute("#grid", "aria-label")
         page.focus("#grid")
@@ -138,9 +139,13 @@ def test_a_hang_is_seen_in_one_look(theme: str) -> None:
         page.click("text=Sample now")
         page.wait_for_selector("#stacks summary:has-text('ranks 0-2')")
         assert "fetch  data.py:17" in page.inner_text("#stacks")
-        assert "bad7" in page.inner_text("#nodes")
+        nodes = page.inner_text("#nodes")
+        for text in ("bad7", "37 % of 64", "16.0 GiB, 25 %", "3.00 MiB/s", "2: 91–97 %, up to 62.0 GiB, 71 °C"):
+            assert text in nodes
+        page.click("#nodes summary >> nth=1")
+        page.wait_for_selector("text=GPU 0: 91 %, 60.0 GiB, 75 %, 66 °C >> visible=true")
         snapshots = page.inner_text("#snapshots")
-        for text in ("step 90", "10 steps", "1.00 GiB"):
+        for text in ("step 90", "10 steps", "1.00 GiB", "12.3 ms"):
             assert text in snapshots
         assert "HF201" in page.inner_text("#happened")
         assert page.title().startswith("Hanging"), "a worker's text is no markup"

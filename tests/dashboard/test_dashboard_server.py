@@ -13,11 +13,11 @@ import pytest
 from holdfast.dashboard.feed import CURVE_MAX, Curve, Mailbox
 from holdfast.dashboard.job_source import PROGRESS_MAX, JournalTail, ShownJob, encoded, now_of
 from holdfast.dashboard.log_lines import LAST_BYTES, LINES_MAX, LogLines
-from holdfast.dashboard.own_machine import OwnMachine
 from holdfast.dashboard.saved_page import render
 from holdfast.protocol.errors import MissingPackageError
-from holdfast.protocol.rank_progress import JobView, NodeView, RankView, Stage, Standing
+from holdfast.protocol.rank_progress import GpuLoad, JobView, NodeLoad, NodeView, RankView, Stage, Standing
 from holdfast.supervisor import dashboard_host
+from holdfast.supervisor.node_load import Machine
 from tests.support.limits import limit_s, until
 from tests.support.pages import MadeUpJob, Visitor, served
 
@@ -34,6 +34,9 @@ STORY = {
     "logs": {},
     "curve": [],
 }
+
+
+GPUS = (GpuLoad(91, 60 * 2**30, 80 * 2**30, 66), GpuLoad(97, 62 * 2**30, 80 * 2**30, 71))
 
 
 def view(ranks: int = 4, *, steps: int = 100, hung: int = -1, nodes: int = 2) -> JobView:
@@ -73,11 +76,15 @@ def view(ranks: int = 4, *, steps: int = 100, hung: int = -1, nodes: int = 2) ->
                 group_rank=place,
                 state="running",
                 heard_s=0.2,
+                load=NodeLoad(64, 37, 2**34, 2**36, 2**38, 2**40, 3 * 2**20, 2**20, 4, GPUS),
                 ranks=tuple(rank(number) for number in range(place * each, min(ranks, (place + 1) * each))),
             )
             for place in range(nodes)
         ),
         notices=("rank 3 hangs: the others wait for it",) if hung >= 0 else (),
+        job_step=4000 + steps,
+        job_steps=10_000,
+        left_s=0.0 if hung >= 0 else 590.0,
     )
 
 
@@ -315,8 +322,8 @@ def test_a_log_that_grows_while_it_is_loaded_arrives_whole(tmp_path: Path) -> No
 def test_a_run_folder_that_is_deleted_costs_only_what_was_in_it(tmp_path: Path) -> None:
     source = log_job(tmp_path)
     shutil.rmtree(tmp_path)
-    machine = OwnMachine().sample(source.folders[0])
-    assert (machine["disk"], machine["memory"][1] > 0) == (None, True)
+    load = Machine().load(source.folders[0])
+    assert (load.disk_total_bytes, load.memory_total_bytes > load.memory_bytes > 0) == (0, True)
 
 
 def test_names_that_are_no_text_are_shown_nevertheless(tmp_path: Path) -> None:

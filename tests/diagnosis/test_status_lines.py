@@ -49,6 +49,11 @@ def test_the_whole_in_two_lines() -> None:
     assert lines[1] == "step 119-120, 4 steps/s, last step 4.2 s ago, effective training time 75% of 3 min 20 s"
 
 
+def test_the_time_that_is_left_where_the_script_says_how_many_steps_there_are() -> None:
+    line = status_lines(msgspec.structs.replace(TWO_NODES, job_step=4120, job_steps=10_000, left_s=1470))[1]
+    assert "last step 4.2 s ago, 4120 of 10000 steps of the job done, about 24 min 30 s left, effective" in line
+
+
 def test_a_line_for_each_node() -> None:
     lines = status_lines(TWO_NODES)
     assert lines[3].split("  ")[0] == "NODE"

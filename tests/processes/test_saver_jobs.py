@@ -32,7 +32,7 @@ def stage(step, rescue=0):
 
 def persist(step):
     stage(step)
-    saver.persist(SaveRequest(SNAPS, step, begin(SNAPS, step), RANK, WORLD))
+    saver.persist(SaveRequest(SNAPS, step, begin(SNAPS, step), RANK, WORLD, {{"stall_s": 0.25}}))
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -91,7 +91,9 @@ def test_what_only_memory_had_is_on_disk_when_the_job_has_failed(site) -> None:
     agent = site.ends(137, *ONE, "--max-restarts", "0", script(site, body))
     assert snapshots(site) == [20, 40]
     saved = agent.events("snapshot")
-    assert [each["step"] for each in saved] == [20, 40]
+    assert [(each["step"], each.get("stall_s")) for each in saved] == [(20, 0.25), (40, None)], (
+        "none waited for a rescue"
+    )
     assert Path(saved[1]["path"]) == site.folder / "snaps" / "step_000000040.600000000"
     assert (site.folder / "snaps" / "step_000000040.600000000").is_dir()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ import torch
 from torch import nn
 
 import holdfast.train as ht
+from holdfast import worker
 from holdfast.protocol.errors import (
     IntervalError,
     NoValidSnapshotError,
@@ -27,6 +29,7 @@ from holdfast.protocol.errors import (
 )
 from holdfast.snapshots import disk, saver_client
 from holdfast.snapshots import folder as folders
+from holdfast.snapshots.memory_folder import STALL
 from holdfast.train import snapshots
 from holdfast.train.agreement import Schedule, Steps, Timekeeper, crossed, seconds
 from holdfast.train.reservation import foreseen_bytes
@@ -391,6 +394,20 @@ def epoch_ends(folder: Path, *, save: bool, stop_in: int = 9) -> tuple[list[int]
     else:
         snaps.close()
     return ends, float(optimizer.param_groups[0]["lr"])
+
+
+def test_how_many_steps_there_will_be_is_reported_and_how_long_a_save_took(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[tuple[int, int | None]] = []
+    monkeypatch.setattr(worker, "at_step", lambda step, of=None: said.append((step, of)))
+    epoch_ends(tmp_path, save=False, stop_in=1)
+    assert [each for each in said if each[1] is not None] == [(0, 6), (2, 6)]
+    said.clear()
+    epoch_ends(tmp_path, save=False)
+    assert (4, 6) in said, "after a resume, too"
+    records = [json.loads(path.read_text()) for path in tmp_path.glob("step_*/rank_00000.json")]
+    assert min(each["note"][STALL] for each in records) > 0
 
 
 def test_what_stands_at_an_epoch_s_end_happens_once_in_what_is_saved(tmp_path: Path) -> None:

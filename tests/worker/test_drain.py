@@ -154,6 +154,20 @@ def test_where_it_began_and_where_it_is(board: Board) -> None:
     assert board.job_steps(0) == (-1, -1)
 
 
+def test_how_many_steps_there_will_be_is_said_once(board: Board) -> None:
+    assert board.job_position() == (0, 0)
+    for rank, said in enumerate(
+        ("at_step(0, of=100); at_step(8)", "at_step(0, of=100); at_step(7); at_step(9, of=90)")
+    ):
+        program = f"from holdfast.worker import at_step\n{said}"
+        environment = {**os.environ, BOARD_VARIABLE: board.address(rank)}
+        line = [sys.executable, "-c", program]
+        subprocess.run(line, env=environment, check=True, timeout=limit_s(30), start_new_session=True)
+    assert board.job_position() == (8, 100)
+    board.clear(0)
+    assert board.job_position() == (9, 90)
+
+
 def test_without_a_launcher_it_does_nothing() -> None:
     program = "from holdfast.worker import at_step\nat_step(3)"
     environment = {name: value for name, value in os.environ.items() if name != BOARD_VARIABLE}

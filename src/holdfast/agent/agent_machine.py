@@ -100,7 +100,7 @@ from holdfast.protocol.messages import (
 )
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind
 from holdfast.protocol.policy import Limits, NodeSpec, Note, Tick
-from holdfast.protocol.rank_progress import RankProgress, Stage
+from holdfast.protocol.rank_progress import Stage
 
 KEYBOARD_SIGNALS = (signal.SIGINT, signal.SIGQUIT)
 """A user wants the end now. Every other signal that ends this node's part is a notice, with time to drain."""
@@ -248,8 +248,8 @@ class AgentMachine:
         match event:
             case WorkersHeld(generation, reached, saves):
                 self._on_held(now, generation, reached, saves=saves)
-            case WorkersProgress(generation, ranks):
-                self._on_progress(generation, ranks)
+            case WorkersProgress():
+                self._on_progress(event)
             case WorkersSeen(generation, number, samples, reach):
                 self._send(Looked(generation, number, samples, reach))
 
@@ -771,19 +771,18 @@ class AgentMachine:
         elif self._at_work():
             self._kill()
 
-    def _on_progress(self, generation: int, ranks: tuple[RankProgress, ...]) -> None:
+    def _on_progress(self, event: WorkersProgress) -> None:
         current = self.current
         if (
             self._at_work()
             and self._joined
             and current is not None
-            and current.generation == generation
+            and current.generation == event.generation
             and current.confirmed
         ):
-            progress = (
-                structs.replace(rank, stage=Stage.DONE) if rank.local_rank in current.done else rank for rank in ranks
-            )
-            self._send(Progress(generation, tuple(progress)))
+            done = dict.fromkeys(current.done, Stage.DONE)
+            ranks = (structs.replace(each, stage=done.get(each.local_rank, each.stage)) for each in event.ranks)
+            self._send(Progress(event.generation, tuple(ranks), event.job_step, event.job_steps, event.load))
 
     def _on_look(self, generation: int, number: int, *, store: bool) -> None:
         current = self.current

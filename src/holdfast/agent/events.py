@@ -7,7 +7,7 @@ from msgspec import Struct
 from holdfast.protocol.messages import FromCoordinator
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.policy import Tick
-from holdfast.protocol.rank_progress import RankProgress, RankSample
+from holdfast.protocol.rank_progress import NodeLoad, RankProgress, RankSample
 
 
 class Dialed(Struct, frozen=True):
@@ -124,6 +124,10 @@ class WorkersProgress(Struct, frozen=True):
 
     generation: int
     ranks: tuple[RankProgress, ...]
+    job_step: int = 0
+    job_steps: int = 0
+    load: NodeLoad | None = None
+    """These as in Progress."""
 
 
 class WorkersSeen(Struct, frozen=True):

@@ -236,6 +236,8 @@ class CoordinatorMachine(CoordinatorActs):
             case Progress(generation):
                 if generation == self.generation and self.phase in (Phase.RUNNING, Phase.DRAINING):
                     self._world().stepped |= any(each.steps for each in message.ranks)
+                    if message.load is not None:
+                        member.load, member.loaded_s = message.load, now
                     self._follow(now, self._monitor.progress(now, member, message))
             case Looked(generation):
                 if generation == self.generation:

@@ -16,7 +16,7 @@ from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator, StopR
 from holdfast.protocol.outcome import Failure, Outcome
 from holdfast.protocol.policy import NodeSpec, Note, Tick
 from holdfast.protocol.questions import Question
-from holdfast.protocol.rank_progress import Finding, RankStory
+from holdfast.protocol.rank_progress import Finding, NodeLoad, RankStory
 from holdfast.text import is_loopback, listed
 
 
@@ -209,6 +209,9 @@ class Member:
     """The generation whose worker processes may be alive on this node; 0: none. Changed through Membership."""
     first_started_s: float | None = None
     """When its first workers were started."""
+    load: NodeLoad | None = None
+    loaded_s: float = 0.0
+    """When it reported its load."""
 
     @property
     def name(self) -> str:

@@ -141,6 +141,7 @@ class Monitor:
     def progress(self, now: float, member: Member, message: Progress) -> list[Command | EndGeneration]:
         """An agent reports how far its workers are."""
         throughput = self._measured()
+        throughput.follow_job(now, member.name, message)
         if not throughput.heard(member.name, message.ranks, now):
             return []
         for pace in throughput.of_member(member.name):

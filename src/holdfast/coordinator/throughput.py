@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
+from holdfast.protocol.messages import Progress
 from holdfast.protocol.rank_progress import RankProgress, Stage
 
 STEPS_TO_COUNT = 3
@@ -129,6 +130,10 @@ class Throughput:
         self.stage_newest_s = began_s
         """When a rank last reached a new stage."""
         self.training_s = 0.0
+        self.job = RankThroughput(0, "", "", 0, began_s, began_s)
+        """The whole job, in steps as the script counts them over all restarts."""
+        self.job_steps = 0
+        """How many of them it will have; 0: unknown."""
         self.in_stage: dict[Stage, int] = dict.fromkeys(Stage, 0)
         for member, host, local_ranks in nodes:
             own = self._by_member[member] = {}
@@ -154,6 +159,18 @@ class Throughput:
             if self.enter(pace, report.stage, now) and report.stage is not Stage.DONE:
                 moved = True
         return moved
+
+    def follow_job(self, now: float, member: str, message: Progress) -> None:
+        """Only rank 0's node counts: others report the same step earlier or later, and the count must not go back."""
+        if message.job_steps and message.ranks and member == self.ranks[0].member:
+            self.job_steps = message.job_steps
+            age_s = min(each.age_s for each in message.ranks)
+            self.job.heard(RankProgress(0, Stage.STEPPING, message.job_step), max(self._began_s, now - age_s))
+
+    @property
+    def left_s(self) -> float:
+        """The time for the job's other steps at the present rate; 0: unknown."""
+        return max(0, self.job_steps - self.job.steps) * self.job.step_s
 
     def of(self, member: str, local_rank: int) -> RankThroughput | None:
         return self._by_member.get(member, {}).get(local_rank)

@@ -20,7 +20,6 @@ import msgspec
 from holdfast.cli.finding import kept_runs, outcome_of, run_id_of, running_job
 from holdfast.cli.logs import LogFile, files_named
 from holdfast.cli.report import as_json, history_as_json
-from holdfast.dashboard.own_machine import OwnMachine
 from holdfast.diagnosis.history import Event, history, incidents, timeline
 from holdfast.diagnosis.reference import everything, is_readable
 from holdfast.diagnosis.screen import between, group, last_step, steps_per_s, telling
@@ -131,7 +130,6 @@ class ShownJob:
         self.outcome: Outcome | None = None
         """How the job has ended, as far as is known."""
         self._ended = False
-        self._machine = OwnMachine()
 
     # ---------------------------------------------------------------- the state
 
@@ -142,8 +140,7 @@ class ShownJob:
             return {"at": time.time(), "ended": self._ended or self.outcome is not None, "waiting": not self._ended}
         try:
             _, reply = ask_any(self._agents, Question.STATUS)
-            machine = self._machine.sample(next(iter(self._tails), None))
-            return {"whole": reply.whole, **now_of(reply.read(JobView)), "machine": machine}
+            return {"whole": reply.whole, **now_of(reply.read(JobView))}
         except NoRunError:
             self._agents, self._looked_s, self._ended = [], -SEARCH_S, True
             return {"at": time.time(), "ended": True}
@@ -300,7 +297,7 @@ def _snapshots(journals: Sequence[Sequence[Event]]) -> Iterable[Json]:
             if event["event"] == "snapshot" and "path" in event:
                 newest[os.path.dirname(event["path"])] = event
     for folder, event in newest.items():
-        saved = {"step": event.get("step"), "at": event["time"], "took_s": event.get("took_s")}
+        saved = {"at": event["time"], **{name: event.get(name) for name in ("step", "took_s", "stall_s")}}
         if "://" in folder:  # each look costs requests, and credentials that only the workers may have
             yield {"folder": folder, "newest": saved, "count": None, "problems": 0}
             continue
@@ -357,6 +354,7 @@ def now_of(view: JobView) -> Json:
                 "step": between([rank.steps for rank in node.ranks]),
                 "steps_s": steps_per_s(node.ranks),
                 "last_step": last_step(node.ranks),
+                "load": node.load and msgspec.to_builtins(msgspec.structs.asdict(node.load)),
             }
             for node in view.nodes
         ],

@@ -246,6 +246,8 @@ def progress_line(view: JobView) -> str:
         parts += [f"{rate:.3g} steps/s"] if rate else []
         age = last_step(ranks)
         parts += [f"last step {age}"] if age else []
+        parts += [f"{view.job_step} of {plural(view.job_steps, 'step')} of the job done"] if view.job_steps else []
+        parts += [f"about {duration(view.left_s)} left"] if view.left_s else []
     elif ranks:
         parts.append("no step yet")
     if view.job_s > 0:

@@ -95,6 +95,16 @@ class LoaderPosition:
         self._batches = saved["batches"] * saved["batch"] // self._loader.total_batch_size
         self._loaded = True
 
+    resumable = True
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    @property
+    def remaining(self) -> int:
+        """Batches left in this epoch."""
+        return len(self) - self._batches
+
     def trained(self) -> None:
         """The batch in the loop's body is trained, if it is this loader's."""
         if self._loader.gradient_state.active_dataloader is self._loader:

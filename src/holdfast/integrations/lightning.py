@@ -8,6 +8,7 @@ where a plain DataLoader was, so its sampler leaves out what is trained (`RestOf
 
 from __future__ import annotations
 
+import math
 import os
 import warnings
 from collections.abc import Iterator
@@ -60,6 +61,7 @@ class SnapshotsCallback(Callback):  # type: ignore[misc] # Lightning is not foll
         self._random = random_state() if snaps.resume() is not None else None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        self._foresee(trainer)
         if self._loops.skip() and self._random is not None:
             set_random_state(self._random, None)  # a new epoch: it draws random numbers as it begins
             self._random = None
@@ -75,6 +77,17 @@ class SnapshotsCallback(Callback):  # type: ignore[misc] # Lightning is not foll
             values = {name: value for name, value in trainer.callback_metrics.items() if value.numel() == 1}
             self.snapshots.step(**values)
             trainer.should_stop = trainer.should_stop or self.snapshots.stopping
+
+    def _foresee(self, trainer: Any) -> None:
+        """Report about how many batches the job will have, if Lightning knows how many steps. An epoch's last step may
+        have fewer batches than the others."""
+        steps, epochs = trainer.estimated_stepping_batches, trainer.max_epochs
+        if self.snapshots is not None and 0 <= steps < math.inf:
+            left = (steps - trainer.global_step) * trainer.accumulate_grad_batches
+            if epochs is not None and epochs > 0:
+                left = min(left, (epochs - trainer.current_epoch) * trainer.num_training_batches)
+            done = self.snapshots.state.step
+            worker.at_step(done, of=done + max(0, int(left)))
 
     def on_validation_batch_end(self, *_: Any, **__: Any) -> None:
         worker.beat()

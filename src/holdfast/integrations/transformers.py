@@ -66,6 +66,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         if snaps.resume() is not None:
             self._random = random_state() if progress.inside_epoch else None
             progress.go_on(str(snaps.path), control)
+        worker.at_step(snaps.state.step, of=snaps.state.step + max(0, state.max_steps - state.global_step))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """The step before, with what was logged and evaluated after it, is complete."""

@@ -62,6 +62,8 @@ BEGAN_AT = 13
 """The step at which this worker began, plus 1, as the script counts over all restarts; 0: the script reports none."""
 AT = 14
 """The current step, plus 1, in the same count."""
+TOTAL = 15
+"""The number of steps of the whole job, in the same count; 0: the script does not know it."""
 
 PROFILE = 16
 """The order to take a profile: PROFILE_FD has the agent's descriptor of its file (worker/profile.py), the rest a number

@@ -29,7 +29,7 @@ from holdfast.protocol.policy import (
     Seconds,
 )
 from holdfast.protocol.questions import PROFILED_RANKS_MAX, Question
-from holdfast.protocol.rank_progress import RankProfile, RankProgress, RankSample
+from holdfast.protocol.rank_progress import NodeLoad, RankProfile, RankProgress, RankSample
 
 OF_ONE_NODE = Meta(max_length=WORKERS_PER_NODE_MAX)
 LocalRanks: TypeAlias = Annotated[tuple[LocalRank, ...], OF_ONE_NODE]
@@ -150,6 +150,12 @@ class Progress(AgentMessage, frozen=True, tag="progress"):
 
     generation: Count
     ranks: Annotated[tuple[RankProgress, ...], OF_ONE_NODE]
+    job_step: Count = 0
+    """The step of the whole job, as the script counts over all restarts; means something if job_steps is set."""
+    job_steps: Count = 0
+    """How many it will have; 0: the script does not report it."""
+    load: NodeLoad | None = None
+    """In every tenth of these messages."""
 
 
 class Looked(AgentMessage, frozen=True, tag="looked"):

@@ -34,7 +34,7 @@ from typing import Annotated
 
 from msgspec import Meta, Struct
 
-from holdfast.protocol.policy import Count, Line, LocalRank, Rank, Seconds
+from holdfast.protocol.policy import ITEMS_MAX, Count, Line, LocalRank, Rank, Seconds
 
 
 class Stage(Enum):
@@ -80,6 +80,34 @@ class RankProgress(Struct, frozen=True, array_like=True):
     """Number of `beat()`s, also if there are optimizer steps: an evaluation may make beats only."""
 
 
+class GpuLoad(Struct, frozen=True, array_like=True):
+    percent: Count
+    used_bytes: Count
+    total_bytes: Count
+    celsius: Count
+
+
+class NodeLoad(Struct, frozen=True, array_like=True):
+    """Load of one node. Rates are means since the one before."""
+
+    cores: Count
+    cpu_percent: Count
+    """Of all cores together: 100 at most."""
+    memory_bytes: Count
+    """In use: what programs could not get."""
+    memory_total_bytes: Count
+    disk_free_bytes: Count
+    """Of the run folder's file system."""
+    disk_total_bytes: Count
+    """0: there is no run folder, or it cannot be read."""
+    received_bytes_s: Count
+    """By all interfaces but loopback."""
+    sent_bytes_s: Count
+    lag_ms: Count = 0
+    """How long the agent took to come to an event."""
+    gpus: Annotated[tuple[GpuLoad, ...], Meta(max_length=ITEMS_MAX)] = ()
+
+
 class RankView(Struct, frozen=True, kw_only=True):
     rank: int
     local_rank: int
@@ -106,6 +134,8 @@ class NodeView(Struct, frozen=True, kw_only=True):
     heard_s: float
     """Time since its last message, by the coordinator's clock."""
     ranks: tuple[RankView, ...] = ()
+    load: NodeLoad | None = None
+    """None: not known, or too old, or there are too many nodes."""
 
 
 class JobView(Struct, frozen=True, kw_only=True):
@@ -128,6 +158,12 @@ class JobView(Struct, frozen=True, kw_only=True):
     nodes: tuple[NodeView, ...] = ()
     notices: tuple[str, ...] = ()
     """Current hangs and stragglers, in words."""
+    job_step: int = 0
+    """The step of the whole job, over all restarts, if job_steps is set."""
+    job_steps: int = 0
+    """How many steps the whole job will have; 0: the script does not report it."""
+    left_s: float = 0.0
+    """The time for the others at the present rate; 0: unknown."""
 
 
 FRAMES_MAX = 64

@@ -31,7 +31,7 @@ Messages on that socket are those of seqpacket.py:
     agent → saver    {"do": "finish"}                                 end when nothing is in flight any more
     saver → agent    {"is": "up"}                                     it listens
                      {"is": "news", "text"}                           for the user
-                     {"is": "saved", "path", "step", "took_s"}        a snapshot is committed
+                     {"is": "saved", "path", "step", "took_s"}        a snapshot is committed; perhaps "stall_s"
 
 Standard library only."""
 
@@ -56,6 +56,8 @@ from holdfast.linux import process_stat
 from holdfast.protocol.errors import SaverLostError, SnapshotError, SnapshotMemoryError
 from holdfast.snapshots import disk
 
+STALL = "stall_s"
+"""In a request's note: seconds for which training waited for this save."""
 ROOT = Path("/dev/shm")
 """The only place in memory: a slot on a disk would be a slow snapshot without verification."""
 SOCKET = "saver.sock"

@@ -42,7 +42,7 @@ from holdfast.snapshots import memory_folder, slots
 from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.flush import Save, Tell, carry_out, pending_flush, read_back
 from holdfast.snapshots.mapping import Mappings
-from holdfast.snapshots.memory_folder import FINISH_LIMIT_S
+from holdfast.snapshots.memory_folder import FINISH_LIMIT_S, STALL
 from holdfast.snapshots.remote import adopt, place_of
 
 SAVES_PER_WORKER_MAX = 8
@@ -368,7 +368,10 @@ class Saver:
             if answer["is"] == "saved" and answer["path"]:
                 took_s = time.monotonic() - began_s
                 path = os.path.abspath(answer["path"])
-                self._tell_agent({"is": "saved", "path": path, "step": save.request.step, "took_s": round(took_s, 3)})
+                note = save.request.note
+                stall = {STALL: note[STALL]} if STALL in note else {}  # a rescue has none
+                about = {"path": path, "step": save.request.step, "took_s": round(took_s, 3), **stall}
+                self._tell_agent({"is": "saved", **about})
             flights.changed()
             tell(answer)
 

@@ -93,11 +93,8 @@ class Board:
             at = layout.slot(rank)
             for word in (layout.REACHED, layout.STOP_SEEN, layout.BEGAN_AT):
                 self._words[at + word] = 0
-            self._before[rank] = (
-                self._words[at + layout.STEPS],
-                self._words[at + layout.BEATS],
-                self._words[at + layout.OWN],
-            )
+            words = self._words[at : at + layout.SLOT_WORDS]
+            self._before[rank] = (words[layout.STEPS], words[layout.BEATS], words[layout.OWN])
 
     def reached(self) -> int:
         """The newest safe point that any worker has reached; 0: no worker has called should_stop()."""
@@ -147,6 +144,13 @@ class Board:
         steps."""
         at = layout.slot(local_rank)
         return self._words[at + layout.BEGAN_AT] - 1, self._words[at + layout.AT] - 1
+
+    def job_position(self) -> tuple[int, int]:
+        """The step of the whole job, and how many it will have; 0: no worker reports that."""
+        slots = (self._words[layout.slot(rank) :][: layout.SLOT_WORDS] for rank in range(self._nproc))
+        known = [(slot[layout.AT], slot[layout.TOTAL]) for slot in slots]
+        step, steps = min((each for each in known if all(each)), default=(1, 0))
+        return min(step - 1, COUNT_MAX), min(steps, COUNT_MAX)
 
     def step(self, local_rank: int) -> int:
         """The worker's present step, by its script's own count or else counted from the worker's start; 0: unknown."""
@@ -383,6 +387,8 @@ class ProgressNotes:
         self._note = None
 
 
+Report = Callable[[int], WorkersProgress]
+"""Gets the number of the generation."""
 REACH_S_MAX = 3.0
 """Limit for the test connection to the generation's store."""
 
@@ -411,13 +417,7 @@ class Observer:
         self._store = ("", 0)
         self._timer: Repeat | None = None
 
-    def start(
-        self,
-        start: Start,
-        board: Board,
-        rank_of: Callable[[int], int],
-        progress: Callable[[], tuple[RankProgress, ...]],
-    ) -> None:
+    def start(self, start: Start, board: Board, rank_of: Callable[[int], int], progress: Report) -> None:
         """The workers of this generation were ordered to start. The board may be closed once others are started.
         `rank_of`: the present rank of a local rank."""
         self.stop()
@@ -426,19 +426,19 @@ class Observer:
         self._stack_sampler = StackSampler(board, start.generation, rank_of)
         self._begin(start, progress)
 
-    def regrouped(self, start: Start, progress: Callable[[], tuple[RankProgress, ...]]) -> None:
+    def regrouped(self, start: Start, progress: Report) -> None:
         """The workers were ordered to go on in this generation."""
         self.stop()
         assert self._stack_sampler is not None
         self._stack_sampler.regrouped(start.generation)
         self._begin(start, progress)
 
-    def _begin(self, start: Start, progress: Callable[[], tuple[RankProgress, ...]]) -> None:
+    def _begin(self, start: Start, progress: Report) -> None:
         self._generation = start.generation
         self._store = (start.master_addr, start.master_port)
 
         def report() -> None:
-            self._emit(WorkersProgress(start.generation, progress()))
+            self._emit(progress(start.generation))
 
         # The first one comes early, after a random time: the agents of a job are not to report all at once.
         interval_s = start.progress_interval_s

@@ -248,7 +248,7 @@ class SaverHost:
         on_notice: Callable[[str], None],
         on_saved: Callable[[seqpacket.Message], None] = lambda _: None,
     ) -> None:
-        """`on_notice` gets messages for the user, `on_saved` the path, step and duration of each save."""
+        """`on_notice` gets messages for the user, `on_saved` the path, step and times of each save."""
         self._saver = ServiceProcess(supervisor, SAVER, self._heard, lambda: self._gone.set())  # noqa: PLW0108
         self._run_id = run_id
         self._on_notice = on_notice
@@ -353,7 +353,7 @@ class SaverHost:
         elif packet.get("is") == "news":
             self._on_notice(f"snapshots: {packet.get('text')}")
         elif packet.get("is") == "saved":
-            self._on_saved({name: packet.get(name) for name in ("path", "step", "took_s")})
+            self._on_saved({name: packet[name] for name in ("path", "step", "took_s", "stall_s") if name in packet})
 
     def _ended(self, why: str) -> None:
         self._saver.drop()

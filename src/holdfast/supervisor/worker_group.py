@@ -21,6 +21,7 @@ from holdfast.agent.events import (
     TreeGone,
     WorkersFenced,
     WorkersHeld,
+    WorkersProgress,
 )
 from holdfast.protocol.errors import HoldfastError, LogDirError, PeerError, SupervisorLostError
 from holdfast.protocol.messages import Assign, Profile, Profiled, Start
@@ -35,6 +36,7 @@ from holdfast.supervisor.dashboard_host import DashboardHost
 from holdfast.supervisor.ends import Ends, OomWatch
 from holdfast.supervisor.generation import RunningGeneration, taking_part
 from holdfast.supervisor.log_router import LogRouter
+from holdfast.supervisor.node_load import LoadReader
 from holdfast.supervisor.profiles import Profiles
 from holdfast.supervisor.service_host import SaverHost, StoreHost, free_port
 from holdfast.supervisor.supervisor import SupervisorHandle
@@ -89,13 +91,8 @@ class WorkerGroup:
         journal.write("preload", modules=options.preload.modules, later=options.preload.later, why=options.preload.why)
         self._phases = Phases(journal.write)
         self._progress_notes = ProgressNotes(journal.write)
-        self._observer = Observer(
-            tasks,
-            emit,
-            host=host,
-            folder=folder.path,
-            fault=journal.fault,
-        )
+        self._observer = Observer(tasks, emit, host=host, folder=folder.path, fault=journal.fault)
+        self._load = LoadReader(folder.path)
         self._profiles = Profiles(tasks, folder.path, journal.write)
         self._oom: OomWatch | None = None
         self._store: StoreHost | None = None
@@ -225,10 +222,12 @@ class WorkerGroup:
         """The progress of this generation's workers."""
         return self._running.progress() if self._running is not None else ()
 
-    def _look_at_workers(self) -> tuple[RankProgress, ...]:
-        if self._running is not None:
-            self._running.kill_suspended(self._supervisor)
-        return self.progress()
+    def _look_at_workers(self, generation: int) -> WorkersProgress:
+        running = self._running
+        if running is None:
+            return WorkersProgress(generation, ())
+        running.kill_suspended(self._supervisor)
+        return WorkersProgress(generation, running.progress(), *running.board.job_position(), self._load.newest())
 
     def fence(self, at_s: float | None) -> None:
         """Have the supervisor kill the workers at this time, in case this process is stopped or starved; None: remove

@@ -21,6 +21,7 @@ from holdfast.protocol.errors import HoldfastError, SnapshotError, SnapshotMemor
 from holdfast.snapshots import changes, disk
 from holdfast.snapshots.changes import Keep, SaveRequest, Verified
 from holdfast.snapshots.lease import FolderLease
+from holdfast.snapshots.memory_folder import STALL
 from holdfast.snapshots.remote import Place, RemotePath
 from holdfast.snapshots.saver_client import InProcessStaging, Tier, warn_of_disk
 from holdfast.train import sharding
@@ -165,6 +166,7 @@ class Saving:
         prevents it is a warning, unless it was `demanded` or was so too often: then all ranks raise. SnapshotError.
         """
         self._saves += 1
+        began_s = time.monotonic()
         numbers = _numbers(metrics)
         failure = ""
         for _ in range(2):
@@ -180,7 +182,9 @@ class Saving:
             raise SnapshotError("the tracked state has another shape each time it is looked at")
         if word["do"] == "persist":
             self._clock.saved(time.monotonic())  # on every rank: any of them may be rank 0 of a later world
-            self._persist(self._request(word["attempt"], word["metrics"]))
+            request = self._request(word["attempt"], word["metrics"])
+            stall_s = round(time.monotonic() - began_s, 6)
+            self._persist(replace(request, note={**request.note, STALL: stall_s}))
         return Done(word["do"] == "persist", failure, word.get("look_at", 0))
 
     def _hear(self, word: Mapping[str, Any] | None) -> str:

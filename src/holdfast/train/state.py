@@ -29,6 +29,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
+from holdfast import worker
 from holdfast.protocol.errors import ShardingError, TrackingError
 from holdfast.train import state_codec as codec
 from holdfast.train.reading import Saved
@@ -142,6 +143,7 @@ class TrainState:
         """Calls of `Snapshots.step()` in all lives of this job."""
         self.epoch = 0
         self._follow: Callable[[int], None] = lambda _epoch: None
+        self._batches: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._finish: Callable[[], None] = lambda: None
         self._save: Callable[[], None] = lambda: None
 
@@ -155,6 +157,9 @@ class TrainState:
         """
         while self.epoch < count:
             self._follow(self.epoch)
+            left, whole = self._batches()
+            if whole:
+                worker.at_step(self.step, of=self.step + left + (count - self.epoch - 1) * whole)
             yield self.epoch
             self.epoch += 1
             if save:
@@ -230,7 +235,7 @@ class Tracker:
                 raise TrackingError(
                     f"track({name}=…): a {type(each).__name__} has no state_dict() and load_state_dict(){hint}"
                 )
-        self.state._follow = self._set_epoch
+        self.state._follow, self.state._batches = self._set_epoch, self._count_batches
 
     def names(self) -> set[str]:
         return {*(each.name for each in self._models), *(each.name for each in self._optimizers), *self._others}
@@ -276,6 +281,11 @@ class Tracker:
         for each in self._others.values():
             if callable(follow := getattr(each, "set_epoch", None)):
                 follow(epoch)
+
+    def _count_batches(self) -> tuple[int, int]:
+        """Batches left in this epoch and of a whole one; zeros unless there is one loader that is trained on."""
+        loaders = [each for each in self._others.values() if getattr(each, "resumable", False)]
+        return (loaders[0].remaining, len(loaders[0])) if len(loaders) == 1 else (0, 0)
 
     def collect(self, rank: int, world: int) -> Collected:
         """The state to save now. Raises codec.StateTypeError, naming the value that cannot be saved."""

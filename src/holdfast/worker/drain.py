@@ -45,9 +45,11 @@ class _Beats:
             words[self._slot + layout.LAST_BEAT] = time.monotonic_ns()
             words[self._slot + layout.BEATS] += 1
 
-    def at_step(self, step: int) -> None:
+    def at_step(self, step: int, of: int | None) -> None:
         words = self._words
         if words is not None and os.getpid() == self._pid:
+            if of is not None:
+                words[self._slot + layout.TOTAL] = of
             words[self._slot + layout.AT] = step + 1
             if not words[self._slot + layout.BEGAN_AT]:
                 words[self._slot + layout.BEGAN_AT] = step + 1
@@ -71,13 +73,16 @@ def beat() -> None:
     _this_process().beat()
 
 
-def at_step(step: int) -> None:
+def at_step(step: int, of: int | None = None) -> None:
     """Report how many steps of the whole job are done, over all restarts: once after resuming, then after each step.
 
-    `holdfast report` uses it to compute how many steps a restart cost. `holdfast.train.Snapshots` calls it. Like beat()
-    it costs about a microsecond, never raises for a number of 0 or more, and does nothing without holdfast.
+    `of` is the number of steps that the whole job will have, if it is known. It holds for this process until another
+    one is given. `holdfast status` and the dashboard then show the time that is left.
+
+    `holdfast report` uses the step to compute how many steps a restart cost. `holdfast.train.Snapshots` calls it. Like
+    beat() it costs about a microsecond, never raises for numbers of 0 or more, and does nothing without holdfast.
     """
-    _this_process().at_step(step)
+    _this_process().at_step(step, of)
 
 
 def _this_process() -> _Beats:

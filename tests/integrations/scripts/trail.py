@@ -5,6 +5,7 @@ asks to drain.
 """
 
 import json
+import mmap
 import os
 import signal
 import sys
@@ -14,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import nn
+
+from holdfast.protocol.board_layout import BOARD_VARIABLE, TOTAL
 
 SAMPLES, STEP_SAMPLES, EPOCHS = 44, 8, 2
 WORLD, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
@@ -25,6 +28,13 @@ torch.manual_seed(3)
 VALUES = torch.randn(SAMPLES, 4)
 MICRO = 2
 BATCH = STEP_SAMPLES // WORLD // MICRO
+
+
+def board() -> memoryview:
+    """This worker's slot."""
+    path, _, slot = os.environ[BOARD_VARIABLE].rpartition("@")
+    with open(path, "r+b") as file:
+        return memoryview(mmap.mmap(file.fileno(), 0)).cast("Q")[int(slot) :]
 
 
 class Net(nn.Module):
@@ -44,6 +54,7 @@ def note(step: int, numbers: torch.Tensor, loss: torch.Tensor, **more: Any) -> N
     """One micro-batch of this optimizer step, with a random number that the training draws."""
     drawn = torch.rand(()).item()
     line = {"life": LIFE, "world": WORLD, "rank": RANK, "step": step, "numbers": numbers.tolist(), "loss": loss.item()}
+    line["of"] = board()[TOTAL]
     with Path(CASE["trail"]).open("a") as file:
         file.write(json.dumps({**line, "drawn": drawn, **more}) + "\n")
 

@@ -121,7 +121,8 @@ class JobPage {
     this.stacksSection = onRight("stacks", "Stacks", h("div", { class: "head" }, h("h2", {}, "Stacks"), this.sample), this.groups = h("div", {}, h("p", { class: "dim" }, "Where every rank is, equal stacks once.")));
     this.profiles = new Profiles((what, more) => this.act(what, more));
     this.profileSection = onRight("profiles", "Profiles", this.profiles.elements);
-    this.nodes = onLeft("nodes", "Nodes");
+    this.nodes = onLeft("nodes", "Nodes", h("h2", {}, "Nodes"), this.nodeTable = h("div"), this.loadTable = h("div"));
+    this.opened = new Set();
     this.snapshots = onLeft("snapshots", "Snapshots");
     this.logs = new Logs();
     this.logSection = wide("logs", "Logs", this.logs.elements);
@@ -203,6 +204,8 @@ class JobPage {
     const share = now && !ended ? (now.job_s > 0 ? Math.min(1, now.training_s / now.job_s) : null) : past?.effective;
     const rows = [
       ["step", ended ? story?.curve.at(-1)?.[1] : now?.step || null],
+      ["of the whole job", !ended && now?.job_steps ? `${Math.floor(100 * Math.min(1, now.job_step / now.job_steps))} %` : null, now?.job_steps ? `${now.job_step} of ${plural(now.job_steps, "step")}` : ""],
+      ["time left", !ended && now?.left_s ? duration(now.left_s) : null, "at the present rate"],
       ["steps per second", !ended && now?.steps_s ? +now.steps_s.toPrecision(3) : null],
       ["last step", !ended ? now?.last_step || null : null],
       ["effective training time", share !== null && share !== undefined ? `${Math.round(share * 100)} %` : null, `of ${duration(now && !ended ? now.job_s : last ?? 0)}`],
@@ -401,24 +404,24 @@ class JobPage {
     const excluded = (this.story?.excluded ?? []).filter((each) => each.at + each.for_s > now.at);
     this.nodes.hidden = !now.nodes.length;
     const shown = now.nodes.toSorted((one, other) => (one.state === "running") - (other.state === "running")).slice(0, NODES_MAX);
-    fill(this.nodes, [shown.map((node) => ({ ...node, heard_s: Math.round(node.heard_s) })), now.machine, excluded], () => [
-      h("h2", {}, "Nodes"),
+    fill(this.nodeTable, [shown.map((node) => ({ ...node, load: null, heard_s: Math.round(node.heard_s) })), excluded], () => [
       table(["node", "", "state", "ranks", ["step", "number"], ["steps/s", "number"], ["last step", "number"], ["agent heard", "number"]],
         shown.map((node) => [node.host, this.hostButtons(node.host), h("span", { class: `tag ${node.state === "running" ? "good" : node.group_rank === null ? "" : "busy"}` }, node.state), node.ranks, [node.step, "number"],
           [node.steps_s ? +node.steps_s.toPrecision(3) : "", "number"], [node.last_step, "number"], [`${duration(node.heard_s)} ago`, "number"]]), "Nodes"),
       now.nodes.length > shown.length && h("p", { class: "dim small" }, `and ${plural(now.nodes.length - shown.length, "node")} more that run`),
       excluded.map((each) => h("p", {}, h("span", { class: "tag bad" }, "excluded"), ` ${each.host} since ${clock(each.at)}, for ${duration(each.for_s)} `, each.by && h("span", { class: "dim" }, `by ${each.by} `),
-        !this.saved && h("button", { type: "button", class: "quiet", onclick: () => this.order(`Readmit ${each.host}`, "readmit", each.host) }, "readmit"))),
-      now.machine && this.machine(now.machine)]);
+        !this.saved && h("button", { type: "button", class: "quiet", onclick: () => this.order(`Readmit ${each.host}`, "readmit", each.host) }, "readmit")))]);
+    const loaded = shown.filter((node) => node.load);
+    fill(this.loadTable, loaded.map((node) => [node.host, node.load]), () => this.loads(loaded));
   }
 
-  machine(here) {
-    const [used, total] = here.memory;
-    return [h("h3", {}, `${here.host}: the machine of this page`), h("dl", { class: "tiles" }, [
-      ["processors", `${Math.round(here.cpu)} %`, `of ${here.cores}`], ["memory", bytes(used), `of ${bytes(total)}`], ["disk free", ...(here.disk ? [bytes(here.disk[0]), `of ${bytes(here.disk[1])}, run folder`] : ["–", "the run folder cannot be read"])],
-      ["network", `${bytes(Math.round(here.network[0]))}/s in`, `${bytes(Math.round(here.network[1]))}/s out`],
-      ...here.gpus.map((gpu) => [`GPU ${gpu.index}`, `${gpu.load} %`, `${bytes(gpu.memory[0])} of ${bytes(gpu.memory[1])}, ${gpu.celsius} °C`]),
-    ].map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, h("small", {}, more)))))];
+  loads(nodes) {
+    const part = (used, total) => (total ? `${bytes(used)}, ${Math.round(100 * used / total)} %` : "–"), most = (gpus, place) => Math.max(...gpus.map((gpu) => gpu[place]));
+    return nodes.length > 0 && [h("h3", {}, "Load"), table(["node", ["processors", "number"], ["memory", "number"], ["disk free", "number"], ["network in", "number"], ["out", "number"], ["agent answers in", "number"], "GPUs"],
+      nodes.map(({ host, load }) => [host, [`${load.cpu_percent} % of ${load.cores}`, "number"], [part(load.memory_bytes, load.memory_total_bytes), "number"], [part(load.disk_free_bytes, load.disk_total_bytes), "number"],
+        [`${bytes(load.received_bytes_s)}/s`, "number"], [`${bytes(load.sent_bytes_s)}/s`, "number"], [milliseconds(load.lag_ms), "number"],
+        load.gpus.length ? h("details", { open: this.opened.has(host), ontoggle: (event) => this.opened[event.target.open ? "add" : "delete"](host) }, h("summary", {}, `${load.gpus.length}: ${Math.min(...load.gpus.map(([percent]) => percent))}–${most(load.gpus, 0)} %, up to ${bytes(most(load.gpus, 1))}, ${most(load.gpus, 3)} °C`),
+          load.gpus.map(([percent, used, total, celsius], index) => h("div", { class: "small" }, `GPU ${index}: ${percent} %, ${part(used, total)}, ${celsius} °C`))) : "none"]), "Load of the nodes")];
   }
 
   // ------------------------------------------------------------- 9: snapshots
@@ -432,6 +435,7 @@ class JobPage {
         ["newest", each.newest ? `step ${each.newest.step}` : "none", each.newest ? `saved ${date(each.newest.at)}` : ""],
         ["lost now", each.newest && story.curve.length ? plural(Math.max(0, story.curve.at(-1)[1] - each.newest.step), "step") : "–", "if all memory were lost"],
         ["kept", each.count === null ? "–" : String(each.count), each.count === null ? "in an object store: `holdfast snaps` lists them" : each.problems ? `${each.problems} damaged` : "manifests and sizes are valid"],
+        ["training waited", each.newest?.stall_s !== undefined && each.newest?.stall_s !== null ? milliseconds(each.newest.stall_s * 1000) : "–", "for this save, on rank 0"],
         ["writing it took", each.newest?.took_s ? duration(each.newest.took_s) : "–", each.newest?.size ? bytes(each.newest.size) : ""],
       ].map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, more && h("small", {}, more)))))])]);
   }

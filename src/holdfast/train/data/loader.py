@@ -280,6 +280,11 @@ class DataLoader:
         return self.plan.batches(self._position.cursor, self._position.length)
 
     @property
+    def resumable(self) -> bool:
+        """Whether the loader's position is kept, so that a `for` goes on where the last one was left."""
+        return self._resumable
+
+    @property
     def share(self) -> Share | None:
         """The last batch's part in its optimizer step: `.weight`, `.micro`, `.every`, `.last`."""
         return self._share

@@ -1,0 +1,138 @@
+"""Load of this node: processors, memory, disk, network, GPUs, and how long the agent takes to come to an event.
+
+Read in a thread of its own, so that a driver or a disk that hangs costs the figures and never the agent. Decides
+nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from holdfast.protocol.policy import ITEMS_MAX
+from holdfast.protocol.rank_progress import GpuLoad, NodeLoad
+
+EVERY = 10
+"""Reports of progress for one with the load. Their interval grows with the job, and so does that of the loads."""
+FIRST = 3
+"""The report at which the load is read for the first time: by then the workers' start needs less."""
+FIRST_S = 0.5
+"""The first rates are means over this time."""
+
+
+class LoadReader:
+    """Reads the load now and then. Lives on the running loop."""
+
+    def __init__(self, folder: Path | None, make: Callable[[], Machine] | None = None) -> None:
+        """`folder`: whose disk is reported. `make`: called in the thread."""
+        self._loop = asyncio.get_running_loop()
+        self._folder = folder
+        self._make = make or Machine
+        self._machine: Machine | None = None
+        self._reports = 0
+        self._reading = False
+        self._newest: NodeLoad | None = None
+
+    def newest(self) -> NodeLoad | None:
+        """What to send with this report of progress: a load that was read since the last one, or None."""
+        self._reports += 1
+        if self._reports % EVERY == FIRST and not self._reading:
+            self._reading = True
+            threading.Thread(target=self._read, name="holdfast-load", daemon=True).start()
+        load, self._newest = self._newest, None
+        return load
+
+    def _read(self) -> None:
+        try:
+            self._machine = self._machine or self._make()
+            load = self._machine.load(self._folder)
+        except Exception:  # noqa: BLE001 - what only looks ends no job; psutil reads what a container may forbid
+            load = None
+        asked_s = time.monotonic()
+        call_soon(self._loop, lambda: self._take(load, time.monotonic() - asked_s))
+
+    def _take(self, load: NodeLoad | None, lag_s: float) -> None:
+        self._reading = False
+        self._newest = None if load is None else msgspec.structs.replace(load, lag_ms=round(lag_s * 1e3))
+
+
+def call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
+    """From any thread; nothing happens if the loop has ended meanwhile."""
+    try:
+        loop.call_soon_threadsafe(call)
+    except RuntimeError:
+        if not loop.is_closed():
+            raise
+
+
+class Machine:
+    """Blocks, and imports what it needs: make it in a thread."""
+
+    def __init__(self) -> None:
+        import psutil  # the start of an agent has no time for it
+
+        self._psutil = psutil
+        self._nvml: Any = None
+        self._gpus: list[Any] = []
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self._nvml = pynvml
+            self._gpus = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+        except Exception:  # noqa: BLE001 - no GPU, no driver, or one that fails: nothing is reported
+            self._gpus = []
+        self._before = self._counters()
+        time.sleep(FIRST_S)
+
+    def load(self, folder: Path | None) -> NodeLoad:
+        """The load now; rates are means since the call before. `folder`: whose disk is meant."""
+        memory = self._psutil.virtual_memory()
+        try:
+            usage = self._psutil.disk_usage(str(folder)) if folder is not None else None
+        except OSError:  # the folder was deleted, or its file server is gone
+            usage = None
+        now = self._counters()
+        past_s, busy_s, all_s, received, sent = (new - old for new, old in zip(now, self._before, strict=True))
+        self._before = now
+        return NodeLoad(
+            cores=self._psutil.cpu_count() or 0,
+            cpu_percent=_count(100 * busy_s / all_s if all_s else 0),
+            memory_bytes=memory.total - memory.available,
+            memory_total_bytes=memory.total,
+            disk_free_bytes=usage.free if usage is not None else 0,
+            disk_total_bytes=usage.total if usage is not None else 0,
+            received_bytes_s=_count(received / past_s),
+            sent_bytes_s=_count(sent / past_s),
+            gpus=self._gpu_loads(),
+        )
+
+    def _counters(self) -> tuple[float, float, float, int, int]:
+        """Time; busy and all time of the processors; bytes received and sent."""
+        cpu = self._psutil.cpu_times()
+        idle_s, all_s = cpu.idle + cpu.iowait, sum(cpu[:8])  # those behind are parts of the first
+        nics = [each for name, each in self._psutil.net_io_counters(pernic=True).items() if name != "lo"]
+        received, sent = sum(each.bytes_recv for each in nics), sum(each.bytes_sent for each in nics)
+        return time.monotonic(), all_s - idle_s, all_s, received, sent
+
+    def _gpu_loads(self) -> tuple[GpuLoad, ...]:
+        nvml, found = self._nvml, []
+        try:
+            for gpu in self._gpus[:ITEMS_MAX]:
+                memory, percent = nvml.nvmlDeviceGetMemoryInfo(gpu), nvml.nvmlDeviceGetUtilizationRates(gpu).gpu
+                celsius = nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU)
+                found.append(GpuLoad(percent, memory.used, memory.total, _count(celsius)))
+        except Exception:  # noqa: BLE001 - NVML's own errors; its module is loaded late
+            self._gpus = []  # it has fallen off the bus, or the driver is being replaced
+        return tuple(found)
+
+
+def _count(value: float) -> int:
+    """Counters may go back: an interface was replaced."""
+    return max(0, round(value))
