@@ -64,7 +64,7 @@ def _failure(entry: dict[str, Any]) -> Failure:
         traceback=traceback,
         stderr_tail=entry.get("stderr", traceback),
         out_of_memory=entry.get("oom", False),
-        facts={name: entry[name] for name in ("shm", "hides", "suspended") if name in entry},
+        facts={name: entry[name] for name in ("shm", "hides", "suspended", "unreleased") if name in entry},
     )
 
 

@@ -22,7 +22,7 @@ from tests.support.limits import limit_s, until
 MakePods = Callable[..., Pods]
 
 SAVING = WORKER.replace(
-    "    note()\n    time", "    note()\n    if should_stop():\n        sys.exit(0)\n    time"
+    "    note()\n    time", "    if should_stop():\n        sys.exit(0)\n    note()\n    time"
 ).replace("import json", "from holdfast.worker import should_stop\nimport json", 1)
 """Workers that leave at a safe point."""
 

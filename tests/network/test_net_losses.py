@@ -12,7 +12,7 @@ from tests.support.limits import limit_s, until
 
 def three(fleet, nnodes: str = "2:3", conf: str = SHORT_LEASE) -> tuple[Fleet, Generation]:
     job: Fleet = fleet(3)
-    job.c10d(nnodes, conf=conf)
+    job.c10d(nnodes, conf=f"{conf},settle={limit_s(2):g}")
     job.start_all([1, 2, 3])
     return job, job.trains([1, 2, 3])
 

@@ -240,17 +240,17 @@ def test_the_coordinator_is_killed_while_the_workers_stop(fleet) -> None:
 
 ASKED = WORKER.replace(
     "    note()\n",
-    """    note()
-    beat()
-    if about["rank"] == 1 and os.path.exists(SITE + "/fail"):
-        os.unlink(SITE + "/fail")
-        raise ValueError("broken on purpose")
-    if should_stop():
+    """    if should_stop():
         open(SITE + "/asked", "w").close()
         for _ in range(20):
             note()
             time.sleep(0.05)
         sys.exit(0)
+    note()
+    beat()
+    if about["rank"] == 1 and os.path.exists(SITE + "/fail"):
+        os.unlink(SITE + "/fail")
+        raise ValueError("broken on purpose")
 """,
 ).replace("\n\ndef note", "\nfrom holdfast.worker import beat, should_stop\n\ndef note")
 """It makes steps, fails when it is asked to, and takes a second to save when it has to stop."""
@@ -260,7 +260,7 @@ def commanded(fleet, count: int, *more: str) -> Fleet:
     """A job of ASKED whose nodes do not see each other's agents, as on real machines."""
     job: Fleet = fleet(count)
     job.script.write_text(ASKED)
-    job.c10d(f"1:{count}", conf=LONG_LEASE)
+    job.c10d(f"1:{count}", conf=f"{LONG_LEASE},settle={limit_s(2):g}")
     job.args += more
     numbers = list(range(1, count + 1))
     for number in numbers:

@@ -23,12 +23,11 @@ from tests.support.limits import limit_s, until
 HOLD = "meet()\nwhile True: time.sleep(1)"
 LOOP = """
 from holdfast.worker import should_stop
+should_stop()  # from here on it can save
 meet()
-while True:
+while not should_stop():
     time.sleep(0.01)
-    if should_stop():
-        note("saved")
-        sys.exit(0)
+note("saved")
 """
 COMMAND_S = limit_s(30.0)
 

@@ -164,7 +164,7 @@ def test_with_torch_three_ranks_are_named(site) -> None:
     assert [hang["culprits"] for hang in hangs(agent)] == [[1], [1]]
     (straggler,) = agent.events("coordinator.straggler")
     assert (straggler["code"], straggler["ranks"]) == ("HF250", [1])
-    assert straggler["own_s"] > 0.1 > straggler["peers_s"]
+    assert straggler["own_s"] > max(0.1, straggler["peers_s"])
     agent.signal(signal.SIGTERM)
     assert agent.end() == 143
     site.all_gone()

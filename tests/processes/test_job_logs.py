@@ -54,8 +54,7 @@ def test_an_interrupt_while_the_console_is_blocked_at_the_end(site) -> None:
     agent = site.start("--standalone", script, stdout=write_end)
     os.close(write_end)
     site.wait(1, "end")
-    until(lambda: agent.events("ended"), "the end of the job")
-    time.sleep(0.2)
+    until(lambda: "ended" in names(agent), "the end of the job, and not of its worker")
     agent.signal(signal.SIGINT)
     assert agent.end() == 130, "it waited until nobody read, and not until it was interrupted"
     os.close(read_end)
@@ -173,9 +172,9 @@ def test_one_port_for_both(site) -> None:
         "--standalone", "--nproc-per-node", "2", "--metrics", "0", "--health", "0", site.script("meet(); hold()")
     )
     site.wait(2, "up")
-    (serving,) = agent.events("serving")
+    (serving,) = until(lambda: agent.events("serving"), lambda: agent.text)
     assert serving["what"] == ["metrics", "health"]
-    assert f"metrics and health at http://{serving['address']}" in agent.text
+    agent.says(f"metrics and health at http://{serving['address']}")
     assert serving["address"].startswith("127.0.0.1:")
     until(lambda: ask(serving["address"], "/readyz")[0] == 200, lambda: agent.text)
     status, text = ask(serving["address"], "/metrics")
@@ -313,9 +312,9 @@ def test_a_job_that_restarts(site) -> None:
 
 def test_two_nodes_of_which_one_leaves(site, endpoint: str) -> None:
     stays = "note('up')\nwhile not notes('go'): time.sleep(0.01)\n"
-    line = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--max-restarts", "3")
+    line = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-conf", "settle=20")
     for _ in range(2):
-        site.start(*line, site.script(stays))
+        site.start(*line, "--max-restarts", "3", site.script(stays))
     site.wait(2, "up")
     other = next(agent for agent in site.agents if not agent.events("coordinator.joined"))
     other.signal(15)

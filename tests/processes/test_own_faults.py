@@ -321,7 +321,7 @@ def test_nobody_is_lost(site, tmp_path: Path, free_port: Callable[[], int]) -> N
     set_back = tmp_path / "set_back"
     env = {"PYTHONPATH": str(tmp_path / "clock"), "SET_BACK": str(set_back)}
     args = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
-    conf = ("--rdzv-conf", f"settle=1,lease={LEASE_S:g}")
+    conf = ("--rdzv-conf", f"settle=20,lease={LEASE_S:g}")
     agents = [site.start(*args, *conf, site.script(TAKES_TIME), env=env) for _ in range(2)]
     site.wait(2, "training", world=2)
     set_back.touch()

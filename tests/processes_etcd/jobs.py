@@ -13,7 +13,7 @@ BOTH = pytest.mark.parametrize("backend", ["etcd", "etcd-v2"])
 
 def by(backend: str, endpoint: str, nnodes: str, *conf: str) -> tuple[str, ...]:
     patience = "timeout" if backend == "etcd" else "join_timeout"
-    settings = ",".join((f"{patience}={round(limit_s(15))}", f"settle={limit_s(0.5):g}", *conf))
+    settings = ",".join((f"{patience}={round(limit_s(15))}", f"settle={limit_s(2):g}", *conf))
     return ("--nnodes", nnodes, "--rdzv-backend", backend, "--rdzv-endpoint", endpoint, "--rdzv-conf", settings)
 
 

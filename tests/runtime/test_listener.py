@@ -17,7 +17,7 @@ from holdfast.runtime.listener import ACCEPTED_AT_ONCE, LOG_LINES_MAX, TakeOver
 from tests.runtime.peers import JOB, NODE, PATIENCE_S, TOKEN, Door
 from tests.support.limits import limit_s, settled
 
-HANDSHAKE_S = limit_s(0.1)
+HANDSHAKE_S = limit_s(0.25)
 
 
 @contextlib.asynccontextmanager

@@ -15,6 +15,8 @@ from tests.support.limits import until
 
 pytestmark = pytest.mark.xdist_group("slurm")
 
+ALL = "--rdzv-conf settle=60"
+"""The job begins with all of its nodes, however slowly they start."""
 UNTIL_TOLD = """
 import os
 def life():
@@ -64,7 +66,7 @@ def test_neighbours_never_meet(jobs: Jobs) -> None:
 
 def test_a_crashed_node_is_survived(jobs: Jobs) -> None:
     jobs.script(UNTIL_TOLD + 'meet(); wait_for("go") if WORLD == 2 else hold()')
-    number = jobs.batch("holdfast run --slurm --nnodes 2:3 train.py", "-N3", "--exclusive", "--no-kill")
+    number = jobs.batch(f"holdfast run --slurm --nnodes 2:3 {ALL} train.py", "-N3", "--exclusive", "--no-kill")
     jobs.wait(3, "up")
     lost = next(each for each in jobs.trail("up") if each["node"] == 2)
     jobs.cluster.crash("n3")
@@ -82,7 +84,7 @@ def test_what_a_dead_slurmd_leaves_never_makes_a_second_generation(jobs: Jobs, s
     """Its tasks live on while Slurm starts the job anew: their workers end before it does."""
     jobs.script(UNTIL_TOLD + 'note("life", life=life()); meet(); hold() if life() == 0 else note("end")')
     number = jobs.batch(
-        "holdfast run --slurm --nnodes 1:2 train.py",
+        f"holdfast run --slurm --nnodes 1:2 {ALL} train.py",
         *("-N2", "--exclusive", "--requeue"),
         env={"HOLDFAST_SLURM_CHECK_S": "1"},
     )
@@ -186,6 +188,7 @@ def test_preemption_by_a_higher_partition_loses_no_sample_and_repeats_none(jobs:
 
 DRAINS = """
 from holdfast.worker import should_stop
+should_stop()  # from here on it can save
 meet()
 while not should_stop():
     time.sleep(0.01)

@@ -338,7 +338,7 @@ def test_one_of_many_contenders_gets_the_lease(url: str, monkeypatch: pytest.Mon
 
         def contend(won: list[lease.FolderLease] = won, lost: list[str] = lost) -> None:
             try:
-                won.append(lease.acquire(url, "", beat_s=0.05, look_s=0.15))
+                won.append(lease.acquire(url, "", beat_s=0.05, look_s=limit_s(0.2)))
             except SnapshotBusyError as error:
                 lost.append(str(error))
 

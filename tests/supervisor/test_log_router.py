@@ -242,16 +242,16 @@ def test_a_last_line_without_newline_and_odd_bytes_are_shown(pipe: PipeConsole, 
 
 def test_a_progress_bar_on_a_pipe(pipe: PipeConsole, tmp_path: Path) -> None:
     """At most one line a second, and the final state exactly once."""
+    began = time.monotonic()
     node = Node(pipe.read_on(), tmp_path).open(0)
     for percent in range(0, 101, 2):
         node.write(0, b"\r%d%%" % percent)
-        time.sleep(0.002)
     node.write(0, b"\r\nafter\n")
     assert node.end()
     until(lambda: bytes(pipe.out).endswith(b"after\n"), "the router to have done it")
     lines = bytes(pipe.out).splitlines()
     assert lines[-2:] == [b"n1:100| 100%", b"n1:100| after"]
-    assert len(lines) <= 3
+    assert len(lines) <= 3 + (time.monotonic() - began)
 
 
 def test_a_shown_state_is_not_repeated(pipe: PipeConsole, tmp_path: Path) -> None:
@@ -447,11 +447,11 @@ def test_a_slow_reader_is_waited_for(pipe: PipeConsole, tmp_path: Path) -> None:
     def read_slowly() -> None:
         while got.count(b"\n") < 4000:
             got.extend(os.read(pipe.readers[0], 32_768))
-            time.sleep(0.04)
+            time.sleep(limit_s(0.02))
 
     reader = threading.Thread(target=read_slowly)
     reader.start()
-    assert node.router.close(0.2)  # takes longer than that, but moves
+    assert node.router.close(limit_s(0.1))  # takes longer than that, but moves
     reader.join()
 
 

@@ -210,7 +210,7 @@ async def test_the_others_go_on_and_a_replacement_joins(crew: Any) -> None:
     assert (read.generation, read.failure.rank) == (1, 1)  # where it died, however long the reading took
 
 
-@pytest.mark.parametrize("crew", [{"how": ["2=deaf"], "release_s": 0.2}], indirect=True)
+@pytest.mark.parametrize("crew", [{"how": ["2=deaf"], "release_s": limit_s(0.5)}], indirect=True)
 async def test_a_worker_that_is_not_at_the_gate_in_time_is_killed_and_the_others_go_on_without_it(crew: Any) -> None:
     await crew.begin()
     await crew.lose(1)
@@ -219,6 +219,10 @@ async def test_a_worker_that_is_not_at_the_gate_in_time_is_killed_and_the_others
     assert (ended.generation, ended.local_rank, ended.failure.exit_code) == (2, 2, -signal.SIGKILL)
     assert not ended.failure.after_stop
     assert [note["local_rank"] for note in crew.noted("not_released")] == [2]
+    read = await crew.next(FailureRead)
+    while read.failure.local_rank != 2:
+        read = await crew.next(FailureRead)
+    assert cause_of(read.failure).code == "HF240", "holdfast has killed it, nobody outside"
     await crew.regroup(3, 0)
     assert crew.lines("0")[-2:] == ["released 3 now", "goes on 3 0 1 0 1"]
     await crew.end()

@@ -153,6 +153,9 @@ async def _run_job(
         service = AgentService(options, supervisor, judge, examine, folder, console, router, journal, host, load)
         with observing(options, journal, console.say, node=host, look=service.look, view=service.view):
             outcome = await _outcome(service, journal, folder)
+            if signal.SIGINT not in supervisor.ignored and (task := asyncio.current_task()) is not None:
+                # Python's own KeyboardInterrupt is lost where it meets an import or a finalizer.
+                asyncio.get_running_loop().add_signal_handler(signal.SIGINT, task.cancel)
             _write_end(journal, outcome)
             await asyncio.to_thread(write_reports, outcome, folder.path)
             text = _rendered(render, Finished(outcome, str(folder.path or "")), journal)
@@ -163,7 +166,7 @@ async def _run_job(
             console.say(text, prefix="")
     except asyncio.CancelledError:  # Ctrl-C while the last output is being shown
         stall_s = CONSOLE_LAST_CHANCE_S_MAX
-        raise
+        raise KeyboardInterrupt from None
     else:
         return outcome.exit_code
     finally:

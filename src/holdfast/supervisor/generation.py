@@ -235,6 +235,7 @@ class RunningGeneration:
         """Kill the workers that take part and are not at the gate."""
         for worker in self._workers.values():
             if worker.generation and worker.local_rank in self._taking_part and worker.gate != self.number:
+                worker.facts = {"unreleased": f"not released within {self._options.limits.release_s:g} s"}
                 self._journal.write("not_released", **self._place(worker), pid=worker.pid)
                 supervisor.signal(worker.key, signal.SIGKILL)
 
