@@ -5,14 +5,17 @@ tests/train/test_survival.py loses ranks at every place of a training; test_surv
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.processes.conftest import Agent, Site
+from tests.processes.conftest import Agent, Site, holdfast
+from tests.support.limits import until
 from tests.warm import Warm
 from tests.warm_jobs import Started, WarmJobs
 
@@ -107,3 +110,42 @@ def test_without_a_restart_left_the_job_ends(site: Site) -> None:
     assert code == 137, agent.text
     assert agent.verdict["verdict"]["culprit"]["rank"] == 1
     assert list(site.folder.glob("end.*")) == []
+
+
+# --- copies of states in memory on other nodes ------------------------------------------------------------------------
+
+COPIED = SURVIVOR.with_name("copied_job.py")
+
+
+def steps_of(site: Site, rank: int) -> list[list[Any]]:
+    path = site.folder / str(rank)
+    return (
+        [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")] if path.exists() else []
+    )
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp"])
+def test_a_lost_node_s_state_comes_from_another_node_s_memory(site: Site, endpoint: str, kind: str) -> None:
+    """Everything of a node is killed at once, and a node that has nothing takes its place. The disk has nothing."""
+    line = ("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    line = (*line, "--rdzv-conf", "settle=5", "--preload", "torch", COPIED, site.folder, kind, "90")
+    agents = [site.start(*line) for _ in range(2)]
+    until(lambda: len(steps_of(site, 3)) > 40, "the job trains", LIMIT_S)
+    lost = next(each for each in agents if not each.events("coordinator.joined"))
+    for process in [psutil.Process(lost.pid), *psutil.Process(lost.pid).children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    newcomer = site.start(*line)
+    assert newcomer.end(LIMIT_S) == 0, newcomer.text
+    before: dict[int, str] = {}
+    for rank in range(4):
+        told = steps_of(site, rank)
+        first = next(number for number, each in enumerate(told) if each[1])
+        step, source, fingerprint = told[first]
+        assert source == "memory", newcomer.text
+        assert [each[2] for each in told[:first] if each[0] == step] == [fingerprint]  # bit for bit
+        assert told[first - 1][0] - step <= 2 * 4
+        before[rank] = step
+    assert len(set(before.values())) == 1
+    told = holdfast("report", *(each.folder for each in agents))
+    assert "copies on other nodes: " in told.stdout

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.snapshots import memory_folder
-from holdfast.snapshots.memory_folder import MappedFile, Mappings, huge_page_bytes
+from holdfast.snapshots import mapping
+from holdfast.snapshots.mapping import MappedFile, Mappings, huge_page_bytes
 from holdfast.snapshots.slots import SlotOwner, Slots
 
 SIZE_BYTES = 3 * (2 << 20) + 5 * mmap.PAGESIZE
@@ -125,7 +125,7 @@ NO_ADVICE = 99
 def test_slots_become_huge_and_nobody_waits_for_it_to_end(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slots = Slots(folder, SlotOwner(0))
     with monkeypatch.context() as patch:
-        patch.setattr(memory_folder, "_COLLAPSE", NO_ADVICE)
+        patch.setattr(mapping, "_COLLAPSE", NO_ADVICE)
         assert list(slots.reserving(SIZE_BYTES))[-1] == 2
     before = huge_kib()
     stop = threading.Event()
@@ -137,11 +137,11 @@ def test_slots_become_huge_and_nobody_waits_for_it_to_end(folder: Path, monkeypa
     slots.close()
 
 
-@pytest.mark.parametrize("advice", [memory_folder._COLLAPSE, NO_ADVICE])
+@pytest.mark.parametrize("advice", [mapping._COLLAPSE, NO_ADVICE])
 def test_all_memory_is_taken_in_huge_pages_and_in_small_ones(
     folder: Path, monkeypatch: pytest.MonkeyPatch, advice: int
 ) -> None:
-    monkeypatch.setattr(memory_folder, "_COLLAPSE", advice)
+    monkeypatch.setattr(mapping, "_COLLAPSE", advice)
     before = huge_kib()
     slots = Slots(folder, SlotOwner(0))
     assert list(slots.reserving(SIZE_BYTES))[-1] == 2

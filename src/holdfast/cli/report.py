@@ -43,9 +43,10 @@ def main(argv: Sequence[str]) -> int:
     if chosen.html is not None:
         write_page(chosen.html, folders)
     if chosen.json:
-        print_json(as_json(course) | {"history": history_as_json(past)})
+        print_json(as_json(course) | {"history": history_as_json(past), "copies": copies_of(journals)})
     elif chosen.html is None:
         print_report(course, past)
+        print_copies(copies_of(journals))
         print_end(folders)
     return 0
 
@@ -213,6 +214,36 @@ def print_report(course: Timeline, past: History | None = None) -> None:
         titles = [HEADINGS.get(phase, phase) for phase in PHASES]
         rows = [("GEN", "BEGAN", "RANKS", *(title.upper() for title in titles), "TOTAL", "WHY")]
         print_table([*rows, *(row(each) for each in course.generations)])
+
+
+def copies_of(journals: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any] | None:
+    """What became of the copies of states in memory on other nodes; None: there were none."""
+    copies = [each for journal in journals for each in journal if each["event"] == "snapshot_copy"]
+    sent = [each for each in copies if not each["why"]]
+    failed = [each for each in copies if each["why"] and each["rank"] >= 0]
+    if not copies:
+        return None
+    return {
+        "sent": len(sent),
+        "sent_bytes": sum(each["size_bytes"] for each in sent),
+        "newest_step": max((each["step"] for each in sent), default=None),
+        "skipped_steps": sum(each["rank"] < 0 for each in copies),
+        "failed": len(failed),
+        "last_failure": failed[-1]["why"] if failed else "",
+    }
+
+
+def print_copies(copies: dict[str, Any] | None) -> None:
+    if copies is None:
+        return
+    text = f"copies on other nodes: {plural(copies['sent'], 'state')} sent ({copies['sent_bytes'] / MIB:.0f} MiB)"
+    if copies["newest_step"] is not None:
+        text += f", the newest of step {copies['newest_step']}"
+    if copies["skipped_steps"]:
+        text += f"; {plural(copies['skipped_steps'], 'step')} skipped, as the copy before was still on its way"
+    if copies["failed"]:
+        text += f"; {copies['failed']} failed, the last one: {copies['last_failure']}"
+    print(text)
 
 
 def print_end(folders: Sequence[Path]) -> None:

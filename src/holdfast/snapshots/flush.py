@@ -12,7 +12,6 @@ with ranks missing. The savers poll, because writes of other nodes cause no loca
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import mmap
 import os
@@ -29,7 +28,7 @@ from holdfast.snapshots import disk, folder, memory_folder, slots
 from holdfast.snapshots.changes import SaveRequest, abandon, commit, write_rank
 from holdfast.snapshots.folder import attempt_place, being_written, entries, inspect, is_being_written
 from holdfast.snapshots.layout import FolderKind, Key, parse_name
-from holdfast.snapshots.memory_folder import Mappings
+from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.remote import LOOK_S, Place, RemotePath, place_of
 
 ATTEMPT_MIN, ATTEMPT_MAX = 500_000_000, 899_999_999
@@ -335,7 +334,7 @@ def _failed(save: Save, code: str, text: str) -> memory_folder.Packet:
 def _agree(save: Save, pending_flush: PendingFlush) -> Save | None:
     """This rank's save of the step that all ranks write; None: nothing. Raises SnapshotError."""
     with contextlib.ExitStack() as failing:
-        failing.callback(_let_go, save.fd)
+        failing.callback(slots.let_go, save.fd)
         step = pending_flush.meet()
         if step is None:
             return None
@@ -368,7 +367,7 @@ def _older_attempts(request: SaveRequest) -> list[SaveRequest]:
 def _write(save: Save, tell: Tell) -> None:
     """Write the slot. It is free when this returns, whether the save succeeded or not. `tell`: it is free."""
     with contextlib.ExitStack() as slot_s:
-        slot_s.callback(_let_go, save.fd)
+        slot_s.callback(slots.let_go, save.fd)
         slot = slots.read_descriptor(save.fd, mappings=save.mappings)
         if slot is None or slot.sequence != save.sequence or slot.step != save.request.step:
             raise SnapshotDamagedError(f"step {save.request.step} was not saved: its memory slot has changed.")
@@ -397,11 +396,6 @@ def _staged(data: memoryview, stage: str) -> memoryview:
             return memoryview(mmap.mmap(file.fileno(), len(data), prot=mmap.PROT_READ))
     except OSError as error:
         raise disk.write_error(error, Path(stage), len(data)) from error
-
-
-def _let_go(fd: int) -> None:
-    fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a mapping keeps the file open
-    os.close(fd)
 
 
 def _await_attempt(save: Save) -> None:

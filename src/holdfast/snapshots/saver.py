@@ -12,6 +12,7 @@ Its promises:
   the newest step that all ranks of the job have in memory, for each snapshot folder, if it is newer than the disk
   (flush.py).
 - On "finish" from the agent it completes the saves in flight and ends. The agent waits memory_folder.FINISH_LIMIT_S.
+- Where the workers ask for it, it sends their slots to another node's saver, and receives others' (copy_service.py).
 - When the agent is gone without "finish", it ends at once, and a save in flight stays an uncommitted attempt.
 - Without an agent it ends, and removes the shared-memory folder, when the anchor is gone, no worker is left and no save
   is in flight.
@@ -40,8 +41,10 @@ from pathlib import Path
 from holdfast import seqpacket
 from holdfast.snapshots import memory_folder, slots
 from holdfast.snapshots.changes import SaveRequest
+from holdfast.snapshots.copy_service import CopyService, skipped
 from holdfast.snapshots.flush import Save, Tell, carry_out, pending_flush, read_back
-from holdfast.snapshots.memory_folder import FINISH_LIMIT_S, Mappings
+from holdfast.snapshots.mapping import Mappings
+from holdfast.snapshots.memory_folder import FINISH_LIMIT_S
 from holdfast.snapshots.remote import adopt, place_of
 
 SAVES_PER_WORKER_MAX = 8
@@ -111,6 +114,7 @@ class Saver:
         """Local rank -> generation, of workers that left or died since the last rescue."""
         self._crashed = False
         self._mappings = Mappings()
+        self._copies = CopyService(folder, self._mappings)
         self._in_flight: dict[int, InFlight] = {}
         self._newest_asked: dict[tuple[str, int], int] = {}
         """Snapshot folder, local rank -> newest step that was handed over since the last rescue, and did not fail."""
@@ -227,6 +231,15 @@ class Saver:
                         self._regrouped(worker.generation)
                 case "persist" if fds and worker.local_rank >= 0:
                     self._persist(worker, packet, fds)
+                case "serve":
+                    _send(worker, self._copies.served(packet))
+                case "copy" if fds:
+                    self._copy(worker, packet, fds)
+                case "skipped":
+                    self._tell_agent(skipped(memory_folder.field(packet, "step", int)))
+                case "forget":
+                    above_step = memory_folder.field(packet, "above_step", int)
+                    self._in_thread(partial(self._copies.forget, above_step), tell=partial(_send, worker))
                 case "wait":
                     answer = partial(_send, worker, {"is": "idle", "id": packet.get("id")})
                     self._flights(worker.local_rank).when_written(answer)
@@ -254,6 +267,19 @@ class Saver:
         stage = str(packet.get("stage", ""))
         save = Save(fds.pop(), sequence, request, patience_s, worker.local_rank, self._mappings, stage=stage)
         self._begin(save, lambda answer: self._answer(worker, save, {**answer, "id": number}))
+
+    def _copy(self, worker: SaverConnection, packet: memory_folder.Packet, fds: list[int]) -> None:
+        """Send this slot to another node, in a thread."""
+        request = SaveRequest.from_json(memory_folder.field(packet, "request", dict))
+        number, sequence = (memory_folder.field(packet, name, int) for name in ("id", "sequence"))
+        host, port = memory_folder.field(packet, "to", list)
+        work = partial(self._copies.carry_out, fds.pop(), sequence, request, (host, port), packet.get("keep"))
+
+        def told(copy: memory_folder.Packet) -> None:
+            _send(worker, {"is": "copied", "id": number, "text": copy["why"]})
+            self._tell_agent(copy)
+
+        self._in_thread(work, tell=told)
 
     def _answer(self, worker: SaverConnection, save: Save, answer: memory_folder.Packet) -> None:
         if worker in self._workers:

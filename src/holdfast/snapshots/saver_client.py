@@ -8,8 +8,7 @@
     tier.check()                                         # in every step: raises errors of earlier saves
 
 `SaverClient`: a slot in /dev/shm, written by the saver: the copy outlives this process, and so does a save.
-`InProcessStaging`: memory of this process, written by its own thread, where /dev/shm has no room. A save then ends with
-the process.
+Where /dev/shm has no room: in_process.py.
 
 Both keep a staged image unchanged while it is written, and neither waits unless asked. Use them in one thread, except
 `reserving` and `read_back`. A forked child must not use them. Standard library only."""
@@ -17,7 +16,6 @@ Both keep a staged image unchanged while it is written, and neither waits unless
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import select
 import socket
@@ -38,12 +36,14 @@ from holdfast.protocol.errors import (
     SnapshotMemoryError,
     SnapshotWriteError,
 )
-from holdfast.snapshots import changes, disk, folder, memory_folder
+from holdfast.snapshots import disk, folder, memory_folder
 from holdfast.snapshots.changes import PATIENCE_S, SaveRequest
+from holdfast.snapshots.copy_service import Address, State, all_slots, drop_fetched
 from holdfast.snapshots.folder import Snapshot
+from holdfast.snapshots.in_process import InProcessStaging
 from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.remote import RemotePath, absolute
-from holdfast.snapshots.slots import Slot, SlotOwner, Slots, committed_slots, lend, local_ranks
+from holdfast.snapshots.slots import COUNT, COUNT_MAX, Slot, SlotOwner, Slots, lend
 
 RECONNECT_S = 5.0
 """Between two attempts to start a saver while nothing is to be saved."""
@@ -89,7 +89,8 @@ class Tier(Protocol):
         to wait."""
 
     def held(self, folder: str) -> list[Slot]:
-        """The slots of all local ranks that hold this snapshot folder's states; each with its request."""
+        """The slots of all local ranks that hold this snapshot folder's states, each with its request; with `copies`
+        those of other nodes' ranks after them."""
 
     def forget(self, above_step: int) -> None:
         """Drop states of later steps: training continues from an earlier one."""
@@ -114,12 +115,33 @@ class SaverClient:
     in_memory = True
 
     def __init__(
-        self, address: SaverAddress, *, rank: int = 0, world: int = 1, remote: bool = False, stage: str = ""
+        self,
+        address: SaverAddress,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        remote: bool = False,
+        stage: str = "",
+        copies: bool = False,
     ) -> None:
-        """Connect. Raises SnapshotMemoryError when there is no saver and none can be started."""
+        """Connect. `copies`: other nodes get copies. SnapshotMemoryError when there is no saver and none can be
+        started."""
         self._address, self._remote, self._stage = address, remote, stage
         self.place = str(address.folder)
-        self.slots = Slots(address.folder, SlotOwner(address.local_rank, rank, world, address.generation))
+        owner = SlotOwner(address.local_rank, rank, world, address.generation)
+        self.slots = Slots(address.folder, owner, COUNT_MAX if copies else COUNT)
+        self.port = 0
+        """Where the saver exchanges copies; 0: nowhere."""
+        self.copying = False
+        """A copy is on its way to another node."""
+        self.copy_error = ""
+        """Why the last one did not arrive, or why the saver cannot exchange copies."""
+        self._serve: memory_folder.Packet | None = None
+        self._last_copy = 0
+        self._kept: tuple[State | None, ...] = ()
+        """The state that all ranks have sent, and the one that is or was sent last."""
+        self._forgotten = True
+        self._copies = copies
         self._committed: Slot | None = None
         self._newest_step = -1
         """The newest step that was held when this life began."""
@@ -158,6 +180,10 @@ class SaverClient:
 
     def stage(self, step: int, size_bytes: int, *, wait: bool = False) -> memoryview | None:
         memory = self.slots.stage(step, size_bytes)
+        if memory is None and wait and self._kept and not self.copying:  # the saver still has one of a previous worker
+            self.slots.hold(self._kept[0])
+            self._kept, self.copy_error = (), "its memory slot was needed for a newer state"
+            memory = self.slots.stage(step, size_bytes)
         deadline = time.monotonic() + PATIENCE_S
         while memory is None and wait:
             if not self.wait_for_slot(max(deadline - time.monotonic(), 0.0)):
@@ -177,8 +203,7 @@ class SaverClient:
             self._making_huge.start()
 
     def held(self, folder: str) -> list[Slot]:
-        at = self._address.folder
-        committed = (slot for local_rank in local_ranks(at) for slot in committed_slots(at, local_rank))
+        committed = (slot for _, slot in all_slots(self._address.folder, beside=self._copies))
         found = [slot for slot in committed if slot.request is not None and slot.request.folder == folder]
         self._newest_step = max((slot.step for slot in found), default=-1)
         return found
@@ -186,6 +211,55 @@ class SaverClient:
     def forget(self, above_step: int) -> None:
         if self._newest_step > above_step:  # a read costs a few milliseconds
             self.slots.forget(above_step=above_step)
+            if self._copies:
+                self._forgotten = False
+                self._send({"do": "forget", "above_step": above_step})
+                self._receive_until(lambda: self._forgotten, PATIENCE_S)  # before a copy of such a step comes
+
+    # --- copies on other nodes ----------------------------------------------------------------------------------------
+
+    def serve(self, key: bytes, host: str, bytes_s: float) -> None:
+        """Have the saver exchange copies with others of this key, at this address. See `port`, `copy_error`."""
+        self._serve = {"do": "serve", "key": key.hex(), "host": host, "bytes_s": float(bytes_s)}
+        self.port, self.copy_error = 0, ""
+        with contextlib.suppress(SnapshotError):
+            self._send(self._serve)
+        self._receive_until(lambda: bool(self.port or self.copy_error), PATIENCE_S)
+
+    def copy(self, to: Address, keep: State | None) -> None:
+        """Send the committed state to the saver there, which keeps the state `keep` as well. See `copying`."""
+        assert self._committed is not None
+        request = self._committed.request
+        assert request is not None
+        try:
+            lent = lend(self._address.folder, self._committed)
+        except ValueError as error:
+            self.copy_error = str(error)
+            return
+        try:
+            self._last_copy = self._next_id()
+            packet = {"do": "copy", "id": self._last_copy, "sequence": self._committed.sequence}
+            self._send({**packet, "request": request.to_json(), "to": list(to), "keep": keep}, lent)
+            self.copying, self.copy_error = True, ""
+            # Until all ranks are known to have sent it, and then in place of the other.
+            self.keep(keep, request.identity)
+        except (SnapshotError, ValueError) as error:
+            self.copy_error = str(error)
+        finally:
+            os.close(lent)
+
+    def keep(self, *states: State | None) -> None:
+        """Stage into none of these."""
+        self._kept = states
+        self.slots.hold(*states)
+
+    def note_skipped(self, step: int) -> None:
+        with contextlib.suppress(SnapshotError):
+            self._send({"do": "skipped", "step": step})
+
+    def drop_fetched(self) -> None:
+        if self._copies:
+            drop_fetched(self._address.folder)
 
     # --- saves --------------------------------------------------------------------------------------------------------
 
@@ -347,6 +421,13 @@ class SaverClient:
             case "failed", number:
                 if self._asked.pop(number, None) is not None:
                     self._failures.append(disk.error_of(str(packet.get("code")), str(packet.get("text"))))
+            case "serving", _:
+                self.port, self.copy_error = int(packet.get("port", 0)), str(packet.get("text", ""))
+            case "forgotten", _:
+                self._forgotten = True
+            case "copied", number:
+                if number == self._last_copy:
+                    self.copying, self.copy_error = False, str(packet.get("text"))
             case "idle", number:
                 if number == self._waiting_for:
                     self._waiting_for = 0
@@ -357,6 +438,9 @@ class SaverClient:
         """The saver has died, and its saves with it."""
         self._drop()
         self._waiting_for = 0
+        if self.copying:
+            self.copying, self.copy_error = False, "the process that sent it was killed"
+        self.port = 0
         self._lost_at_s = time.monotonic() - RECONNECT_S
         asked, self._asked = self._asked, {}
         for each in asked.values():
@@ -387,101 +471,17 @@ class SaverClient:
             hello |= {"packages": sys.path, "environ": dict(os.environ)}
         with contextlib.suppress(OSError):  # then the next packet fails as well, and reports it
             seqpacket.send(sock, hello)
+            if self._serve is not None and not self.port:
+                seqpacket.send(sock, self._serve)
 
 
-class InProcessStaging:
-    """Memory of this process and a thread that writes."""
-
-    in_memory = False
-    place = ""
-
-    def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
-        self._size_bytes = 0
-        self._thread: threading.Thread | None = None
-        self._failures: list[SnapshotError] = []
-
-    def regroup(self, rank: int, world: int, generation: int) -> None:
-        """A request names its rank; nothing else here does."""
-
-    def reserving(self, size_bytes: int) -> Iterator[int]:
-        self._reserve(size_bytes)
-        yield 1
-
-    def _reserve(self, size_bytes: int) -> None:
-        if self._memory is None or len(self._memory) < size_bytes:
-            self._memory = mmap.mmap(-1, size_bytes)
-
-    def stage(self, step: int, size_bytes: int, *, wait: bool) -> memoryview | None:  # noqa: ARG002
-        if self.busy and not wait:
-            return None
-        self._join()
-        self._reserve(size_bytes)
-        self._size_bytes = size_bytes
-        assert self._memory is not None
-        return memoryview(self._memory)[:size_bytes]
-
-    def commit(self, request: SaveRequest) -> None:
-        """No other process could write it after our end."""
-
-    def persist(self, request: SaveRequest) -> None:
-        assert self._memory is not None
-        data = request.of_file(memoryview(self._memory)[: self._size_bytes])
-        self._thread = threading.Thread(target=self._write, args=(request, data), name="holdfast-save")
-        self._thread.start()
-
-    def _write(self, request: SaveRequest, data: memoryview) -> None:
-        try:
-            changes.write_rank(request, data)
-            if request.rank == 0:
-                changes.commit(request)
-        except SnapshotError as error:
-            self._failures.append(error)
-        except (OSError, ValueError) as error:
-            self._failures.append(SnapshotWriteError(f"step {request.step} was not saved: {error}"))
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    @property
-    def busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def check(self) -> None:
-        if self._failures:
-            raise self._failures.pop(0)
-
-    def wait(self) -> None:
-        self._join()
-        self.check()
-
-    def await_previous_worker(self) -> None:
-        """Nothing to wait for: its saves ended with it."""
-
-    def held(self, folder: str) -> list[Slot]:  # noqa: ARG002
-        return []
-
-    def forget(self, above_step: int) -> None:
-        """Nothing is kept."""
-
-    def read_back(self, snapshot: Snapshot) -> None:
-        if isinstance(snapshot.path, RemotePath):
-            return folder.confirm(snapshot)
-        return folder.verify(snapshot, lambda: None)
-
-    def close(self, *, ahead: bool) -> None:  # noqa: ARG002
-        self._join()
-
-
-def open_tier(*, rank: int, world: int, remote: bool = False, stage: str = "") -> Tier:
+def open_tier(*, rank: int, world: int, remote: bool = False, stage: str = "", copies: bool = False) -> Tier:
     """The memory tier; where it is not possible, the in-process one with a warning. `remote`: the target is an object
-    store; `stage`: see Snapshots."""
+    store; `stage`, `copies`: see Snapshots."""
     try:
         address = SaverAddress.find()
         try:
-            return SaverClient(address, rank=rank, world=world, remote=remote, stage=stage)
+            return SaverClient(address, rank=rank, world=world, remote=remote, stage=stage, copies=copies)
         except SnapshotMemoryError:
             address.close()
             raise

@@ -22,6 +22,7 @@ Knows sockets and the supervisor; must not know torch, nor what a snapshot is.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import select
 import socket
 import sys
@@ -247,12 +248,16 @@ class SaverHost:
         run_id: str,
         on_notice: Callable[[str], None],
         on_saved: Callable[[seqpacket.Message], None] = lambda _: None,
+        on_copy: Callable[[seqpacket.Message], None] = lambda _: None,
+        token: bytes | None = None,
     ) -> None:
-        """`on_notice` gets messages for the user, `on_saved` the path, step and duration of each save."""
+        """`on_notice` gets messages for the user, `on_saved` the path, step and duration of each save, `on_copy` what
+        became of each copy to another node. `token`: the job's, if it has one."""
         self._saver = ServiceProcess(supervisor, SAVER, self._heard, lambda: self._gone.set())  # noqa: PLW0108
         self._run_id = run_id
         self._on_notice = on_notice
-        self._on_saved = on_saved
+        self._on_saved, self._on_copy = on_saved, on_copy
+        self._token = token
         self._loop = asyncio.get_running_loop()
         self._memory_folder: MemoryFolder | None = None
         self._listening: socket.socket | None = None
@@ -327,6 +332,9 @@ class SaverHost:
         try:
             opened = MemoryFolder.make(self._run_id)
             self._listening = memory_folder.listen(opened.path / SOCKET)
+            if self._token is not None:
+                key = hmac.digest(self._token, b"holdfast snapshots " + self._run_id.encode(), "sha256")
+                (opened.path / memory_folder.KEY).write_bytes(key)
         except OSError:  # /dev/shm is not writable: a worker that needs it gets an error
             if opened is not None:
                 _remove(opened)
@@ -354,6 +362,9 @@ class SaverHost:
             self._on_notice(f"snapshots: {packet.get('text')}")
         elif packet.get("is") == "saved":
             self._on_saved({name: packet.get(name) for name in ("path", "step", "took_s")})
+        elif packet.get("is") == "copy":
+            del packet["is"]
+            self._on_copy(packet)
 
     def _ended(self, why: str) -> None:
         self._saver.drop()

@@ -97,7 +97,9 @@ class WorkerGroup:
         )
         self._oom: OomWatch | None = None
         self._store: StoreHost | None = None
-        self._saver = SaverHost(self._supervisor, options.job.run_id, on_notice, self._note_saved)
+        self._saver = SaverHost(
+            self._supervisor, options.job.run_id, on_notice, self._note_saved, self._note_copy, options.token
+        )
         place, run_id, path = options.dashboard, options.job.run_id, str(folder.path or "")
         self._dashboard = DashboardHost(self._supervisor, place, run_id, path, journal, on_notice) if place else None
         self._cpus: dict[int, list[int]] = {}
@@ -240,6 +242,9 @@ class WorkerGroup:
 
     def _note_saved(self, saved: seqpacket.Message) -> None:
         self._journal.write("snapshot", **saved)
+
+    def _note_copy(self, copy: seqpacket.Message) -> None:
+        self._journal.write("snapshot_copy", **copy)
 
     def serve_dashboard(self) -> None:
         """The coordinator runs here: if a dashboard is wanted, it does too."""

@@ -6,11 +6,13 @@ The copy is made before the ranks exchange messages, so that they wait for each 
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -18,12 +20,17 @@ import torch
 
 from holdfast.protocol.errors import HoldfastError, SnapshotError, SnapshotMemoryError, SnapshotWriteError
 from holdfast.snapshots import changes, disk
+from holdfast.snapshots import lease as leases
 from holdfast.snapshots.changes import Keep, SaveRequest, Verified
+from holdfast.snapshots.flush import rescue_attempt
+from holdfast.snapshots.in_process import InProcessStaging
 from holdfast.snapshots.lease import FolderLease
 from holdfast.snapshots.remote import Place, RemotePath
-from holdfast.snapshots.saver_client import InProcessStaging, Tier, warn_of_disk
+from holdfast.snapshots.saver_client import SaverClient, Tier, warn_of_disk
 from holdfast.train import sharding
 from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper, node_key
+from holdfast.train.copies import Copies
+from holdfast.train.copying import ALL_STATES, MemoryReservation
 from holdfast.train.reading import Saved
 from holdfast.train.sharding import TEXT, Layout, Places
 from holdfast.train.state import Collected, Tracker
@@ -33,10 +40,6 @@ TEXT_ROOM = 1.25
 TEXT_BLOCK_BYTES = 4096
 ATTEMPTS_PER_LEASE = 1000
 """Saves of one step by one life of a job."""
-ALL_STATES = 2
-"""States that a tier has room for."""
-PAUSE = 3.0
-"""Pause until the next piece of memory is taken in the background, in multiples of the time for one."""
 
 
 @dataclass(frozen=True)
@@ -58,6 +61,7 @@ class _Said(NamedTuple):
     metrics: dict[str, float]
     step: int
     troubles: list[list[str]]
+    copies: list[Any] | None
 
 
 class Saving:
@@ -73,14 +77,16 @@ class Saving:
         clock: Timekeeper,
         failures_max: int,
         lease: FolderLease | None,
+        copies: Copies | None = None,
     ) -> None:
         """`rescue`: the attempt as which the saver writes what is only in memory; the same on all ranks. `lease`:
-        rank 0's."""
+        rank 0's. `copies`: other nodes get copies."""
         self.tier = tier
         self._path, self._tracker, self._peers = path, tracker, peers
         self._begun_at: tuple[int, int] = (-1, 0)
         """In an object store: the step that was begun last, and how often."""
         self._rescue, self._clock, self._lease = rescue, clock, lease
+        self._copies = copies
         self._failed = FailedSaves(failures_max)
         self.troubles: list[SnapshotError] = []
         """What went wrong in the background on this rank, and the others do not know yet."""
@@ -176,6 +182,8 @@ class Saving:
         if word["do"] == "persist":
             self._clock.saved(time.monotonic())  # on every rank: any of them may be rank 0 of a later world
             self._persist(self._request(word["attempt"], word["metrics"]))
+        if self._copies is not None:
+            self._copies.follow(word.get("copies", {}), self._peers.rank, self._tracker.state.step)
         return Done(word["do"] == "persist", failure, word.get("look_at", 0))
 
     def _hear(self, word: Mapping[str, Any] | None) -> str:
@@ -222,7 +230,8 @@ class Saving:
         self.look()
         troubles = [[each.code, str(each)] for each in self.troubles]
         self.troubles.clear()
-        said = self._peers.gather([staged, metrics, self._tracker.state.step, troubles])
+        copied = None if self._copies is None else self._copies.report()
+        said = self._peers.gather([staged, metrics, self._tracker.state.step, troubles, copied])
         word: dict[str, Any] = self._peers.tell(
             self._judge([_Said(*each) for each in said], durable=durable, demanded=demanded) if said else None
         )
@@ -249,6 +258,9 @@ class Saving:
         if any(each.staged == "unplanned" for each in said):
             return {**word, "do": "plan"}
         all_there = all(each.staged == "staged" for each in said)
+        if self._copies is not None:
+            reports = [each.copies or () for each in said]
+            word["copies"] = self._copies.decide(reports, (step, self._rescue, self._saves), staged=all_there)
         if durable or (self._clock.due(now_s) and not self.tier.busy and all_there):
             self._clock.saved(now_s)  # also when it cannot begin: the next attempt comes after another interval
             try:
@@ -333,6 +345,8 @@ class Saving:
 
     def _plan(self, collected: Collected) -> None:
         self._places.clear()
+        if isinstance(self.tier, SaverClient):
+            self.tier.drop_fetched()  # all ranks have settled
         self._layout = _plan(self._peers, f"{node_key()}:{self.tier.place}", collected)
         self._signature = collected.signature()
         self._staged = 0
@@ -352,49 +366,32 @@ class Saving:
         warn_of_disk(error)
         self.tier.close(ahead=False)
         self.tier = InProcessStaging()
+        if self._copies is not None:
+            self._copies.end()
 
 
-class MemoryReservation:
-    """Memory that is taken in the background, a piece now and then. Who cannot wait for it takes the rest at once.
-
-    Not by a thread of low priority: on a busy machine that may not run for seconds, and who needs the memory waits."""
-
-    def __init__(self, pieces: Iterator[int]) -> None:
-        """`pieces`: of `Tier.reserving`."""
-        self._pieces = pieces
-        self._turn = threading.Lock()
-        self._wanted = threading.Event()
-        self._ready = 0
-        self._error: SnapshotMemoryError | None = None
-        self._thread = threading.Thread(target=self._in_background, name="holdfast-reserve")
-        self._thread.start()
-
-    def _in_background(self) -> None:
-        began_s = time.monotonic()
-        while self._take(ALL_STATES):
-            if self._wanted.wait(PAUSE * (time.monotonic() - began_s)):
-                return
-            began_s = time.monotonic()
-
-    def _take(self, states: int) -> bool:
-        """One more piece. False: so many states have room, or never will."""
-        with self._turn:
-            if self._ready >= states or self._error is not None:
-                return False
-            try:
-                self._ready = next(self._pieces, ALL_STATES)
-            except SnapshotMemoryError as error:
-                self._error = error
-            return True
-
-    def finish(self, states: int) -> SnapshotMemoryError | None:
-        """Until so many states have room; or the error."""
-        if states >= ALL_STATES:
-            self._wanted.set()
-            self._thread.join()
-        while self._take(states):
-            pass
-        return self._error
+def take_folder(path: Place, peers: Peers, lease: FolderLease | None) -> tuple[FolderLease | None, int, str]:
+    """Rank 0 takes the folder for this job, unless it has its `lease`. Returns rank 0's lease, and for all ranks of
+    this life the attempt as which the saver writes what only memory has, and a secret. SnapshotError."""
+    word: dict[str, Any] = {}
+    failure: HoldfastError | None = None
+    if peers.rank == 0:
+        try:
+            lease = lease or leases.acquire(path, os.environ.get("TORCHELASTIC_RUN_ID", ""))
+            word = {"rescue": rescue_attempt(), "secret": secrets.token_hex(32)}
+        except HoldfastError as error:
+            failure, word = error, {"error": str(error)}
+    try:
+        word = peers.tell(word)
+    except BaseException:
+        if lease is not None:
+            lease.release()
+        raise
+    if failure is not None:
+        raise failure
+    if "error" in word:
+        raise SnapshotError(f"rank 0: {word['error']}")
+    return lease, int(word["rescue"]), str(word["secret"])
 
 
 class Pruner:

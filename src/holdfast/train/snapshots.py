@@ -27,9 +27,6 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast import worker
 from holdfast.protocol.errors import (
-    HoldfastError,
-    IntervalError,
-    RetentionError,
     SnapshotError,
     SnapshotWriteError,
     TrackingError,
@@ -37,16 +34,16 @@ from holdfast.protocol.errors import (
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots import lease as leases
 from holdfast.snapshots.changes import Keep
-from holdfast.snapshots.flush import rescue_attempt
 from holdfast.snapshots.memory_folder import SAVER_VARIABLE
 from holdfast.snapshots.remote import RemotePath, absolute
 from holdfast.snapshots.saver_client import Tier, open_tier
-from holdfast.train.agreement import Peers, Schedule, Steps, Timekeeper, seconds
+from holdfast.train.agreement import Peers, Schedule, Steps, Timekeeper, check_options, seconds
+from holdfast.train.copies import Copies
 from holdfast.train.guards import same_loss
 from holdfast.train.quarantine import OwnLife, Patience
 from holdfast.train.reading import Saved
 from holdfast.train.resuming import Resumed, Resumer
-from holdfast.train.save import Pruner, Saving
+from holdfast.train.save import Pruner, Saving, take_folder
 from holdfast.train.state import Tracker, TrainState
 from holdfast.train.tracked import Choice
 from holdfast.worker.regroup import is_replacement
@@ -71,6 +68,8 @@ class Snapshots:
                   snapshot suspect; None: the interval of snapshots; 0: never
     no_progress_after  so many restarts may fail before the job's best step; then it ends with exit code 93; None: any
     stage         with a URL: a local folder through which the saver uploads, so that memory is free sooner
+    copies        1: states in memory are also sent to another node, so that a lost node costs no way back to the disk
+    copies_bandwidth  bytes per second that a node may send for that; None: no limit
 
     Raises IntervalError, RetentionError, SnapshotURLError. A context manager; otherwise closed as the process ends."""
 
@@ -87,17 +86,14 @@ class Snapshots:
         suspect_within: int | None = None,
         no_progress_after: int | None = 3,
         stage: str | os.PathLike[str] | None = None,
+        copies: int = 0,
+        copies_bandwidth: float | None = None,
     ) -> None:
         self.path = absolute(folder)
         self._stage = "" if stage is None else os.path.abspath(stage)
         self.stopping = False
         """The launcher asked to stop, and everything is on the disk: leave with exit code 0."""
-        if memory_every is not None and (type(memory_every) is not int or memory_every < 1):
-            raise IntervalError(f"memory_every={memory_every!r}: a number of steps, at least 1, or None")
-        if type(failures_max) is not int or failures_max < 1:
-            raise IntervalError(f"failures_max={failures_max!r}: a number of saves, at least 1")
-        if keep is not None and not isinstance(keep, Keep):
-            raise RetentionError(f"keep={keep!r}: write ht.Keep(last=3), or None for all")
+        check_options(memory_every, failures_max, keep, copies, copies_bandwidth)
         timed = None if every is None or isinstance(every, Steps) else seconds(every)
         self._schedule = Schedule(every if isinstance(every, Steps) else timed, memory_every)
         interval = memory_every or (every.count if isinstance(every, Steps) else None)
@@ -106,6 +102,8 @@ class Snapshots:
         self._clock = Timekeeper(timed)
         self._keep = keep
         self._fresh_ok = fresh_ok
+        self._copies_wanted, self._copies_bytes_s = bool(copies), copies_bandwidth or 0.0
+        self._copies: Copies | None = None
         self._failures_max = failures_max
         self._exit_on_stop = exit_on_stop
         self._tracker = Tracker()
@@ -203,7 +201,9 @@ class Snapshots:
                 return self._resume_from_survivors()
         with self._closed_by_failure():
             peers, tier = self._open()
-            resumer = Resumer(self.path, self._tracker, peers, tier, self._fresh_ok, self._patience, choice)
+            resumer = Resumer(
+                self.path, self._tracker, peers, tier, self._fresh_ok, self._patience, choice, self._copies
+            )
             resumed = resumer.run()
         self._life = OwnLife(self.path, resumer.life, resumer.origin, self._patience, self._keep)
         if choice.only is not None:
@@ -244,28 +244,18 @@ class Snapshots:
 
     def _open_tier(self, rank: int, world: int) -> Tier:
         remote = isinstance(self.path, RemotePath)
-        tier = self._opened = open_tier(rank=rank, world=world, remote=remote, stage=self._stage if remote else "")
+        stage, copies = self._stage if remote else "", self._copies_wanted
+        tier = self._opened = open_tier(rank=rank, world=world, remote=remote, stage=stage, copies=copies)
+        self._copies = Copies(tier, self._copies_bytes_s) if copies else None
         self._process = os.getpid()
         atexit.register(self._at_exit)
         return tier
 
     def _take_folder(self, peers: Peers) -> None:
         """Rank 0 has the folder's lease; all learn how the saver is to write what only memory has."""
-        word: dict[str, Any] = {}
-        failure: HoldfastError | None = None
-        if peers.rank == 0:
-            try:
-                if self._lease is None:
-                    self._lease = leases.acquire(self.path, os.environ.get("TORCHELASTIC_RUN_ID", ""))
-                word = {"rescue": rescue_attempt()}
-            except HoldfastError as error:
-                failure, word = error, {"error": str(error)}
-        word = peers.tell(word)
-        if failure is not None:
-            raise failure
-        if "error" in word:
-            raise SnapshotError(f"rank 0: {word['error']}")
-        self._rescue = int(word["rescue"])
+        self._lease, self._rescue, self._secret = take_folder(self.path, peers, self._lease)
+        if self._copies is not None:
+            self._copies.begin(self._secret)
 
     # --- other worlds: see survival.py ------------------------------------------------------------------------------
 
@@ -283,9 +273,10 @@ class Snapshots:
             self._lease.release()
             self._lease = self._pruner = None
         peers.share(None)  # the lease is free
+        tier = self._open_tier(peers.rank, peers.world) if self._saving is None else None  # a replacement
         self._take_folder(peers)
-        if self._saving is None:  # a replacement
-            self._begin(peers, self._open_tier(peers.rank, peers.world))
+        if tier is not None:
+            self._begin(peers, tier)
         assert self._saving is not None
         self._saving.regroup(peers, generation, self._rescue, self._lease)
         self._schedule.follow(schedule)  # all ranks save at the same steps
@@ -302,7 +293,15 @@ class Snapshots:
         if peers.rank == 0 and self._keep is not None:
             self._pruner = Pruner(self.path, self._keep)
         self._saving = Saving(
-            self.path, self._tracker, peers, tier, self._rescue, self._clock, self._failures_max, self._lease
+            self.path,
+            self._tracker,
+            peers,
+            tier,
+            self._rescue,
+            self._clock,
+            self._failures_max,
+            self._lease,
+            self._copies,
         )
 
     def _begun(self) -> Saving:

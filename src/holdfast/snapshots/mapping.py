@@ -1,0 +1,139 @@
+"""Files in shared memory, mapped by the processes that write and read them.
+
+Files are mapped in huge pages where the kernel has them. tmpfs uses small pages: to take and map them costs twelve
+times as much as a copy of the same bytes, and a write past the page cache spends processor time on pinning each of
+them. The kernel collapses small pages into huge ones on request (Linux 6.1), in any mapping whose addresses and offsets
+agree within a huge page, while others read and write them. Where one small page is all that is there yet, this takes
+and maps a huge page for the price of one copy. Where free memory is in small pieces, the kernel has to move pages
+first: then it takes one to four seconds for each gigabyte. So memory is taken in small pages as soon as a huge one
+takes long, and they are collapsed beside the training, a page now and then, once for each slot; and not by a process of
+low priority, for which others would wait with it when it loses its core.
+
+Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import mmap
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+_HUGE_PAGE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
+_POPULATE_READ = 22
+"""MADV_POPULATE_READ, Linux 5.14: writable pages of a shared mapping come writable, at half the cost of _WRITE."""
+_COLLAPSE = 25
+"""MADV_COLLAPSE, Linux 6.1."""
+_MAP_FIXED = 0x10
+_HUGE_S_MAX = 0.002
+"""Processor time: as much as small pages for the same bytes take. A huge page that takes longer had to be made free."""
+_SMALL_MIN, _SMALL_MAX = 8, 256
+"""After that so many units are taken in small pages; twice as many each time."""
+_POPULATE_BYTES = 2 << 20
+"""Populated in one call: other threads of the worker run in between."""
+
+_libc = ctypes.CDLL(None, use_errno=True)  # releases the interpreter's lock
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
+_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+
+
+def huge_page_bytes() -> int:
+    """The size of a huge page; 0: this kernel has none."""
+    with contextlib.suppress(OSError, ValueError):
+        return int(_HUGE_PAGE.read_text())
+    return 0
+
+
+class MappedFile:
+    """The first bytes of a file, shared with all processes that map it. Unmapped when the last view of them is gone."""
+
+    def __init__(self, fd: int, size_bytes: int, *, writable: bool) -> None:
+        """Raises OSError. The descriptor stays the caller's."""
+        self._unit_bytes = huge_page_bytes() or mmap.PAGESIZE
+        # Python cannot choose an address: the file is mapped over a piece of memory that is large enough to hold it at
+        # an address where a huge page may begin.
+        around = mmap.mmap(-1, size_bytes + self._unit_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        begin = ctypes.addressof(ctypes.c_char.from_buffer(around))
+        self._address = -(-begin // self._unit_bytes) * self._unit_bytes
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        got = _libc.mmap(self._address, size_bytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
+        if got != self._address:
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        at = self._address - begin
+        view = memoryview(around)[at : at + size_bytes]
+        self.memory = view if writable else view.toreadonly()
+
+    def populate(self, end: int | None = None) -> Iterator[None]:
+        """Make all pages present, piece by piece. On a kernel without this, the first access to each page waits for it.
+
+        The file's memory is taken already, up to `end`."""
+        size_bytes = len(self.memory) if end is None else end
+        for at in range(0, size_bytes, _POPULATE_BYTES):
+            self._advise(at, min(_POPULATE_BYTES, size_bytes - at), _POPULATE_READ)
+            yield
+
+    def take(self, fd: int, begin: int) -> Iterator[None]:
+        """Take memory for the file from `begin` on, and make all its pages present, piece by piece. OSError."""
+        unit_bytes = max(self._unit_bytes, _POPULATE_BYTES)
+        at, size_bytes, small, pause = begin, len(self.memory), 0, _SMALL_MIN
+        while at < size_bytes:
+            end = min((at // unit_bytes + 1) * unit_bytes, size_bytes)
+            whole, huge = end - at == self._unit_bytes, False
+            if whole and not small:
+                began_s = time.thread_time()
+                os.posix_fallocate(fd, at, mmap.PAGESIZE)
+                huge = self._advise(at, unit_bytes, _COLLAPSE) == 0
+                if not huge or time.thread_time() - began_s > _HUGE_S_MAX:
+                    small, pause = pause, min(2 * pause, _SMALL_MAX)
+                else:
+                    pause = _SMALL_MIN
+            elif whole:
+                small -= 1
+            if not huge:
+                os.posix_fallocate(fd, at, end - at)
+                self._advise(at, end - at, _POPULATE_READ)
+            at = end
+            yield
+
+    def make_huge(self) -> Iterator[float]:
+        """Turn its pages into huge ones, one by one, as far as the kernel can: yields the seconds each took.
+
+        Other threads may read and write meanwhile; only an access to the page in work waits.
+        """
+        if self._unit_bytes == mmap.PAGESIZE:
+            return
+        for at in range(0, len(self.memory) - self._unit_bytes + 1, self._unit_bytes):
+            began_s = time.monotonic()
+            if self._advise(at, self._unit_bytes, _COLLAPSE) == errno.EINVAL:
+                return  # this kernel lacks it; other errors concern this page alone
+            yield time.monotonic() - began_s
+
+    def _advise(self, at: int, size_bytes: int, advice: int) -> int:
+        """The error's number; 0: done."""
+        failed = _libc.madvise(self._address + at, size_bytes, advice)
+        return ctypes.get_errno() if failed else 0
+
+
+class Mappings:
+    """The files that one process has mapped to read: a new mapping for each save costs 50 ms of processor time (473
+    MB).
+
+    For any thread. A mapping keeps its file open, so no other file can be mistaken for it.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, int], MappedFile] = {}
+
+    def of(self, fd: int) -> MappedFile:
+        """The whole file. OSError."""
+        status = os.fstat(fd)
+        key = status.st_dev, status.st_ino
+        kept = self._kept.get(key)
+        if kept is None or len(kept.memory) != status.st_size:
+            kept = self._kept[key] = MappedFile(fd, status.st_size, writable=False)
+        return kept

@@ -1,0 +1,90 @@
+"""Two pretended nodes with copies=1, and never a save to the disk: one node after the other is lost with its memory.
+
+copied_nodes.py FOLDER COUNT SEED        prints a JSON object: resumes by source, faults, and the steps that each loss cost
+
+As in node_kills.py; a lost node's place is taken by a newcomer that has nothing. A node is lost once a state of this life is on
+both nodes: two losses before that are more than one copy can make good.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import random
+import shutil
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import node_kills
+from node_kills import LIMIT_S, NODES, RUN_ID, STEPS, build, calm, end, fingerprint, kill, lines, savers, start, train
+
+import holdfast.train as ht
+
+EVERY = 4
+
+
+def life(folder: Path, say: Any) -> None:
+    model, optimizer = build(3)
+    node_kills.torch.manual_seed(int(os.environ["RANK"]))
+    snaps = ht.Snapshots(folder, every=None, memory_every=EVERY, keep=None, fresh_ok=True, copies=1)
+    snaps.track(model=model, optimizer=optimizer)
+    resumed = snaps.resume()
+    say(f"resumed {snaps.state.step} {resumed.source if resumed else 'nothing'} {fingerprint(model, optimizer)}")
+    before = snaps.state.step
+    while snaps.state.step < STEPS:
+        train(model, optimizer)
+        snaps.step()
+        plan = snaps._saving._copies._plan  # type: ignore[union-attr]
+        say(f"step {snaps.state.step} {int(plan._kept is not None and plan._kept[0] > before)}")  # rank 0 knows
+        time.sleep(0.01)  # longer than a copy of so little
+
+
+def lose(node: int, ranks: list[tuple[int, int]]) -> None:
+    for pid in (ranks[node][0], *savers(node)):
+        kill(pid)
+    for path in glob.glob(f"/dev/shm/holdfast-*-{RUN_ID}-{node}-*"):
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def main() -> None:
+    folder, count, chance = Path(sys.argv[1]), int(sys.argv[2]), random.Random(int(sys.argv[3]))
+    ranks, host = start(calm)
+    expected = [lines(out, time.monotonic() + LIMIT_S) for _, out in ranks]
+    end(ranks, host)
+    found: Counter[str] = Counter()
+    faults: list[str] = []
+    cost: list[int] = []
+    reached = 0
+    for number in range(count + 1):
+        ranks, host = start(lambda say: life(folder, say))
+        said = [lines(out, time.monotonic() + LIMIT_S, 1) for _, out in ranks]
+        if not all(said):
+            faults.append(f"life {number}: it did not resume: {said}")
+            break
+        told = [each[0].split() for each in said]
+        step = int(told[0][1])
+        found[told[0][2]] += 1
+        if number:
+            cost.append(reached - step)
+        for rank, each in enumerate(told):
+            if each[1:3] != told[0][1:3] or (step and each[3] != expected[rank][step]):
+                faults.append(f"life {number}: rank {rank} is not what it was: {each}")
+        reached = step
+        while reached < STEPS and not (more := lines(ranks[0][1], time.monotonic() + LIMIT_S, 1))[-1].endswith(" 1"):
+            reached = int(more[-1].split()[1])
+        time.sleep(chance.uniform(0, 0.1))
+        lose(chance.randrange(NODES), ranks)
+        rest = lines(ranks[0][1], time.monotonic() + 0.2)
+        reached = int(rest[-1].split()[1]) if rest else reached
+        end(ranks, host)
+    for node in range(NODES):
+        lose(node, [(pid, 0) for pid in savers(node)] * NODES) if savers(node) else None
+    print(json.dumps({"resumed": found, "faults": faults, "cost": cost}))
+
+
+if __name__ == "__main__":
+    main()

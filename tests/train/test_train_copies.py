@@ -1,0 +1,61 @@
+"""Copies of states on other nodes: who sends to whom, and when; and what a lost node costs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from holdfast.protocol.errors import IntervalError
+from holdfast.train.copies import CopyPlan, CopyReport, partners
+from holdfast.train.snapshots import Snapshots
+from tests.warm import Warm
+
+COPIED_NODES = Path(__file__).parent / "scripts" / "copied_nodes.py"
+LOSSES = 4
+
+
+def test_lost_nodes_are_made_good_from_memory(warm: Warm, tmp_path: Path) -> None:
+    """FSDP2: nothing is ever on the disk, and each loss takes half of everything with it, at any moment."""
+    found = warm.found(COPIED_NODES, tmp_path / "runs", str(LOSSES), "2", timeout=180)
+    assert found["faults"] == []
+    assert found["resumed"] == {"nothing": 1, "memory": LOSSES}
+    assert len(found["cost"]) == LOSSES
+
+
+def test_options_are_checked(tmp_path: Path) -> None:
+    for more in ({"copies": 2}, {"copies": -1}, {"copies": 1, "copies_bandwidth": 0}):
+        with pytest.raises(IntervalError, match="copies="):
+            Snapshots(tmp_path, **more)
+
+
+@given(st.lists(st.sampled_from(["", "r1", "r2", "r3"]), min_size=2, max_size=12))
+def test_partners(domains: list[str]) -> None:
+    found = partners(domains)
+    assert sorted(found) == list(range(len(domains)))  # each node is the partner of one
+    assert all(node != partner for node, partner in enumerate(found))
+    if max(map(domains.count, domains)) * 2 <= len(domains):
+        assert all(domains[node] != domains[partner] for node, partner in enumerate(found))
+
+
+def said(*errors: str, busy: tuple[bool, ...] = (False, False)) -> list[CopyReport]:
+    errors = errors or ("", "")
+    return [CopyReport(f"n{rank}", "", "127.0.0.1", 10 + rank, busy[rank], errors[rank]) for rank in range(2)]
+
+
+@pytest.mark.filterwarnings("error::RuntimeWarning")
+def test_a_state_is_kept_when_all_ranks_have_sent_it() -> None:
+    plan = CopyPlan()
+    one, two, three, four = [(step, 7, step) for step in (1, 2, 3, 4)]
+    assert plan.decide(said(), one, staged=True) == {"keep": None, "to": [["127.0.0.1", 11], ["127.0.0.1", 10]]}
+    assert plan.decide(said(busy=(False, True)), two, staged=True) == {"skip": True}
+    assert plan.decide(said(), two, staged=False) == {"skip": True, "keep": one}  # which makes room for the next
+    assert plan.decide(said(), three, staged=True) == {"keep": one, "to": []}
+    with pytest.warns(RuntimeWarning, match="rank 1: it is gone"):
+        assert plan.decide(said("", "it is gone"), four, staged=True) == {"keep": one, "to": []}
+    assert plan.decide(said("", "it is gone"), one, staged=True)["keep"] == one  # and it is said once
+    assert plan.decide(said(), two, staged=True)["keep"] == one
+    with pytest.warns(RuntimeWarning, match="one node"):
+        assert CopyPlan().decide(said()[:1] * 2, one, staged=True) == {}
