@@ -7,6 +7,7 @@
 #   make coverage  all tests again, with the lines and branches that they reach, in build/coverage
 #   make test-torch       what depends on torch, with the installed torchrun instead of the recorded one; TORCH=2.15.0: with
 #                         that version, in an environment of its own (its registry build brings 5 GB of CUDA libraries)
+#   make test-trainers    the trainers' tests with torchtitan too, installed without most of what it depends on
 #   make test-pythons     what needs no torch, under 3.11, 3.12 and 3.13, where they are found; PYTHONS="3.12 3.13"
 #   make record-torchrun  record again what the installed torchrun does; TORCH=… as above
 #   make bench   holdfast beside torchrun: a table, and a file under benchmarks/results
@@ -33,7 +34,7 @@ BIN := $(VENV)/bin
 TORCH ?=
 TORCH_VENV := $(if $(TORCH),.venv-torch-$(TORCH),$(VENV))
 # What may depend on the version of torch.
-WITH_TORCH := tests/beside_torchrun tests/clients tests/fork_server tests/torchrun_handler tests/train tests/supervisor/test_service_host.py \
+WITH_TORCH := tests/beside_torchrun tests/clients tests/fork_server tests/integrations tests/torchrun_handler tests/train tests/supervisor/test_service_host.py \
     tests/worker/test_progress.py \
     tests/processes/test_restarts.py tests/processes/test_hang_jobs.py tests/processes/test_hang_ranks.py \
     tests/processes/test_survive_jobs.py
@@ -46,7 +47,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 PACKAGING := pyproject.toml constraints.txt src/holdfast/train/_stream.c
 
 .DELETE_ON_ERROR:
-.PHONY: demo fast test test-torch test-pythons record-torchrun coverage check dist docs bench soak soak-seeds soak-chaos soak-patience screenshots fmt debian clean
+.PHONY: demo fast test test-torch test-trainers test-pythons record-torchrun coverage check dist docs bench soak soak-seeds soak-chaos soak-patience screenshots fmt debian clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo.py
@@ -62,6 +63,10 @@ test-torch: $(TORCH_VENV)/.dev
 
 test-pythons:
 	$(PYTHON) -m tools.pythons $(PYTHONS)
+
+test-trainers: $(VENV)/.dev
+	$(PIP) --no-deps torchtitan torch_checkpointing tyro spmd_types docstring_parser
+	$(BIN)/python -m pytest tests/integrations -n $(JOBS) --dist loadgroup
 
 record-torchrun: $(TORCH_VENV)/.dev
 	$(TORCH_VENV)/bin/python -m pytest tests/beside_torchrun --torchrun record

@@ -15,7 +15,6 @@ import inspect
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -29,6 +28,7 @@ from pathlib import Path
 import pytest
 from _pytest.assertion import rewrite
 
+from tests.support import ports
 from tests.support.limits import limit_s, slowness
 
 LEAK_GRACE_S = 1.0
@@ -413,12 +413,5 @@ def tmp_log_dir(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def free_port() -> Callable[[], int]:
-    """A loopback port that was free a moment ago. Where the product can pick one itself (port 0), let it."""
-
-    def pick() -> int:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port: int = probe.getsockname()[1]
-            return port
-
-    return pick
+    """Picks ports. Where the product can pick one itself (port 0), let it."""
+    return ports.free_port

@@ -166,7 +166,8 @@ def command(path: str, arguments: list[str]) -> int:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, FORWARDED)
         code = int(sock.recv(32) or -signal.SIGKILL)
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL)
+        with contextlib.suppress(OSError):  # SIGKILL has no other way
+            signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)
     return code
 

@@ -33,7 +33,7 @@ TAIL = """
 `WORKER`), `timestamp` and `metadata` with torchrun's keys. `null` (the default) and `dynamic_rendezvous` write nothing. Other names
 are refused before anything is started; torch 2.13 has no way to register more.
 
-Two things are better than there: `timestamp` is milliseconds since 1970 (torchrun writes 0), and the agent's `FAILED` is told when
+Two things are better than there: `timestamp` is milliseconds since 1970 (torchrun writes 0), and the agent's `FAILED` is written when
 workers failed (torchrun tells `SUCCEEDED`). In `metadata.metadata` numbers are numbers, and not lists of one.
 """
 

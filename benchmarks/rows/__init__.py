@@ -41,6 +41,7 @@ ALL: tuple[Row, ...] = (
     orphans.ROW,
     descriptors.ROW,
     progress.ROW,
+    progress.PROFILE,
     tee.ROW,
     *formation.ROWS,
     *elastic.ROWS,

@@ -285,7 +285,10 @@ def test_answered_pings_keep_it_alive() -> None:
 def test_silence_ends_the_link_as_well() -> None:
     desk = running()
     desk.wait(LIMITS.fence_s, answered=False)
+    assert HangUp("no answer") not in desk.done, "the coordinator takes the end of the link for that of the workers"
+    desk.give(ev.TreeGone(1))
     assert HangUp("no answer") in desk.done
+    assert not [message for message in desk.sent() if isinstance(message, msg.Stopped)]
 
 
 def test_the_fence_counts_from_what_was_sent_not_from_what_came_back() -> None:

@@ -277,3 +277,12 @@ def test_a_final_refusal_is_not_repeated() -> None:
     desk = dialing()
     desk.give(ev.DialFailed("HF111", 2, "another job", final=True))
     assert desk.has(do.Exit)
+
+
+def test_workers_that_save_at_a_safe_point_go_on() -> None:
+    desk = running()
+    desk.hear(msg.Drain(1, "somebody"))
+    desk.give(ev.WorkersHeld(1, 8, saves=True))
+    assert desk.sent() == [msg.Held(1, 8, saves=True)]
+    assert desk.hear(msg.DrainTo(1, 9, save=True)) == [do.ReleaseWorkers(1, 9, save=True)]
+    assert desk.machine.work is Work.RUNNING

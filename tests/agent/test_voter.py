@@ -9,8 +9,7 @@ from msgspec import structs
 
 from holdfast.agent import voter as vote
 from holdfast.agent.voter import TRANSITIONS, LeaderAddress, Voter, VoterState
-from holdfast.protocol.charter import Charter, CharterPosition, Renew, Renewed, Seat, Succession
-from holdfast.protocol.messages import Poll, Polled
+from holdfast.protocol.charter import Charter, CharterPosition, Poll, Polled, Renew, Renewed, Seat, Succession
 from holdfast.protocol.policy import Limits, Note, Tick
 
 LIMITS = Limits()
@@ -24,7 +23,7 @@ def seat(name: str) -> Seat:
 
 def charter(names: str, *, term: int = FOUNDER, number: int = 1, before: str = "") -> Charter:
     """Voters by letters: `abc` are a, b and c."""
-    return Charter(CharterPosition(term, number), tuple(map(seat, names)), tuple(map(seat, before)))
+    return Charter(CharterPosition(term, number), tuple(map(seat, names)), tuple(map(seat, before)), leader=names[0])
 
 
 @dataclass(frozen=True)
@@ -77,7 +76,7 @@ class Desk:
         return answer
 
     def renew(self, name: str, charter: Charter | None, term: int = FOUNDER) -> Renewed:
-        self.give(name, vote.RenewCame(Renew(term, 1, charter)))
+        self.give(name, vote.RenewCame(Renew(term, 1, charter, JOB_S, TRAINING_S)))
         return self.renewed[name]
 
     def lose(self, *names: str, closed: bool = True) -> None:
@@ -138,6 +137,9 @@ def polled(desk: Desk, to: str, of: str, term: int, position: CharterPosition, *
     return answer
 
 
+JOB_S, TRAINING_S = 700.0, 500.0
+
+
 # --- the usual case ---------------------------------------------------------------------------------------------------
 
 
@@ -147,9 +149,19 @@ def test_the_first_voter_after_the_coordinators_is_elected_at_once() -> None:
     desk.elect()
     assert list(desk.led) == ["b"]
     assert desk.now < began_s + LIMITS.stand_s
-    took_s = pytest.approx(STEP_S)
-    assert desk.led["b"] == Succession(2, charter("abc"), took_s, pytest.approx(1.0 + STEP_S), closed=True)
+    took_s, silent_s = pytest.approx(STEP_S), pytest.approx(1.0 + STEP_S)
+    job_s = pytest.approx(JOB_S + 1.0 + STEP_S)
+    assert desk.led["b"] == Succession(2, charter("abc"), took_s, silent_s, True, job_s, TRAINING_S)
     assert desk.voters["c"].leader == desk.voters["b"].leader == LeaderAddress("10.0.0.2", 4000, 2)
+
+
+def test_an_agent_that_leaves_votes_and_does_not_stand() -> None:
+    desk = three()
+    desk.wait(STEP_S)
+    desk.give("b", vote.Leaves())
+    assert desk.voters["b"].next_deadline() is None
+    desk.elect()
+    assert list(desk.led) == ["c"]
 
 
 def test_the_winner_follows_the_coordinator_in_its_process() -> None:
@@ -328,6 +340,25 @@ def test_it_joins_no_coordinator_that_founded_the_job_again() -> None:
     assert not voter.ignores(desk.now, "a", 1, founded=True), "the one it has lost"
     assert not voter.ignores(desk.now, "d", 2, founded=False), "one that was elected"
     assert not voter.ignores(desk.now + LIMITS.elect_s, "a#2", 1, founded=True), "the others are lost, too"
+
+
+def test_a_founder_hears_of_the_charter() -> None:
+    desk = three()
+    voter = desk.voters["b"]
+    waiting, joining = (voter.recall(desk.now + after_s, "a#2", 1, founded=True) for after_s in (0.0, LIMITS.elect_s))
+    assert waiting is not None
+    assert joining is not None
+    assert (waiting.charter, waiting.patience_s) == (voter.charter, LIMITS.elect_s)
+    assert (joining.patience_s, joining.lost_s) == (0.0, LIMITS.elect_s)
+    assert voter.recall(desk.now, "a", 1, founded=True) is None, "the one that wrote it"
+    assert voter.recall(desk.now, "d", 2, founded=False) is None, "one that was elected"
+
+
+def test_who_has_no_vote_tells_a_founder_once() -> None:
+    desk = three()
+    voter = desk.voters["x"] = Voter("x", LIMITS, desk.now, stands=True)
+    voter.charter = desk.voters["b"].charter
+    assert [voter.recall(desk.now, "a#2", 1, founded=True) is None for _ in range(2)] == [False, True]
 
 
 def test_it_gives_the_job_up_when_a_majority_has_ended() -> None:

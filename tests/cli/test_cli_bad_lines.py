@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+import socket
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,28 @@ def test_bad_input_is_one_message_and_exit_2(
     assert said in err
     assert err.count("\n") <= 2
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "required: --bind"),
+        ("--bind 127.0.0.1", "names no port"),
+        ("--bind 192.0.2.1:29500", "cannot listen at 192.0.2.1:29500: 192.0.2.1 is not an address of this machine"),
+        ("--bind nowhere.invalid:29500", "nowhere.invalid does not resolve"),
+        ("--bind localhost:TAKEN", "is already bound on this machine"),
+        ("--bind localhost:0 --lease soon", "lease=soon: not a number of seconds"),
+        ("--bind localhost:0 --token-file nothing_in_it", "the file is empty"),
+    ],
+)
+def test_a_witness_that_cannot_begin(line: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["witness", *line.replace("TAKEN", port).split()]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("holdfast: HF1")
+    assert said in err
+    assert err.count("\n") == 1
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")

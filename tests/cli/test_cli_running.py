@@ -246,7 +246,7 @@ def test_stop_waits_and_says_how_it_ended(pretend: Pretend, capsys) -> None:
     agent = pretend("bert_one", stop=reply({"nodes": 3}), end=reply(END))
     text = said(capsys, "stop", code=0)
     assert text.splitlines() == [
-        "bert_one: 3 nodes told to stop",
+        "bert_one: stop sent to 3 nodes",
         "bert_one has ended: preempted, exit code 75 (preempted by holdfast stop on a)",
     ]
     assert set(agent.asked) == {"stop", None}
@@ -255,7 +255,7 @@ def test_stop_waits_and_says_how_it_ended(pretend: Pretend, capsys) -> None:
 
 def test_stop_need_not_wait(pretend: Pretend, capsys) -> None:
     pretend("bert_one", stop=reply({"nodes": 3}))
-    assert said(capsys, "stop", "--no-wait", code=0) == "bert_one: 3 nodes told\n"
+    assert said(capsys, "stop", "--no-wait", code=0) == "bert_one: sent to 3 nodes\n"
 
 
 def test_an_agent_that_dies_of_it_is_told_of(pretend: Pretend, capsys) -> None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.protocol import codec, session
+from holdfast.protocol import charter, codec, session
 from holdfast.protocol import messages as protocol
 from holdfast.version import __version__
 from tests.snapshots import saves
@@ -37,7 +37,8 @@ if os.environ["RANK"] == "1":
 
 def messages() -> list[Any]:
     """One of each kind, with every field set."""
-    kinds = [*protocol.AgentMessage.__subclasses__(), *protocol.CoordinatorMessage.__subclasses__()]
+    both = (charter.Renew, charter.Renewed)
+    kinds = [*protocol.AgentMessage.__subclasses__(), *protocol.CoordinatorMessage.__subclasses__(), *both]
     return [example(msgspec.inspect.type_info(kind)) for kind in kinds]
 
 

@@ -5,7 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
-from holdfast.coordinator.coordinator_state import Conclude, DropLink, Event, Heard, LinkOpened, Tell
+from holdfast.coordinator.coordinator_state import (
+    Conclude,
+    DropLink,
+    Event,
+    Heard,
+    LinkOpened,
+    SaveAgreed,
+    Tell,
+)
 from holdfast.coordinator.ending import Judge
 from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import Failure
@@ -64,6 +72,7 @@ class Desk:
         self.dropped: list[int] = []
         self.concluded = 0
         self.notes: list[Note] = []
+        self.saves: list[SaveAgreed] = []
 
     def give(self, event: Event) -> None:
         for command in self.machine.handle(self.now, event):
@@ -74,6 +83,8 @@ class Desk:
                     self.dropped.append(link)
                 case Note():
                     self.notes.append(command)
+                case SaveAgreed():
+                    self.saves.append(command)
                 case Conclude():
                     self.concluded += 1
         self.machine.check_invariants()

@@ -15,11 +15,13 @@ from holdfast.coordinator.coordinator_state import (
     LinkOpened,
     Phase,
     QuitAsked,
+    SaveAsked,
 )
 from holdfast.protocol import messages as msg
-from holdfast.protocol.charter import CharterPosition, Seat
+from holdfast.protocol.charter import Charter, CharterPosition, Seat
 from holdfast.protocol.outcome import Failure, OutcomeKind
 from holdfast.protocol.policy import NodeSpec, Survive, Tick
+from holdfast.protocol.questions import OF_A_HOST, Question
 from holdfast.protocol.rank_progress import RankProgress, Stage
 from tests.coordinator.coordinator_desk import (
     LIMITS,
@@ -208,9 +210,10 @@ MESSAGES: list[msg.FromAgent] = [
     msg.Join(NodeSpec(member="n9#1", host="n9", nproc=1)),
     msg.Join(NodeSpec(member="n1#1", host="n1", nproc=1), 7),
     msg.Ping(3),
-    msg.Ask(1, msg.Question.STATUS),
+    msg.Ask(1, Question.STATUS),
     msg.Poll(2, Seat("n9#1", "n9", "10.0.0.9", 1), CharterPosition(1, 1)),
     msg.Supersede(2, "10.0.0.9", 1),
+    msg.Recall(Charter(CharterPosition(1, 1), ()), 1, 0.0),
     msg.Join(NodeSpec(member="n9#2", host="n9", nproc=1), 1, 0.0, msg.Running(1, 0, 1, 0)),
     msg.Leave("SIGTERM"),
     msg.Leave("SIGTERM", drain=True),
@@ -226,9 +229,11 @@ MESSAGES: list[msg.FromAgent] = [
             msg.StoreLost(generation),
             msg.Held(generation, 0),
             msg.Held(generation, 5),
+            msg.Held(generation, 5, saves=True),
             msg.Progress(generation, (RankProgress(0, Stage.STEPPING, 9, 0.1), RankProgress(7, Stage.STEPPING, 9))),
             msg.Progress(generation, (RankProgress(0, Stage.MEETING),)),
             msg.Looked(generation, 1),
+            msg.Profiled(generation, 1),
             msg.Able(generation, (0,)),
             msg.ReplacementReady(generation, (0,)),
             msg.ReplacementFailed(generation, (FAILURE,)),
@@ -242,7 +247,8 @@ EVENTS: list[Event] = [
     *(Heard(link, message) for link in (1, 2, 9) for message in MESSAGES),
     QuitAsked(drain=True, by="holdfast stop"),
     QuitAsked(drain=False, by="holdfast kill"),
-    *(HostAsked(question, "b", "a user", 60.0) for question in msg.OF_A_HOST),
+    *(HostAsked(question, "b", "a user", 60.0) for question in OF_A_HOST),
+    SaveAsked("a user"),
     Tick(),
 ]
 

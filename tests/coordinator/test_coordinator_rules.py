@@ -5,11 +5,18 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from holdfast.coordinator.coordinator_state import HostAsked, LinkClosed, LinkOpened, Phase, QuitAsked
+from holdfast.coordinator.coordinator_state import (
+    HostAsked,
+    LinkClosed,
+    LinkOpened,
+    Phase,
+    QuitAsked,
+)
 from holdfast.diagnosis.causes import judge
 from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import Failure, OutcomeKind
 from holdfast.protocol.policy import Grow, NodeSpec
+from holdfast.protocol.questions import Question
 from holdfast.protocol.rank_progress import Stage
 from tests.coordinator.coordinator_desk import (
     LIMITS,
@@ -403,14 +410,14 @@ def test_whoever_comes_later_is_sent_home() -> None:
 def test_one_host_is_excluded_until_it_is_readmitted() -> None:
     desk = two_of_three()  # a third node waits as a spare
     host = next(member.node.host for member in desk.machine.members.values() if member.link == 2)
-    desk.give(HostAsked(msg.Question.EXCLUDE, host, "somebody", 600.0))
+    desk.give(HostAsked(Question.EXCLUDE, host, "somebody", 600.0))
     assert [link for link, message in desk.told if isinstance(message, msg.Quit)] == [2]
     (noted,) = desk.noted("excluded")
     assert (noted["host"], noted["for_s"], noted["by"]) == (host, 600.0, "somebody")
     assert desk.machine.host_backoff.until_s(host, desk.now) == desk.now + 600.0
-    desk.give(HostAsked(msg.Question.READMIT, host, "somebody"))
+    desk.give(HostAsked(Question.READMIT, host, "somebody"))
     assert desk.machine.host_backoff.until_s(host, desk.now) == desk.now
-    desk.give(HostAsked(msg.Question.DRAIN, host, "somebody"))
+    desk.give(HostAsked(Question.DRAIN, host, "somebody"))
     assert [desk.noted(event)[0]["by"] for event in ("readmitted", "drain_asked")] == ["somebody"] * 2
     assert [link for link, message in desk.told if isinstance(message, msg.Quit)] == [2, 2]
 

@@ -20,7 +20,7 @@ from holdfast.coordinator.coordinator_state import (
     VoterGone,
     WitnessOpened,
 )
-from holdfast.coordinator.replicated import ReplicatedCoordinator
+from holdfast.coordinator.replicated import PROVE_FIRST_S, ReplicatedCoordinator
 from holdfast.protocol import messages as msg
 from holdfast.protocol.charter import Charter, CharterPosition, LedFrom, Renew, Renewed, Seat, Succession
 from holdfast.protocol.outcome import Outcome, OutcomeKind
@@ -237,6 +237,55 @@ def test_the_founder_steps_down_for_the_job_that_lives() -> None:
     assert desk.did(StepDown) == [StepDown("the job goes on elsewhere", 1, "10.0.0.2", 7000)]
 
 
+def recalled(desk: Desk, *links: int, patience_s: float = 20.0) -> None:
+    """An agent that knows of an older job of the nodes 11, 12 and 13 connects, and then these agents join."""
+    older = structs.replace(charter_of(11, 12, 13), led_from=None, position=CharterPosition(3, 9))
+    desk.give(LinkOpened(9, "10.0.0.12", "10.0.0.1"))
+    desk.give(Heard(9, msg.Recall(older, 4, 1.0, patience_s)))
+    desk.join(*links)
+
+
+def test_the_founder_waits_for_the_voters_of_an_older_job_and_continues_it() -> None:
+    desk = Desk()
+    recalled(desk, 1, 2, 3)
+    desk.wait(19.9)
+    assert desk.machine.phase is Phase.GATHERING
+    assert desk.machine.founded
+    desk.wait(0.2)
+    assert desk.machine.phase is Phase.PREPARING
+    assert desk.machine.generation == 5
+    assert desk.machine.budget.used == 1
+    assert desk.machine.term == 5, "after every term that anybody knows"
+
+
+def test_the_founder_waits_for_no_voters_that_have_ended() -> None:
+    desk = Desk()
+    desk.gone = {"n11#1", "n12#1"}
+    recalled(desk, 1, 2, 3)
+    assert not desk.machine.founded, "those that know the older job may join it"
+    desk.wait(LIMITS.fence_s + LIMITS.kill_s - 1.0)
+    assert desk.machine.generation == 5
+
+
+def test_the_founder_asks_the_witnesses() -> None:
+    desk = Desk()
+    desk.give(WitnessOpened(9, Seat("w#1", "w", "10.0.0.9", 7000, witness=True)))
+    assert isinstance(desk.to(9, msg.Poll)[-1], msg.Poll)
+    older = charter_of(11, 12, 13)
+    desk.give(Heard(9, msg.Polled(4, False, 1.0, False, "w#1", 0, older)))
+    desk.join(1, 2, 3)
+    desk.wait(LIMITS.elect_s - 1.1)
+    assert desk.machine.phase is Phase.GATHERING
+    desk.wait(0.2)
+    assert desk.machine.generation == 5
+
+
+def test_who_has_formed_a_generation_continues_no_other() -> None:
+    desk = Desk().started(1, 2, 3)
+    recalled(desk)
+    assert desk.machine.older is None
+
+
 def test_a_call_of_an_older_term_is_told_where_the_job_is() -> None:
     desk = Desk(Succession(3, charter_of(), closed=True), own=2)
     desk.join(2, 3, last=4)
@@ -303,6 +352,53 @@ def test_a_node_that_does_not_come_is_given_its_fence() -> None:
     assert desk.machine.phase is Phase.GATHERING
     desk.wait(1.0)
     assert desk.machine.phase is Phase.PREPARING
+
+
+def charter_of_four(address: str = "10.0.0.4") -> Charter:
+    """The fourth node has no vote."""
+    listeners = tuple((f"10.0.0.{number}", 7000) for number in (1, 2, 3))
+    nodes = ("n1#1", "n2#1", "n3#1", "n4#1")
+    return structs.replace(charter_of(), nodes=nodes, listeners=(*listeners, (address, 7000)))
+
+
+def test_an_address_that_means_another_machine_here_proves_nothing() -> None:
+    desk = Desk(Succession(2, charter_of_four("127.0.0.1"), closed=True), least=2, own=2, most=4)
+    desk.join(2, 3, last=4)
+    desk.wait(PROVE_FIRST_S)
+    assert not [command for command in desk.did(ProveVoterGone) if "n4" in repr(command)]
+    desk.give(VoterGone("n4#1"))
+    assert desk.machine.phase is Phase.GATHERING
+
+
+def test_no_fence_for_a_node_that_has_ended() -> None:
+    charter = charter_of_four()
+    desk = Desk(Succession(2, charter, closed=True), least=2, own=2, most=4)
+    desk.join(2, last=4)
+    desk.join(3, last=4, running=msg.Running(4, 2, 4, 1))
+    desk.wait(PROVE_FIRST_S)
+    assert ProveVoterGone(Seat("n4#1", "", "10.0.0.4", 7000)) in desk.commands
+    desk.gone.add("n4#1")
+    desk.wait(LIMITS.prove_s)
+    assert desk.to(3, msg.Abandon) == [msg.Abandon(4)]
+    desk.give(Heard(3, msg.Stopped(4)))
+    assert desk.machine.phase is Phase.PREPARING
+
+
+def test_a_node_that_leaves_gives_its_vote_to_another_one() -> None:
+    desk = Desk(least=2, most=4).started(1, 2, 3, 4)
+    assert [seat.name for seat in desk.machine.charter.voters] == ["n1#1", "n2#1", "n3#1"]
+    desk.give(Heard(2, msg.Leave("SIGTERM", drain=True)))
+    assert [seat.name for seat in desk.machine.charter.voters] == ["n1#1", "n3#1", "n4#1"]
+    desk.give(Heard(3, msg.Leave("SIGTERM", drain=True)))
+    assert len(desk.machine.charter.voters) == 3, "two have no majority"
+    assert desk.machine.charter.listeners[1] == ("10.0.0.2", 7000)
+
+
+def test_the_age_of_the_job_continues() -> None:
+    desk = Desk(Succession(2, charter_of(), closed=True, job_s=600.0, training_s=500.0), own=2)
+    desk.wait(1.0)
+    assert desk.machine.view(desk.now).job_s == 601.0
+    assert desk.machine.view(desk.now).training_s == 500.0
 
 
 def test_a_coordinator_that_may_live_is_given_its_fence() -> None:

@@ -12,6 +12,7 @@ import pytest
 from holdfast.cli import main
 from holdfast.protocol.rank_progress import Frame, RankStack, StacksView
 from tests.dashboard.test_dashboard_server import STORY, view
+from tests.support.limits import until
 from tests.support.pages import MadeUpJob, axe, browsing, served
 
 EVIL = "<img src=x onerror=\"document.title='owned'\"><b>bold</b>"
@@ -89,6 +90,18 @@ def told(**more: Any) -> dict[str, Any]:
         "curve": [[1.0, 50], [2.0, 100]],
         **more,
     }
+
+
+def test_a_tab_that_nobody_sees_gives_its_second_connection_back() -> None:
+    """A browser has six for one host: three open pages would leave none for a fourth, nor for a click."""
+    states = []
+    with served(MadeUpJob(view(), told(logs={"1": [0]}))) as dashboard, browsing(dashboard.visitor().link) as page:
+        until(lambda: page.evaluate("window.page.logs.source?.readyState === EventSource.OPEN"), "the logs are open")
+        for hidden in ("true", "false"):
+            page.evaluate(f"Object.defineProperty(document, 'hidden', {{ value: {hidden}, configurable: true }})")
+            page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
+            states.append(page.evaluate("window.page.logs.source.readyState === EventSource.CLOSED"))
+    assert states == [True, False]
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -182,15 +195,45 @@ def test_an_action_is_confirmed_and_leaves_a_trace() -> None:
         assert job.asked == []
         page.click("text=Stop the job")
         page.click("dialog button.danger")
-        page.wait_for_selector("text=2 nodes told")
+        page.wait_for_selector("text=sent to 2 nodes")
         page.click("button[aria-label='Exclude node1']")
         page.click("dialog button.danger")
-        page.wait_for_selector("text=Exclude node1: 2 nodes told")
+        page.wait_for_selector("text=Exclude node1: sent to 2 nodes")
         assert ([what for what, _ in job.asked], job.about) == (["stop", "exclude"], "node1")
         page.click("text=readmit")
         page.wait_for_selector("text=Readmit bad7")
         assert job.asked[-1][0] == "readmit"
         assert "somebody <img" in page.inner_text("#actions")
+
+
+def test_ranks_are_profiled_and_all_are_asked_to_save() -> None:
+    job = MadeUpJob(
+        view(), told(profiles=[{"at": 7.0, "name": "p-1", "rank": 3, "why": "", "files": ["rank3.trace.json"]}])
+    )
+    operation = [f"aten::mm {EVIL}", 15, 0.25, 0.5]
+    rank = {"rank": 0, "host": "a", "files": [], "operations": [operation], "why": "", "note": "no py-spy"}
+    job.profiled = {
+        "name": "p-2",
+        "ranks": [rank, {**rank, "rank": 1, "operations": [], "why": "it ended"}],
+        "silent": ["b"],
+    }
+    with served(job) as dashboard, browsing(dashboard.visitor().link) as page:
+        page.wait_for_selector("#profiles button")
+        assert page.get_attribute("#profiles li a", "href") == "profile/p-1/rank3.trace.json"
+        page.fill("#profiles input >> nth=0", "0-1")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#profiles >> text=Rank 0: the most expensive operations")
+        for text in ("250 ms", "aten::mm <img", "rank 1 on a: it ended", "no py-spy", "b did not answer"):
+            assert text in page.inner_text("#profiles")
+        page.fill("#profiles input >> nth=0", "none")
+        page.click("#profiles button")
+        page.wait_for_selector("#actions >> text=write ranks like")
+        page.click("text=Save now")
+        page.wait_for_selector("text=Save: 2 nodes told")
+        assert [what for what, _ in job.asked] == ["profile", "save"]
+        assert all("from the dashboard at 127.0.0.1" in by for _, by in job.asked)
+        assert (axe(page), page.locator("img").count()) == ([], 0)
+        assert all("409" in problem for problem in page.problems), "the browser notes the refusal, nothing else"
 
 
 def test_ten_thousand_ranks_are_drawn_and_go_on_changing() -> None:

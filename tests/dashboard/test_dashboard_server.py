@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import http.client
 import json
+import shutil
 import socket
 from pathlib import Path
 
 import pytest
 
 from holdfast.dashboard.feed import CURVE_MAX, Curve, Mailbox
-from holdfast.dashboard.job_source import PROGRESS_MAX, JournalTail, ShownJob, now_of
-from holdfast.dashboard.log_lines import LINES_MAX, LogLines
+from holdfast.dashboard.job_source import PROGRESS_MAX, JournalTail, ShownJob, encoded, now_of
+from holdfast.dashboard.log_lines import LAST_BYTES, LINES_MAX, LogLines
+from holdfast.dashboard.own_machine import OwnMachine
+from holdfast.dashboard.saved_page import render
 from holdfast.protocol.errors import MissingPackageError
 from holdfast.protocol.rank_progress import JobView, NodeView, RankView, Stage, Standing
 from holdfast.supervisor import dashboard_host
-from tests.support.limits import until
+from tests.support.limits import limit_s, until
 from tests.support.pages import MadeUpJob, Visitor, served
 
 STORY = {
@@ -276,6 +280,65 @@ def test_logs_are_followed_filtered_and_searched(tmp_path: Path) -> None:
     assert {line[2][:7] for line in searched["lines"]} == {"step 77"}
 
 
+def test_a_worker_that_writes_faster_than_a_page_reads_is_shown_at_its_newest_lines(tmp_path: Path) -> None:
+    source = log_job(tmp_path)
+    out = tmp_path / "attempt_0" / "1" / "stdout.log"
+    lines = LogLines(source, frozenset(), 0, "")
+    out.write_text("first\n")
+    assert lines.read() is not None
+    with out.open("a") as file:
+        file.write("".join(f"{number:09}\n" for number in range(LAST_BYTES // 5)) + "newest\n")
+    news = lines.read()
+    assert news is not None
+    assert news["lines"][-1] == (5, "stdout", "newest")
+    assert LAST_BYTES / 2 < news["bytes_left_out"] < 2 * LAST_BYTES
+    assert lines.read() is None
+
+
+def test_a_log_that_grows_while_it_is_loaded_arrives_whole(tmp_path: Path) -> None:
+    source, size = log_job(tmp_path), (16 << 20) + 7
+    out = tmp_path / "attempt_0" / "0" / "stdout.log"
+    out.write_bytes(b"x" * size)
+    with served(source) as dashboard:
+        visitor = dashboard.visitor()
+        visitor.login()
+        connection = http.client.HTTPConnection(visitor.host, timeout=limit_s(20))
+        connection.request("GET", f"/job/{source.title}/log/1/4/stdout", headers={"Cookie": visitor.cookie})
+        answer = connection.getresponse()  # the rest waits until it is read
+        with out.open("ab") as file:
+            file.write(b"y" * size)
+        body = answer.read()
+        assert (len(body), body.strip(b"x")) == (size, b"")
+        connection.close()
+
+
+def test_a_run_folder_that_is_deleted_costs_only_what_was_in_it(tmp_path: Path) -> None:
+    source = log_job(tmp_path)
+    shutil.rmtree(tmp_path)
+    machine = OwnMachine().sample(source.folders[0])
+    assert (machine["disk"], machine["memory"][1] > 0) == (None, True)
+
+
+def test_names_that_are_no_text_are_shown_nevertheless(tmp_path: Path) -> None:
+    quit_by = {"event": "coordinator.quit", "drain": True, "by": "x\udcff"}
+    (tmp_path / "events.jsonl").write_text(json.dumps({"time": 1.0, "monotonic": 1.0, **quit_by}) + "\n")
+    source = ShownJob(str(tmp_path))
+    source.add_folder(tmp_path)
+    assert source.read()
+    assert json.loads(encoded(source.story()))["actions"][0]["by"] == "x\udcff"
+    assert "x\\udcff" in render([tmp_path])
+
+
+def test_an_object_store_is_not_asked_for_each_page(tmp_path: Path) -> None:
+    saved = {"event": "snapshot", "path": "s3://bucket/run/step_000000120.0001", "step": 120, "took_s": 1.0}
+    (tmp_path / "events.jsonl").write_text(json.dumps({"time": 1.0, "monotonic": 1.0, **saved}) + "\n")
+    source = ShownJob(str(tmp_path))
+    source.add_folder(tmp_path)
+    source.read()
+    (shown,) = source.story()["snapshots"]
+    assert (shown["folder"], shown["newest"]["step"], shown["count"]) == ("s3://bucket/run", 120, None)
+
+
 def test_whole_logs_are_plain_text(tmp_path: Path) -> None:
     source = log_job(tmp_path)
     (tmp_path / "attempt_0" / "0" / "stdout.log").write_text("<script>alert(1)</script>\n")
@@ -295,3 +358,37 @@ def test_whole_logs_are_plain_text(tmp_path: Path) -> None:
         assert status == 404
         with visitor.stream(f"{base}/events") as events:
             until(lambda: next(events)[1].get("logs") == {"1": [4, 5]}, "the story names the logs")
+
+
+def test_profiles_are_listed_and_no_other_file_is_served(tmp_path: Path) -> None:
+    taken = tmp_path / "run" / "profiles" / "p-1"
+    taken.mkdir(parents=True)
+    (taken / "rank0.trace.json").write_text("{}")
+    (taken / "rank0.operations.txt").write_text("<b>aten::mm</b>")
+    event = {"time": 2.0, "monotonic": 2.0, "event": "profile", "generation": 1, "name": "p-1", "rank": 0}
+    asked = {**event, "event": "coordinator.profile_asked", "ranks": [0, 1], "by": "somebody", "steps": 5, "for_s": 0.0}
+    lines = [{**asked, "time": 1.0}, {**event, "files": ["/elsewhere/rank0.trace.json"]}]
+    (tmp_path / "run" / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+    source = ShownJob("run")
+    source.add_folder(tmp_path / "run")
+    assert source.read()
+    story = source.story()
+    assert [(each["name"], each["rank"], each["files"]) for each in story["profiles"]] == [
+        ("p-1", 0, ["rank0.trace.json"])
+    ]
+    assert [(each["what"], each["by"]) for each in story["actions"]] == [("profile 0-1", "somebody")]
+    job = MadeUpJob(view(), STORY)
+    job.add_folder(tmp_path / "run")
+    with served(job) as dashboard:
+        visitor = dashboard.visitor()
+        visitor.login()
+        status, headers, text = visitor.ask("GET", "/job/made-up/profile/p-1/rank0.operations.txt")
+        assert (status, headers["content-type"].split(";")[0], text) == (200, "text/plain", b"<b>aten::mm</b>")
+        assert visitor.ask("GET", "/job/made-up/profile/p-1/rank0.trace.json")[0] == 200
+        for path in (
+            "p-1/rank9.trace.json",
+            "../events.jsonl",
+            "..%2F..%2Frun/events.jsonl",
+            "p-1/..%2F..%2Fevents.jsonl",
+        ):
+            assert visitor.ask("GET", f"/job/made-up/profile/{path}")[0] == 404, path

@@ -49,6 +49,8 @@ class Rank:
     """Processor time of its main thread between two samples."""
     children: bool = False
     """Its children use the processor."""
+    stolen: bool = False
+    """Other machines have most of this one's processors."""
     saves: int = 0
     """Bytes between two samples, of its own and of its children's each half."""
     talks: int = 0
@@ -82,13 +84,14 @@ def story(number: int, rank: Rank) -> RankStory:
             source=rank.source,
             main_cpu_s=8.0 + index * (rank.main_cpu_s or (0.04 if rank.stirs else 0.01)),
             moved_bytes=index * (50_000_000 if rank.copies else 9_000 + rank.saves // 2),
-            children_cpu_s=3.0 + index * (1.9 if rank.children else 0.02),
+            children_cpu_s=3.0 + index * (0.1 if rank.children and rank.stolen else 1.9 if rank.children else 0.02),
             children_bytes=index * rank.saves // 2,
             disk_bytes=10**12 + index * (80_000_000 if rank.disk else 0),
             at_s=100.0 + index * rank.gap_s,
             talked_bytes=index * rank.talks,
             wanted_s=index * (1.6 if rank.starved else 0.75 if rank.hindered else 0.3),
-            children_wanted_s=index * (1.6 if rank.starved_children else 0.3),
+            children_wanted_s=index * (1.6 if rank.starved_children else 0.1 if rank.stolen else 0.3),
+            stolen_s=index * 1.4 * rank.stolen,
         )
         for index, frames in enumerate(rank.frames)
     )

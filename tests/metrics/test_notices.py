@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.metrics.notices import QUEUE_MAX, Notices, Sender, deliver, shown
+from holdfast.linux import process_stat
+from holdfast.metrics.notices import QUEUE_MAX, TRIES, Notices, Sender, deliver, shown
 from tests.support.limits import until
 
 
@@ -109,6 +110,18 @@ def test_only_the_node_of_the_coordinator_tells_of_the_end() -> None:
     assert told(("ended", {"kind": "succeeded", "exit_code": 0, "text": ""})) == []
 
 
+def test_a_successor_goes_on_with_the_notices() -> None:
+    """The job does not start again, and it ends once: on the node that has the coordinator then."""
+    elected, end = ("leads", {"term": 2, "founds": False}), ("ended", {"kind": "succeeded", "exit_code": 0, "text": ""})
+    ended = ("end", "succeeded, exit code 0")
+    assert told(elected, ASSIGNED, AGAIN, end) == [
+        ("restart", "generation 2, 4 ranks on 2 nodes: this node has the coordinator now"),
+        ended,
+    ]
+    assert told(("coordinator.resumed", {"generation": 1}), end) == [ended]
+    assert told(ASSIGNED, STARTED, ("coordinator.steps_down", {"reason": "alone", "term": 1}), end)[1:] == []
+
+
 def test_survivors_tell_what_was_lost() -> None:
     begun = {"generation": 2, "world_size": 3, "order": ["a#1"], "text": "rank 3 was lost"}
     assert told(ASSIGNED, STARTED, ("coordinator.regroup_begun", begun), ("coordinator.regrouped", {"generation": 2}))[
@@ -132,6 +145,29 @@ def test_a_hook_and_a_command_get_every_notice_and_a_refused_one_is_sent_again(h
     assert hook.got == [{"text": "one"}, {"text": "two"}]
     assert [json.loads(line) for line in (tmp_path / "got").read_text().splitlines()] == hook.got
     assert lost == []
+
+
+def test_an_answer_that_is_not_http_loses_one_notice_and_not_the_sender(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.metrics.notices.PAUSE_S", 0.0)
+    lost: list[tuple[str, str]] = []
+    with socket.create_server(("127.0.0.1", 0)) as strange:
+        sender = Sender([f"http://127.0.0.1:{strange.getsockname()[1]}/"], lambda *why: lost.append(why))
+        for _ in range(2):
+            sender.send({"text": "one"})
+            for _ in range(TRIES):
+                connection, _ = strange.accept()
+                with connection:
+                    connection.recv(1 << 16)
+                    connection.sendall(b"SSH-2.0-OpenSSH\r\n\r\n")
+        sender.close()
+    assert [why for _, why in lost] == ["BadStatusLine"] * 2
+
+
+def test_a_command_that_stalls_is_killed_with_its_children(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("holdfast.metrics.notices.SEND_S_MAX", 0.5)
+    assert deliver(f"sh -c 'sleep 1000 & echo $! > {tmp_path}/pid; yes'", b"{}") == "it did not end within 0.5 s"
+    pid = int((tmp_path / "pid").read_text())
+    until(lambda: (stat := process_stat(pid)) is None or stat.state == "Z", "the end of its child")
 
 
 def test_a_target_that_fails_or_stalls_is_given_up_and_its_secret_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -41,7 +41,7 @@ about = {{"host": socket.gethostname(), "pid": os.getpid(), "rank": int(os.envir
          "world": int(os.environ["WORLD_SIZE"]), "local_world": int(os.environ["LOCAL_WORLD_SIZE"]),
          "node": int(os.environ["GROUP_RANK"]), "restarts": int(os.environ["TORCHELASTIC_RESTART_COUNT"]),
          "master": os.environ["MASTER_ADDR"], "port": int(os.environ["MASTER_PORT"]),
-         "born": ticks / os.sysconf("SC_CLK_TCK")}}
+         "born": (ticks + 1) / os.sysconf("SC_CLK_TCK")}}
 trail = os.open(SITE + "/trail.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 
 
@@ -68,7 +68,7 @@ class Worker:
     pid: int
     rank: int
     born_s: float
-    """When the kernel made it, rounded down to 10 ms."""
+    """When the kernel made it, rounded up to 10 ms: rounded down, it might be before the end of what it replaces."""
     first_s: float
     last_s: float
     """When it was last seen alive."""
@@ -214,7 +214,7 @@ class Fleet:
         wanted = {f"node{number}" for number in numbers}
 
         def find() -> Generation | None:
-            fitting = [each for each in self.generations if each.hosts == wanted and each.born_s >= since_s - 0.01]
+            fitting = [each for each in self.generations if each.hosts == wanted and each.born_s >= since_s]
             return next((each for each in fitting if each.complete), None)
 
         generation: Generation = until(find, lambda: f"{sorted(wanted)} to train\n{self.story()}", limit_s)

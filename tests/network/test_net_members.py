@@ -62,7 +62,7 @@ def test_an_excluded_host_takes_no_part_until_it_is_readmitted(fleet) -> None:
     (run,) = (job.folder / "agent0-node1").iterdir()
     command = [sys.executable, "-m", "holdfast"]
     since_s = time.monotonic()
-    assert "1 node told" in job.hosts[1].run([*command, "exclude", "node3", run, "--for", "1d"])
+    assert "sent to 1 node" in job.hosts[1].run([*command, "exclude", "node3", run, "--for", "1d"])
     assert agents[2].end() == 128 + signal.SIGTERM
     job.trains([1, 2], since_s)
     agents[2] = job.start(3)

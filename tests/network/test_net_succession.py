@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
 import time
+from pathlib import Path
 
-from tests.network.fleet import LEASE_S, LONG_LEASE, SHORT_LEASE, WORKER, Fleet, Generation, until
+import pytest
+
+from tests.network.fleet import LEASE_S, LONG_LEASE, SHORT_LEASE, WORKER, Fleet, Generation, until, workers_on
 from tests.support.limits import limit_s
 
 
@@ -152,6 +156,142 @@ def test_the_coordinator_is_killed_while_the_workers_stop(fleet) -> None:
     job.hosts[1].kill()
     job.trains([2, 3], since_s)
     finish(job, 2, 3)
+    job.check()
+
+
+ASKED = WORKER.replace(
+    "    note()\n",
+    """    note()
+    beat()
+    if about["rank"] == 1 and os.path.exists(SITE + "/fail"):
+        os.unlink(SITE + "/fail")
+        raise ValueError("broken on purpose")
+    if should_stop():
+        open(SITE + "/asked", "w").close()
+        for _ in range(20):
+            note()
+            time.sleep(0.05)
+        sys.exit(0)
+""",
+).replace("\n\ndef note", "\nfrom holdfast.worker import beat, should_stop\n\ndef note")
+"""It makes steps, fails when it is asked to, and takes a second to save when it has to stop."""
+
+
+def commanded(fleet, count: int, *more: str) -> Fleet:
+    """A job of ASKED whose nodes do not see each other's agents, as on real machines."""
+    job: Fleet = fleet(count)
+    job.script.write_text(ASKED)
+    job.c10d(f"1:{count}", conf=LONG_LEASE)
+    job.args += more
+    numbers = list(range(1, count + 1))
+    for number in numbers:
+        job.start(number, env={"HOLDFAST_RUNTIME_DIR": runtime(job, number)})
+    job.trains(numbers)
+    return job
+
+
+def runtime(job: Fleet, number: int) -> str:
+    return str(job.folder / f"running{number}")
+
+
+def command(job: Fleet, number: int, *words: str | Path) -> str:
+    """What a command prints on this host."""
+    line = ("env", f"HOLDFAST_RUNTIME_DIR={runtime(job, number)}", sys.executable, "-m", "holdfast", *words)
+    return job.hosts[number].run(line)
+
+
+def test_commands_pages_budget_and_verdict_follow_the_coordinator(fleet) -> None:
+    began_s = time.monotonic()
+    job = commanded(fleet, 3, "--max-restarts", "1", "--dashboard", "0.0.0.0:8801", "--metrics", "0.0.0.0:8802")
+    (job.folder / "fail").touch()
+    job.agents[0].says("restart 1 of 1")
+    job.trains([1, 2, 3], job.generations[0].last_s())
+    job_s = time.monotonic() - began_s
+    since_s = time.monotonic()
+    job.hosts[1].kill()
+    job.trains([2, 3], since_s)
+    (name,) = coordinators(job)
+    leader = int(name.removeprefix("node"))
+    for number in (2, 3):
+        view = json.loads(command(job, number, "status", "--json"))
+        assert view["whole"]
+        assert {node["host"] for node in view["nodes"]} == {"node2", "node3"}
+        assert view["restarts"] == 1
+        assert 0.5 * job_s < view["job_s"] < time.monotonic() - began_s
+        assert "2 ranks" in command(job, number, "stacks")
+    assert "holdfast_job_restarts_left 0.0" in page(job, f"http://{name}:8802/metrics")
+    assert "holdfast_job_" not in page(job, f"http://node{5 - leader}:8802/metrics")
+    (link,) = [line.split()[-1] for line in job.agents[leader - 1].text.splitlines() if "dashboard http" in line]
+    assert "<html" in page(job, link)
+    (job.folder / "fail").touch()
+    for agent in job.agents[1:]:
+        assert agent.end() == 1
+        assert "after 1 restart: rank 1" in agent.text
+    folders = [next((job.folder / agent.screen.stem).iterdir()) for agent in job.agents]
+    verdicts = [json.loads((folder / "verdict.json").read_text()) for folder in folders[1:]]
+    assert verdicts[0] == verdicts[1]
+    assert "the coordinator on it ended" in command(job, 3, "report", *folders)
+    job.check()
+
+
+def page(job: Fleet, address: str) -> str:
+    script = (
+        f"from urllib.request import *; print(build_opener(HTTPCookieProcessor()).open({address!r}).read().decode())"
+    )
+    return job.hosts[3].run([sys.executable, "-c", script])
+
+
+def test_the_coordinator_is_killed_while_the_next_voter_leaves(fleet) -> None:
+    """That node gives its vote, and does not stand. Nobody waits for a fence: it is proved that it has ended."""
+    job = commanded(fleet, 4)
+    job.agents[1].signal(signal.SIGTERM)
+    until((job.folder / "asked").exists, job.story)
+    since_s = time.monotonic()
+    job.hosts[1].kill()
+    job.trains([3, 4], since_s)
+    assert coordinators(job) == ["node3"]
+    assert job.agents[1].end() == 75
+    finish(job, 3, 4)
+    job.check()
+
+
+def test_the_coordinator_is_killed_while_the_job_is_stopped(fleet) -> None:
+    """All save and end, and nobody starts the job again."""
+    job = commanded(fleet, 3)
+    for agent in job.agents[1:]:
+        agent.signal(signal.SIGTERM)
+    until((job.folder / "asked").exists, job.story)
+    job.hosts[1].kill()
+    assert [agent.end() for agent in job.agents[1:]] == [75, 75]
+    assert len(job.generations) == 1
+    job.check()
+
+
+@pytest.mark.parametrize("event", ["coordinator.assigned", "coordinator.started"])
+def test_the_coordinator_is_killed_while_the_first_generation_begins(fleet, event: str) -> None:
+    job: Fleet = fleet(3)
+    job.c10d("2:3", conf=LONG_LEASE)
+    job.start_all([1, 2, 3])
+
+    def begun() -> bool:
+        journals = (job.folder / job.agents[0].screen.stem).glob("*/events.jsonl")
+        return any(event in journal.read_text() for journal in journals)
+
+    until(begun, job.story)
+    since_s = time.monotonic()
+    job.hosts[1].kill()
+    job.trains([2, 3], since_s)
+    finish(job, 2, 3)
+    job.check()
+
+
+def test_the_coordinator_is_killed_while_the_job_ends(fleet) -> None:
+    """Its own worker has ended well. Whatever the others know of that, they end well, too."""
+    job = commanded(fleet, 3)
+    job.finish()
+    until(lambda: not workers_on(job, 1), job.story)
+    job.hosts[1].kill()
+    assert [agent.end() for agent in job.agents[1:]] == [0, 0]
     job.check()
 
 

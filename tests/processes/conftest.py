@@ -323,3 +323,15 @@ def site(tmp_path: Path, agent_server: AgentServer) -> Iterator[Site]:
 @pytest.fixture
 def endpoint(free_port: Callable[[], int]) -> str:
     return f"127.0.0.1:{free_port()}"
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    if os.geteuid() != 0:
+        pytest.skip("needs root: a full disk is a small tmpfs")
+    place = tmp_path / "small"
+    place.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)], capture_output=True).returncode:
+        pytest.skip("no tmpfs can be mounted here: the full disk is not tested")
+    yield place
+    subprocess.run(["umount", "-l", str(place)], check=True)

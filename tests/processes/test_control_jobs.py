@@ -103,7 +103,7 @@ def test_both_nodes_tell_of_the_same_world(site: Site, endpoint: str) -> None:
     assert {node["member"] for node in views[0]["nodes"]} == {node["member"] for node in views[1]["nodes"]}
     assert "2 ranks on 2 nodes" in holdfast("status").stdout, "two agents of one job are one job"
     done = holdfast("kill")
-    assert (done.returncode, "2 nodes told to kill" in done.stdout) == (0, True), done.stderr
+    assert (done.returncode, "kill sent to 2 nodes" in done.stdout) == (0, True), done.stderr
     assert [agent.end() for agent in agents] == [137, 137]
     site.all_gone()
     assert not entries(site)

@@ -90,19 +90,21 @@ def begun(site: Site, script: str, *args: str) -> Agent:
 
 
 @contextlib.contextmanager
-def opened(*args: str | Path) -> Iterator[Visitor]:
-    """`holdfast dashboard`, which ends with Ctrl-C."""
-    line = [sys.executable, "-m", "holdfast", "dashboard", "--no-open", *map(str, args)]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as process:
+def opened(*args: str | Path, browser: str = "") -> Iterator[Visitor]:
+    """`holdfast dashboard`, which ends with Ctrl-C. `browser`: a command that gets the link."""
+    line = [sys.executable, "-m", "holdfast", "dashboard", *([] if browser else ["--no-open"]), *map(str, args)]
+    environment = {**os.environ, "BROWSER": browser}
+    with subprocess.Popen(line, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
             made = Visitor(link(process.stdout.readline()))
-            assert made.login() == 303
+            assert browser or made.login() == 303
             yield made
         finally:
             process.send_signal(signal.SIGINT)
-            process.stdout.read()
-            assert process.wait(limit_s(20)) == 130
+            _, errors = process.communicate(timeout=limit_s(20))
+            assert process.returncode == 130
+            assert "Traceback" not in errors, "also while pages are open"
 
 
 def now(visitor: Visitor, path: str, kind: str = "now") -> Any:
@@ -144,7 +146,9 @@ def test_a_job_that_fails_while_a_page_watches_tells_why(site: Site) -> None:
         assert page.locator("#actions button:enabled").count() == 0
     site.all_gone()
     # Later, from the run folder.
-    with opened(agent.folder) as client:
+    with contextlib.ExitStack() as pages, opened(agent.folder) as client:
+        for stream in ("events", "logs"):
+            next(pages.enter_context(client.stream(f"{place(agent)}{stream}")))
         story = now(client, place(agent), "story")
         assert story["outcome"]["verdict"]["code"] == "HF201"
         status, told = client.act(f"{place(agent)}act", do="stop")
@@ -229,3 +233,19 @@ def test_a_restart_and_the_end_are_notified(site: Site) -> None:
     bad = site.start("--standalone", "--notify=/nowhere/program", site.script(body))
     assert bad.end() == 2
     assert "is neither a URL nor a program" in bad.text
+
+
+def test_a_browser_that_stays_in_the_foreground_gets_the_page(tmp_path: Path) -> None:
+    """As lynx does, and each command in BROWSER: it returns when its user leaves it."""
+    script = tmp_path / "browser.py"
+    script.write_text(
+        "import sys, time, urllib.request\n"
+        "page = urllib.request.build_opener(urllib.request.HTTPCookieProcessor()).open(sys.argv[1]).read()\n"
+        f"open({str(tmp_path / 'page')!r}, 'wb').write(page)\n"
+        "sys.stdin.read() or time.sleep(1000)\n"
+    )
+    with opened(browser=f"{sys.executable} {script} %s"):
+        until((tmp_path / "page").exists, "the page")
+        for pid in descendants(os.getpid()):
+            if b"browser.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(pid, signal.SIGKILL)

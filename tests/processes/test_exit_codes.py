@@ -378,12 +378,12 @@ def test_nodes_with_different_scripts_are_told_on_both(site, free_port: Callable
 def test_the_stacks_of_those_that_did_not_come_are_taken_before_they_are_stopped(site) -> None:
     body = """
 def oversleeps():
-    meet("asleep")
+    note("asleep")
     time.sleep(600)
 if RANK == 1:
     oversleeps()
-meet("asleep")
-time.sleep(0.5)
+while not (asleep := notes("asleep")): time.sleep(0.01)
+while " S " not in open(f"/proc/{asleep[0]['pid']}/stat").read(): time.sleep(0.01)
 raise RuntimeError("[/x/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 500ms for recv operation to complete")
 """
     code, agent = site.run("--standalone", "--nproc-per-node", "2", site.script(body))

@@ -159,7 +159,8 @@ def test_with_torch_three_ranks_are_named(site) -> None:
     (site.folder / "come").touch()
     agent.says(f"rank 1 on {HOST} is slow: ", 90)
     (site.folder / "hang").touch()
-    agent.says("waits in all_reduce at train.py:", 60)
+    until(lambda: len(hangs(agent)) == 2, lambda: agent.text, 60)
+    agent.says("waits in all_reduce at train.py:")
     assert [hang["culprits"] for hang in hangs(agent)] == [[1], [1]]
     (straggler,) = agent.events("coordinator.straggler")
     assert (straggler["code"], straggler["ranks"]) == ("HF250", [1])

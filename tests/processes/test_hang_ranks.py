@@ -8,7 +8,6 @@ import json
 import os
 import selectors
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from holdfast.supervisor.board import Board
 from holdfast.supervisor.stack_sampler import StackSampler
 from holdfast.supervisor.worker_command import BOOTSTRAP
 from tests.support.limits import limit_s
+from tests.support.ports import free_port
 
 pytest.importorskip("torch")
 pytestmark = pytest.mark.xdist_group("hang_ranks")  # one job for all
@@ -50,10 +50,7 @@ class Job:
 
     def __init__(self) -> None:
         self.board = Board(WORLD)
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
-        common = {"WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+        common = {"WORLD_SIZE": str(WORLD), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
         environments = [
             {**common, BOARD_VARIABLE: self.board.address(rank), "RANK": str(rank)} for rank in range(WORLD)
         ]

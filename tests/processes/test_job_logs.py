@@ -8,14 +8,11 @@ import os
 import pty
 import signal
 import socket
-import subprocess
 import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 from typing import Any
-
-import pytest
 
 from holdfast.diagnosis.reference import problems
 from tests.support.limits import limit_s, until
@@ -132,18 +129,6 @@ def test_on_a_terminal_workers_see_one(site) -> None:
 def test_off_a_terminal_they_see_none(site) -> None:
     assert site.run("--standalone", site.script("note('tty', out=os.isatty(1), err=os.isatty(2))"))[0] == 0
     assert [(each["out"], each["err"]) for each in site.trail("tty")] == [(False, False)]
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path):
-    if os.geteuid() != 0:
-        pytest.skip("needs root: a full disk is a small tmpfs")
-    place = tmp_path / "small"
-    place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)], capture_output=True).returncode:
-        pytest.skip("no tmpfs can be mounted here: the full disk is not tested")
-    yield place
-    subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def test_a_full_disk_for_logs(site, small_disk: Path) -> None:

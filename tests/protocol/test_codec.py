@@ -46,7 +46,6 @@ from holdfast.protocol.messages import (
     Pong,
     Prepared,
     Progress,
-    Question,
     Refuse,
     Regroup,
     Replace,
@@ -63,6 +62,7 @@ from holdfast.protocol.messages import (
 )
 from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure, Outcome, OutcomeKind, Verdict
 from holdfast.protocol.policy import RANKS_MAX, WORKERS_PER_NODE_MAX, NodeSpec
+from holdfast.protocol.questions import Question
 from holdfast.protocol.rank_progress import FRAMES_MAX, Frame, RankProgress, RankSample, Stage
 
 text = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=40)

@@ -9,11 +9,21 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.coordinator.coordinator_state import HostAsked, LinkOpened, QuitAsked
-from holdfast.protocol.messages import Answer, Ask, FromCoordinator, Look, Looked, Question
-from holdfast.protocol.rank_progress import Frame, JobView, NodeView, RankSample, RankView, StacksView, Stage
+from holdfast.coordinator.coordinator_state import HostAsked, LinkOpened, QuitAsked, SaveAgreed, SaveAsked
+from holdfast.protocol.messages import Answer, Ask, FromCoordinator, Look, Looked, Profile, Profiled
+from holdfast.protocol.questions import ANSWER_BYTES_MAX, Question, stacks_body, stacks_view, status_body
+from holdfast.protocol.rank_progress import (
+    Frame,
+    JobView,
+    NodeView,
+    RankProfile,
+    RankSample,
+    RankView,
+    StacksView,
+    Stage,
+)
 from holdfast.runtime import control_handlers as answers
-from holdfast.runtime.control_handlers import ANSWER_BYTES_MAX, Answers, stacks_body, stacks_view, status_body
+from holdfast.runtime.control_handlers import Answers
 from tests.coordinator.coordinator_desk import Desk, gathering, running
 from tests.support.limits import limit_s
 
@@ -42,7 +52,11 @@ class Bench:
         self.lines = {1: Line(), 2: Line()}
         self.fed: list[QuitAsked | HostAsked] = []
         self.faulty: list[str] = []
-        self.answers = Answers(self.desk.machine, self.lines, self.fed.append, self.faults)
+        self.journal: list[tuple[str, dict[str, Any]]] = []
+        self.answers = Answers(self.desk.machine, self.lines, self.fed.append, self.faults, self.written)
+
+    def written(self, event: str, **fields: Any) -> None:
+        self.journal.append((event, fields))
 
     def faults(self, what: str, error: Exception) -> None:
         self.faulty.append(f"{what}: {error}")
@@ -175,3 +189,44 @@ async def test_a_view_that_cannot_be_made_is_an_empty_answer(monkeypatch: pytest
     bench.answers.asked(1, Ask(4, Question.STATUS, "me"))
     assert bench.lines[1].sent == [Answer(4, b"")]
     assert bench.faulty[0].startswith("status: ")
+
+
+async def test_only_the_wanted_ranks_are_profiled_and_what_they_gave_is_told() -> None:
+    bench = Bench(running)
+    bench.answers.asked(1, Ask(7, Question.PROFILE, "somebody", ranks=(1,), steps=5))
+    (order,) = bench.lines[2].sent
+    assert isinstance(order, Profile)
+    assert (order.local_ranks, order.steps) == ((0,), 5)
+    assert bench.lines[1].sent == []
+    assert [(event, told["by"]) for event, told in bench.journal] == [("coordinator.profile_asked", "somebody")]
+    assert bench.answers.looked(2, Profiled(1, order.number, (RankProfile(0, ("/x",), why="no"), RankProfile(9))))
+    (rank,) = bench.lines[1].answer["ranks"]
+    assert (rank["rank"], rank["files"], rank["why"], bench.lines[1].answer["name"]) == (1, ["/x"], "no", order.name)
+
+
+@pytest.mark.parametrize(("ranks", "text"), [((0, 7), "no rank 7 runs now; there are 2 ranks"), ((), "no ranks")])
+async def test_profiles_that_cannot_be(ranks: tuple[int, ...], text: str) -> None:
+    bench = Bench(running)
+    bench.answers.asked(1, Ask(7, Question.PROFILE, ranks=ranks, steps=5))
+    assert text in bench.lines[1].answer["refused"]
+    bench.desk.machine.members["n2#1"].revision = 3
+    bench.answers.asked(2, Ask(7, Question.PROFILE, ranks=(1,), steps=5))
+    assert "n2 has an older holdfast" in bench.lines[2].answer["refused"]
+
+
+async def test_a_node_that_is_lost_gives_no_profile() -> None:
+    bench = Bench(running)
+    bench.answers.asked(1, Ask(7, Question.PROFILE, ranks=(1,), steps=5))
+    bench.answers.link_closed(2)
+    assert (bench.lines[1].answer["ranks"], bench.lines[1].answer["silent"]) == ([], [])
+
+
+async def test_a_save_is_answered_once_by_the_machine() -> None:
+    bench = Bench(running)
+    for link in (1, 2):
+        bench.answers.asked(link, Ask(7, Question.SAVE, "somebody"))
+    await asyncio.sleep(0)
+    assert bench.fed == [SaveAsked("somebody")], "both wait for the same"
+    bench.answers.save_agreed(SaveAgreed(4))
+    bench.answers.save_agreed(SaveAgreed(0, "too late"))
+    assert [bench.lines[link].answer for link in (1, 2)] == [{"nodes": 2, "refused": ""}] * 2

@@ -8,10 +8,11 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from holdfast.agent.voter import AskVote, PolledCame, PollFailed
-from holdfast.protocol.charter import Charter, CharterPosition, Renew, Seat
+from holdfast.agent.voter import AskVote, PolledCame, PollFailed, Unlinked
+from holdfast.coordinator.coordinator_state import Deposed
+from holdfast.protocol.charter import Charter, CharterPosition, Poll, Polled, Renew, Seat
 from holdfast.protocol.errors import CoordinatorUnreachableError
-from holdfast.protocol.messages import REVISION, FromCoordinator, Join, Joined, Moved, Poll, Polled, Supersede
+from holdfast.protocol.messages import REVISION, FromCoordinator, Join, Joined, Moved, Supersede
 from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.rendezvous.bind import claim
@@ -203,6 +204,22 @@ async def test_the_successor_is_found_by_those_who_stay() -> None:
         assert any("this node is the coordinator now" in line for line in (*b.lines, *c.lines))
 
 
+async def test_while_it_has_the_coordinator_a_node_votes_for_nobody() -> None:
+    """Its own agent may have lost the link, as after a standstill: the coordinator decides all the same."""
+    async with agents("a") as (a,):
+        assert a.link is not None
+        a.link.close("no answer for 4 s")
+        poll = Poll(9, Seat("b#1", "b", "127.0.0.1", 9), CharterPosition(9, 9), final=True)
+        answers: list[Polled] = []
+        a.voter.poll_came(poll, answers.append)
+        assert not answers[-1].granted
+        service = a.client.service
+        assert service is not None
+        service.deposed(Deposed(9, "127.0.0.1", 9))
+        a.voter.poll_came(poll, answers.append)
+        assert answers[-1].granted
+
+
 async def test_a_founder_that_hears_of_a_newer_coordinator_steps_down_and_goes_there() -> None:
     async with agents("a") as (a,), agents("b") as (b,):
         assert a.client.service is not None
@@ -216,6 +233,47 @@ async def test_a_founder_that_hears_of_a_newer_coordinator_steps_down_and_goes_t
         assert a.client.service is None
         assert b.client.service is not None
         calls.abort()
+
+
+async def test_a_witness_with_another_token_does_not_vote_and_the_user_is_told_once() -> None:
+    place = claim(Endpoint(host="127.0.0.1", port=0))
+    said: list[str] = []
+    witness = Witness(place, b"another" + TOKEN, PATIENT, "w", said.append)
+    await witness.start()
+    a = Agent("a", [free_endpoint(), place.endpoint], TOKEN)
+    try:
+        await a.join()
+        await settled(lambda: len(said) > 1)
+        differ = "the job token of 'a' (this node) and that of the coordinator or witness differ"
+        assert a.lines == [f"nobody votes for this job at {place.endpoint}: {differ}"]
+    finally:
+        await a.client.close()
+        witness.close()
+
+
+async def test_a_founder_hears_of_an_older_job_and_is_joined_when_its_voters_have_ended() -> None:
+    async def say_nothing(reader: asyncio.StreamReader, _: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with agents("a") as (a,):
+        b = Agent("b", [a.options.endpoint])
+        try:
+            async with service(say_nothing) as silent:
+                await b.client._begin(b.node)
+                others = (Seat(f"{name}#1", name, silent.host, silent.port) for name in "cd")
+                older = Charter(CharterPosition(3, 9), (b.seat, *others), generation=7, restarts=2)
+                b.holds(older)
+                b.voter.feed(Unlinked(3, closed=False))
+                with pytest.raises(CoordinatorUnreachableError):
+                    await b.client.connect(b.node)
+                assert a.client.service is not None
+                machine = a.client.service.replicated
+                assert (machine.older, machine.founded, machine.budget.used) == (older, True, 2)
+            await settled(lambda: not machine.founded)
+            await b.join()
+            assert b.client.service is None
+        finally:
+            await b.client.close()
 
 
 async def test_a_witness_votes_for_many_jobs_and_knows_their_coordinators() -> None:
@@ -244,4 +302,28 @@ async def test_a_witness_votes_for_many_jobs_and_knows_their_coordinators() -> N
         assert said == ["witness of job 'j'", "witness of job 'other'"]
     finally:
         await a.client.close()
+        witness.close()
+
+
+async def test_a_witness_of_too_many_jobs_forgets_the_idle_ones_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.runtime.witness_service.JOBS_MAX", 2)
+    place = claim(Endpoint(host="127.0.0.1", port=0))
+    said: list[str] = []
+    witness = Witness(place, None, PATIENT, "w", said.append)
+    await witness.start()
+    node = NodeSpec(member="a#1", host="a", nproc=1)
+    connected = await dial_agent(place.endpoint, JOB, node)
+    connected.start(lambda _: None, lambda _: None)
+    try:
+        for number in range(5):
+            other = JobSpec(run_id=f"other{number}", min_nodes=1, max_nodes=2, backend="c10d")
+            (await dial_agent(place.endpoint, other, node)).abort()
+            await settled(lambda: not any(job.links for name, job in witness._jobs.items() if name != "j"))
+            assert len(witness._jobs) <= 2
+        again = await dial_agent(place.endpoint, JOB, node)
+        again.abort()
+        assert again.accepted.name == connected.accepted.name, "a job that is connected is kept"
+        assert len(said) == 6
+    finally:
+        connected.abort()
         witness.close()

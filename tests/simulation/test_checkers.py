@@ -161,26 +161,29 @@ def test_a_fence_longer_than_the_lease_is_found() -> None:
     assert "still runs generation" in first_broken_promise(lambda seed: SimCluster(seed, 4, broken))
 
 
-class BrokenCoordinator(CoordinatorMachine):
-    """Every node gets the ranks from 0."""
+def with_broken_coordinator(broken: Callable[[Command], Command]) -> type[SimCluster]:
+    """Clusters whose coordinator's commands are changed by `broken`."""
 
-    def handle(self, now: float, event: CoordinatorEvent) -> list[Command]:
-        return [self._broken(command) for command in super().handle(now, event)]
+    class BrokenCoordinator(CoordinatorMachine):
+        def handle(self, now: float, event: CoordinatorEvent) -> list[Command]:
+            return [broken(command) for command in super().handle(now, event)]
 
-    @staticmethod
-    def _broken(command: Command) -> Command:
-        if isinstance(command, Tell) and isinstance(command.message, Assign):
-            return Tell(command.link, structs.replace(command.message, rank_base=0))
-        return command
+    class Cluster(SimCluster):
+        def coordinator_machine(self) -> CoordinatorMachine:
+            return BrokenCoordinator(self.job, self.options.limits, simple_judge, self.clock.now)
+
+    return Cluster
 
 
-class ClusterWithBrokenCoordinator(SimCluster):
-    def coordinator_machine(self) -> CoordinatorMachine:
-        return BrokenCoordinator(self.job, self.options.limits, simple_judge, self.clock.now)
+def ranks_from_zero(command: Command) -> Command:
+    if isinstance(command, Tell) and isinstance(command.message, Assign):
+        return Tell(command.link, structs.replace(command.message, rank_base=0))
+    return command
 
 
 def test_a_rank_given_twice_is_found() -> None:
-    story = first_broken_promise(lambda seed: ClusterWithBrokenCoordinator(seed, 3, QUIET))
+    cluster = with_broken_coordinator(ranks_from_zero)
+    story = first_broken_promise(lambda seed: cluster(seed, 3, QUIET))
     assert "a rank exists twice in generation 1" in story
     assert "seed 0 at" in story, "it says how to see it again"
     assert "assigned" in story, "and how it came to this"

@@ -10,19 +10,15 @@ import pytest
 from msgspec import structs
 
 from holdfast.agent.agent_machine import AgentMachine
-from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.coordinator.coordinator_state import Command, Draining, Tell, World
-from holdfast.coordinator.coordinator_state import Event as CoordinatorEvent
 from holdfast.coordinator.regrouping import Plan, Regrouping
 from holdfast.protocol.messages import Assign, Regroup
 from holdfast.protocol.policy import Limits, NodeSpec, Survive
-from tests.support.simulator.checkers import BrokenPromiseError
+from tests.simulation.test_checkers import SEEDS, first_broken_promise, with_broken_coordinator
 from tests.support.simulator.cluster import SimCluster, SimOptions
 from tests.support.simulator.drawn import DrawnAgent
 from tests.support.simulator.faults import FaultOptions
-from tests.support.simulator.nodes import simple_judge
 
-SEEDS = 40
 SURVIVING = SimOptions(
     min_nodes=1,
     max_nodes=4,
@@ -66,15 +62,6 @@ def test_without_survive_no_generation_is_formed_of_running_workers() -> None:
 
 
 # --- each rule broken on purpose --------------------------------------------------------------------------------------
-
-
-def first_broken_promise(make: Callable[[int], SimCluster]) -> str:
-    for seed in range(SEEDS):
-        try:
-            make(seed).run()
-        except BrokenPromiseError as error:
-            return str(error)
-    return ""
 
 
 def surviving(seed: int, options: SimOptions = SURVIVING) -> SimCluster:
@@ -145,19 +132,11 @@ def every_local_rank(assign: Assign) -> Assign:
     ],
 )
 def test_a_broken_place_is_found(change: Callable[[Assign], Assign], found: str) -> None:
-    class BrokenCoordinator(CoordinatorMachine):
-        def handle(self, now: float, event: CoordinatorEvent) -> list[Command]:
-            return [self._broken(command) for command in super().handle(now, event)]
+    def broken(command: Command) -> Command:
+        if isinstance(command, Tell) and isinstance(command.message, Regroup):
+            message = command.message
+            return Tell(command.link, structs.replace(message, assign=change(message.assign)))
+        return command
 
-        @staticmethod
-        def _broken(command: Command) -> Command:
-            if isinstance(command, Tell) and isinstance(command.message, Regroup):
-                message = command.message
-                return Tell(command.link, structs.replace(message, assign=change(message.assign)))
-            return command
-
-    class Cluster(SimCluster):
-        def coordinator_machine(self) -> CoordinatorMachine:
-            return BrokenCoordinator(self.job, self.options.limits, simple_judge, self.clock.now)
-
-    assert found in first_broken_promise(lambda seed: Cluster(seed, 4, SURVIVING))
+    cluster = with_broken_coordinator(broken)
+    assert found in first_broken_promise(lambda seed: cluster(seed, 4, SURVIVING))

@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import random
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -19,6 +17,7 @@ from pathlib import Path
 
 from tests.processes.conftest import is_alive
 from tests.support.limits import limit_s, until
+from tests.support.ports import free_port
 
 NODES = ("n1", "n2", "n3")
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
@@ -26,7 +25,6 @@ CALL_S = 20.0
 READY_S = 30.0
 GONE_S = 5.0
 SECOND_S = 1.2
-PORTS = range(20_000, 32_000)
 
 CONF = """\
 ClusterName=holdfast
@@ -105,7 +103,7 @@ class Cluster:
         key = self.folder / "munge" / "key"
         key.write_bytes(os.urandom(128))
         key.chmod(0o400)
-        ports = free_ports(1 + len(NODES))
+        ports = [free_port() for _ in range(1 + len(NODES))]
         host = os.uname().nodename.partition(".")[0]
         nodes = "\n".join(
             f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=4 RealMemory=1000 State=UNKNOWN"
@@ -257,18 +255,6 @@ class Cluster:
         environ = {name: value for name, value in self.environ.items() if not name.startswith("HOLDFAST_")}
         null = subprocess.DEVNULL
         return subprocess.Popen(line, env=environ, stdin=null, stdout=null, stderr=null, start_new_session=True)
-
-
-def free_ports(count: int) -> list[int]:
-    """Below those that the kernel gives to connections: none of them takes one before its daemon listens there."""
-    found: list[int] = []
-    for port in random.sample(PORTS, len(PORTS)):
-        with contextlib.suppress(OSError), socket.socket() as probe:
-            probe.bind(("", port))
-            found.append(port)
-        if len(found) == count:
-            return found
-    raise OSError("no free port")
 
 
 def step_of(pid: int) -> int | None:

@@ -85,6 +85,11 @@ def test_the_launcher_s_word(told: str, failure: LifeFailure | None) -> None:
     assert LifeFailure.of_launcher(told) == failure
 
 
+class UnprintableError(Exception):
+    def __str__(self) -> str:
+        raise AttributeError("code")
+
+
 @pytest.mark.parametrize(
     ("error", "text"),
     [
@@ -96,6 +101,7 @@ def test_the_launcher_s_word(told: str, failure: LifeFailure | None) -> None:
         (SystemExit(143), ""),
         (KeyboardInterrupt(), ""),
         (ConnectionResetError("by peer"), ""),
+        (UnprintableError(), "UnprintableError: (its __str__ fails)"),
     ],
 )
 def test_what_an_error_says(error: BaseException, text: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import signal
@@ -356,6 +357,49 @@ def test_memory_that_is_not_taken_to_its_end_is_given_back(tmp_path: Path, own: 
     assert list(pieces)[-1] == 2
     put(own, 3, 3, 9 << 20)
     assert [(slot.step, len(slot.data)) for slot in own.committed()] == [(3, 9 << 20), (2, 9 << 20)]
+
+
+def test_memory_that_was_taken_for_another_size_counts(tmp_path: Path, own: Slots) -> None:
+    """The size was foreseen, and the plan then says another one."""
+    whole = slots._whole_bytes
+
+    def sizes() -> list[int]:
+        return [path.stat().st_size for path in sorted(tmp_path.glob("0.[01]"))]
+
+    with contextlib.closing(own.reserving(9 << 20)) as pieces:
+        next(pieces)
+        next(pieces)
+    assert [0 < size < whole(5 << 20) for size in sizes()] == [True]
+    mapped = own._files[0]._growing
+    assert list(own.reserving(5 << 20))[-1] == 2
+    assert sizes() == [whole(5 << 20)] * 2
+    assert own._files[0].mapped is mapped, "the pages stay mapped"
+    list(own.reserving((5 << 20) + 9999))
+    assert own._files[0].mapped is mapped, "a little more was foreseen"
+    put(own, 1, 1, (5 << 20) + 9999)
+    list(own.reserving(1 << 20))
+    assert sorted(sizes()) == [whole(1 << 20), whole((5 << 20) + 9999)], "what holds a state stays"
+    assert [(slot.step, slot.data[0]) for slot in own.committed()] == [(1, 1)]
+    put(own, 2, 2, 9 << 20)
+    put(own, 3, 3, 9 << 20)
+    assert [(slot.step, len(slot.data)) for slot in own.committed()] == [(3, 9 << 20), (2, 9 << 20)]
+
+
+def test_a_child_that_is_forked_while_memory_is_taken_locks_nothing(own: Slots) -> None:
+    """A data loader's, beside the first step."""
+    pieces = own.reserving(9 << 20)
+    next(pieces)
+    child = os.fork()
+    if not child:
+        time.sleep(600)
+    try:
+        list(pieces)
+        put(own, 1, 1, 9 << 20)
+        put(own, 2, 2, 9 << 20)
+        assert [slot.step for slot in own.committed()] == [2, 1]
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
 
 
 def test_a_group_s_limit_counts(tmp_path: Path) -> None:

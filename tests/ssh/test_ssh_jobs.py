@@ -140,6 +140,24 @@ def test_a_pulled_cable_is_survived_and_the_host_comes_back(yard: MakeYard) -> N
     three.empty()
 
 
+def test_the_coordinators_host_is_lost_and_comes_back(yard: MakeYard) -> None:
+    """The others elect another one. The host finds the job there, though it is the first endpoint."""
+    three = yard(3)
+    launcher = three.run("--hosts", three.names, "--nnodes", "1:3", "--rdzv-conf", "lease=3600")
+    three.fleet.trains([1, 2, 3])
+    since_s = time.monotonic()
+    three.hosts[1].kill()
+    second = three.fleet.trains([2, 3], since_s)
+    launcher.says("lost the ssh connection to node1")
+    launcher.says("this node is the coordinator now (term 2): lost node1")
+    three.hosts[1].boot()
+    three.start_sshd(1)
+    three.fleet.trains([1, 2, 3], second.born_s)
+    three.fleet.check()
+    three.fleet.finish_all([launcher])
+    three.empty()
+
+
 def own_processes(yard: Yard) -> tuple[int, int]:
     """The guard and the agent on node 2: the oldest ones."""
     mine = [line for line in yard.left(yard.hosts[2]) if "holdfast-agent" in line]
@@ -252,10 +270,11 @@ def test_hosts_come_and_go(yard: MakeYard) -> None:
     say(three, "node1:1", "node2:1", "node3:1")
     three.fleet.trains([1, 2, 3], since_s)
     since_s = time.monotonic()
-    say(three, "node1:1", "node3:1")
-    three.fleet.trains([1, 3], since_s)
-    launcher.says("node2 is no longer among the hosts")
-    three.empty(numbers=range(2, 3))
+    say(three, "node2:1", "node3:1")
+    three.fleet.trains([2, 3], since_s)
+    launcher.says("node1 is no longer among the hosts")
+    launcher.says("this node is the coordinator now")
+    three.empty(numbers=range(1, 2))
     three.fleet.check()
     three.fleet.finish_all([launcher])
     three.empty()

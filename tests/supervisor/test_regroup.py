@@ -40,7 +40,7 @@ from holdfast.supervisor.console import Console
 from holdfast.supervisor.log_router import LogRouter
 from holdfast.supervisor.supervisor import exec_supervisor
 from holdfast.supervisor.worker_group import WorkerGroup
-from tests.support.limits import limit_s, settled
+from tests.support.limits import limit_s, settled, until
 
 SCRIPT = str(Path(__file__).parent / "scripts" / "survivor.py")
 RANKS = 3
@@ -100,13 +100,16 @@ class Crew:
         while await self.next(WorkersAble) != WorkersAble(generation, local_ranks):
             pass
 
-    async def begin(self) -> None:
+    async def start(self) -> None:
         self.work = Work.PREPARING
         self.group.prepare(place(1))
         prepared = await self.next(NodePrepared)
         assert prepared.store_port is not None
         self.work = Work.RUNNING
         self.group.start(place(1), Start(1, "localhost", prepared.store_port))
+
+    async def begin(self) -> None:
+        await self.start()
         await self.able(1, 0, 1, 2)
 
     async def regroup(self, generation: int, *local_ranks: int, safe_point: int = 0) -> None:
@@ -127,9 +130,9 @@ class Crew:
         assert self.group._running is not None
         return self.group._running._living()
 
-    def lines(self, folder: str) -> list[str]:
+    def lines(self, folder: str, stream: str = "stdout") -> list[str]:
         """What a worker has printed."""
-        return (self.path / "attempt_0" / folder / "stdout.log").read_text().splitlines()
+        return (self.path / "attempt_0" / folder / f"{stream}.log").read_text().splitlines()
 
     def noted(self, event: str) -> list[dict[str, Any]]:
         """The journal's events of this name."""
@@ -372,13 +375,21 @@ async def test_no_other_process_can_speak_for_a_worker(crew: Any) -> None:
 
 @pytest.mark.parametrize("crew", [{"survive": Survive.OFF}], indirect=True)
 async def test_with_survive_off_nobody_listens(crew: Any) -> None:
-    crew.work = Work.PREPARING
-    crew.group.prepare(place(1))
-    prepared = await crew.next(NodePrepared)
-    crew.work = Work.RUNNING
-    crew.group.start(place(1), Start(1, "localhost", prepared.store_port))
+    await crew.start()
     ended = [await crew.next(WorkerEnded) for _ in range(RANKS)]  # the script has no other way
     assert all(each.failure.exit_code == 1 for each in ended)
+    await crew.end()
+
+
+async def test_an_end_is_reported_after_what_workers_have_said_before_it(crew: Any) -> None:
+    await crew.start()
+    await settled(lambda: all(crew.pids().values()))
+    until(lambda: all(crew.lines(str(each), "stderr") for each in range(RANKS)), "all are able")  # and nobody listens
+    lost = crew.pids()[1]
+    os.kill(lost, signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{lost}").exists(), "the supervisor has seen the end")
+    await crew.next(WorkerEnded)
+    assert WorkersAble(1, (0, 1, 2)) in crew.seen
     await crew.end()
 
 

@@ -247,6 +247,14 @@ def test_what_comes_from_the_network_is_counted(board: Board, start: Start) -> N
     assert seen[0].moved_bytes < first.moved_bytes + 1000
 
 
+def test_what_other_machines_have_had_of_the_processors(tmp_path: Path) -> None:
+    assert processes.stolen_s(str(tmp_path)) == 0, "where that may not be known"
+    ticks = os.sysconf("SC_CLK_TCK")
+    lines = [f"{name} 9 8 7 6 5 4 3 {stolen * ticks} 0 0\n" for name, stolen in (("cpu ", 6), ("cpu0", 2), ("cpu1", 4))]
+    (tmp_path / "stat").write_text("".join([*lines, "intr 9 9 9\n"]))
+    assert processes.stolen_s(str(tmp_path)) == 3
+
+
 def test_what_disks_and_network_file_systems_have_moved(tmp_path: Path) -> None:
     assert processes.disk_bytes(str(tmp_path)) == 0, "where that may not be known"
     (tmp_path / "diskstats").write_text(
@@ -404,7 +412,7 @@ def test_native_stacks_where_py_spy_is(
     spy = tmp_path / "py-spy"
     spy.write_text('#!/bin/sh\necho "spied: $*"\n')
     spy.chmod(0o755)
-    monkeypatch.setattr("holdfast.supervisor.stack_sampler._py_spy", lambda: str(spy))
+    monkeypatch.setattr("holdfast.supervisor.stack_sampler.py_spy", lambda: str(spy))
     process = start(SLEEPS)
     until(lambda: is_at_rest(board, process), "the worker to be where it stays")
 
@@ -425,7 +433,7 @@ def test_a_spy_that_does_not_end_is_ended_by_the_next_look(
     spy = tmp_path / "py-spy"
     spy.write_text("#!/bin/sh\nexec sleep 600\n")
     spy.chmod(0o755)
-    monkeypatch.setattr("holdfast.supervisor.stack_sampler._py_spy", lambda: str(spy))
+    monkeypatch.setattr("holdfast.supervisor.stack_sampler.py_spy", lambda: str(spy))
     (sample,) = look(board, start(SLEEPS), folder=tmp_path, times=3)
     assert "py-spy" not in Path(sample.file).read_text()
 

@@ -36,7 +36,7 @@ class FakeAgent:
         self._jobs = jobs
         self._folder = folder
         self._run_id = f"fake-{os.getpid()}-{time.monotonic_ns()}"
-        self._memory = MemoryFolder.make(self._run_id)
+        self.memory = MemoryFolder.make(self._run_id)
         self._saver = self._start_saver()
         self._command = [script, *arguments]
         self._board = f"{folder}/board"
@@ -56,11 +56,11 @@ class FakeAgent:
         self.generation = 0
 
     def _start_saver(self) -> subprocess.Popen[bytes]:
-        with memory_folder.listen(self._memory.path / memory_folder.SOCKET) as listening:
+        with memory_folder.listen(self.memory.path / memory_folder.SOCKET) as listening:
             self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 fds = {"listening": listening.fileno(), "control": theirs.fileno()}
-                line = memory_folder.saver_argv(self._memory.path, **fds)
+                line = memory_folder.saver_argv(self.memory.path, **fds)
                 return subprocess.Popen(line, pass_fds=fds.values())
 
     def __enter__(self) -> FakeAgent:
@@ -77,7 +77,7 @@ class FakeAgent:
         self._control.close()
         self._saver.kill()
         self._saver.wait()
-        self._memory.remove()
+        self.memory.remove()
         self._store = None
         self._stores.clear()
 
@@ -132,7 +132,7 @@ class FakeAgent:
             **os.environ,
             **place,
             BOARD_VARIABLE: f"{self._board}@{local_rank}",
-            memory_folder.SAVER_VARIABLE: f"{self._memory.path}@{self.generation}@{local_rank}",
+            memory_folder.SAVER_VARIABLE: f"{self.memory.path}@{self.generation}@{local_rank}",
         }
         log = self._folder / f"{local_rank}.log"
         self.workers[local_rank] = self._jobs.start(*self._command, env=environment, output=log)

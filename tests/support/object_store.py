@@ -19,6 +19,7 @@ import pytest
 
 from holdfast.snapshots.remote import place_of
 from tests.support.limits import limit_s, until
+from tests.support.ports import free_port
 
 BUCKET = "bucket"
 SECRET = "not-to-be-written-anywhere"
@@ -33,8 +34,7 @@ class ObjectStore:
     """The server; `environ` is what a job needs to reach it."""
 
     def __init__(self) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            self.port: int = free.getsockname()[1]
+        self.port = free_port()
         command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(self.port)]
         quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
         self.process = subprocess.Popen(command, **quiet)  # type: ignore[call-overload]
@@ -93,8 +93,7 @@ time.sleep(3600)
 def emulator(protocol: str) -> Iterator[dict[str, str]]:
     """Google's or Azure's store, where its driver and its emulator are installed; otherwise the test is skipped. Yields
     the variables for it."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    port = free_port()
     at = f"http://127.0.0.1:{port}"
     if protocol == "gs":
         pytest.importorskip("gcsfs", reason="pip install 'holdfast[remote]' gcp-storage-emulator")

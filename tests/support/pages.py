@@ -19,6 +19,7 @@ from holdfast.dashboard.job_source import Json, ShownJob, now_of, stacks_of
 from holdfast.dashboard.serving import serve
 from holdfast.metrics import bind
 from holdfast.protocol.options import Endpoint
+from holdfast.protocol.questions import Question
 from holdfast.protocol.rank_progress import JobView, StacksView
 from holdfast.supervisor.dashboard_host import Credentials
 from tests.support.limits import limit_s
@@ -98,6 +99,7 @@ class MadeUpJob(ShownJob):
         self.stacks_view = stacks
         self.asked: list[tuple[str, str]] = []
         self.about = ""
+        self.profiled: Json = {}
         self._read_told: Json | None = None
 
     def now(self) -> Json:
@@ -110,14 +112,14 @@ class MadeUpJob(ShownJob):
     def story(self) -> Json:
         return self.told
 
-    def stacks(self) -> Json:
+    def stacks(self, by: str = "") -> Json:
         assert self.stacks_view is not None
         return {"at": 0.0, "whole": True, **stacks_of(self.stacks_view)}
 
     def act(self, question: Any, **more: Any) -> Json:
         self.asked.append((question.value, more["by"]))
         self.about = more.get("host", "")
-        return {"nodes": 2}
+        return self.profiled if question is Question.PROFILE else {"nodes": 2}
 
 
 class Served:
@@ -138,16 +140,17 @@ class Served:
         return Visitor(f"{self.address}/login?token={self.credentials.token}")
 
     async def _serve(self, sources: list[ShownJob]) -> None:
-        loop = asyncio.get_running_loop()
+        loop, stopping = asyncio.get_running_loop(), asyncio.Event()
 
-        def begun(_feeds: Any, server: Any) -> None:
-            self._stop = lambda: loop.call_soon_threadsafe(setattr, server, "should_exit", True)
+        async def stopped(_feeds: Any) -> None:
+            self._stop = lambda: loop.call_soon_threadsafe(stopping.set)
             self._ready.set()
+            await stopping.wait()
 
         def used() -> None:
             self.used += 1
 
-        await serve(self._sock, self.credentials, sources, on_used=used, handle_signals=False, on_feeds=begun)
+        await serve(self._sock, self.credentials, sources, on_used=used, until=stopped)
 
     def close(self) -> None:
         self._stop()

@@ -8,13 +8,13 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Collection, Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 from torch.distributed import TCPStore
 
+from holdfast.snapshots.slots import committed_slots
 from tests.support.fake_agent import FakeAgent
 from tests.warm import Warm
 from tests.warm_jobs import WarmJobs
@@ -103,9 +103,9 @@ def lost_steps(agent: FakeAgent) -> dict[int, int]:
     return {said["generation"]: said["steps_lost"] for _, said in agent.heard if said["is"] == "went_on"}
 
 
-@dataclass(frozen=True)
-class Used:
-    """What a process has."""
+class Used(NamedTuple):
+    """What a process has. A thread that ends, or a file that is open for a moment, may be among it: of several
+    measurements the least counts."""
 
     descriptors: int
     threads: int
@@ -136,19 +136,27 @@ LOOP = [
 ]
 SAVES = [(1, "loader's process", 20), (1, "save", 4), (2, "save", 11)]
 """The first while one of its processes fetches ahead; then when only the memory is due, and in snaps.save()."""
-JOBS = {"the loop": ({"group": 12}, LOOP), "saves and loaders": ({"processes": 2, "disk": 12}, SAVES)}
+LATE = [[0, "gradients", 7, "compute"], [2, "boundary", 7, "be late"]]
+"""Rank 1 is lost. Rank 0 is interrupted before its optimizer's step; rank 2 completes the step, and keeps its state at
+the time at which it would be interrupted."""
+MICRO_BATCHES = [(1, "optimizer", 7), (2, "forward", 14), (1, "backward", 23)]
+JOBS = {
+    "the loop": ({"group": 12}, LOOP, LATE),
+    "micro-batches": ({"batch": 2}, MICRO_BATCHES, [[0, "gradients", 7, "compute"]]),
+    "saves and loaders": ({"processes": 2, "disk": 12}, SAVES, []),
+}
 
 
-@pytest.mark.parametrize(("case", "losses"), JOBS.values(), ids=JOBS)
+@pytest.mark.parametrize(("case", "losses", "late"), JOBS.values(), ids=JOBS)
 def test_with_replacements_every_bit_is_that_of_an_undisturbed_job(
-    jobs: WarmJobs, tmp_path: Path, case: dict[str, Any], losses: list[tuple[int, str, int]]
+    jobs: WarmJobs, tmp_path: Path, case: dict[str, Any], losses: list[tuple[int, str, int]], late: list[list[Any]]
 ) -> None:
     """Dropout, batch normalization, Adam and a scheduler; the others complete the step of the rank that was lost after
     its optimizer's step."""
     reference = undisturbed(jobs, tmp_path / "reference", **case)
     assert [each["counts"] for each in reference] == [[-2.0]] * 3
     faults = [[*each, "kill"] for each in losses]
-    with started(jobs, tmp_path / "lost", **case, faults=faults) as agent:
+    with started(jobs, tmp_path / "lost", **case, faults=faults + late) as agent:
         for rank, _, _ in losses:
             replaced(agent, rank)
         ends = finished(agent, tmp_path / "lost")
@@ -291,7 +299,7 @@ def test_without_holdfast_it_is_a_plain_call(jobs: WarmJobs, tmp_path: Path) -> 
         assert [(each["worlds"], each["counts"]) for each in ends] == [([world], [-2.0])] * world
 
 
-REGROUPS, WARM_UP = 100, 30
+REGROUPS, PART = 100, 30
 GROWTH_MAX = 1.05
 
 
@@ -301,13 +309,17 @@ def test_a_hundred_regroups_leave_nothing_behind(jobs: WarmJobs, tmp_path: Path)
     with FakeAgent(jobs, tmp_path / "lost", SURVIVOR, tmp_path / "lost", json.dumps({"epochs": 10**6})) as agent:
         agent.start([0, 1])
         agent.await_said([0, 1], "able", generation=0)
+        for each in (0, 1):  # their files stay open
+            agent.until(lambda each=each: len(committed_slots(agent.memory.path, each)) == 2, "a state in each slot")
         for _ in range(REGROUPS):
             shrunk(agent, 0, 1)
             agent.await_said([0, 1], "went_on", generation=agent.generation)
             used.append([Used.by(agent.workers[each].pid) for each in (0, 1)])
     for number in range(2):
-        early, late = used[WARM_UP][number], used[-1][number]
-        least = [min(each[number].threads for each in part) for part in (used[:WARM_UP], used[WARM_UP:])]
+        early, late = (
+            Used(*map(min, zip(*(each[number] for each in part), strict=True)))
+            for part in (used[PART : 2 * PART], used[-PART:])
+        )
         assert late.descriptors <= early.descriptors, used
-        assert least[1] <= least[0], used
+        assert late.threads <= early.threads, used
         assert late.pages < early.pages * GROWTH_MAX, used

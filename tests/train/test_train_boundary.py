@@ -125,13 +125,18 @@ def test_the_schedule_and_the_numbers_of_a_step_that_was_interrupted_come_back(t
 
 
 def test_a_replacement_finds_the_numbers_of_the_last_three_steps(tmp_path: Path) -> None:
+    """Each of two micro-batches."""
     record = TorchRecord(str(tmp_path / "record"))
-    states = []
-    for step in range(4):
+    states = {}
+    for step in (2, 4, 6, 8):
+        for micro_batch in (step - 1, step):
+            torch.rand(1)
+            record.write(micro_batch, torch.get_rng_state(), complete=False)
         torch.rand(1)
-        states.append(torch.get_rng_state())
-        record.write(step, states[-1])
+        states[step] = torch.get_rng_state()
+        record.write(step, states[step], complete=True)
     found = TorchRecord(str(tmp_path / "record"))
-    assert found.read(0) is None
-    for step in (1, 2, 3):
+    assert found.read(2) is None
+    assert found.read(7) is None
+    for step in (4, 6, 8):
         assert torch.equal(found.read(step), states[step])

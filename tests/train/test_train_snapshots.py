@@ -29,6 +29,7 @@ from holdfast.snapshots import disk, saver_client
 from holdfast.snapshots import folder as folders
 from holdfast.train import snapshots
 from holdfast.train.agreement import Schedule, Steps, Timekeeper, crossed, seconds
+from holdfast.train.reservation import foreseen_bytes
 from tests.train.conftest import damage
 
 pytestmark = pytest.mark.usefixtures("own_staging")
@@ -239,6 +240,36 @@ def test_nothing_is_saved_while_gradients_are_pending(tmp_path: Path) -> None:
         job.snaps.step()
     job.snaps.close()
     assert names(tmp_path) == ["step_000000003.0001", "step_000000006.0001"]
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        torch.optim.AdamW,
+        torch.optim.SGD,
+        lambda of: torch.optim.SGD(of, momentum=0.9),
+        lambda of: torch.optim.RAdam([{"params": each, "lr": 0.1} for each in of]),
+    ],
+)
+def test_the_memory_of_a_state_is_foreseen(make: Any, tmp_path: Path) -> None:
+    """Before the first step, which makes the optimizer's state; some parameters are frozen, and one is shared."""
+    model = nn.Sequential(nn.Linear(300, 300), nn.BatchNorm1d(300), nn.Linear(300, 300), nn.Linear(300, 300))
+    model[2].weight = model[0].weight
+    model[3].requires_grad_(False)
+    optimizer = make(model.parameters())
+    foreseen = foreseen_bytes([model], [optimizer], 1)
+    assert foreseen_bytes([model], [optimizer], 2) == pytest.approx(foreseen / 2, rel=0.001)
+    snaps = ht.Snapshots(tmp_path, every=None)
+    snaps.track(model=model, optimizer=optimizer)
+    snaps.resume()
+    model(torch.randn(5, 300)).sum().backward()
+    optimizer.step()
+    snaps.step()
+    snaps.close()
+    assert snaps._saving is not None
+    assert snaps._saving._layout is not None
+    assert foreseen == pytest.approx(snaps._saving._layout.size_bytes, rel=1 / 32), "the spare room of a mapping"
+    assert foreseen_bytes([model], [optimizer], 1) == pytest.approx(foreseen, rel=0.001)
 
 
 @pytest.mark.parametrize("when", ["reserving", "stage"])  # the latter: the saver had the slot when room was taken

@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from holdfast.snapshots import folder
-from tests.support.limits import limit_s, until
+from tests.support.limits import until
 from tests.support.object_store import BUCKET, SECRET, ObjectStore, forget_connections, running_store, variables
+from tests.warm import Warm
+from tests.warm_jobs import WarmJobs
 
 pytestmark = pytest.mark.allow_threads("fsspecIO", "asyncio_")
 
 JOB = """
 import json, os, signal, sys, torch
 import holdfast.train as ht
-url, last, kill = sys.argv[1], int(sys.argv[2]), len(sys.argv) > 3
+url, stage, last, kill = sys.argv[1], sys.argv[2], int(sys.argv[3]), len(sys.argv) > 4
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-snaps = ht.Snapshots(url, every=ht.steps(3), memory_every=1, keep=ht.Keep(last=2), stage=os.environ["STAGE"])
+snaps = ht.Snapshots(url, every=ht.steps(3), memory_every=1, keep=ht.Keep(last=2), stage=stage)
 state = snaps.track(model=model, optimizer=optimizer)
 resumed = snaps.resume()
 while state.step < last:
+    if kill and state.step == last - 1:
+        snaps.save(wait=True)  # nothing is being written then: there is memory for the last step
     loss = model(torch.randn(4, 8)).square().mean()
     loss.backward()
     optimizer.step()
@@ -71,21 +72,26 @@ def store() -> Iterator[ObjectStore]:
         yield started
 
 
-def run(environ: dict[str, str], *arguments: object, script: str = JOB) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-c", script, *map(str, arguments)]
-    return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=limit_s(60))
+@pytest.fixture(scope="module")
+def jobs(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmJobs]:
+    folder = tmp_path_factory.mktemp("jobs")
+    (folder / "job.py").write_text(JOB)
+    (folder / "poisoned.py").write_text(POISONED)
+    with WarmJobs(warm, folder, "holdfast.train.snapshots", "s3fs") as made:
+        yield made
 
 
-def test_goes_on_after_a_kill_from_what_the_saver_has_uploaded(store: ObjectStore, tmp_path: Path) -> None:
+def test_goes_on_after_a_kill_from_what_the_saver_has_uploaded(
+    store: ObjectStore, jobs: WarmJobs, tmp_path: Path
+) -> None:
     """Step 7 was in memory alone when the worker was killed: the saver, which has no packages of its own, uploads it."""
-    environ = {**os.environ, **store.environ(), "STAGE": str(tmp_path)}
-    calm = run(environ, f"s3://{BUCKET}/calm", 10)
-    assert calm.returncode == 0, calm.stderr
-    url = f"s3://{BUCKET}/killed"
-    assert run(environ, url, 7, "kill").returncode == -9
+    script, url = jobs.folder / "job.py", f"s3://{BUCKET}/killed"
     with variables(store.environ()):
+        calm = jobs.run(script, f"s3://{BUCKET}/calm", tmp_path, "10")
+        assert calm.returncode == 0, calm.stderr
+        assert jobs.run(script, url, tmp_path, "7", "kill").returncode == -9
         until(lambda: [each.step for each in folder.survey(url).committed][-1:] == [7], "step 7 is in the store")
-        again = run(environ, url, 10)
+        again = jobs.run(script, url, tmp_path, "10")
         assert again.returncode == 0, again.stderr
         assert json.loads(again.stdout) == [[7, "disk"], json.loads(calm.stdout)[1]]
         found = folder.survey(url)
@@ -98,17 +104,17 @@ def test_goes_on_after_a_kill_from_what_the_saver_has_uploaded(store: ObjectStor
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_poisoned_state_is_left_out(store: ObjectStore) -> None:
+def test_a_poisoned_state_is_left_out(store: ObjectStore, jobs: WarmJobs) -> None:
     """With default options, and without a launcher that knows how the life before ended."""
-    environ, url = {**os.environ, **store.environ()}, f"s3://{BUCKET}/poisoned"
-    for arguments in ([url, "poison"], [url]):
-        failed = run(environ, *arguments, script=POISONED)
-        assert failed.stderr.rstrip().endswith("ValueError: step 4: no such level"), failed.stderr
-    done = run(environ, url, script=POISONED)
-    assert done.returncode == 0, done.stderr
-    step, skipped = json.loads(done.stdout)
-    assert step == 2
-    assert "training failed at step 4" in skipped[0]
+    script, url = jobs.folder / "poisoned.py", f"s3://{BUCKET}/poisoned"
     with variables(store.environ()):
+        for arguments in ([url, "poison"], [url]):
+            failed = jobs.run(script, *arguments)
+            assert failed.stderr.rstrip().endswith("ValueError: step 4: no such level"), failed.stderr
+        done = jobs.run(script, url)
+        assert done.returncode == 0, done.stderr
+        step, skipped = json.loads(done.stdout)
+        assert step == 2
+        assert "training failed at step 4" in skipped[0]
         assert [each.step for each in folder.survey(url).suspects] == [4]
         forget_connections()

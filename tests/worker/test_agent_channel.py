@@ -13,8 +13,16 @@ import pytest
 
 from holdfast import seqpacket
 from holdfast.protocol.board_layout import BOARD_VARIABLE, channel_name
-from holdfast.worker.regroup import AgentChannel, ChannelLostError, Go, GroupSockets, Release, open_sockets
-from tests.support.limits import limit_s
+from holdfast.worker.regroup import (
+    UNINTERRUPTED_S,
+    AgentChannel,
+    ChannelLostError,
+    Go,
+    GroupSockets,
+    Release,
+    open_sockets,
+)
+from tests.support.limits import limit_s, until
 
 
 class Interrupted(BaseException):
@@ -149,6 +157,43 @@ def test_a_main_thread_that_does_not_come_is_interrupted(agent: AgentEnd) -> Non
     with pytest.raises(Interrupted):
         work_until_interrupted(agent, allowed)
     agent.channel.arrive()
+
+
+def test_no_interruption_begins_where_the_main_thread_forbids_it(agent: AgentEnd) -> None:
+    done = []
+    agent.channel.train(lambda: None, lambda: True, Interrupted)
+    agent.order(do="release", generation=2, cut=True)
+
+    def work() -> None:
+        with agent.channel.uninterrupted:
+            due_s = time.monotonic() + 2 * UNINTERRUPTED_S
+            while time.monotonic() < due_s:
+                time.sleep(0.001)
+            done.append("all of it")
+        work_until_interrupted(agent, threading.Event())
+
+    with pytest.raises(Interrupted):
+        work()
+    agent.channel.arrive()
+    assert done == ["all of it"]
+
+
+def test_an_interruption_that_meets_the_arrival_leaves_nothing_locked(agent: AgentEnd) -> None:
+    asked = threading.Event()
+
+    def slowly() -> bool:
+        asked.set()
+        time.sleep(0.1)
+        return True
+
+    agent.channel.train(lambda: None, slowly, Interrupted)
+    agent.order(do="release", generation=2, cut=True)
+    assert asked.wait(limit_s(30))
+    with pytest.raises(Interrupted):
+        agent.channel.arrive()
+    agent.channel.arrive()
+    agent.order(do="release", generation=3, cut=True)
+    until(lambda: agent.channel.released == Release(3, cut=True), "the thread reads on")
 
 
 def test_a_group_s_connections_are_shut_for_reading_and_stay_open_for_the_peer() -> None:

@@ -57,6 +57,24 @@ def test_all_stop_at_the_same_one(board: Board) -> None:
     assert ranks[0].reach(), "it stays so"
 
 
+def test_all_save_once_at_the_same_one_and_go_on(board: Board) -> None:
+    ranks = [SafePoints(board.address(rank)) for rank in range(2)]
+    ranks[0].reach()
+    assert not ranks[0].save_wanted()
+    assert not board.all_save(range(2)), "the other has not asked yet"
+    assert not ranks[1].save_wanted(), "before its first safe point it is no worker"
+    for rank in ranks:
+        rank.reach()
+        rank.save_wanted()
+    assert board.all_save(range(2))
+    board.hold()
+    board.release(board.reached() + 1, save=True)
+    wanted = [(rank.reach(), rank.save_wanted()) for _ in range(3) for rank in ranks]
+    assert not any(stop for stop, _ in wanted)
+    # Rank 0 has been at 2, rank 1 at 1: they save at 3.
+    assert [save for _, save in wanted] == [True, False, False, True, False, False]
+
+
 def test_a_held_worker_waits_and_goes_on(board: Board) -> None:
     rank = SafePoints(board.address(0))
     rank.reach()

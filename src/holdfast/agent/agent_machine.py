@@ -123,7 +123,7 @@ class AgentMachine:
         self.outcome: Outcome | None = None
         self._node = node
         self._joins, self._joined = 0, False
-        self._revision = 0
+        self.revision = 0
         """The REVISION of messages that the coordinator understands."""
         self._local = False
         """The coordinator runs in this process: both sleep at the same time, and no network is between them."""
@@ -135,7 +135,7 @@ class AgentMachine:
         """The node that hosted the coordinator of that generation, with its ranks, in words."""
         self._unlinked_s = now
         """When the link to the last coordinator broke; inf: it became silent, so that coordinator may live on."""
-        self._leaving: Signalled | None = None
+        self.leaving: Signalled | None = None
         self._leave_by_s = inf
         """When a leaving agent stops waiting for its workers to drain."""
         self._drained = False
@@ -173,18 +173,18 @@ class AgentMachine:
         if self.outcome is not None:
             return None
         deadlines: list[float] = []
-        if self._pending_exit is None and self._leaving is None:
+        if self._pending_exit is None and self.leaving is None:
             if self.link is Link.DOWN:
                 deadlines.append(min(self._seeking.dial_at_s, self._seeking.deadline_s))
             if self.link is not Link.UP:
-                deadlines.append(self._seeking.said.at_s)
+                deadlines.append(self._seeking.notices.at_s)
         if self.link is Link.UP and self._joined:
             deadlines.append(self._lease.ping_at_s)
         if self._awaits_answer():
             deadlines.append(self._fence_at_s())
         if self._at_work():
             deadlines.append(self._workers_fence_at_s())
-        if self._leaving is not None and self._pending_exit is None:
+        if self.leaving is not None and self._pending_exit is None:
             deadlines.append(self._leave_by_s)
         if self.work is Work.STOPPING and self.current is not None:
             deadlines.append(self._stop_deadline_s(self.current))
@@ -214,7 +214,7 @@ class AgentMachine:
             case WorkerEnded() | WorkerRaised() | FailureRead():
                 self._on_worker(event)
             case WorkersHeld() | WorkersProgress() | WorkersSeen():
-                self._on_told(now, event)
+                self._on_report(now, event)
             case WorkersAble() | ReplacementsReady() | RegroupRefused():
                 self._on_regrouping(event)
             case WorkersFenced():
@@ -243,11 +243,11 @@ class AgentMachine:
             self._prepared_s = now
             self._send(Prepared(generation, store_port))
 
-    def _on_told(self, now: float, event: WorkersHeld | WorkersProgress | WorkersSeen) -> None:
+    def _on_report(self, now: float, event: WorkersHeld | WorkersProgress | WorkersSeen) -> None:
         """Pass on the progress and the samples of the workers."""
         match event:
-            case WorkersHeld(generation, reached):
-                self._on_held(now, generation, reached)
+            case WorkersHeld(generation, reached, saves):
+                self._on_held(now, generation, reached, saves=saves)
             case WorkersProgress(generation, ranks):
                 self._on_progress(generation, ranks)
             case WorkersSeen(generation, number, samples, reach):
@@ -270,7 +270,7 @@ class AgentMachine:
         self._joined, self._join_sent_s = False, None
         self._seeking = Seeking.begin(self.limits, now)
         self._note("link_lost", reason=reason)
-        if self._pending_exit is None and self._leaving is None:
+        if self._pending_exit is None and self.leaving is None:
             where = f" on {self._led_by}" if self._led_by else ""
             self._out.append(Say(f"lost the coordinator{where}: {reason}; trying to reach it again"))
         if self.work in (Work.PREPARING, Work.PREPARED):
@@ -281,7 +281,7 @@ class AgentMachine:
             self.current.confirmed = False
             self._unconfirmed_fence_at_s = self._lease.fence_at_s
         held = self.work is Work.DRAINING and self._current().safe_point is None
-        if self._leaving is not None and (held or self.work is Work.IDLE):
+        if self.leaving is not None and (held or self.work is Work.IDLE):
             self._go(now)
         elif held:
             self._let_go()
@@ -290,7 +290,7 @@ class AgentMachine:
         match message:
             case Joined(_, fence_s, ping_interval_s, revision):
                 self._joined = True
-                self._revision = revision
+                self.revision = revision
                 asked_s = self._join_sent_s if self._join_sent_s is not None else now
                 self._lease.granted(fence_s, ping_interval_s, asked_s=asked_s, now=now)
             case Pong(number, age_s):
@@ -311,8 +311,8 @@ class AgentMachine:
                 self._on_replace(generation, local_ranks)
             case Drain(generation, text):
                 self._on_drain(generation, text)
-            case DrainTo(generation, safe_point):
-                self._on_drain_to(generation, safe_point)
+            case DrainTo(generation, safe_point, save):
+                self._on_drain_to(generation, safe_point, save=save)
             case Resume(generation):
                 self._on_resume(now, generation)
             case Abandon(generation):
@@ -330,9 +330,9 @@ class AgentMachine:
     def _on_stop(self, now: float, stop: Stop) -> None:
         current = self.current
         if current is None and stop.generation == self._last_generation:
-            if self._leaving is not None:
+            if self.leaving is not None:
                 # All nodes have left at the safe point: this node and the coordinator on it are not needed any more.
-                self._end(farewell(self._leaving, drained=self._drained))
+                self._end(farewell(self.leaving, drained=self._drained))
             elif stop.following is not None:  # its workers ended before the order arrived
                 self._on_assign(stop.following)
             return
@@ -364,7 +364,7 @@ class AgentMachine:
             self._drained = False
             self._enter(Work.RUNNING)
             self._out.append(begin(self._current().assign, start))
-            if self._leaving is not None:  # since before the workers regrouped
+            if self.leaving is not None:  # since before the workers regrouped
                 self._hold()
 
     def _on_regroup(self, assign: Assign, safe_point: int, text: str) -> None:
@@ -412,7 +412,7 @@ class AgentMachine:
                 self._report(CannotRegroup(generation, text))
 
     def _send_able(self, current: LocalGeneration) -> None:
-        if current.confirmed and self._revision >= REVISION_OF_ABLE:
+        if current.confirmed and self.revision >= REVISION_OF_ABLE:
             self._send(Able(current.generation, current.able))
 
     def _on_resume(self, now: float, generation: int) -> None:
@@ -442,18 +442,18 @@ class AgentMachine:
         elif self.work is Work.DRAINING and current.reached is not None:
             self._send(Held(generation, current.reached))
 
-    def _on_drain_to(self, generation: int, safe_point: int) -> None:
+    def _on_drain_to(self, generation: int, safe_point: int, *, save: bool) -> None:
         current = self.current
         if self.work is not Work.DRAINING or current is None or current.generation != generation:
             return
-        if safe_point:
+        if safe_point and not save:
             current.safe_point = safe_point
             self._out.append(Say(f"{current.drain_text}: the workers stop at their next safe point"))
             self._out.append(ReleaseWorkers(generation, safe_point))
-        elif self._leaving is None:  # else they are held for this node's own sake, too
-            self._let_go()
+        elif self.leaving is None:  # else they are held for this node's own sake, too
+            self._let_go(safe_point)
 
-    def _on_held(self, now: float, generation: int, reached: int) -> None:
+    def _on_held(self, now: float, generation: int, reached: int, *, saves: bool) -> None:
         current = self.current
         if (
             self.work is not Work.DRAINING
@@ -463,13 +463,13 @@ class AgentMachine:
         ):
             return
         current.reached = reached
-        if self._leaving is not None and reached == 0:
+        if self.leaving is not None and reached == 0:
             self._go(now)
             return
-        if self._leaving is not None:
-            self._leave(self._leaving.name, drain=True)
+        if self.leaving is not None:
+            self._leave(self.leaving.name, drain=True)
         if current.asked:
-            self._send(Held(generation, reached))
+            self._send(Held(generation, reached, saves))
 
     def _on_worker(self, event: WorkerEnded | WorkerRaised | FailureRead) -> None:
         current = self.current
@@ -516,7 +516,7 @@ class AgentMachine:
             return
         if not bare:
             self._report(WorkersFailed(generation or current.generation, (failure,)))
-        elif self._revision or not current.confirmed:
+        elif self.revision or not current.confirmed:
             self._report(WorkersFailed(current.generation, (failure,), evidence_follows=True))
 
     def _on_tree_gone(self, now: float, generation: int) -> None:
@@ -531,19 +531,20 @@ class AgentMachine:
             return
         self._drained = current.left_at_safe_point
         self._idle()
-        self._send(Stopped(max(generation, self._last_generation)))
-        if current.following is not None and current.confirmed and self._leaving is None:
+        if now < self._fence_at_s():  # else it hangs up, which says more
+            self._send(Stopped(max(generation, self._last_generation)))
+        if current.following is not None and current.confirmed and self.leaving is None:
             self._on_assign(current.following)
-        if self._leaving is not None and not (self._drained and self.link is Link.UP):
-            self._end(farewell(self._leaving, drained=self._drained))
+        if self.leaving is not None and not (self._drained and self.link is Link.UP):
+            self._end(farewell(self.leaving, drained=self._drained))
 
     def _on_signal(self, now: float, event: Signalled) -> None:
-        if self._leaving is not None:
+        if self.leaving is not None:
             if self._at_work() or self.work is Work.STOPPING:
                 self._kill()
-            self._end(farewell(self._leaving, drained=False))
+            self._end(farewell(self.leaving, drained=False))
             return
-        self._leaving = event
+        self.leaving = event
         self._leave_by_s = now + self.limits.drain_s
         current = self.current
         linked = self.link is Link.UP and current is not None and current.confirmed
@@ -559,10 +560,10 @@ class AgentMachine:
 
     def _on_quit(self, now: float, *, drain: bool, by: str) -> None:
         if drain:
-            if self._leaving is None:
+            if self.leaving is None:
                 self._on_signal(now, Signalled(signal.SIGTERM, by, kills="`holdfast kill`"))
             return
-        event = self._leaving = Signalled(signal.SIGKILL, by)
+        event = self.leaving = Signalled(signal.SIGKILL, by)
         self._leave(by)
         if self._at_work() or self.work is Work.STOPPING:
             self._kill()
@@ -570,13 +571,13 @@ class AgentMachine:
 
     def _go(self, now: float) -> None:
         """A leaving agent waits for nothing any more: stop the workers that are left, and end."""
-        assert self._leaving is not None
-        self._leave(self._leaving.name)
+        assert self.leaving is not None
+        self._leave(self.leaving.name)
         if self._at_work():
-            self._stop(now, signal.SIGTERM if self._leaving.preempt else self._leaving.signum)
+            self._stop(now, signal.SIGTERM if self.leaving.preempt else self.leaving.signum)
         current = self.current
         drained = self._drained or (current is not None and current.left_at_safe_point)
-        self._end(farewell(self._leaving, drained=drained))
+        self._end(farewell(self.leaving, drained=drained))
 
     def _say_leaving(self, now: float, event: Signalled) -> None:
         """Show at once that the agent ends: workers may need time to stop, and a user waits at the prompt."""
@@ -593,7 +594,7 @@ class AgentMachine:
     # ---------------------------------------------------------------- what follows from the state
 
     def _advance(self, now: float) -> None:
-        if self._leaving is not None and self._pending_exit is None and now >= self._leave_by_s:
+        if self.leaving is not None and self._pending_exit is None and now >= self._leave_by_s:
             self._go(now)
         self._advance_work(now)
         if self._awaits_answer() and now >= self._fence_at_s():
@@ -603,7 +604,7 @@ class AgentMachine:
             self._send(Ping(self._lease.ping(now)))
         if self._pending_exit is not None:
             self._advance_exit(self._pending_exit)
-        elif self._leaving is not None:
+        elif self.leaving is not None:
             return
         elif self.link is Link.DOWN:
             self._advance_seeking(now)
@@ -648,8 +649,7 @@ class AgentMachine:
             self._say_progress(now)
 
     def _say_progress(self, now: float) -> None:
-        text = self._seeking.progress(now)
-        if text:
+        if text := self._seeking.progress(now):
             self._out.append(Say(text))
 
     def _advance_joining(self, now: float) -> None:
@@ -690,8 +690,8 @@ class AgentMachine:
         return None if at_s == inf else at_s
 
     def _awaits_answer(self) -> bool:
-        """Whether this agent has sent a Join or has joined. Then an answer is outstanding at every moment."""
-        return self.link is Link.UP and self._join_sent_s is not None
+        """Whether an answer to a Join or Ping is outstanding. It hangs up only when its workers are gone."""
+        return self.link is Link.UP and self._join_sent_s is not None and self.work is not Work.KILLING
 
     # ---------------------------------------------------------------- small steps
 
@@ -713,12 +713,12 @@ class AgentMachine:
         self._enter(Work.DRAINING)
         self._out.append(HoldWorkers(self._current().generation))
 
-    def _let_go(self) -> None:
-        """Cancel the drain."""
+    def _let_go(self, save_at: int = 0) -> None:
+        """End the drain: the workers go on, and save at this safe point; 0: they do not."""
         current = self._current()
         current.asked, current.reached = False, None
         self._enter(Work.RUNNING)
-        self._out.append(ReleaseWorkers(current.generation, 0))
+        self._out.append(ReleaseWorkers(current.generation, save_at, save=bool(save_at)))
 
     def _leave(self, reason: str, *, drain: bool = False) -> None:
         if self._joined:
@@ -780,10 +780,10 @@ class AgentMachine:
             and current.generation == generation
             and current.confirmed
         ):
-            told = (
+            progress = (
                 structs.replace(rank, stage=Stage.DONE) if rank.local_rank in current.done else rank for rank in ranks
             )
-            self._send(Progress(generation, tuple(told)))
+            self._send(Progress(generation, tuple(progress)))
 
     def _on_look(self, generation: int, number: int, *, store: bool) -> None:
         current = self.current

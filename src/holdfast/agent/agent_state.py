@@ -18,7 +18,7 @@ class Seeking:
     limits: Limits
     since_s: float
     dial_at_s: float
-    said: Pauses
+    notices: Pauses
     pause_s: float
     error: DialFailed | None = None
     """Why the last attempt failed."""
@@ -41,7 +41,7 @@ class Seeking:
 
     def progress(self, now: float) -> str:
         """What to show on the console now; empty: nothing yet."""
-        if not self.said.due(now):
+        if not self.notices.due(now):
             return ""
         why = self.error.reason if self.error is not None else "no answer yet"
         left_s = max(0.0, self.deadline_s - now)

@@ -80,6 +80,8 @@ class ReleaseWorkers(Struct, frozen=True):
 
     generation: int
     safe_point: int
+    save: bool = False
+    """They save there, and go on."""
 
 
 class LookAtWorkers(Struct, frozen=True):

@@ -115,6 +115,8 @@ class WorkersHeld(Struct, frozen=True):
     generation: int
     reached: int
     """The newest safe point that any of them has reached, counted from 1; 0: none has asked for one."""
+    saves: bool = False
+    """As in Held."""
 
 
 class WorkersProgress(Struct, frozen=True):

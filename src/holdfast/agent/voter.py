@@ -16,8 +16,19 @@ from enum import Enum
 
 from msgspec import Struct
 
-from holdfast.protocol.charter import NO_CHARTER, VOTERS_MIN, Charter, CharterPosition, Renew, Renewed, Seat, Succession
-from holdfast.protocol.messages import Poll, Polled
+from holdfast.protocol.charter import (
+    NO_CHARTER,
+    VOTERS_MIN,
+    Charter,
+    CharterPosition,
+    Poll,
+    Polled,
+    Renew,
+    Renewed,
+    Seat,
+    Succession,
+)
+from holdfast.protocol.messages import Recall
 from holdfast.protocol.policy import Limits, Note, Tick
 
 PLACE_FACTOR = 3.0
@@ -117,6 +128,10 @@ class HeardOf(Struct, frozen=True):
     port: int
 
 
+class Leaves(Struct, frozen=True):
+    """Event: the agent ends soon. It votes until then, and does not stand any more."""
+
+
 class SendRenewed(Struct, frozen=True):
     """Command: to the coordinator whose Renew has just been handled."""
 
@@ -141,7 +156,7 @@ class Lead(Struct, frozen=True):
     succession: Succession
 
 
-Event = Linked | Unlinked | RenewCame | PollCame | PolledCame | PollFailed | HeardOf | Tick
+Event = Linked | Unlinked | RenewCame | PollCame | PolledCame | PollFailed | HeardOf | Leaves | Tick
 Command = SendRenewed | AskVote | AnswerPoll | Lead | Note
 
 
@@ -181,6 +196,12 @@ class Voter:
         self._asked_s = now
         self._answers: dict[str, Polled | None] = {}
         """By voter; None: there is none."""
+        self._leaves = False
+        self._job_began_s = now
+        """By this clock, as far as it knows."""
+        self._training_s = 0.0
+        self._recalled = ""
+        """The newest founder that knows its charter."""
         self._next_term = 0
         """Others know a term just before this one."""
         self._out: list[Command] = []
@@ -213,6 +234,20 @@ class Voter:
         known = self.charter is not None and any(seat.name == name for seat in self.charter.seats)
         return founded and not known and self._may_elect(now, self._gone | with_it)
 
+    def recall(self, now: float, name: str, term: int, *, founded: bool) -> Recall | None:
+        """What the coordinator of this term in the process of this name should know, before a Join or in its place: one
+        that founded the job again, and may not know of this voter's."""
+        charter = self.charter
+        if not founded or charter is None or charter.outcome is not None or charter.leader == name:
+            return None
+        left_s = self._lost_s + self.limits.elect_s - now
+        patience_s = left_s if self.ignores(now, name, term, founded=founded) else 0.0
+        if patience_s and self._seat() is None:  # there may be thousands of them, and each tries again and again
+            if self._recalled == name:
+                return None
+            self._recalled = name
+        return Recall(charter, self.term, max(0.0, now - self._lost_s), patience_s)
+
     def _may_elect(self, now: float, but: set[str]) -> bool:
         if self.stage in (VoterState.FOLLOWING, VoterState.LEADING) or now >= self._lost_s + self.limits.elect_s:
             return False
@@ -230,7 +265,8 @@ class Voter:
             case Unlinked(term, closed, local):
                 # An agent has one link, and a founder may have taken a later term. A witness may have several links.
                 newest = self.stands or term >= self._followed
-                if newest and self.stage in (VoterState.FOLLOWING, VoterState.LEADING):
+                leads = self.stage is VoterState.LEADING and term >= self.term
+                if leads or (newest and self.stage is VoterState.FOLLOWING):
                     self._lose(now, closed=closed, local=local)
             case RenewCame(renew):
                 self._on_renew(now, renew)
@@ -246,6 +282,10 @@ class Voter:
                 self._on_answer(now, name, poll, None)
             case HeardOf(term, address, port):
                 self._on_heard_of(now, LeaderAddress(address, port, term))
+            case Leaves():
+                self._leaves = True
+                if self._poll is not None:
+                    self._fail(now)
             case Tick():
                 pass
         self._advance(now)
@@ -258,7 +298,7 @@ class Voter:
             case VoterState.FOLLOWING:
                 return None if self.stands else self._bound_s + self.limits.fence_s
             case VoterState.ALONE:
-                return None if self._seat() is None else self._stand_at_s
+                return self._stand_at_s if self._may_stand else None
             case VoterState.ASKING | VoterState.STANDING:
                 return self._asked_s + self.limits.poll_s
             case VoterState.LEADING:
@@ -268,7 +308,7 @@ class Voter:
         match self.stage:
             case VoterState.FOLLOWING if not self.stands and now >= self._bound_s + self.limits.fence_s:
                 self._lose(now, closed=False)
-            case VoterState.ALONE if now >= self._stand_at_s and self._seat() is not None:
+            case VoterState.ALONE if now >= self._stand_at_s and self._may_stand:
                 self._ask(now, VoterState.ASKING)
         if self.stage is VoterState.ASKING:
             self._count(now)
@@ -300,6 +340,8 @@ class Voter:
         self._follow(renew.term)
         if renew.term == self.term:
             self._bound_s = now
+            self._job_began_s = min(self._job_began_s, now - renew.job_s)
+            self._training_s = max(self._training_s, renew.training_s)
             if renew.charter is not None and renew.charter.position > self.held:
                 self.charter = renew.charter
         self._out.append(SendRenewed(Renewed(self.term, renew.probe, self.held)))
@@ -323,7 +365,8 @@ class Voter:
         silent_s, closed = max(0.0, now - self._bound_s), self._closed
         if granted and poll.final:
             self._vote(now, poll)
-        charter = self.charter if not follows and poll.held < self.held else None
+        newer = poll.held < self.held and not (follows and poll.final)
+        charter = self.charter if newer else None
         self._out.append(AnswerPoll(number, Polled(self.term, granted, silent_s, closed, self.name, follows, charter)))
 
     def _would_vote(self, poll: Poll) -> bool:
@@ -397,7 +440,8 @@ class Voter:
         self._bound_s = now
         self._enter(VoterState.LEADING)
         self._note("elected", term=self.term, votes=len(votes) + 1, silent_s=silent_s, closed=closed)
-        self._out.append(Lead(Succession(self.term, charter, asked_s, max(0.0, silent_s), closed)))
+        about = asked_s, max(0.0, silent_s), closed, now - self._job_began_s, self._training_s
+        self._out.append(Lead(Succession(self.term, charter, *about)))
 
     def _fail(self, now: float) -> None:
         limits = self.limits
@@ -414,6 +458,10 @@ class Voter:
         if self.charter is None or not self.stands or len(self.charter.seats) < VOTERS_MIN:
             return None
         return next((seat for seat in self.charter.seats if seat.name == self.name), None)
+
+    @property
+    def _may_stand(self) -> bool:
+        return self._seat() is not None and not self._leaves
 
     def _place(self) -> int:
         """How many others stand before it, without the coordinator that is lost."""

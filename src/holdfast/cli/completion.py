@@ -102,6 +102,8 @@ def commands() -> list[Command]:
     others = {
         "status": status.parser(),
         "stacks": status.stacks_parser(),
+        "profile": status.profile_parser(),
+        "save": status.save_parser(),
         "logs": logs.parser(),
         "stop": status.stop_parser(),
         "kill": status.kill_parser(),

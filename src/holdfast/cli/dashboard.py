@@ -13,6 +13,7 @@ import webbrowser
 from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
+from threading import Thread
 
 from holdfast.cli.finding import of_one_job, run_folders
 from holdfast.cli.printing import Parser
@@ -35,14 +36,15 @@ def main(argv: Sequence[str]) -> int:
     try:
         place = serving_place(chosen.port)
     except ValueError as error:
-        raise UsageError(f"--port: {error}") from None
+        raise UsageError(f"--port {chosen.port}: {error}") from None
     name, folders, pid = job_of(chosen.run)
     credentials = Credentials.make(once=is_loopback(place.host))
     with contextlib.closing(bind(place, "--port")) as sock:
         link = login_link(Endpoint(host=place.host, port=sock.getsockname()[1]), credentials.token)
         print(f"dashboard {link}\n(Ctrl-C ends it; a running job goes on)", flush=True)
         if not chosen.no_open and any(map(os.environ.get, SCREENS)):
-            webbrowser.open(link)
+            # A browser in a terminal, or one that BROWSER names, may not return before its user leaves it.
+            Thread(target=webbrowser.open, args=(link,), daemon=True).start()
         asyncio.run(import_module("holdfast.dashboard.serving").show(sock, credentials, name, folders, pid))
     return 0
 

@@ -24,6 +24,7 @@ from holdfast.cli.program import find_program, folder_here
 from holdfast.cli.rendezvous import node_range
 from holdfast.cli.resolve import is_number, resolve, words_elsewhere
 from holdfast.launchers.ssh.hosts import Expected, HostSpec, LaunchSpec, parse_file, parse_list, select
+from holdfast.protocol.charter import VOTERS_MIN
 from holdfast.protocol.errors import EndpointError, HostsError, NodesError, ScriptError, UsageError
 from holdfast.protocol.options import CommandKind
 from holdfast.runtime.inherited import TOKEN_VARIABLE, draw_token
@@ -167,6 +168,7 @@ def make_spec(
         line=line,
         endpoint=parsed.values.rdzv_endpoint,
         alone=alone,
+        succession=options.succession and most >= VOTERS_MIN,
         detach=parsed.values.on_disconnect == "detach",
         ssh=ssh_command(parsed),
         lock=f"holdfast-{secrets.token_hex(LOCK_BYTES)}",

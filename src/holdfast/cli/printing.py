@@ -43,7 +43,7 @@ def print_json(value: object) -> None:
     print(json.dumps(value, indent=1))
 
 
-def ranks_of(texts: Sequence[str] | None) -> set[int]:
+def ranks_of(texts: Sequence[str] | None, option: str = "--rank") -> set[int]:
     """The ranks of `--rank 3 --rank 0-7,12`; empty: all. Raises UsageError.
 
     >>> sorted(ranks_of(["3", "0-1,8"]))
@@ -54,6 +54,6 @@ def ranks_of(texts: Sequence[str] | None) -> set[int]:
         for part in text.split(","):
             first, dash, last = part.partition("-")
             if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) - int(first) >= RANKS_MAX:
-                raise UsageError(f"--rank {text}: write ranks like 3, 0-7 or 1,5")
+                raise UsageError(f"{option} {text}: write ranks like 3, 0-7 or 1,5")
             found |= set(range(int(first), int(last or first) + 1))
     return found

@@ -381,7 +381,7 @@ def serving_place(text: str) -> Endpoint:
     elif ":" in host:
         raise ValueError("write an IPv6 address in brackets: [address]:port")
     if not is_number(port) or int(port) > PORT_MAX or not host:
-        raise ValueError(f"{text!r}: must be PORT or HOST:PORT, a port is a number from 0 to {PORT_MAX}")
+        raise ValueError(f"write PORT or HOST:PORT; a port is a number from 0 to {PORT_MAX}")
     return Endpoint(host=host, port=int(port))
 
 

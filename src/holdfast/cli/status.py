@@ -1,9 +1,10 @@
-"""Commands about a running job, on any of its nodes: status, stacks, stop, kill, drain, exclude and readmit.
+"""Commands about a running job, on any node of it: status, stacks, profile, save, stop, kill, drain, exclude, readmit.
 
 `holdfast status` shows the job as its coordinator sees it, once or repeatedly; for a job that has ended, its last
-screen. `holdfast stacks` shows where all ranks are now, equal stacks once. `holdfast stop` ends the job on all nodes,
-as a signal to every agent would: workers save first. `holdfast kill` ends it at once, and nothing is saved. The last
-three are about the nodes of one host.
+screen. `holdfast stacks` shows where all ranks are now, equal stacks once. `holdfast profile` has ranks profiled, and
+`holdfast save` has all of them save. `holdfast stop` ends the job on all nodes, as a signal to every agent would:
+workers save first. `holdfast kill` ends it at once, and nothing is saved. The last three are about the nodes of one
+host.
 finding.py finds the job; diagnosis/screen.py makes the lines.
 """
 
@@ -13,7 +14,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -22,8 +23,14 @@ from holdfast.cli.finding import end_of, ended_run, outcome_of, running_job
 from holdfast.cli.printing import Parser, print_json, ranks_of
 from holdfast.diagnosis.screen import group, how_it_ended, stack_lines, status_lines
 from holdfast.protocol.errors import ControlRefusedError, ControlSilentError, NoRunError, UsageError
-from holdfast.protocol.messages import Question
 from holdfast.protocol.outcome import Outcome
+from holdfast.protocol.questions import (
+    PROFILED_RANKS_MAX,
+    PROFILED_S_MAX,
+    PROFILED_STEPS_MAX,
+    ProfileView,
+    Question,
+)
 from holdfast.protocol.rank_progress import JobView, StacksView
 from holdfast.runtime.running import Call, NodeEnd, Reply, RunningAgent, ask, ask_any
 from holdfast.text import plural, seconds_of
@@ -34,7 +41,7 @@ EXCLUDED = "1h"
 CLEAR = "\x1b[H\x1b[2J"
 SCREEN_ON, SCREEN_OFF = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 """Switch to the alternate screen without a cursor, and back."""
-EXIT_NOT_STOPPED = 1
+EXIT_NOT_STOPPED = EXIT_NOT_PROFILED = 1
 SAY_S = 60.0
 """Interval of the notices that the job has not ended: a save may take long."""
 
@@ -171,8 +178,97 @@ def stacks_parser() -> Parser:
     return made
 
 
+PROFILED_STEPS = 5
+
+
+def main_profile(argv: Sequence[str]) -> int:
+    """Run `holdfast profile` with these arguments; returns 0 if every rank was profiled. Raises HoldfastError."""
+    chosen = profile_parser().parse_args(argv)
+    if chosen.steps is not None and chosen.seconds is not None:
+        raise UsageError("--steps and --seconds: give one of them")
+    steps = PROFILED_STEPS if chosen.steps is None else chosen.steps
+    wanted = profile_request(ranks_of([chosen.ranks], "RANKS"), steps, chosen.seconds)
+    entry, reply = ask_any(running_job(chosen.run), Question.PROFILE, **wanted)
+    view = reply.read(ProfileView)
+    if view.refused:
+        raise ControlRefusedError(f"{entry.name}: {view.refused}")
+    if chosen.json:
+        print_json({"run": entry.name, **msgspec.to_builtins(view)})
+    else:
+        print("\n".join(profile_lines(view)))
+    return EXIT_NOT_PROFILED if view.silent or any(rank.why for rank in view.ranks) else 0
+
+
+def profile_request(ranks: Collection[int], steps: int, seconds: float | None) -> dict[str, object]:
+    """The fields of the question. Raises UsageError."""
+    if len(ranks) > PROFILED_RANKS_MAX:
+        raise UsageError(f"{len(ranks)} ranks: at most {PROFILED_RANKS_MAX} are profiled at a time")
+    if seconds is not None and not 0 < seconds <= PROFILED_S_MAX:
+        raise UsageError(f"{seconds:g} seconds: must be more than 0, and {PROFILED_S_MAX:g} at most")
+    if seconds is None and not 1 <= steps <= PROFILED_STEPS_MAX:
+        raise UsageError(f"{steps} steps: must be 1 to {PROFILED_STEPS_MAX}")
+    return {"ranks": sorted(ranks), "steps": 0 if seconds is not None else steps, "for_s": seconds or 0.0}
+
+
+def profile_lines(view: ProfileView) -> Iterator[str]:
+    """What was taken; the operations of the first rank alone, the others have theirs in a file."""
+    told = next((rank for rank in view.ranks if rank.operations), None)
+    if told is not None:
+        yield f"rank {told.rank}: the most expensive operations"
+        yield f"{'own time':>12}  {'with calls':>12}  {'calls':>7}  operation"
+        for each in told.operations:
+            yield f"{each.self_s * 1e3:9.3f} ms  {each.total_s * 1e3:9.3f} ms  {each.calls:7}  {each.name}"
+        yield ""
+    for rank in view.ranks:
+        for problem in filter(None, (rank.why, rank.note)):
+            yield f"rank {rank.rank} on {rank.host}: {problem}"
+        yield from (f"rank {rank.rank} on {rank.host}: {file}" for file in rank.files)
+    yield from (f"{host} did not answer" for host in view.silent)
+    if told is not None:
+        yield "open a trace in https://ui.perfetto.dev or chrome://tracing, a *.speedscope.json in https://speedscope.app"
+
+
+def profile_parser() -> Parser:
+    made = Parser(
+        prog="holdfast profile",
+        description="Profile ranks of a running job with torch's profiler, and with py-spy where it is installed. "
+        "Files go to the run folder, below profiles/.",
+    )
+    made.add_argument("ranks", metavar="RANKS", help="3, 0-7 or 1,5")
+    made.add_run()
+    made.add_argument("--steps", type=int, metavar="N", help=f"the next N steps of the optimizer ({PROFILED_STEPS})")
+    made.add_argument("--seconds", type=float, metavar="S", help="the next S seconds instead, also without steps")
+    made.add_json()
+    return made
+
+
+def main_save(argv: Sequence[str]) -> int:
+    """Run `holdfast save` with these arguments; returns 0 when all ranks will save. Raises HoldfastError."""
+    chosen = save_parser().parse_args(argv)
+    entry, reply = ask_any(running_job(chosen.run), Question.SAVE)
+    told = reply.read(HostReply)
+    if told.refused:
+        raise ControlRefusedError(f"{entry.name}: {told.refused}")
+    if chosen.json:
+        print_json({"run": entry.name, "nodes": told.nodes})
+    else:
+        print(f"{entry.name}: all ranks save at their next safe point, and go on")
+    return 0
+
+
+def save_parser() -> Parser:
+    made = Parser(
+        prog="holdfast save",
+        description="Have all ranks of a running job save to the disk at their next safe point, and go on. "
+        "The script needs ht.Snapshots, or holdfast.worker.should_save().",
+    )
+    made.add_run()
+    made.add_json()
+    return made
+
+
 class StopReply(msgspec.Struct, frozen=True):
-    """The answer to `stop` and `kill`: how many nodes were told."""
+    """The answer to `stop` and `kill`: to how many nodes they were sent."""
 
     nodes: int
 
@@ -215,7 +311,7 @@ def end_job(made: Parser, argv: Sequence[str], question: Question) -> int:
             tell(chosen.json, {"run": entry.name, "nodes": nodes, "whole": whole, "ended": False})
             return 0
         if not chosen.json:
-            print(f"{entry.name}: {plural(nodes, 'node')} told to {question.value}", flush=True)
+            print(f"{entry.name}: {question.value} sent to {plural(nodes, 'node')}", flush=True)
         answer = wait(entry, waiting)
     if answer is None:
         print(f"holdfast: the agent (pid {entry.pid}) ended without a report; see {entry.folder}", file=sys.stderr)
@@ -284,7 +380,7 @@ def ask_about_host(made: Parser, argv: Sequence[str], question: Question) -> int
     if chosen.json:
         print_json({"run": entry.name, "host": chosen.host, "nodes": told.nodes})
     else:
-        print(f"{entry.name}: {question.value} {chosen.host}: {plural(told.nodes, 'node')} told")
+        print(f"{entry.name}: {question.value} {chosen.host}: sent to {plural(told.nodes, 'node')}")
     return 0
 
 
@@ -313,7 +409,7 @@ def tell(as_json: bool, end: dict[str, object]) -> None:
     if as_json:
         print_json(end)
     elif not end["ended"]:
-        print(f"{end['run']}: {plural(int(str(end['nodes'])), 'node')} told")
+        print(f"{end['run']}: sent to {plural(int(str(end['nodes'])), 'node')}")
     else:
         why = end["message"] or end["cause"]
         print(f"{end['run']} has ended: {how_it_ended(str(end['kind']), int(str(end['exit_code'])), str(why))}")

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli.printing import Parser
 from holdfast.protocol.errors import EndpointError
+from holdfast.protocol.options import Endpoint
 from holdfast.protocol.policy import Limits
 from holdfast.rendezvous.bind import Claim, claim
 from holdfast.rendezvous.conf import limits_from_conf, parse_endpoint
@@ -55,11 +56,11 @@ def main(argv: Sequence[str]) -> int:
         raise EndpointError(f"cannot listen at {endpoint}: {error.strerror or error}") from None
     if not place.is_host:
         raise EndpointError(f"cannot listen at {endpoint}: {place.reason}")
-    asyncio.run(serve(place, token, limits))
+    asyncio.run(serve(place, Endpoint(host=endpoint.host, port=place.port), token, limits))
     return 0
 
 
-async def serve(place: Claim, token: bytes | None, limits: Limits) -> None:
+async def serve(place: Claim, endpoint: Endpoint, token: bytes | None, limits: Limits) -> None:
     from holdfast.runtime.witness_service import Witness
 
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
@@ -68,7 +69,7 @@ async def serve(place: Claim, token: bytes | None, limits: Limits) -> None:
     host = socket.gethostname().partition(".")[0]
     witness = Witness(place, token, limits, host, say)
     await witness.start()
-    say(f"a witness listens at {place.endpoint}")
+    say(f"a witness listens at {endpoint}")
     await ended.wait()
     witness.close()
 

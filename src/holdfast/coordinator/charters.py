@@ -1,4 +1,5 @@
 """Replicates the coordinator's charter to its voters, and measures its authority: since when a majority confirms it.
+Keeps what a founder hears of an older job.
 
 Bookkeeping only: `replicated.py` says what the charter contains, holds orders back until it counts, and steps down.
 """
@@ -24,6 +25,7 @@ from holdfast.protocol.charter import (
     Succession,
     majority,
 )
+from holdfast.protocol.messages import Recall
 from holdfast.protocol.policy import Limits
 
 RENEWALS_OPEN_MAX = 16
@@ -69,6 +71,8 @@ class Charters:
         self._names: dict[int, str] = {}
         """The same, by link."""
         self._gone: set[str] = set()
+        self._confirmed_s: float | None = None
+        """As in `authority_s`, which every message asks for; None: it has to be found again."""
         self._uninformed: set[str] = set()
         """Agents without a vote that do not know the present voters, one of which may be the next coordinator."""
         self._number = 0
@@ -81,15 +85,21 @@ class Charters:
     @property
     def elects(self) -> bool:
         """Whether another voter could become the coordinator."""
-        return bool(self._voters.keys() - {self.name})
+        return len(self._voters) > (self.name in self._voters)
 
     def authority_s(self, now: float) -> float:
         """Since when a majority confirms this coordinator, at the latest."""
         if not self.elects:
             return now
+        if self._confirmed_s is None:
+            self._confirmed_s = self._find_confirmed_s()
+        return min(now, self._confirmed_s)
+
+    def _find_confirmed_s(self) -> float:
+        """inf: its own vote is a majority."""
         # While the voters change, nobody is elected without a majority of those before.
         voters = self.charter.before or self.charter.voters
-        times = {seat.name: now if seat.name == self.name else self._voters[seat.name].confirmed_s for seat in voters}
+        times = {seat.name: inf if seat.name == self.name else self._voters[seat.name].confirmed_s for seat in voters}
         for time_s in sorted(set(times.values()), reverse=True):
             if time_s <= self._since_s:
                 break
@@ -124,7 +134,7 @@ class Charters:
         if (voters, before) != (present.voters, present.before):
             self._uninformed.update(self._links)
         if not self.elects:  # until now nobody could take its place
-            self._since_s = now
+            self._since_s, self._confirmed_s = now, None
         self._seat()
         self._count()
         self._send_at_s = -inf
@@ -138,6 +148,7 @@ class Charters:
         self._names.pop(self._links.get(name, link), None)
         self._links[name], self._names[link] = link, name
         self._gone.discard(name)
+        self._confirmed_s = None
         if name in self._voters:
             voter = self._voters[name]
             voter.link, voter.prove_at_s = link, inf
@@ -166,6 +177,7 @@ class Charters:
         """Its process has ended: it holds nothing and cannot vote any more."""
         if name in self._voters and name not in self._links:
             self._gone.add(name)
+            self._confirmed_s = None
             self._voters[name].prove_at_s = inf
             self._count()
 
@@ -175,18 +187,19 @@ class Charters:
             return
         sent_s = voter.open.pop(renewed.probe, None)
         if sent_s is not None:
-            voter.confirmed_s = max(voter.confirmed_s, sent_s)
+            voter.confirmed_s, self._confirmed_s = max(voter.confirmed_s, sent_s), None
         voter.held = max(voter.held, renewed.held)
         self._count()
 
-    def advance(self, now: float) -> list[Command]:
-        """What is due: Renews, and proofs that a voter is gone."""
+    def advance(self, now: float, job_s: float, training_s: float) -> list[Command]:
+        """What is due: Renews, which carry these times of the job, and proofs that a voter is gone."""
         out: list[Command] = []
         if not self.elects:
             return out
         if now >= self._send_at_s:
             self._send_at_s = now + self._limits.renew_interval_s
-            out += [self._renew(now, voter) for voter in self._voters.values() if voter.link is not None]
+            voters = [voter for voter in self._voters.values() if voter.link is not None]
+            out += [self._renew(now, voter, job_s, training_s) for voter in voters]
             for name in sorted(self._uninformed & (self._links.keys() - self._voters.keys())):
                 out.append(Tell(self._links[name], Renew(self.term, 0, self.charter)))
             self._uninformed.clear()
@@ -198,14 +211,14 @@ class Charters:
 
     # ---------------------------------------------------------------- small steps
 
-    def _renew(self, now: float, voter: VoterRecord) -> Command:
+    def _renew(self, now: float, voter: VoterRecord, job_s: float, training_s: float) -> Command:
         assert voter.link is not None
         self._number += 1
         voter.open[self._number] = now
         while len(voter.open) > RENEWALS_OPEN_MAX:
             voter.open.pop(next(iter(voter.open)))
         charter = self.charter if voter.held < self.charter.position else None
-        return Tell(voter.link, Renew(self.term, self._number, charter))
+        return Tell(voter.link, Renew(self.term, self._number, charter, job_s, training_s))
 
     def _seat(self) -> None:
         """The voters of a new charter."""
@@ -215,6 +228,7 @@ class Charters:
             voter.seat = seat
             self._voters[seat.name] = voter
         self._gone.intersection_update(self._voters)
+        self._confirmed_s = None
 
     def _count(self) -> None:
         position = self.charter.position
@@ -227,18 +241,77 @@ class Charters:
         return self.charter.position.number + 1
 
 
+class OlderJob:
+    """What a coordinator that founded the job learns of an earlier start of it, from agents and witnesses that took
+    part. It waits while the voters of that one may elect, and then continues the newest charter."""
+
+    def __init__(self, limits: Limits) -> None:
+        self.charter: Charter | None = None
+        """The newest one; None: there was no earlier start, as far as it knows."""
+        self.term = 0
+        """The newest term that an agent knew."""
+        self._limits = limits
+        self._ended: set[str] = set()
+        """Voters whose process has ended."""
+        self._fenced_s = -inf
+        """No worker of it is alive from then on."""
+        self._patience_s = -inf
+        """Its voters wait until then for each other."""
+        self._prove_at_s = inf
+
+    @property
+    def over(self) -> bool:
+        """It is proved that its voters cannot elect any more."""
+        charter = self.charter
+        return charter is not None and not charter.carried_by({seat.name for seat in charter.seats} - self._ended)
+
+    @property
+    def not_before_s(self) -> float:
+        """When another generation may be formed."""
+        return self._fenced_s if self.over else max(self._fenced_s, self._patience_s)
+
+    def heard(self, now: float, recall: Recall) -> bool:
+        """Returns whether the charter is newer than those before."""
+        self.term = max(self.term, recall.term, recall.charter.position.term)
+        self.lost(now - recall.lost_s)
+        self._patience_s = max(self._patience_s, now + recall.patience_s)
+        if self.charter is not None and recall.charter.position <= self.charter.position:
+            return False
+        self.charter, self._prove_at_s = recall.charter, now
+        return True
+
+    def lost(self, when_s: float) -> None:
+        """An agent lost its coordinator then."""
+        self._fenced_s = max(self._fenced_s, when_s + self._limits.fence_s + self._limits.kill_s)
+
+    def gone(self, name: str) -> None:
+        self._ended.add(name)
+
+    def due_s(self, now: float) -> float:
+        """When `advance` has something to do."""
+        return inf if self.over or now >= self._patience_s else self._prove_at_s
+
+    def advance(self, now: float) -> list[Command]:
+        """Proofs that its voters are gone, as they are due."""
+        if self.charter is None or now < self.due_s(now):
+            return []
+        self._prove_at_s = now + self._limits.prove_s
+        return [ProveVoterGone(seat) for seat in self.charter.seats if seat.name not in self._ended]
+
+
 def voters_of(
     members: Sequence[Member], witnesses: Iterable[Seat], present: Sequence[Seat], local: Member
 ) -> tuple[Seat, ...]:
     """The voters that a coordinator should have: its own agent first, then those that it has already, then the others
-    in the order of `members`, then the witnesses. Fewer than VOTERS_MIN elect nobody: then it is its only voter."""
+    in the order of `members`, those that leave last, then the witnesses. Fewer than VOTERS_MIN elect nobody: then it is
+    its only voter."""
     known = next((seat for seat in present if seat.name == local.node.agent), None)
-    own = _seat_of(local, members) or known
+    own = seat_of(local, members) or known
     seats = {own.name: own} if own is not None else {}
     names = [seat.name for seat in present]
-    able = [m for m in members if m.port and m.revision >= REVISION_OF_VOTES and not m.leaving and m is not local]
-    for member in sorted(able, key=lambda member: member.node.agent not in names):  # stable
-        if (seat := _seat_of(member, members)) is not None:
+    able = [m for m in members if m.port and m.revision >= REVISION_OF_VOTES and m is not local]
+    for member in sorted(able, key=lambda m: (bool(m.leaving), m.node.agent not in names)):  # stable
+        if (seat := seat_of(member, members)) is not None:
             seats.setdefault(seat.name, seat)
     watching = tuple(witnesses)
     agents = list(seats.values())[: VOTERS_MAX - len(watching)]
@@ -253,7 +326,7 @@ def voters_of(
     return chosen
 
 
-def _seat_of(member: Member, members: Iterable[Member]) -> Seat | None:
+def seat_of(member: Member, members: Iterable[Member]) -> Seat | None:
     """None: nobody has reached this node yet, so its address is unknown."""
     address = member.node.local_addr or ""
     if not address and member.node.hosts_coordinator:

@@ -91,7 +91,7 @@ class CoordinatorActs:
         self._liveness = Liveness(limits, now)
         self._versions = Versions()
         self._admission = Admission(job, self._versions.other_line)
-        self._born_s = now
+        self._born_s = self._job_began_s = now
         self._now = now
         self._due_s: float = -inf
         """The next deadline; -inf: not computed since the last event."""
@@ -139,7 +139,7 @@ class CoordinatorActs:
             world=self.world,
             restarts=self.budget.used,
             since_s=now - self._phase_since_s,
-            job_s=now - self._born_s,
+            job_s=now - self._job_began_s,
             why=self._why,
             membership=self._membership,
             monitor=self._monitor,
@@ -301,7 +301,7 @@ class CoordinatorActs:
             text=plan.text,
         )
 
-    def _drain(self, now: float, reason: StopReason, text: str, *, grows: bool = False) -> None:
+    def _drain(self, now: float, reason: StopReason, text: str, *, grows: bool = False, saves: bool = False) -> None:
         """Ask all agents how far their workers are. The safe point to stop at follows from the answers."""
         world = self._world()
         world.drain = Draining(
@@ -309,18 +309,19 @@ class CoordinatorActs:
             text,
             awaited={name for name in world.order if name in self.members and not world.finished(name)},
             grows=grows,
+            saves=saves,
         )
         self._enter(now, Phase.DRAINING)
         self._tell_world(world, Drain(world.generation, text))
         self._note("draining", generation=world.generation, reason=reason.value, text=text)
 
-    def _let_go(self, now: float) -> None:
-        """Not every worker can go on in another generation: they go on in this one, and the new ones wait."""
+    def _let_go(self, now: float, *, save_at: int = 0) -> None:
+        """End the drain: the workers go on in this generation. `save_at`: the safe point at which they save."""
         world = self._world()
         world.drain = None
         self._enter(now, Phase.RUNNING)
-        self._tell_world(world, DrainTo(world.generation, 0))
-        self._note("drain_to", generation=world.generation, safe_point=0)
+        self._tell_world(world, DrainTo(world.generation, save_at, save=bool(save_at)))
+        self._note("drain_to", generation=world.generation, safe_point=save_at, **({"save": True} if save_at else {}))
 
     def _stop(self, now: float, reason: StopReason, text: str) -> None:
         """Start to end the running generation."""

@@ -21,6 +21,7 @@ from holdfast.coordinator.admission import Admit, Deny
 from holdfast.coordinator.coordinator_acts import CoordinatorActs
 from holdfast.coordinator.coordinator_state import (
     Command,
+    Draining,
     DropLink,
     EndGeneration,
     Event,
@@ -32,6 +33,8 @@ from holdfast.coordinator.coordinator_state import (
     Pending,
     Phase,
     QuitAsked,
+    SaveAgreed,
+    SaveAsked,
     Tell,
     World,
     names,
@@ -56,11 +59,11 @@ from holdfast.protocol.messages import (
     Joined,
     Leave,
     Looked,
+    Notice,
     Ping,
     Pong,
     Prepared,
     Progress,
-    Question,
     Quit,
     Refuse,
     ReplacementFailed,
@@ -74,7 +77,13 @@ from holdfast.protocol.messages import (
 )
 from holdfast.protocol.outcome import Outcome, OutcomeKind
 from holdfast.protocol.policy import Grow
+from holdfast.protocol.questions import REVISION_OF_PROFILES, Question
 from holdfast.text import spans
+
+NO_SAVES = (
+    "not every rank asks at a safe point whether to save: "
+    "`snaps.step()` of ht.Snapshots does, and holdfast.worker.should_save()"
+)
 
 
 class CoordinatorMachine(CoordinatorActs):
@@ -97,6 +106,8 @@ class CoordinatorMachine(CoordinatorActs):
                 self._on_quit(Quit(drain, by))
             case HostAsked():
                 self._on_host_asked(now, event)
+            case SaveAsked(by):
+                self._on_save_asked(now, by)
             case _:  # a Tick, or an event of succession
                 pass
         if not routine or self.phase is not before:
@@ -196,9 +207,9 @@ class CoordinatorMachine(CoordinatorActs):
                 self._tell(member, Pong(number))
             case Prepared(generation, store_port):
                 self._on_prepared(now, member, generation, store_port)
-            case Held(generation, reached):
+            case Held(generation, reached, saves):
                 if self.phase is Phase.DRAINING and self._is_current(member, generation):
-                    self._draining().heard(member.name, reached)
+                    self._draining().heard(member.name, reached, saves=saves)
             case Stopped(generation):
                 self._on_stopped(now, member, generation)
             case StoreLost(generation):
@@ -414,6 +425,36 @@ class CoordinatorMachine(CoordinatorActs):
             if member.node.host == host:
                 self._tell(member, Quit(drain=True, by=by))
 
+    def _on_save_asked(self, now: float, by: str) -> None:
+        """Hold the workers until a safe point is agreed at which they save; then they go on."""
+        self._note("save_asked", by=by)
+        world = self.world
+        if self.phase is not Phase.RUNNING or world is None:
+            self._out.append(SaveAgreed(0, f"no generation runs: the job is {self.phase.value}"))
+            return
+        old = [self.members[name] for name in world.order if name in self.members]
+        old = [member for member in old if member.revision < REVISION_OF_PROFILES]
+        if old:
+            self._out.append(SaveAgreed(0, f"{names(old)} has an older holdfast, which knows no save on demand"))
+        else:
+            self._drain(now, StopReason.MEMBER_LEFT, by, saves=True)
+
+    def _advance_saving(self, now: float, world: World, drain: Draining) -> None:
+        leaving = next((m for m in self.members.values() if m.leaving and self._in_world(m)), None)
+        if leaving is not None:
+            self._let_go(now)
+            self._out.append(SaveAgreed(0, f"{leaving.node.host} is leaving: the workers save for that, if they can"))
+            self._drain(now, StopReason.MEMBER_LEFT, f"{leaving.node.host} is leaving ({leaving.leaving})")
+        elif drain.awaited and now < self._phase_since_s + self.limits.drain_s:
+            pass
+        elif drain.newest and drain.all_save and not drain.awaited:
+            self._let_go(now, save_at=drain.newest + 1)
+            self._out.append(SaveAgreed(drain.newest + 1))
+            self._tell_world(world, Notice(f"all ranks save at their next safe point ({drain.text})"))
+        else:
+            self._let_go(now)
+            self._out.append(SaveAgreed(0, NO_SAVES))
+
     def _lose(self, now: float, member: Member, reason: str) -> None:
         """Remove a member whose link was closed, whose lease expired, or that was dropped."""
         in_world, was_busy = self._in_world(member), member.busy_generation != 0
@@ -587,6 +628,8 @@ class CoordinatorMachine(CoordinatorActs):
         drain = self._draining()
         if world.done_count == world.size:
             self._finish(Outcome(kind=OutcomeKind.SUCCEEDED, exit_code=0))
+        elif drain.saves:
+            self._advance_saving(now, world, drain)
         elif now >= self._phase_since_s + self.limits.drain_s:
             self._stop(now, drain.reason, f"{drain.text}; the workers did not stop within {self.limits.drain_s:g} s")
         elif drain.safe_point is not None:

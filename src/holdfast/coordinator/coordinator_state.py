@@ -12,9 +12,10 @@ from enum import Enum
 from msgspec import Struct
 
 from holdfast.protocol.charter import Seat
-from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator, Question, StopReason
+from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator, StopReason
 from holdfast.protocol.outcome import Failure, Outcome
 from holdfast.protocol.policy import NodeSpec, Note, Tick
+from holdfast.protocol.questions import Question
 from holdfast.protocol.rank_progress import Finding, RankStory
 from holdfast.text import is_loopback, listed
 
@@ -78,7 +79,13 @@ class HostAsked(Struct, frozen=True):
     for_s: float = 0.0
 
 
-Event = LinkOpened | LinkClosed | Heard | QuitAsked | HostAsked | WitnessOpened | VoterGone | Deposed | Tick
+class SaveAsked(Struct, frozen=True):
+    """A user asks all ranks to save at their next safe point. Ends in SaveAgreed, unless the generation ends first."""
+
+    by: str
+
+
+Event = LinkOpened | LinkClosed | Heard | QuitAsked | HostAsked | SaveAsked | WitnessOpened | VoterGone | Deposed | Tick
 
 
 class Tell(Struct, frozen=True):
@@ -99,6 +106,14 @@ class Conclude(Struct, frozen=True):
     outcome: Outcome
 
 
+class SaveAgreed(Struct, frozen=True):
+    """Answers SaveAsked: the ranks save at this safe point."""
+
+    safe_point: int
+    refused: str = ""
+    """Why they do not."""
+
+
 class StepDown(Struct, frozen=True):
     """This coordinator has no authority any more: close all its links. The machine ignores every later event."""
 
@@ -115,7 +130,7 @@ class ProveVoterGone(Struct, frozen=True):
     seat: Seat
 
 
-Command = Tell | DropLink | Conclude | StepDown | ProveVoterGone | Note
+Command = Tell | DropLink | Conclude | SaveAgreed | StepDown | ProveVoterGone | Note
 
 
 class EndGeneration(Struct, frozen=True):
@@ -230,10 +245,15 @@ class Draining:
     """Where all workers stop; None: not decided yet."""
     grows: bool = False
     """The workers do not end there: they form the next generation together with new ones."""
+    saves: bool = False
+    """The workers do not end there: they save and go on."""
+    all_save: bool = True
+    """All workers ask at their safe points whether to save."""
 
-    def heard(self, member: str, reached: int) -> None:
+    def heard(self, member: str, reached: int, *, saves: bool = True) -> None:
         self.awaited.discard(member)
         self.newest = max(self.newest, reached)
+        self.all_save &= saves
 
 
 @dataclass(slots=True)

@@ -23,7 +23,8 @@ UNBOUNDED = 2**31 - 1
 FINAL = (EXIT_REQUEUE, EXIT_NO_PROGRESS)
 """Exit codes of workers that end the job."""
 FROM_OUTSIDE = {-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP}
-TOLD_CHARACTERS_MAX = 200
+END_CHARACTERS_MAX = 200
+"""Of the text in `previous_end`."""
 
 
 class Retry(Struct, frozen=True):
@@ -138,8 +139,8 @@ def restart_text(again: Again, budget: Budget, *, charged: bool) -> str:
         pause = f", in {again.backoff_s:.1f} s" if again.backoff_s else ""
         lines.append(f"{verdict.code}: {verdict.cause}; {budget.newest}{pause}")
     if verdict.victims:
-        theirs = "its log" if len(verdict.victims) == 1 else "their logs"
-        lines.append(f"rank {spans(verdict.victims)} failed because of it: the words are in {theirs}")
+        log = "its log" if len(verdict.victims) == 1 else "their logs"
+        lines.append(f"rank {spans(verdict.victims)} failed because of it; see {log}")
     return "\n".join(lines)
 
 
@@ -156,8 +157,8 @@ def previous_end(verdict: Verdict, *, charged: bool, hung: bool) -> str:
         return f"hung {culprit.step}"
     if culprit.exit_code in FROM_OUTSIDE and not culprit.out_of_memory:
         return "lost"
-    said = culprit.message.partition("\n")[0] or f"exit code {culprit.exit_code}"
-    return f"failed {culprit.step} {said[:TOLD_CHARACTERS_MAX]}".replace("\0", "")
+    text = culprit.message.partition("\n")[0] or f"exit code {culprit.exit_code}"
+    return f"failed {culprit.step} {text[:END_CHARACTERS_MAX]}".replace("\0", "")
 
 
 def plain_verdict(evidence: Evidence) -> Verdict:
@@ -251,8 +252,8 @@ class Endings:
         return Notice(f"{verdict.code}: {verdict.cause}{charged}"), self._excluded(now, world, verdict)
 
     def _note_verdict(self, world: World, verdict: Verdict) -> None:
-        told = {"cause": verdict.cause, "code": verdict.code, "advice": verdict.advice}
-        self._note("verdict", generation=world.generation, **told)
+        judged = {"cause": verdict.cause, "code": verdict.code, "advice": verdict.advice}
+        self._note("verdict", generation=world.generation, **judged)
 
     def _excluded(self, now: float, world: World, verdict: Verdict) -> tuple[Waiting, ...]:
         """Count the end of this generation against the host that caused it. Returns the hosts that are excluded now."""

@@ -33,7 +33,7 @@ class LeasedCoordinator(CoordinatorMachine):
         its workers may live on nodes that do not report to this coordinator (one fence at most)."""
         super().__init__(job, limits, judge, now, examine=examine)
         self._holds = holds
-        self._told = floor
+        self._floor = floor
         if floor:  # as if an agent of the previous leader joined whose fence ends after tail_s
             self._previous_leader.generation = floor
             super()._wait_for_fence_previous_leader(now - (limits.fence_s + limits.kill_s - tail_s), floor)
@@ -52,5 +52,5 @@ class LeasedCoordinator(CoordinatorMachine):
     def _wait_for_fence_previous_leader(self, died_s: float, generation: int) -> None:
         """The record in etcd says when the previous leader's workers are gone. The time at which an agent lost its link
         does not: the link may have broken before that coordinator ended."""
-        if generation > self._told:
+        if generation > self._floor:
             super()._wait_for_fence_previous_leader(died_s, generation)

@@ -323,10 +323,7 @@ class PreviousLeader:
 
     def observe(self, member: Member, join: Join) -> list[Member]:
         """A member joined with this report. Returns members that have to stop the generation that they run."""
-        hopeless: list[Member] = []
-        if join.last_generation > self.generation:
-            hopeless = self._drop_parts()
-            self.generation, self.broken, self.ended = join.last_generation, False, None
+        hopeless = self.heard_of(join.last_generation)
         running = join.running
         if running is not None and running.generation == self.generation and not self.broken:
             self.parts[running.group_rank] = (member, running)
@@ -334,13 +331,20 @@ class PreviousLeader:
             hopeless.append(member)
         elif join.last_generation == self.generation > 0:
             # It took part in the generation but has no living workers.
-            hopeless += self._break()
+            hopeless += self.end()
         return hopeless
+
+    def heard_of(self, generation: int) -> list[Member]:
+        """There was a generation of this number. Returns members that have to stop an older one."""
+        if generation <= self.generation:
+            return []
+        self.generation, self.broken, self.ended = generation, False, None
+        return self._drop_parts()
 
     def lost(self, member: Member) -> list[Member]:
         """A member or its workers are gone. Returns members that have to stop the generation that they run."""
         came = any(member is one for one, _ in self.parts.values())
-        return [other for other in self._break() if other is not member] if came else []
+        return [other for other in self.end() if other is not member] if came else []
 
     @property
     def whole(self) -> bool:
@@ -366,7 +370,8 @@ class PreviousLeader:
             world.set_able(member.name, running.able)
         return world
 
-    def _break(self) -> list[Member]:
+    def end(self) -> list[Member]:
+        """It cannot continue. Returns members that have to stop it."""
         self.broken = True
         return self._drop_parts()
 

@@ -129,6 +129,10 @@ class Monitor:
         self._trained_s = self.training_s
         self._at_work, self._throughput = world, None
 
+    def take_over(self, training_s: float) -> None:
+        """Continue after another coordinator."""
+        self._trained_s = training_s
+
     def rest(self) -> None:
         """Stop looking for hangs: the generation drains, is stopped or is over."""
         self._watch = self._round = self._kept = self._unread = None

@@ -107,7 +107,7 @@ class Regrouping:
 
     def without(self, now: float, world: World, phase: Phase, what: str) -> Plan | str:
         """How the others go on without the ranks that were lost, or why they cannot. Empty: nobody expects them to."""
-        growing = phase is Phase.DRAINING and world.drain is not None and world.drain.grows
+        growing = phase is Phase.DRAINING and world.drain is not None and (world.drain.grows or world.drain.saves)
         between = phase is Phase.REGROUPING or growing
         expected = between or (phase is Phase.RUNNING and (world.able_count or self.settling))
         if self.job.survive is Survive.OFF or not expected:

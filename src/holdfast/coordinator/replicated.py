@@ -15,7 +15,7 @@ from math import inf
 
 from msgspec import structs
 
-from holdfast.coordinator.charters import REVISION_OF_VOTES, Charters, voters_of
+from holdfast.coordinator.charters import REVISION_OF_VOTES, Charters, OlderJob, seat_of, voters_of
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.coordinator.coordinator_state import (
     Command,
@@ -27,28 +27,38 @@ from holdfast.coordinator.coordinator_state import (
     LinkClosed,
     Member,
     Phase,
+    ProveVoterGone,
     StepDown,
     Tell,
     VoterGone,
     WitnessOpened,
     World,
+    is_local,
 )
 from holdfast.coordinator.ending import Judge
 from holdfast.coordinator.monitor import cannot_tell
 from holdfast.protocol.charter import (
     NO_CHARTER,
     NODES_MAX,
+    VOTERS_MIN,
     Charter,
     HostRecord,
     LedFrom,
+    Poll,
+    Polled,
     Renew,
     Renewed,
     Seat,
     Succession,
 )
-from holdfast.protocol.messages import Finish, Join, Joined, Moved, Pong, Resume, Start, Supersede
+from holdfast.protocol.messages import Finish, Join, Joined, Moved, Pong, Recall, Resume, Start, Supersede
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, agent_of
 from holdfast.protocol.rank_progress import Examine
+
+PROVE_FIRST_S = 0.25
+"""From a succession until nodes that have not joined are asked whether they have ended."""
+PROVE_MAX = 16
+"""While more nodes are missing, none is asked."""
 
 
 class ReplicatedCoordinator(CoordinatorMachine):
@@ -68,10 +78,10 @@ class ReplicatedCoordinator(CoordinatorMachine):
         """`node`: the agent in this process."""
         super().__init__(job, limits, judge, now, examine=examine)
         self._charters = Charters(limits, now, node.agent, succession)
-        self.founded = succession.charter is None
-        """It was elected by nobody."""
-        self._known_term = 0
-        """The newest term that a member knew while this one had formed nothing."""
+        self._elected = succession.charter is not None
+        self._older = OlderJob(limits)
+        self._ask_at_s = now
+        """While it founds the job: when to ask the witnesses."""
         self._floor = 0
         """The newest generation that the old coordinator may have started."""
         self._local_name = ""
@@ -83,6 +93,11 @@ class ReplicatedCoordinator(CoordinatorMachine):
         """Witnesses that know a newer coordinator and have never confirmed this one: they remember another job."""
         self._came: set[str] = set()
         """Agents that have joined."""
+        self._ended: set[str] = set()
+        """Agents whose process has ended, and with it their workers."""
+        self._listeners: dict[str, Seat] = {}
+        """Where agents of that generation listen, as other machines can reach them too; by name."""
+        self._prove_at_s = now + PROVE_FIRST_S
         self._leader_before = ""
         """The agent in whose process the old coordinator was."""
         self._alone = False
@@ -96,7 +111,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
         """Orders that wait until the charter counts."""
         self.stepped_down = False
         if succession.charter is not None:
-            self._take_over(now, succession.charter, succession)
+            self._succeed(now, succession.charter, succession)
 
     @property
     def term(self) -> int:
@@ -107,19 +122,38 @@ class ReplicatedCoordinator(CoordinatorMachine):
         """The newest one, whether it counts or not."""
         return self._charters.charter
 
-    def _take_over(self, now: float, charter: Charter, succession: Succession) -> None:
+    @property
+    def founded(self) -> bool:
+        """It was elected by nobody, and there may be voters of an older job that will elect another one."""
+        return not (self._elected or self._older.over)
+
+    @property
+    def older(self) -> Charter | None:
+        """The charter that a founder continues."""
+        return self._older.charter
+
+    def _continue(self, now: float, charter: Charter) -> None:
         budget = self.budget
         budget.used, budget.streak, budget.identical = charter.restarts, charter.streak, charter.identical
         budget.last_signature = charter.signature
         self.host_backoff.take_over(charter.hosts, now)
         self._floor = charter.generation
+
+    def _succeed(self, now: float, charter: Charter, succession: Succession) -> None:
+        self._continue(now, charter)
+        self._job_began_s = now - succession.job_s
+        self._monitor.take_over(succession.training_s)
         self._leader_before = charter.leader
         if charter.generation:
             self._previous_leader.generation = charter.generation
             self._left = set(charter.nodes)
+            one_machine = all(is_local(address) for address, _ in charter.listeners)
+            for name, (address, port) in zip(charter.nodes, charter.listeners, strict=False):
+                if port and is_local(address) == one_machine:
+                    self._listeners[name] = Seat(name, "", address, port)
             if charter.led_from is not None:
                 self._left.discard(charter.led_from.node.agent)
-            self._gathering.awaited = max(self.job.min_nodes, len(self._left)) if self._left else 0
+            self._await_left()
             died_s = now - succession.silent_s
             super()._wait_for_fence_previous_leader(died_s, charter.generation)
         if succession.closed:
@@ -143,11 +177,12 @@ class ReplicatedCoordinator(CoordinatorMachine):
                     return self._step_down(StepDown(f"another coordinator has term {term}", term, address, port))
             case VoterGone(name):
                 self._charters.gone(name)
+                self._older.gone(name)
                 self._on_gone(name)
             case WitnessOpened(link, seat) if seat.name not in self._strangers:
                 self._witnesses[link] = seat
                 self._charters.linked(seat.name, link)
-                self._reseat = True
+                self._reseat, self._ask_at_s = True, now
             case LinkClosed(link):
                 self._charters.unlinked(link, now)
                 self._reseat = self._witnesses.pop(link, None) is not None or self._reseat
@@ -161,6 +196,10 @@ class ReplicatedCoordinator(CoordinatorMachine):
                 return self._step_down(StepDown(f"a node knows of a newer coordinator (term {term})"))
             case Heard(link, Supersede() as call):
                 return self._called(link, call)
+            case Heard(_, Recall() as recall) if self._founds:
+                self._recalled(now, recall)
+            case Heard(link, Polled() as polled) if self._founds and link in self._witnesses:
+                self._witnessed(now, polled)
         return self._settle(now, super().handle(now, event))
 
     def next_deadline(self) -> float | None:
@@ -169,7 +208,11 @@ class ReplicatedCoordinator(CoordinatorMachine):
         deadline = super().next_deadline()
         if deadline is None and not self._held:
             return None
-        return min(inf if deadline is None else deadline, self._charters.due_s(self._now))
+        prove_s = self._prove_at_s if self._provable() else inf
+        due_s = min(inf if deadline is None else deadline, prove_s, self._charters.due_s(self._now))
+        if self._founds:
+            return min(due_s, self._older.due_s(self._now), self._ask_at_s if self._witnesses else inf)
+        return due_s
 
     def check_invariants(self) -> None:
         super().check_invariants()
@@ -177,19 +220,43 @@ class ReplicatedCoordinator(CoordinatorMachine):
         assert not (self._held and self._charters.settled)
 
     def _on_gone(self, name: str) -> None:
-        """Continue without the old coordinator's node, if it is that one."""
+        """Continue without the old coordinator's node, if it is that one; or wait no longer for this one."""
         if name == self._leader_before:
             self._alone = True
             led_from = self.charter.led_from
             if self.world is None and led_from is not None and led_from.node.agent not in self._came:
                 self._previous_leader.ended = led_from
+        elif name in self._missing() and name in self._listeners:
+            self._ended.add(name)
+            self._await_left()
+            self._abandon(self._previous_leader.end())
+
+    def _await_left(self) -> None:
+        """The nodes that are left may form the next generation as soon as all have come."""
+        self._gathering.awaited = max(self.job.min_nodes, len(self._left - self._ended)) if self._left else 0
+
+    def _missing(self) -> set[str]:
+        """Agents of the old generation whose workers may be alive, as far as is known."""
+        return self._left - self._came - self._ended if self.world is None else set()
+
+    def _provable(self) -> list[Seat]:
+        """Those that may be asked whether they have ended."""
+        missing = self._missing()
+        few = 0 < len(missing) <= PROVE_MAX
+        return [self._listeners[name] for name in sorted(missing) if name in self._listeners] if few else []
+
+    def _prove_missing(self, now: float) -> list[Command]:
+        if now < self._prove_at_s or not (seats := self._provable()):
+            return []
+        self._prove_at_s = now + self.limits.prove_s
+        return [ProveVoterGone(seat) for seat in seats]
 
     # ---------------------------------------------------------------- authority
 
     @property
     def _founds(self) -> bool:
         """It was elected by nobody and has formed nothing."""
-        return self._floor == 0 and self.newest_generation == 0
+        return not self._elected and self.newest_generation == 0
 
     def _called(self, link: int, call: Supersede) -> list[Command]:
         """The coordinator of another term calls this endpoint."""
@@ -198,6 +265,30 @@ class ReplicatedCoordinator(CoordinatorMachine):
             return self._step_down(where)
         own = next((seat for seat in self.charter.seats if seat.name == self._charters.name), None)
         return [] if own is None else [Tell(link, Moved(self.term, own.address, own.port))]
+
+    def _recalled(self, now: float, recall: Recall) -> None:
+        """There was an older job. Continue it, unless its voters elect another coordinator."""
+        if self._older.heard(now, recall):
+            charter = recall.charter
+            self._note("recalled", number=charter.position.number, term=recall.term, generation=charter.generation)
+            self._continue(now, charter)
+            self._abandon(self._previous_leader.heard_of(charter.generation))
+
+    def _witnessed(self, now: float, polled: Polled) -> None:
+        charter, limits = polled.charter, self.limits
+        if charter is not None and charter.outcome is None:
+            left_s = limits.elect_s if polled.follows else max(0.0, limits.elect_s - polled.silent_s)
+            patience_s = left_s if len(charter.seats) >= VOTERS_MIN else 0.0
+            self._recalled(now, Recall(charter, polled.term, polled.silent_s, patience_s))
+
+    def _ask_witnesses(self, now: float) -> list[Command]:
+        """Whether they know of an older job."""
+        if now < self._ask_at_s or not self._witnesses:
+            return []
+        self._ask_at_s = now + self.limits.prove_s
+        nobody_dials_it = Seat(self._charters.name, "", "", 1)
+        poll = Poll(self.term, nobody_dials_it, NO_CHARTER)
+        return [Tell(link, poll) for link in self._witnesses]
 
     def _do_without(self, link: int, now: float) -> None:
         self._strangers.add(self._witnesses.pop(link).name)
@@ -231,13 +322,16 @@ class ReplicatedCoordinator(CoordinatorMachine):
                     out.append(command)
         if charters.settled and self._held:
             out, self._held = self._held + out, []
-        return out + charters.advance(now)
+        if self._founds:
+            out += self._older.advance(now) + self._ask_witnesses(now)
+        job_s, training_s = now - self._job_began_s, self._monitor.training_s
+        return out + charters.advance(now, job_s, training_s) + self._prove_missing(now)
 
     def _propose(self, now: float) -> None:
         """Bring the charter up to date."""
         charters, world = self._charters, self.world
-        if self.founded and not self._founds and charters.term <= self._known_term:  # it continues after them
-            charters.take_term(self._known_term + 1)
+        if not (self._elected or self._founds) and charters.term <= self._older.term:  # it continues after them
+            charters.take_term(self._older.term + 1)
             for member in self.members.values():
                 if member.revision >= REVISION_OF_VOTES:
                     self._tell(member, Renew(self.term, 0))
@@ -263,13 +357,15 @@ class ReplicatedCoordinator(CoordinatorMachine):
         budget, hosts = self.budget, self.host_backoff
         if hosts.changes != self._hosts[0]:
             self._hosts = hosts.changes, hosts.records(now)
-        world = self.world
+        world, before = self.world, self.charter
+        nodes, listeners = (before.nodes, before.listeners) if world is None else self._nodes(world)
         return Charter(
             position=NO_CHARTER,
             voters=(),
             generation=max(self.newest_generation, self._floor),
-            nodes=self.charter.nodes if world is None else _nodes(world),
-            led_from=self._led_from(world) if world is not None else self.charter.led_from,
+            nodes=nodes,
+            listeners=listeners,
+            led_from=self._led_from(world) if world is not None else before.led_from,
             restarts=budget.used,
             streak=budget.streak,
             identical=budget.identical,
@@ -278,6 +374,18 @@ class ReplicatedCoordinator(CoordinatorMachine):
             outcome=self.outcome,
             leader=self._charters.name,
         )
+
+    def _nodes(self, world: World) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
+        """As in Charter: nodes and listeners."""
+        names = [name for name in world.order if world.places[name]]
+        if len(names) > NODES_MAX:
+            return (), ()
+        nodes = tuple(map(agent_of, names))
+        known = dict(zip(self.charter.nodes, self.charter.listeners, strict=False))
+        for member in filter(None, map(self.members.get, names)):
+            if (seat := seat_of(member, self.members.values())) is not None:
+                known[member.node.agent] = seat.address, seat.port
+        return nodes, tuple(known.get(node, ("", 0)) for node in nodes)
 
     def _led_from(self, world: World) -> LedFrom | None:
         local = self._local()
@@ -317,7 +425,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
         if member.node.hosts_coordinator:
             self._local_name = member.name
         if self._founds:
-            self._known_term = max(self._known_term, join.term)
+            self._older.term = max(self._older.term, join.term)
         self._came.add(member.node.agent)
         ended = self._previous_leader.ended
         if ended is not None and ended.node.agent == member.node.agent:  # only the coordinator on it has ended
@@ -328,10 +436,17 @@ class ReplicatedCoordinator(CoordinatorMachine):
         """The voters know when the old coordinator was confirmed last. The time at which one agent lost its link says
         less."""
         if generation > self._floor:
+            self._older.lost(died_s)
             super()._wait_for_fence_previous_leader(died_s, generation)
 
+    def _on_leave(self, now: float, member: Member, reason: str, *, drain: bool) -> None:
+        self._reseat = True
+        super()._on_leave(now, member, reason, drain=drain)
+
     def _advance_gathering(self, now: float) -> None:
-        if self.world is None and self._alone and self._left and self._came >= self._left:
+        if self._founds and self._older.charter is not None:
+            self._gathering.not_before_s = self._older.not_before_s
+        if self.world is None and self._alone and self._left and not self._missing():
             self._gathering.not_before_s = min(self._gathering.not_before_s, now)  # nobody else runs workers
         super()._advance_gathering(now)
 
@@ -347,9 +462,3 @@ class ReplicatedCoordinator(CoordinatorMachine):
         self._reseat = True
         self._charters.unlinked(member.link, now)
         super()._lose(now, member, reason)
-
-
-def _nodes(world: World) -> tuple[str, ...]:
-    """As in Charter."""
-    names = tuple(agent_of(name) for name in world.order if world.places[name])
-    return names if len(names) <= NODES_MAX else ()

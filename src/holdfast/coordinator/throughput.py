@@ -57,15 +57,15 @@ class RankThroughput:
     _from: Mark | None = None
     """Start of the current window."""
 
-    def heard(self, told: RankProgress, at_s: float) -> bool:
+    def heard(self, report: RankProgress, at_s: float) -> bool:
         """Take a report. True if it has new steps or beats. `at_s`: when the newest of them ended."""
-        if told.steps < self.steps:
+        if report.steps < self.steps:
             self._begin_anew()
-        stepped = told.steps > self.steps
-        if stepped or told.beats > self.beats:
-            self.newest_s, self.beats = at_s, told.beats
+        stepped = report.steps > self.steps
+        if stepped or report.beats > self.beats:
+            self.newest_s, self.beats = at_s, report.beats
             if stepped:
-                self.steps, self.own_s = told.steps, told.own_s
+                self.steps, self.own_s = report.steps, report.own_s
                 self._first = self._first or self.mark
                 if self.counts:
                     self._measure()
@@ -140,18 +140,18 @@ class Throughput:
     def heard(self, member: str, ranks: Iterable[RankProgress], now: float) -> bool:
         """Take an agent's report. True if a rank made a step or reached a new stage."""
         moved = False
-        for told in ranks:
-            pace = self.of(member, told.local_rank)
+        for report in ranks:
+            pace = self.of(member, report.local_rank)
             if pace is None or pace.stage is Stage.DONE:
                 continue
-            at_s = max(self._began_s, now - max(0.0, told.age_s))
-            if pace.heard(told, at_s):
+            at_s = max(self._began_s, now - max(0.0, report.age_s))
+            if pace.heard(report, at_s):
                 moved = True
                 if pace.counts:
                     self._stepped(at_s)
                 else:
                     self.warm_up_newest_s = max(self.warm_up_newest_s, at_s)
-            if self.enter(pace, told.stage, now) and told.stage is not Stage.DONE:
+            if self.enter(pace, report.stage, now) and report.stage is not Stage.DONE:
                 moved = True
         return moved
 

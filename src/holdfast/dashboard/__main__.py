@@ -3,7 +3,7 @@
 Descriptor 3 is the socket to the agent, 4 the listening socket. Messages (seqpacket.py):
 
     agent → here   {"agent": pid, "run_id", "folder", "credentials"}   the first one
-                   {"do": "finish", "outcome"}                 the job has ended: tell the browsers, and end
+                   {"do": "finish", "outcome"}                 the job has ended: the browsers get this
     here → agent   {"is": "up"}                                it serves
                    {"is": "used"}                              the login link was used
                    {"is": "fault", "text"}                     a fault of ours ends this process
@@ -19,7 +19,6 @@ import socket
 import traceback
 
 import msgspec
-import uvicorn
 
 from holdfast import seqpacket
 from holdfast.dashboard.feed import JobFeeds
@@ -35,7 +34,7 @@ NICENESS = 5
 
 
 def main() -> None:
-    """Serve until the agent ends or says so. Signals that end whole sessions are ignored: a drain has to be seen."""
+    """Serve until the job or its agent ends. Signals that end whole sessions are ignored: a drain has to be seen."""
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)
     os.nice(NICENESS)
@@ -47,7 +46,7 @@ def main() -> None:
         try:
             asyncio.run(_serve(control, first[0]))
         except BaseException:
-            _tell(control, "fault", text=traceback.format_exc()[-TEXT_CHARACTERS_MAX:])
+            _send(control, "fault", text=traceback.format_exc()[-TEXT_CHARACTERS_MAX:])
             raise
 
 
@@ -59,37 +58,30 @@ async def _serve(control: socket.socket, about: seqpacket.Message) -> None:
 
     def heard() -> None:
         nonlocal outcome
-        told = seqpacket.receive(control)
-        if told is not None and "outcome" in told[0]:
-            outcome = msgspec.convert(told[0]["outcome"], Outcome)
+        packet = seqpacket.receive(control)
+        if packet is not None and "outcome" in packet[0]:
+            outcome = msgspec.convert(packet[0]["outcome"], Outcome)
         loop.remove_reader(control)
         ending.set()
 
-    async def end(feeds: JobFeeds, server: uvicorn.Server) -> None:
+    async def ended(feeds: JobFeeds) -> None:
+        control.setblocking(False)
+        loop.add_reader(control, heard)
+        _send(control, "up")
         await ending.wait()
         if outcome is not None:
             await feeds.finish(outcome)
-        server.should_exit = True
-
-    enders: set[asyncio.Task[None]] = set()
-
-    def begun(feeds: JobFeeds, server: uvicorn.Server) -> None:
-        control.setblocking(False)
-        loop.add_reader(control, heard)
-        enders.add(loop.create_task(end(feeds, server)))
-        _tell(control, "up")
 
     await serve(
         socket.socket(fileno=LISTENING_FD),
         msgspec.convert(about["credentials"], Credentials),
         [source],
-        on_used=lambda: _tell(control, "used"),
-        handle_signals=False,
-        on_feeds=begun,
+        on_used=lambda: _send(control, "used"),
+        until=ended,
     )
 
 
-def _tell(control: socket.socket, what: str, **more: str) -> None:
+def _send(control: socket.socket, what: str, **more: str) -> None:
     with contextlib.suppress(OSError):
         seqpacket.send(control, {"is": what, **more})
 

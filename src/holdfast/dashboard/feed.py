@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable
 from typing import Any
 
 import msgspec
 
-from holdfast.dashboard.job_source import Json, ShownJob, jobs_here
+from holdfast.dashboard.job_source import Json, ShownJob, encoded, jobs_here
 from holdfast.protocol.outcome import Outcome
 
 EVERY_S = 1.0
@@ -97,7 +97,7 @@ class JobFeed:
                 pass
             self._wake.clear()
 
-    async def messages(self) -> AsyncIterator[bytes]:
+    async def messages(self) -> AsyncGenerator[bytes, None]:
         """For one browser: what is known, and then what is new."""
         mailbox = Mailbox()
         for kind, body in self._newest.items():
@@ -117,7 +117,7 @@ class JobFeed:
             return await asyncio.to_thread(function, *args)
 
     async def finish(self, outcome: Outcome) -> None:
-        """The job has ended, and its agent ends too: tell everybody."""
+        """The job has ended, and its agent ends too: every browser gets its end."""
         self.source.outcome = outcome
         self._over = True
         self._put("story", await self.call(self._encoded, self.source.story), last=True)
@@ -132,7 +132,7 @@ class JobFeed:
     async def _turn(self) -> None:
         now = await self.call(self.source.now)
         self._curve.add(now)
-        self._put("now", await asyncio.to_thread(msgspec.json.encode, now))
+        self._put("now", await asyncio.to_thread(encoded, now))
         self._dirty = await self.call(self.source.read) or self._dirty
         began_s = time.monotonic()
         if self._dirty and began_s >= self._story_due_s:
@@ -143,7 +143,7 @@ class JobFeed:
 
     @staticmethod
     def _encoded(function: Callable[[], Json]) -> bytes:
-        return msgspec.json.encode(function())
+        return encoded(function())
 
     def _put(self, kind: str, body: bytes, *, last: bool = False) -> None:
         """`last`: it says how the job has ended; nothing that was read before may replace it."""
@@ -161,6 +161,8 @@ class JobFeeds:
         """`all_jobs`: also any other job of this user on this machine, when somebody opens its page."""
         self._tasks = tasks
         self.all_jobs = all_jobs
+        self.closing = asyncio.Event()
+        """The server ends, and all streams with it."""
         self._feeds: dict[str, JobFeed] = {}
         self._readers: list[asyncio.Task[None]] = []
         for source in sources:

@@ -25,11 +25,11 @@ from holdfast.diagnosis.history import Event, history, incidents, timeline
 from holdfast.diagnosis.reference import everything, is_readable
 from holdfast.diagnosis.screen import between, group, last_step, steps_per_s, telling
 from holdfast.protocol.errors import HoldfastError, NoRunError, SnapshotError
-from holdfast.protocol.messages import Question
 from holdfast.protocol.outcome import Outcome
-from holdfast.protocol.rank_progress import JobView, RankView, StacksView, Stage
+from holdfast.protocol.questions import Question
+from holdfast.protocol.rank_progress import JobView, StacksView, Stage
 from holdfast.runtime import running
-from holdfast.runtime.run_folder import JOURNAL_NAME
+from holdfast.runtime.run_folder import JOURNAL_NAME, PROFILES
 from holdfast.runtime.running import RunningAgent, ask_any
 from holdfast.snapshots.folder import survey
 from holdfast.text import spans
@@ -42,6 +42,7 @@ EVENTS_MAX = 20_000
 """Other events that are kept of one journal, the newest."""
 INCIDENTS_MAX = 500
 GENERATIONS_MAX = 300
+PROFILES_MAX = 200
 NODES_MAX = 64
 """Nodes whose own generations are drawn."""
 SEARCH_S = 10.0
@@ -149,9 +150,9 @@ class ShownJob:
         except HoldfastError as error:
             return {"at": time.time(), "silent": str(error)}
 
-    def stacks(self) -> Json:
+    def stacks(self, by: str = "") -> Json:
         """Where all ranks are now. Raises HoldfastError. May be called in a thread of its own, as `act`."""
-        _, reply = ask_any(self._known(), Question.STACKS)
+        _, reply = ask_any(self._known(), Question.STACKS, by=by)
         return {"at": time.time(), "whole": reply.whole, **stacks_of(reply.read(StacksView))}
 
     def act(self, question: Question, **more: object) -> Json:
@@ -187,6 +188,13 @@ class ShownJob:
         for entry in found:
             self.add_folder(entry.folder)
 
+    def profile_file(self, name: str, file: str) -> Path | None:
+        """A file of a profile that was taken on this machine. Any text may be asked for."""
+        found = (Path(folder) / PROFILES / name / file for folder in self.folders)
+        names = {name, file}
+        safe = not any(each in ("", ".", "..") or "/" in each or "\0" in each for each in names)
+        return next((path for path in found if path.is_file()), None) if safe else None
+
     def add_folder(self, folder: str | Path) -> None:
         path = Path(folder)
         if str(folder) and path not in self._tails:
@@ -214,8 +222,7 @@ class ShownJob:
     def story(self) -> Json:
         """What happened so far. Costs time in proportion to the journals."""
         journals = [tail.events for tail in self._tails.values() if tail.events]
-        told, past = timeline(journals), history(journals) if journals else None
-        report = as_json(told)
+        report, past = as_json(timeline(journals)), history(journals) if journals else None
         report["generations"] = report["generations"][-GENERATIONS_MAX:]
         happened = incidents(journals)[-INCIDENTS_MAX:]
         codes = {each.code for each in happened}
@@ -229,6 +236,7 @@ class ShownJob:
             "excluded": list(_excluded(journals)),
             "actions": list(_actions(journals)),
             "snapshots": list(_snapshots(journals)),
+            "profiles": list(_profiles(journals)),
             "outcome": msgspec.to_builtins(self.outcome) if self.outcome is not None else None,
             "folders": list(map(str, self.folders)),
             "logs": logs_of(self.log_files()),
@@ -260,6 +268,7 @@ def _excluded(journals: Sequence[Sequence[Event]]) -> Iterable[Json]:
 def _actions(journals: Sequence[Sequence[Event]]) -> Iterable[Json]:
     """What users asked for, with its origin."""
     names = {"coordinator.excluded": "exclude", "coordinator.readmitted": "readmit", "coordinator.drain_asked": "drain"}
+    asked = {"coordinator.stacks_asked": "stacks", "coordinator.save_asked": "save"}
     for journal in journals:
         for event in journal:
             if event["event"] == "coordinator.quit":
@@ -267,6 +276,20 @@ def _actions(journals: Sequence[Sequence[Event]]) -> Iterable[Json]:
                 yield {"at": event["time"], "what": what, "by": event.get("by", "")}
             elif event["event"] in names and event.get("by"):
                 yield {"at": event["time"], "what": f"{names[event['event']]} {event.get('host')}", "by": event["by"]}
+            elif event["event"] in asked:
+                yield {"at": event["time"], "what": asked[event["event"]], "by": event.get("by", "")}
+            elif event["event"] == "coordinator.profile_asked":
+                what = f"profile {spans(event.get('ranks', ()))}"
+                yield {"at": event["time"], "what": what, "by": event.get("by", "")}
+
+
+def _profiles(journals: Sequence[Sequence[Event]]) -> Iterable[Json]:
+    """What was profiled on the nodes of these journals; the newest PROFILES_MAX."""
+    taken = [event for journal in journals for event in journal if event["event"] == "profile"]
+    for event in sorted(taken, key=lambda each: each["time"])[-PROFILES_MAX:]:
+        files = [os.path.basename(file) for file in event.get("files", ())]
+        told = {name: event.get(name, "") for name in ("name", "rank", "why")}
+        yield {"at": event["time"], **told, "files": files}
 
 
 def _snapshots(journals: Sequence[Sequence[Event]]) -> Iterable[Json]:
@@ -277,17 +300,20 @@ def _snapshots(journals: Sequence[Sequence[Event]]) -> Iterable[Json]:
             if event["event"] == "snapshot" and "path" in event:
                 newest[os.path.dirname(event["path"])] = event
     for folder, event in newest.items():
-        told = {"step": event.get("step"), "at": event["time"], "took_s": event.get("took_s")}
+        saved = {"step": event.get("step"), "at": event["time"], "took_s": event.get("took_s")}
+        if "://" in folder:  # each look costs requests, and credentials that only the workers may have
+            yield {"folder": folder, "newest": saved, "count": None, "problems": 0}
+            continue
         try:
             found = survey(folder)
         except SnapshotError as error:
-            yield {"folder": folder, "newest": told, "error": str(error)}
+            yield {"folder": folder, "newest": saved, "error": str(error)}
             continue
         valid = found.newest_valid
         size = valid.manifest.size_bytes if valid is not None else 0
         yield {
             "folder": folder,
-            "newest": {**told, "size": size} if valid is not None else None,
+            "newest": {**saved, "size": size} if valid is not None else None,
             "count": len(found.committed),
             "problems": len(found.problems) + len(found.quarantined),
         }
@@ -296,10 +322,19 @@ def _snapshots(journals: Sequence[Sequence[Event]]) -> Iterable[Json]:
 # --- views as JSON ----------------------------------------------------------------------------------------------------
 
 
+def encoded(value: Any) -> bytes:
+    """As JSON. Names of files need not be valid text; msgspec refuses the surrogates by which Python writes them."""
+    try:
+        return msgspec.json.encode(value)
+    except UnicodeEncodeError:
+        return json.dumps(value).encode()
+
+
 def now_of(view: JobView) -> Json:
     """The view with its ranks in columns, sorted by rank."""
-    told = sorted(((rank, place) for place, node in enumerate(view.nodes) for rank in node.ranks), key=_by_rank)
-    ranks = [rank for rank, _ in told]
+    placed = [(rank, place) for place, node in enumerate(view.nodes) for rank in node.ranks]
+    placed.sort(key=lambda each: each[0].rank)
+    ranks = [rank for rank, _ in placed]
     step_ms = [round(rank.step_s * 1e3, 2) for rank in ranks]
     known = sorted(each for each in step_ms if each > 0)
     slots = {name: getattr(view, name) for name in view.__struct_fields__ if name != "nodes"}
@@ -327,7 +362,7 @@ def now_of(view: JobView) -> Json:
         ],
         "ranks": {
             "rank": [rank.rank for rank in ranks],
-            "node": [place for _, place in told],
+            "node": [place for _, place in placed],
             "local": [rank.local_rank for rank in ranks],
             "stage": "".join(STAGE_LETTERS[rank.stage] for rank in ranks),
             "steps": [rank.steps for rank in ranks],
@@ -337,10 +372,6 @@ def now_of(view: JobView) -> Json:
         },
         "standing": {rank.rank: [rank.standing.value, rank.place] for rank in ranks if rank.standing is not None},
     }
-
-
-def _by_rank(told: tuple[RankView, int]) -> int:
-    return told[0].rank
 
 
 def stacks_of(view: StacksView) -> Json:

@@ -10,33 +10,36 @@ import os
 from collections import deque
 from pathlib import Path
 
-from holdfast.cli.logs import LogFile
 from holdfast.dashboard.job_source import Json, ShownJob
 from holdfast.supervisor.log_fold import LineCutter
 
 FILES_MAX = 64
 LAST_BYTES = 256 * 1024
-"""Of each file at first."""
+"""Of each file, at first and at once."""
 SEARCHED_BYTES = 8 * 1024 * 1024
 """The same when a text is searched for."""
-CHUNK_BYTES = 256 * 1024
 LINES_MAX = 1000
 LINE_CHARACTERS_MAX = 4000
 
 
 class _Tail:
-    def __init__(self, file: LogFile, last_bytes: int) -> None:
-        self.file = file
+    def __init__(self, path: Path) -> None:
+        self._path = path
         self._cutter = LineCutter()
-        size = os.path.getsize(file.path)
-        self._offset = max(0, size - last_bytes)
-        self._torn = self._offset > 0
+        self._offset = 0
+        self._torn = False
         """The first line is not whole."""
+        self.skipped_bytes = 0
+        """Written faster than they were shown."""
 
     def read(self, room: int) -> list[str]:
-        """New lines, from at most this many bytes."""
-        with open(self.file.path, "rb") as file:
-            file.seek(self._offset)
+        """New lines: those of at most this many bytes, the last ones."""
+        with open(self._path, "rb") as file:
+            begin = max(self._offset, os.fstat(file.fileno()).st_size - room)
+            if begin > self._offset:
+                self.skipped_bytes += begin - self._offset if self._offset else 0
+                self._offset, self._torn, self._cutter = begin, True, LineCutter()
+            file.seek(begin)
             chunk = file.read(room)
         self._offset += len(chunk)
         lines = self._cutter.feed(chunk).decode(errors="replace").split("\n")[:-1]
@@ -62,14 +65,15 @@ class LogLines:
         newest = self._generation or max((file.generation for file in files), default=0)
         wanted = sorted((file for file in files if file.generation == newest), key=lambda file: file[:2])
         lines: deque[tuple[int, str, str]] = deque(maxlen=LINES_MAX)
-        count, first = 0, SEARCHED_BYTES if self._text else LAST_BYTES
+        count, skipped, room = 0, 0, SEARCHED_BYTES if self._text else LAST_BYTES
         for file in wanted[:FILES_MAX]:
+            tail = self._tails.get(file.path) or _Tail(file.path)
             try:
-                known = file.path in self._tails
-                tail = self._tails.setdefault(file.path, _Tail(file, first)) if not known else self._tails[file.path]
-                new = tail.read(CHUNK_BYTES if known else first)
+                new = tail.read(room)
             except OSError:
                 continue  # the file is gone, or the disk has an error: the others can be shown
+            self._tails[file.path] = tail
+            skipped += tail.skipped_bytes
             found = [line for line in new if self._text in line.lower()]
             count += len(found)
             lines += [(file.rank, file.stream, line[:LINE_CHARACTERS_MAX]) for line in found]
@@ -79,5 +83,6 @@ class LogLines:
             "generation": newest,
             "lines": list(lines),
             "left_out": count - len(lines),
+            "bytes_left_out": skipped,
             "files_left_out": max(0, len(wanted) - FILES_MAX),
         }

@@ -34,7 +34,12 @@ class OwnMachine:
 
     def sample(self, folder: Path | None) -> dict[str, Any]:
         """`folder`: whose disk is shown. Bytes, bytes per second, percent."""
-        memory, disk = psutil.virtual_memory(), psutil.disk_usage(str(folder or "/"))
+        memory = psutil.virtual_memory()
+        try:
+            usage = psutil.disk_usage(str(folder or "/"))
+            disk = [usage.free, usage.total]
+        except OSError:  # the folder was deleted, or its file server is gone
+            disk = None
         counters, now = psutil.net_io_counters(), time.monotonic()
         network = (counters.bytes_recv, counters.bytes_sent) if counters is not None else (0, 0)
         past_s = now - self._at_s
@@ -45,7 +50,7 @@ class OwnMachine:
             "cores": psutil.cpu_count(),
             "cpu": psutil.cpu_percent(None),
             "memory": [memory.total - memory.available, memory.total],
-            "disk": [disk.free, disk.total],
+            "disk": disk,
             "network": rates,
             "gpus": self._gpu_loads(),
         }

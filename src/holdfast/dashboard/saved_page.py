@@ -13,13 +13,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-import msgspec
-
 from holdfast.cli.report import first_outcome
-from holdfast.dashboard.job_source import ShownJob
+from holdfast.dashboard.job_source import ShownJob, encoded
 
 STATIC = Path(__file__).parent / "static"
-MODULES = ("dom.js", "grid.js", "charts.js", "logs.js", "app.js")
+MODULES = ("dom.js", "grid.js", "charts.js", "logs.js", "profiles.js", "app.js")
 """In the order of their imports; names at the top of a module occur once."""
 BETWEEN = re.compile(r'^import .* from "\./\w+\.js";\n|^export (?=class|function|const)', re.MULTILINE)
 
@@ -33,7 +31,7 @@ def render(folders: Sequence[Path]) -> str:
         pass
     end = first_outcome(folders)
     source.outcome = end[1] if end is not None else None
-    data = msgspec.json.encode({"at": time.time(), "story": source.story()}).decode().replace("<", "\\u003c")
+    data = encoded({"at": time.time(), "story": source.story()}).decode().replace("<", "\\u003c")
     chart = (STATIC / "uplot" / "uPlot.iife.min.js").read_text()
     program = "".join(BETWEEN.sub("", (STATIC / name).read_text()) for name in MODULES)
     style = (STATIC / "uplot" / "uPlot.min.css").read_text() + (STATIC / "style.css").read_text()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import uvicorn
@@ -36,11 +36,10 @@ async def serve(
     sources: list[ShownJob],
     *,
     on_used: Callable[[], None] = lambda: None,
-    handle_signals: bool = True,
-    on_feeds: Callable[[JobFeeds, uvicorn.Server], None] = lambda _feeds, _server: None,
+    until: Callable[[JobFeeds], Awaitable[None]] | None = None,
 ) -> None:
-    """Serve on this listening socket until a signal, or until what `on_feeds` was given is asked to stop. Without
-    sources: all jobs of this user."""
+    """Serve on this listening socket until `until` has returned; by default until a signal. Without sources: all jobs
+    of this user."""
     async with asyncio.TaskGroup() as tasks:
         feeds = JobFeeds(tasks, sources, all_jobs=not sources)
         config = uvicorn.Config(
@@ -55,14 +54,32 @@ async def serve(
             timeout_graceful_shutdown=GRACE_S,
             ws="none",
         )
-        server = uvicorn.Server(config)
-        if not handle_signals:
-            server.capture_signals = _no_signals  # type: ignore[method-assign]
-        on_feeds(feeds, server)
+        server = _Server(config, feeds, signals=until is None)
+        ender = tasks.create_task(_end(server, until(feeds))) if until is not None else None
         await server.serve(sockets=[sock])
         feeds.stop()
+        if ender is not None:
+            ender.cancel()
 
 
-@contextlib.contextmanager
-def _no_signals() -> Iterator[None]:
-    yield
+async def _end(server: uvicorn.Server, ending: Awaitable[None]) -> None:
+    await ending
+    server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """Ends the streams before it waits for the requests in progress: they would end with a traceback each."""
+
+    def __init__(self, config: uvicorn.Config, feeds: JobFeeds, *, signals: bool) -> None:
+        super().__init__(config)
+        self._feeds = feeds
+        self._signals = signals
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals() if self._signals else contextlib.nullcontext():
+            yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._feeds.closing.set()
+        await super().shutdown(sockets)

@@ -5,70 +5,87 @@ job/NAME/             the page of a job
 job/NAME/events       server-sent events: now, story, curve
 job/NAME/logs         server-sent events: lines of logs; ?ranks=0-3&generation=2&text=…
 job/NAME/log/G/R/S    one whole file, as plain text
-job/NAME/act          POST {"do", "host"}: the command of that name: stacks, stop, kill, drain, exclude, readmit
+job/NAME/profile/P/F  one file of a profile
+job/NAME/act          POST {"do", "host"}: the command of that name: stacks, save, stop, kill, drain, exclude, readmit;
+                      {"do": "profile", "ranks": "0-3", "steps": 5 or "for_s": 5}
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import mimetypes
-from collections.abc import AsyncIterator, Awaitable, Callable
+import os
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
+from urllib.parse import quote
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response
+from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from holdfast.cli.printing import ranks_of
+from holdfast.cli.status import profile_request
 from holdfast.dashboard.feed import CLIENTS_MAX, JobFeed, JobFeeds
-from holdfast.dashboard.job_source import jobs_here
-from holdfast.dashboard.log_lines import LogLines
+from holdfast.dashboard.job_source import encoded, jobs_here
+from holdfast.dashboard.log_lines import LAST_BYTES, LogLines
 from holdfast.protocol.errors import ControlRefusedError, HoldfastError, UsageError
-from holdfast.protocol.messages import OF_A_HOST, Question
+from holdfast.protocol.questions import OF_A_HOST, Question
 
 STATIC = Path(__file__).parent / "static"
 SEND_S_MAX = 30.0
 """A browser that takes nothing for this long is disconnected; it connects again when it reads."""
+CLOSE_S_MAX = 0.5
+"""At the end, for a browser that takes nothing."""
 LOGS_EVERY_S = 0.5
 BODY_BYTES_MAX = 4096
-ACTIONS = {question.value: question for question in (Question.STOP, Question.KILL, *OF_A_HOST)}
+ACTIONS = {question.value: question for question in (Question.SAVE, Question.STOP, Question.KILL, *OF_A_HOST)}
 EXCLUDED_S = 3600.0
 
 
 class Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     do: str
     host: str = ""
+    ranks: str = ""
+    steps: int = 0
+    for_s: float = 0.0
 
 
 class EventStream(Response):
-    """Server-sent events until the browser has gone, takes nothing, or the messages end."""
+    """Server-sent events until the browser has gone, takes nothing, the messages end, or the server does."""
 
-    def __init__(self, messages: AsyncIterator[bytes]) -> None:
+    def __init__(self, messages: AsyncGenerator[bytes, None], closing: asyncio.Event) -> None:
         super().__init__(media_type="text/event-stream")
         self._messages = messages
+        self._closing = closing
 
     async def __call__(self, _scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"x-accel-buffering", b"no")]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        tasks = [asyncio.ensure_future(each) for each in (self._pump(send), _gone(receive))]
+        tasks = [asyncio.ensure_future(each) for each in (self._pump(send), _gone(receive), self._closing.wait())]
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+        if self._closing.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(CLOSE_S_MAX):
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
         if not tasks[0].cancelled() and (error := tasks[0].exception()) and not isinstance(error, OSError):
             raise error
 
     async def _pump(self, send: Send) -> None:
-        async for message in self._messages:
-            async with asyncio.timeout(SEND_S_MAX):
-                await send({"type": "http.response.body", "body": message, "more_body": True})
+        async with contextlib.aclosing(self._messages) as messages:
+            async for message in messages:
+                async with asyncio.timeout(SEND_S_MAX):
+                    await send({"type": "http.response.body", "body": message, "more_body": True})
 
 
 async def _gone(receive: Receive) -> None:
@@ -84,6 +101,7 @@ class Pages:
 
     def __init__(self, feeds: JobFeeds) -> None:
         self._feeds = feeds
+        self._profiling = False
         self._files = {str(path.relative_to(STATIC)): path.read_bytes() for path in STATIC.rglob("*") if path.is_file()}
 
     def app(self) -> Starlette:
@@ -99,15 +117,16 @@ class Pages:
                 on_job("events", self.events),
                 on_job("logs", self.logs),
                 on_job("log/{generation:int}/{rank:int}/{stream}", self.log),
+                on_job("profile/{profile}/{file}", self.profile),
                 on_job("act", self.act, "POST"),
             ],
-            exception_handlers={HoldfastError: _told},
+            exception_handlers={HoldfastError: _refusal},
         )
 
     async def first(self, _request: Request) -> Response:
         if self._feeds.all_jobs:
             return self._html("", "jobs")
-        return RedirectResponse(f"./job/{self._feeds.names[0]}/", 303)
+        return RedirectResponse(f"./job/{quote(self._feeds.names[0])}/", 303)
 
     async def jobs(self, _request: Request) -> Response:
         if not self._feeds.all_jobs:
@@ -129,7 +148,7 @@ class Pages:
         feed = await self._feed(request)
         if self._feeds.clients >= CLIENTS_MAX:
             return PlainTextResponse(f"{CLIENTS_MAX} browsers are connected\n", 503)
-        return EventStream(feed.messages())
+        return EventStream(feed.messages(), self._feeds.closing)
 
     async def logs(self, request: Request) -> Response:
         feed, asked = await self._feed(request), request.query_params
@@ -137,15 +156,25 @@ class Pages:
         if not asked.get("generation", "0").isdecimal():
             raise UsageError("generation: a number")
         lines = LogLines(feed.source, ranks, int(asked.get("generation", "0")), asked.get("text", ""))
-        return EventStream(_log_messages(lines))
+        return EventStream(_log_messages(lines), self._feeds.closing)
 
     async def log(self, request: Request) -> Response:
         feed, wanted = await self._feed(request), request.path_params
         key = (wanted["generation"], wanted["rank"], wanted["stream"])
         for file in feed.source.log_files():
-            if (file.generation, file.rank, file.stream) == key and file.path.is_file():
-                return FileResponse(file.path, media_type="text/plain; charset=utf-8")
+            if (file.generation, file.rank, file.stream) == key:
+                with contextlib.suppress(OSError):
+                    content = await asyncio.to_thread(_content, file.path)
+                    return StreamingResponse(content, media_type="text/plain; charset=utf-8")
         raise HTTPException(404, "no such log on this machine")
+
+    async def profile(self, request: Request) -> Response:
+        feed, wanted = await self._feed(request), request.path_params
+        path = feed.source.profile_file(wanted["profile"], wanted["file"])
+        if path is None:
+            raise HTTPException(404, "no such file on this machine")
+        kind = "text/plain; charset=utf-8" if path.suffix == ".txt" else "application/octet-stream"
+        return FileResponse(path, media_type=kind, filename=path.name, content_disposition_type="inline")
 
     async def act(self, request: Request) -> Response:
         feed, body = await self._feed(request), b""
@@ -159,15 +188,31 @@ class Pages:
             raise UsageError(f"not an action: {error}") from None
         by = f"holdfast {action.do}, from the dashboard at {request.client.host if request.client else '?'},"
         if action.do == Question.STACKS.value:
-            return _json(await asyncio.to_thread(feed.source.stacks))
-        if action.do not in ACTIONS:
+            return _json(await asyncio.to_thread(feed.source.stacks, by))
+        about: dict[str, object] = {}
+        if action.do == Question.PROFILE.value:
+            question = Question.PROFILE
+            about = profile_request(ranks_of([action.ranks], "ranks"), action.steps, action.for_s or None)
+        elif action.do not in ACTIONS:
             raise UsageError(f"{action.do!r} is not an action")
-        question = ACTIONS[action.do]
-        about = {"host": action.host, "for_s": EXCLUDED_S} if question in OF_A_HOST else {}
-        told = await asyncio.to_thread(feed.source.act, question, by=by, **about)
-        if told.get("refused"):
-            raise ControlRefusedError(told["refused"])
-        return _json(told)
+        else:
+            question = ACTIONS[action.do]
+            about = {"host": action.host, "for_s": EXCLUDED_S} if question in OF_A_HOST else {}
+        answer = await self._ask(feed, question, by, about)
+        if answer.get("refused"):
+            raise ControlRefusedError(answer["refused"])
+        return _json(answer)
+
+    async def _ask(self, feed: JobFeed, question: Question, by: str, about: dict[str, object]) -> dict[str, Any]:
+        if question is not Question.PROFILE:
+            return await asyncio.to_thread(feed.source.act, question, by=by, **about)
+        if self._profiling:  # each waits in a thread for minutes, and there are few
+            raise UsageError("this page takes one profile at a time; `holdfast profile` takes more")
+        self._profiling = True
+        try:
+            return await asyncio.to_thread(feed.source.act, question, by=by, **about)
+        finally:
+            self._profiling = False
 
     async def _feed(self, request: Request) -> JobFeed:
         feed = await self._feeds.of(request.path_params["name"])
@@ -180,18 +225,31 @@ class Pages:
         return Response(text, media_type="text/html")
 
 
-async def _log_messages(lines: LogLines) -> AsyncIterator[bytes]:
+def _content(path: Path) -> Iterator[bytes]:
+    """What the file contains now; its worker may go on writing. Raises OSError."""
+    file = open(path, "rb")  # noqa: SIM115 - the response closes it
+    return _first(file, os.fstat(file.fileno()).st_size)
+
+
+def _first(file: BinaryIO, size_bytes: int) -> Iterator[bytes]:
+    with file:
+        while chunk := file.read(min(size_bytes, LAST_BYTES)):
+            size_bytes -= len(chunk)
+            yield chunk
+
+
+async def _log_messages(lines: LogLines) -> AsyncGenerator[bytes, None]:
     while True:
-        told = await asyncio.to_thread(lines.read)
-        yield b"data: " + msgspec.json.encode(told) + b"\n\n" if told is not None else b":\n\n"
+        news = await asyncio.to_thread(lines.read)
+        yield b"data: " + encoded(news) + b"\n\n" if news is not None else b":\n\n"
         await asyncio.sleep(LOGS_EVERY_S)
 
 
-def _json(value: Any) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(encoded(value), status, media_type="application/json")
 
 
-async def _told(_request: Request, error: Exception) -> Response:
+async def _refusal(_request: Request, error: Exception) -> Response:
     """An error of the caller or of the job, as the command would print it."""
     assert isinstance(error, HoldfastError)
-    return Response(msgspec.json.encode({"code": error.code, "error": str(error)}), 409, media_type="application/json")
+    return _json({"code": error.code, "error": str(error)}, 409)

@@ -26,8 +26,8 @@ MAIN_BUSY_S = 0.06
 every 10 ms needs 0.01 s."""
 WANTED_S = 0.8
 """The same for CPU time plus the time of waiting for a CPU: it shows a computing rank on an overloaded machine."""
-WAITED_SHARE_MAX = 0.9
-"""At most this share of the time between two samples counts as waiting for a CPU."""
+LOST_SHARE_MAX = 0.9
+"""At most this share of the time between two samples counts as time without a CPU."""
 STIRS_S = 0.025
 """More CPU time of the main thread than this between two samples is more than a polling loop needs."""
 COPIED_BYTES = 1 << 20
@@ -44,14 +44,19 @@ _MAY_CALL = re.compile(r"[(@]")
 Samples = Sequence[RankSample]
 
 
-def _grows(samples: Samples, value: Callable[[RankSample], float], limit: float, *, alone: bool = False) -> bool:
+def _grows(
+    samples: Samples,
+    value: Callable[[RankSample], float],
+    limit: float,
+    lost_s: Callable[[RankSample, RankSample], float] = lambda _earlier, _later: 0.0,
+) -> bool:
     """Whether the value has grown by more than the limit between every two samples; False while there is only one.
 
-    `alone`: the value is CPU time, and counts as if the rank had never waited for a CPU. A rank that computes and
-    sleeps in turns runs less often on an overloaded machine."""
+    `lost_s`: of the time between two samples, for how long it could not grow; it counts as if it had grown then, too.
+    A rank that computes and sleeps in turns runs less often on an overloaded machine."""
     pairs = list(itertools.pairwise(samples))
     return bool(pairs) and all(
-        (value(later) - value(earlier)) / (1 - _waited_share(earlier, later) * alone)
+        (value(later) - value(earlier)) / (1 - _share(lost_s(earlier, later), later.at_s - earlier.at_s))
         > limit * max(1.0, (later.at_s - earlier.at_s) / GAP_S)
         for earlier, later in pairs
     )
@@ -59,17 +64,25 @@ def _grows(samples: Samples, value: Callable[[RankSample], float], limit: float,
 
 def is_busy(samples: Samples) -> bool:
     """Whether it uses the CPU, or would if the machine had a free one."""
-    if _grows(samples, lambda sample: sample.wanted_s, WANTED_S):
-        return True
-    return _grows(samples, lambda sample: sample.cpu_s, BUSY_S, alone=True) or _grows(
-        samples, lambda sample: sample.main_cpu_s, MAIN_BUSY_S, alone=True
+    return (
+        _grows(samples, lambda sample: sample.wanted_s, WANTED_S)
+        or _grows(samples, lambda sample: sample.cpu_s, BUSY_S, _waited_s)
+        or _grows(samples, lambda sample: sample.main_cpu_s, MAIN_BUSY_S, _waited_s)
     )
 
 
-def _waited_share(earlier: RankSample, later: RankSample) -> float:
-    """Share of the time between two samples for which it waited for a CPU."""
-    waited_s = later.wanted_s - earlier.wanted_s - (later.cpu_s - earlier.cpu_s)
-    return min(max(waited_s / max(later.at_s - earlier.at_s, 1e-9), 0.0), WAITED_SHARE_MAX)
+def _stolen_s(earlier: RankSample, later: RankSample) -> float:
+    """For how long other machines had the CPUs of this one."""
+    return later.stolen_s - earlier.stolen_s
+
+
+def _waited_s(earlier: RankSample, later: RankSample) -> float:
+    """For how long it waited for a CPU, of this machine or, if that was longer, with this machine."""
+    return max(later.wanted_s - earlier.wanted_s - (later.cpu_s - earlier.cpu_s), _stolen_s(earlier, later))
+
+
+def _share(part_s: float, whole_s: float) -> float:
+    return min(max(part_s / max(whole_s, 1e-9), 0.0), LOST_SHARE_MAX)
 
 
 def stirs(samples: Samples) -> bool:
@@ -78,7 +91,7 @@ def stirs(samples: Samples) -> bool:
 
 
 def children_are_busy(samples: Samples) -> bool:
-    return _grows(samples, lambda sample: sample.children_cpu_s, BUSY_S) or _grows(
+    return _grows(samples, lambda sample: sample.children_cpu_s, BUSY_S, _stolen_s) or _grows(
         samples, lambda sample: sample.children_wanted_s, WANTED_S
     )
 

@@ -86,7 +86,7 @@ def _ranks(facts: VitalsSample) -> Iterator[Metric]:
 
 def _job(job: JobView, failures: dict[str, int]) -> Iterator[Metric]:
     """Metrics of the whole job, only from the agent that hosts the coordinator."""
-    yield _counter("job_seconds", "Seconds since the start of the coordinator.", job.job_s)
+    yield _counter("job_seconds", "Age of the job.", job.job_s)
     yield _counter("job_training_seconds", "Seconds of effective training time.", job.training_s)
     yield _gauge("job_restarts_left", "Restarts left in the budget.", job.restarts_max - job.restarts)
     yield _gauge("job_notices", "Hangs and stragglers reported now.", len(job.notices))

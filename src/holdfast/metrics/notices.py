@@ -7,9 +7,12 @@ Only the node of the coordinator sends. Nothing waits but the end of the job, at
 
 from __future__ import annotations
 
+import http.client
 import json
+import os
 import queue
 import shlex
+import signal
 import subprocess
 import threading
 import time
@@ -40,7 +43,7 @@ class Notices:
         self._about = {"run_id": run_id, "host": node}
         self._send = send
         self._leads = False
-        """The coordinator has formed a generation here."""
+        """The coordinator has formed a generation here, or has it from the coordinator before."""
         self._over = False
         self._world = ""
         self._why: Mapping[str, Any] = {}
@@ -73,6 +76,12 @@ class Notices:
                     f"{fields['own_s'] * 1e3:.0f} ms of its own per step, its peers {fields['peers_s'] * 1e3:.0f} ms"
                 )
                 self._tell("straggler", f"slow: {fields['host']}, rank {listed(fields['ranks'])}: {times}", fields)
+            case "leads" if not fields["founds"]:
+                self._leads, self._why = True, {"text": "this node has the coordinator now"}
+            case "coordinator.resumed":
+                self._leads, self._why = True, {}
+            case "coordinator.steps_down":
+                self._leads = False
             case "coordinator.over":
                 self._over = True
             case "coordinator.lost" if not self._over:  # else an agent that has ended
@@ -161,16 +170,20 @@ def deliver(target: str, body: bytes) -> str:
             request = urllib.request.Request(target, body, {"Content-Type": "application/json"})
             with urllib.request.urlopen(request, timeout=SEND_S_MAX):
                 return ""
-        done = subprocess.run(
-            shlex.split(target),
-            input=body,
-            timeout=SEND_S_MAX,
-            capture_output=True,
-            check=False,
-            start_new_session=True,
-        )
+        return _run(shlex.split(target), body)
     except urllib.error.HTTPError as error:
         return f"HTTP {error.code}"
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:
         return type(error).__name__ if is_url(target) else str(error)
-    return f"exit code {done.returncode}" if done.returncode else ""
+
+
+def _run(argv: Sequence[str], body: bytes) -> str:
+    """Run a command once. A late one is killed with its children, and its output is dropped unread."""
+    silent = subprocess.DEVNULL
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True) as process:
+        try:
+            process.communicate(body, SEND_S_MAX)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            return f"it did not end within {SEND_S_MAX:g} s"
+    return f"exit code {process.returncode}" if process.returncode else ""

@@ -13,8 +13,8 @@ REPLACEMENT_VARIABLE = "HOLDFAST_REPLACEMENT"
 """Set for a worker that is started while the others run: it gets its place when it is ready."""
 
 WORD_BYTES = 8
-SLOT_WORDS = 16
-"""Size of a slot and of the header: two cache lines, of which the second changes with every step."""
+SLOT_WORDS = 24
+"""Size of a slot and of the header: three cache lines, of which the second changes with every step."""
 
 # The header's words.
 HELD = 0
@@ -26,12 +26,15 @@ RAISED = 2
 (REPORT_BYTES, native byte order), so that the agent can react before the process has ended."""
 REPORT_BYTES = 4
 
+SAVE_POINT = 3
+"""The safe point at which the workers save and go on, counted as SAFE_POINT; 0: none."""
+
 # A slot's words, relative to its first.
 PID = 0
 """The process that asks for safe points; 0: it has not asked for one yet."""
 REACHED = 1
 """The newest safe point that this worker has reached, counted from 1."""
-TOLD = 2
+STOP_SEEN = 2
 """The safe point at which `should_stop()` returned true; 0: it has not."""
 
 
@@ -60,6 +63,15 @@ BEGAN_AT = 13
 AT = 14
 """The current step, plus 1, in the same count."""
 
+PROFILE = 16
+"""The order to take a profile: PROFILE_FD has the agent's descriptor of its file (worker/profile.py), the rest a number
+that no other order has; 0: none. Written by the agent, read by the worker after each step and on PROFILE_SIGNAL."""
+PROFILE_FD = (1 << 32) - 1
+SAVES = 17
+"""1: this worker asks at its safe points whether to save."""
+
+PROFILE_SIGNAL = 60
+"""SIGRTMAX - 4: a worker that catches it looks at PROFILE, for an order that does not count steps."""
 LOOK_SIGNAL = 62
 """SIGRTMAX - 2 on Linux: a worker that catches it writes the stacks of all its threads into that file. For sleeping
 workers only: a running thread changes its stack while it is read, which can crash the worker."""

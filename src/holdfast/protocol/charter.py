@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 from msgspec import Meta, Struct
 
 from holdfast.protocol.outcome import Outcome
-from holdfast.protocol.policy import Count, NodeSpec, Port, Rank, Seconds
+from holdfast.protocol.policy import Count, NodeSpec, Port, PortOrNone, Rank, Seconds
 
 VOTERS_MAX = 7
 """More voters would survive more losses at one time, and cost the coordinator messages."""
@@ -94,6 +94,8 @@ class Charter(Struct, frozen=True, array_like=True):
     """Set when the job is over."""
     leader: str = ""
     """The agent in whose process the coordinator is."""
+    listeners: Annotated[tuple[tuple[str, PortOrNone], ...], Meta(max_length=NODES_MAX)] = ()
+    """Address and port at which each of `nodes` listens, in the same order; port 0: unknown."""
 
     @property
     def seats(self) -> tuple[Seat, ...]:
@@ -120,6 +122,10 @@ class Renew(Struct, frozen=True, array_like=True, tag="renew"):
     """Number of this message. The answer confirms the coordinator from the time at which it was sent."""
     charter: Charter | None = None
     """Present when the voter may not have the newest one."""
+    job_s: Seconds = 0.0
+    """Age of the job."""
+    training_s: Seconds = 0.0
+    """As in JobView."""
 
 
 class Renewed(Struct, frozen=True, array_like=True, tag="renewed"):
@@ -131,6 +137,37 @@ class Renewed(Struct, frozen=True, array_like=True, tag="renewed"):
     probe: Count
     held: CharterPosition
     """The position of the charter that the voter holds now."""
+
+
+class Poll(Struct, frozen=True, array_like=True, tag="poll"):
+    """A candidate asks for a vote. Answered by Polled."""
+
+    term: Count
+    """The term in which it would be the coordinator."""
+    candidate: Seat
+    held: CharterPosition
+    """The position of its charter. A voter with a newer one denies its vote."""
+    final: bool = False
+    """False: would you vote for me? Nothing changes. True: the vote itself, given once per term."""
+
+
+class Polled(Struct, frozen=True, array_like=True, tag="polled"):
+    """A voter's answer to a Poll."""
+
+    term: Count
+    """The newest term that the voter knows."""
+    granted: bool
+    silent_s: Seconds = 0.0
+    """How long ago, by the voter's clock, it last acknowledged a Renew, or gave a final vote to another candidate."""
+    closed: bool = False
+    """Its link to the old coordinator was closed by that side, so that process has ended; False: it became silent."""
+    voter: str = ""
+    """The name of its seat. Another process may listen where a voter was."""
+    follows: Count = 0
+    """The term of the coordinator to which it is linked; 0: none."""
+    charter: Charter | None = None
+    """The voter's own, if that one is newer: the candidate takes it and asks again. A witness never stands, so what
+    only witnesses have must reach a candidate, or a coordinator that founds the job again."""
 
 
 class Succession(Struct, frozen=True):
@@ -145,6 +182,10 @@ class Succession(Struct, frozen=True):
     """For at least this long no voter of its majority has confirmed another coordinator."""
     closed: bool = False
     """The old coordinator's process has ended: it closed its links to all of them."""
+    job_s: Seconds = 0.0
+    """Age of the job."""
+    training_s: Seconds = 0.0
+    """As in JobView, as far as this voter knows."""
 
 
 def losses(voters: int) -> int:

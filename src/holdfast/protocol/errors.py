@@ -38,7 +38,7 @@ EXIT_SIGNAL_BASE = 128
 
 
 class HoldfastError(Exception):
-    """Root of the tree. `str(error)` is one or two lines for a person, without the code."""
+    """Root of all errors of holdfast. `str(error)` is one or two lines for a person, without the code."""
 
     code: ClassVar[str] = "HF900"
     fault: ClassVar[Fault] = Fault.OURS

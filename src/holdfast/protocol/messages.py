@@ -14,7 +14,7 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
 
-from holdfast.protocol.charter import Charter, CharterPosition, Renew, Renewed, Seat
+from holdfast.protocol.charter import Charter, Poll, Polled, Renew, Renewed
 from holdfast.protocol.outcome import Failure, Outcome
 from holdfast.protocol.policy import (
     ITEMS_MAX,
@@ -28,16 +28,18 @@ from holdfast.protocol.policy import (
     Rank,
     Seconds,
 )
-from holdfast.protocol.rank_progress import RankProgress, RankSample
+from holdfast.protocol.questions import PROFILED_RANKS_MAX, Question
+from holdfast.protocol.rank_progress import RankProfile, RankProgress, RankSample
 
 OF_ONE_NODE = Meta(max_length=WORKERS_PER_NODE_MAX)
 LocalRanks: TypeAlias = Annotated[tuple[LocalRank, ...], OF_ONE_NODE]
 
 
-REVISION = 3
+REVISION = 4
 """Revision of these messages, in `Joined.revision` and `Join.revision`. From 1 on, an agent reports a failure before it
 has read the evidence, and prepares the generation that a Stop announces. From 2 on, it reports which workers can go on
-after a loss (`Able`). From 3 on, it can vote for a successor of the coordinator (`Renew`, `Poll`)."""
+after a loss (`Able`). From 3 on, it can vote for a successor of the coordinator (`Renew`, `Poll`). From 4 on, it takes
+profiles, and its workers can save at a safe point and go on."""
 
 
 class StopReason(Enum):
@@ -54,26 +56,6 @@ class StopReason(Enum):
 
 class AgentMessage(Struct, frozen=True, array_like=True, tag=True):
     """A message from an agent to the coordinator."""
-
-
-class Question(Enum):
-    """The questions about the whole job that a command on a node may ask."""
-
-    STATUS = "status"
-    STACKS = "stacks"
-    STOP = "stop"
-    """Ends the job: the workers drain, and every agent ends."""
-    KILL = "kill"
-    """Ends the job at once: nothing is saved."""
-    DRAIN = "drain"
-    """The agents of one host leave, after their workers have saved."""
-    EXCLUDE = "exclude"
-    """The same, and the host takes no part for a time."""
-    READMIT = "readmit"
-    """An excluded host may take part again."""
-
-
-OF_A_HOST = (Question.DRAIN, Question.EXCLUDE, Question.READMIT)
 
 
 class Running(Struct, frozen=True, array_like=True):
@@ -159,6 +141,8 @@ class Held(AgentMessage, frozen=True, tag="held"):
     generation: Count
     reached: Count
     """The newest safe point that any of them has reached, counted from 1; 0: none has asked for a safe point yet."""
+    saves: bool = False
+    """All of them ask at their safe points whether to save."""
 
 
 class Progress(AgentMessage, frozen=True, tag="progress"):
@@ -177,6 +161,15 @@ class Looked(AgentMessage, frozen=True, tag="looked"):
     samples: Annotated[tuple[RankSample, ...], OF_ONE_NODE] = ()
     reach: Annotated[tuple[str, ...], Meta(max_length=ITEMS_MAX)] = ()
     """Why the test connection failed, in words; empty: it was made, or was not asked for."""
+
+
+class Profiled(AgentMessage, frozen=True, tag="profiled"):
+    """Answer to Profile."""
+
+    generation: Count
+    number: Count
+    """The number of the Profile."""
+    ranks: Annotated[tuple[RankProfile, ...], OF_ONE_NODE] = ()
 
 
 class Able(AgentMessage, frozen=True, tag="able"):
@@ -214,18 +207,6 @@ class Ping(AgentMessage, frozen=True, tag="ping"):
     number: Count
 
 
-class Poll(AgentMessage, frozen=True, tag="poll"):
-    """A candidate asks for a vote. Answered by Polled."""
-
-    term: Count
-    """The term in which it would be the coordinator."""
-    candidate: Seat
-    held: CharterPosition
-    """The position of its charter. A voter with a newer one denies its vote."""
-    final: bool = False
-    """False: would you vote for me? Nothing changes. True: the vote itself, given once per term."""
-
-
 class Supersede(AgentMessage, frozen=True, tag="supersede"):
     """The coordinator of a later term calls the job's endpoint, where a node that returned may have started another
     coordinator: that one steps down. Answered by Moved if the called one knows a newer term."""
@@ -233,6 +214,19 @@ class Supersede(AgentMessage, frozen=True, tag="supersede"):
     term: Count
     address: str
     port: Port
+
+
+class Recall(AgentMessage, frozen=True, tag="recall"):
+    """An agent that has taken part in the job tells a coordinator that founded it again: in the place of its Join while
+    the job's voters may elect another one, else before it. That one continues the charter, or steps down."""
+
+    charter: Charter
+    term: Count
+    """The newest term that the agent knows."""
+    lost_s: Seconds
+    """How long ago it lost its coordinator."""
+    patience_s: Seconds = 0.0
+    """For so long it does not join."""
 
 
 class Ask(AgentMessage, frozen=True, tag="ask"):
@@ -245,7 +239,11 @@ class Ask(AgentMessage, frozen=True, tag="ask"):
     host: str = ""
     """Of a question of OF_A_HOST."""
     for_s: Seconds = 0.0
-    """EXCLUDE: how long."""
+    """EXCLUDE: how long. PROFILE: the same, if no steps are counted."""
+    ranks: Annotated[tuple[Rank, ...], Meta(max_length=PROFILED_RANKS_MAX)] = ()
+    """PROFILE: which."""
+    steps: Count = 0
+    """PROFILE: how many; 0: for_s counts."""
 
 
 class CoordinatorMessage(Struct, frozen=True, array_like=True, tag=True):
@@ -334,6 +332,8 @@ class DrainTo(CoordinatorMessage, frozen=True, tag="drain_to"):
 
     generation: Count
     safe_point: Count
+    save: bool = False
+    """They save there and go on: the drain is over."""
 
 
 class Resume(CoordinatorMessage, frozen=True, tag="resume"):
@@ -366,6 +366,19 @@ class Look(CoordinatorMessage, frozen=True, tag="look"):
     """Also try to connect to the generation's MASTER_ADDR:MASTER_PORT, as the workers do."""
 
 
+class Profile(CoordinatorMessage, frozen=True, tag="profile"):
+    """Take profiles of these workers. Answered by one Profiled."""
+
+    generation: Count
+    number: Count
+    name: str
+    """Of the folder with the files, below the run folder's `profiles`."""
+    local_ranks: LocalRanks
+    steps: Count
+    """0: for_s counts."""
+    for_s: Seconds
+
+
 class Notice(CoordinatorMessage, frozen=True, tag="notice"):
     """A few lines about the running job for the console."""
 
@@ -385,25 +398,6 @@ class Pong(CoordinatorMessage, frozen=True, tag="pong"):
     age_s: Seconds = 0.0
     """How long ago the Renews were sent with which a majority of the voters has confirmed the coordinator. The agent's
     fence counts from that time before its ping."""
-
-
-class Polled(CoordinatorMessage, frozen=True, tag="polled"):
-    """A voter's answer to a Poll."""
-
-    term: Count
-    """The newest term that the voter knows."""
-    granted: bool
-    silent_s: Seconds = 0.0
-    """How long ago, by the voter's clock, it last acknowledged a Renew, or gave a final vote to another candidate."""
-    closed: bool = False
-    """Its link to the old coordinator was closed by that side, so that process has ended; False: it became silent."""
-    voter: str = ""
-    """The name of its seat. Another process may listen where a voter was."""
-    follows: Count = 0
-    """The term of the coordinator to which it is linked; 0: none."""
-    charter: Charter | None = None
-    """The voter's own, if it denies its vote only because that one is newer: the candidate takes it and asks again. A
-    witness never stands, so what only witnesses have must reach a candidate."""
 
 
 class Moved(CoordinatorMessage, frozen=True, tag="moved"):
@@ -446,6 +440,7 @@ FromAgent = (
     | Held
     | Progress
     | Looked
+    | Profiled
     | Able
     | ReplacementReady
     | ReplacementFailed
@@ -455,7 +450,9 @@ FromAgent = (
     | Renew
     | Renewed
     | Poll
+    | Polled
     | Supersede
+    | Recall
 )
 FromCoordinator = (
     Joined
@@ -470,6 +467,7 @@ FromCoordinator = (
     | Abandon
     | Stop
     | Look
+    | Profile
     | Notice
     | Finish
     | Pong
@@ -478,7 +476,8 @@ FromCoordinator = (
     | Refuse
     | Renew
     | Renewed
+    | Poll
     | Polled
     | Moved
 )
-"""Renew and Renewed go in both directions: the coordinator connects to a witness as an agent connects to it."""
+"""Those of the voters go in both directions: the coordinator connects to a witness as an agent connects to it."""

@@ -120,7 +120,7 @@ class JobView(Struct, frozen=True, kw_only=True):
     since_s: float
     """Duration of the present phase."""
     job_s: float
-    """Age of the coordinator."""
+    """Age of the job; with etcd or another storage: of the coordinator."""
     training_s: float
     """Effective training time: the part of job_s in which a generation was making steps."""
     why: str = ""
@@ -183,6 +183,9 @@ class RankSample(Struct, frozen=True, array_like=True):
     """CPU time of all its threads so far, plus the time for which they waited for a CPU."""
     children_wanted_s: Seconds = 0.0
     """The same for the main threads of its descendants, as far as they were seen."""
+    stolen_s: Seconds = 0.0
+    """Time so far for which its machine, a virtual one, had no processor while it needed one: the mean over its
+    processors."""
 
 
 class RankStack(Struct, frozen=True, kw_only=True):
@@ -212,6 +215,30 @@ class StacksView(Struct, frozen=True, kw_only=True):
     stacks: tuple[tuple[Frame, ...], ...] = ()
     silent: tuple[str, ...] = ()
     """Hosts that did not answer in time."""
+
+
+class Operation(Struct, frozen=True, array_like=True):
+    """All calls of one operation during a profile."""
+
+    name: str
+    calls: Count
+    self_s: Seconds
+    """Without the operations that it calls; on the device if one was used, else on the CPU."""
+    total_s: Seconds
+
+
+class RankProfile(Struct, frozen=True, array_like=True):
+    """What a profile of one worker gave."""
+
+    local_rank: LocalRank
+    files: tuple[str, ...] = ()
+    """Their paths, on its node."""
+    operations: tuple[Operation, ...] = ()
+    """The most expensive ones, by self_s."""
+    why: str = ""
+    """Why there is no profile by torch; empty: there is."""
+    note: str = ""
+    """Why there is no flame graph although py-spy is installed."""
 
 
 class HangKind(Enum):

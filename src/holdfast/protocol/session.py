@@ -334,7 +334,7 @@ def _token_presence_text(*, name: str, has_token: bool) -> str:
 
 
 def _token_differs_text(name: str) -> str:
-    return f"the job token of {name} and that of the coordinator differ"
+    return f"the job token of {name} and that of the coordinator or witness differ"
 
 
 def _decode(decoder: msgspec.msgpack.Decoder[T], payload: bytes) -> T:

@@ -268,7 +268,7 @@ class StoreV3:
         if client is None:
             client = self._log_in(endpoint)
             self._clients[str(endpoint)] = client
-        answer = self._told(endpoint, lambda: client.post(client.get_url(path), json=body))
+        answer = self._called(endpoint, lambda: client.post(client.get_url(path), json=body))
         if not isinstance(answer, dict):
             raise EtcdError(f"what listens at {endpoint} does not answer as etcd does")
         return answer
@@ -295,7 +295,7 @@ class StoreV3:
         if options.user is not None:
             login = {"name": options.user, "password": options.password or ""}
             try:
-                answer = self._told(endpoint, lambda: client.post(client.get_url("auth/authenticate"), json=login))
+                answer = self._called(endpoint, lambda: client.post(client.get_url("auth/authenticate"), json=login))
             except _NoAuthError:
                 return client  # the server has no authentication
             except _StaleTokenError as error:
@@ -303,7 +303,7 @@ class StoreV3:
             session.headers["Authorization"] = str(answer.get("token", ""))
         return client
 
-    def _told(self, endpoint: Endpoint, call: Callable[[], Answer]) -> Answer:
+    def _called(self, endpoint: Endpoint, call: Callable[[], Answer]) -> Answer:
         """The result of the call, with its failures as errors of holdfast."""
         import requests
 

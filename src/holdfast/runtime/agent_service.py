@@ -45,7 +45,7 @@ from holdfast.agent.events import DialFailed, Event, LinkLost, PassSignal, Recei
 from holdfast.coordinator.ending import Judge
 from holdfast.metrics import observing
 from holdfast.protocol.errors import EXIT_FAILURE
-from holdfast.protocol.messages import Answer, FromAgent, FromCoordinator, Waiting
+from holdfast.protocol.messages import Answer, FromAgent, FromCoordinator, Profile, Waiting
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Failure, Outcome, fault_outcome
 from holdfast.protocol.policy import NodeSpec, Note, Tick
@@ -185,8 +185,8 @@ async def _outcome(service: AgentService, journal: Journal, folder: RunFolder) -
 
 def _write_end(journal: Journal, outcome: Outcome) -> None:
     verdict = outcome.verdict
-    told = {"code": verdict.code, "cause": verdict.cause, "advice": verdict.advice} if verdict is not None else {}
-    journal.write("ended", kind=outcome.kind.value, exit_code=outcome.exit_code, text=outcome.message, **told)
+    why = {"code": verdict.code, "cause": verdict.cause, "advice": verdict.advice} if verdict is not None else {}
+    journal.write("ended", kind=outcome.kind.value, exit_code=outcome.exit_code, text=outcome.message, **why)
 
 
 def _rendered(render: Render, finished: Finished, journal: Journal) -> str:
@@ -286,7 +286,7 @@ class AgentService:
                 on_notice=self._console.say,
             )
             self._worker_group = worker_group
-            self._driver = Driver(machine, Tick(), self._execute, after=lambda: worker_group.fence(machine.fence_at_s))
+            self._driver = Driver(machine, Tick(), self._execute, after=lambda: self._after_event(machine))
             own = OwnNode(machine, self._options.job, node, self._feed, worker_group.progress, worker_group.samples)
             self._control_requests = ControlRequests(self._send, own, self._host)
             control = Control(self._control_requests.ask, self._journal)
@@ -329,6 +329,12 @@ class AgentService:
         assert self._driver is not None
         self._driver.feed(event)
 
+    def _after_event(self, machine: AgentMachine) -> None:
+        assert self._worker_group is not None
+        self._worker_group.fence(machine.fence_at_s)
+        if machine.leaving is not None:
+            self._rendezvous.leaves()
+
     def _install_signals(self) -> list[int]:
         """Handle our signals. A signal that was ignored when we were started (nohup's SIGHUP) stays ignored."""
         handled: list[int] = []
@@ -366,6 +372,10 @@ class AgentService:
         if isinstance(message, Answer):
             assert self._control_requests is not None
             self._control_requests.answered(message)
+            return
+        if isinstance(message, Profile):
+            assert self._worker_group is not None
+            self._worker_group.profile(message, self._send)
             return
         self._feed(Received(message))
         if isinstance(message, Waiting) and self._line_of_others:
@@ -434,8 +444,8 @@ class AgentService:
                     self._load_end()
             case HoldWorkers(generation):
                 group.hold(generation)
-            case ReleaseWorkers(generation, safe_point):
-                group.release(generation, safe_point)
+            case ReleaseWorkers(generation, safe_point, save):
+                group.release(generation, safe_point, save=save)
             case LookAtWorkers(generation, number, store):
                 group.look(generation, number, store=store)
             case KillTree():

@@ -19,9 +19,10 @@ import msgspec
 
 from holdfast import seqpacket
 from holdfast.protocol.errors import ControlRefusedError, ControlSilentError
-from holdfast.protocol.messages import Ask, Question
+from holdfast.protocol.messages import Ask
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Outcome
+from holdfast.protocol.questions import PROFILED_RANKS_MAX, PROFILED_STEPS_MAX, Question
 from holdfast.runtime import running
 from holdfast.runtime.driver import run_detached
 from holdfast.runtime.run_folder import Journal, RunFolder
@@ -48,7 +49,9 @@ class ControlRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Who asks, in words; empty: the command of the question's name."""
     host: Annotated[str, msgspec.Meta(max_length=HOST_CHARACTERS_MAX)] = ""
     for_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    """Both as in Ask."""
+    ranks: Annotated[tuple[int, ...], msgspec.Meta(max_length=PROFILED_RANKS_MAX)] = ()
+    steps: Annotated[int, msgspec.Meta(ge=0, le=PROFILED_STEPS_MAX)] = 0
+    """All four as in Ask."""
 
 
 Answerer = Callable[[Ask], Awaitable[Reply]]
@@ -185,7 +188,9 @@ class Control:
             return Reply(code=ControlRefusedError.code, text=f"not a question: {error}")
         if request.ask is None:
             return await self._until_ended(reader)
-        return await self._answer(Ask(0, request.ask, request.by, request.host, request.for_s))
+        return await self._answer(
+            Ask(0, request.ask, request.by, request.host, request.for_s, request.ranks, request.steps)
+        )
 
     async def _until_ended(self, reader: asyncio.StreamReader) -> Reply | None:
         """Wait for the end of the job or of the client, whichever comes first."""

@@ -8,6 +8,7 @@ way from their machine's state; stacks are collected first. Only the machines de
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Protocol
 
@@ -17,9 +18,8 @@ from msgspec import Struct
 from holdfast.agent.agent_machine import AgentMachine
 from holdfast.agent.events import Event, Received
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
-from holdfast.coordinator.coordinator_state import HostAsked, QuitAsked
+from holdfast.coordinator.coordinator_state import HostAsked, QuitAsked, SaveAgreed, SaveAsked
 from holdfast.protocol.messages import (
-    OF_A_HOST,
     Answer,
     Ask,
     Assign,
@@ -27,29 +27,43 @@ from holdfast.protocol.messages import (
     FromCoordinator,
     Look,
     Looked,
-    Question,
+    Profile,
+    Profiled,
     Quit,
 )
 from holdfast.protocol.policy import JobSpec, NodeSpec
+from holdfast.protocol.questions import (
+    OF_A_HOST,
+    PROFILE_S_MAX,
+    REVISION_OF_PROFILES,
+    ProfiledRank,
+    ProfileView,
+    Question,
+    stacks_body,
+    stacks_view,
+    status_body,
+)
 from holdfast.protocol.rank_progress import (
-    Frame,
     JobView,
     NodeView,
     RankProgress,
     RankSample,
-    RankStack,
     RankView,
-    StacksView,
 )
 from holdfast.runtime.running import Reply
+from holdfast.text import plural, spans
 
-ANSWER_S_MAX = {**dict.fromkeys(Question, 3.0), Question.STACKS: 8.0}
-"""How long an agent waits for the coordinator; stacks are collected on all nodes first."""
+ANSWER_S_MAX = {
+    **dict.fromkeys(Question, 3.0),
+    Question.STACKS: 8.0,
+    Question.SAVE: 8.0,
+    Question.PROFILE: PROFILE_S_MAX + 45.0,
+}
+"""How long an agent waits for the coordinator, which asks all nodes first for some answers."""
 LOOK_S_MAX = 5.0
 """Nodes that have not answered by then are listed as missing."""
-ANSWER_BYTES_MAX = 3 * 1024 * 1024
-"""Leaves room in a frame."""
-FRAMES_CUTS = (16, 4, 1)
+COLLECT_S_MAX = PROFILE_S_MAX + 40.0
+"""The same for a profile."""
 FIRST_LOOK = 1 << 40
 """The machine numbers its own looks from 1."""
 
@@ -69,76 +83,13 @@ class JobSource(Protocol):
 
 
 def answer_at_once(source: JobSource, ask: Ask) -> bytes:
-    """Answer any question except STACKS."""
+    """Answer any question except those that are collected from nodes."""
     if ask.question is Question.STATUS:
         return status_body(source.view())
     if ask.question in OF_A_HOST:
         nodes, refused = source.host(ask)
         return msgspec.json.encode({"nodes": nodes, "refused": refused})
     return msgspec.json.encode({"nodes": source.quit(drain=ask.question is Question.STOP, by=ask.by)})
-
-
-def stacks_view(
-    run_id: str, generation: int, world_size: int, seen: list[tuple[str, int, RankSample]], silent: tuple[str, ...] = ()
-) -> StacksView:
-    """`seen`: host, rank and sample of each worker."""
-    numbers: dict[tuple[Frame, ...], int] = {}
-    ranks = []
-    for host, rank, sample in sorted(seen, key=lambda each: each[1]):
-        stack = numbers.setdefault(sample.frames, len(numbers)) if sample.frames else -1
-        ranks.append(
-            RankStack(
-                rank=rank,
-                host=host,
-                local_rank=sample.local_rank,
-                pid=sample.pid,
-                state=sample.state,
-                cpu_s=sample.cpu_s,
-                stack=stack,
-                note=sample.note,
-                file=sample.file,
-                source=sample.source,
-                threads=sample.threads,
-            )
-        )
-    return StacksView(
-        run_id=run_id,
-        generation=generation,
-        world_size=world_size,
-        ranks=tuple(ranks),
-        stacks=tuple(numbers),
-        silent=silent,
-    )
-
-
-def status_body(view: JobView) -> bytes:
-    """Encode a view; without its ranks when the job is so large that they do not fit into a frame."""
-    body = msgspec.json.encode(view)
-    if len(body) > ANSWER_BYTES_MAX:
-        nodes = tuple(msgspec.structs.replace(node, ranks=()) for node in view.nodes)
-        body = msgspec.json.encode(msgspec.structs.replace(view, nodes=nodes))
-    return body
-
-
-def stacks_body(view: StacksView) -> bytes:
-    """Encode a view; where it does not fit into a frame, other threads are omitted, then outer frames, and then the
-    last ranks."""
-    body = msgspec.json.encode(view)
-    if len(body) > ANSWER_BYTES_MAX:
-        ranks = tuple(msgspec.structs.replace(rank, threads=()) for rank in view.ranks)
-        view = msgspec.structs.replace(view, ranks=ranks)
-        body = msgspec.json.encode(view)
-    for frames in FRAMES_CUTS:
-        if len(body) <= ANSWER_BYTES_MAX:
-            return body
-        view = msgspec.structs.replace(view, stacks=tuple(stack[:frames] for stack in view.stacks))
-        body = msgspec.json.encode(view)
-    while len(body) > ANSWER_BYTES_MAX and view.ranks:
-        ranks = view.ranks[: len(view.ranks) // 2]
-        used = 1 + max((rank.stack for rank in ranks), default=-1)  # they are numbered in the order of the ranks
-        view = msgspec.structs.replace(view, ranks=ranks, stacks=view.stacks[:used])
-        body = msgspec.json.encode(view)
-    return body
 
 
 # --- the coordinator --------------------------------------------------------------------------------------------------
@@ -148,8 +99,8 @@ class MemberLink(Protocol):
     def send(self, message: FromCoordinator) -> None: ...
 
 
-class _JobLook(Struct):
-    """One collection of samples from all nodes that is in progress."""
+class _Collection(Struct):
+    """One collection of samples or profiles from all nodes that is in progress."""
 
     link: int
     ask: Ask
@@ -158,7 +109,10 @@ class _JobLook(Struct):
     awaited: dict[int, tuple[str, int, tuple[int, ...]]]
     """By link: the host, the rank of its first worker, and its local ranks."""
     timer: asyncio.TimerHandle
+    name: str = ""
+    """Of the profiles."""
     seen: list[tuple[str, int, RankSample]] = msgspec.field(default_factory=list)
+    profiled: list[ProfiledRank] = msgspec.field(default_factory=list)
 
 
 class Answers:
@@ -168,17 +122,23 @@ class Answers:
         self,
         machine: CoordinatorMachine,
         links: Mapping[int, MemberLink],
-        feed: Callable[[QuitAsked | HostAsked], None],
+        feed: Callable[[QuitAsked | HostAsked | SaveAsked], None],
         fault: Callable[[str, Exception], None],
+        write: Callable[..., None],
     ) -> None:
-        """`fault`: gets the error of a failed answer; the job continues, and the asking agent gets an empty answer."""
+        """`fault`: gets the error of a failed answer; the job continues, and the asking agent gets an empty answer.
+        `write` gets the journal's event of what a user has asked for and the machine does not do."""
         self._machine = machine
         self._links = links
         self._feed = feed
         self._fault = fault
         self._loop = asyncio.get_running_loop()
         self._number = FIRST_LOOK
-        self._looks: dict[int, _JobLook] = {}
+        self._write = write
+        self._looks: dict[int, _Collection] = {}
+        self._saves: list[tuple[int, Ask]] = []
+        """Who waits for SaveAgreed: the link and its question."""
+        self._save_timer: asyncio.TimerHandle | None = None
 
     def asked(self, link: int, ask: Ask) -> None:
         """Answer a member. Only a member may read the job's state or end the job: any other link gets an empty
@@ -186,7 +146,16 @@ class Answers:
         if not self._machine.is_member(link):
             self._tell(link, ask, lambda: b"")
         elif ask.question is Question.STACKS:
+            self._write("coordinator.stacks_asked", by=ask.by)
             self._look(link, ask)
+        elif ask.question is Question.PROFILE:
+            self._profile(link, ask)
+        elif ask.question is Question.SAVE:
+            self._saves.append((link, ask))
+            if len(self._saves) == 1:
+                self._loop.call_soon(self._feed, SaveAsked(ask.by))
+                late = SaveAgreed(0, f"no safe point was agreed within {LOOK_S_MAX:g} s")
+                self._save_timer = self._loop.call_later(LOOK_S_MAX, self.save_agreed, late)
         else:
             self._tell(link, ask, lambda: answer_at_once(self, ask))
 
@@ -208,17 +177,34 @@ class Answers:
         self._loop.call_soon(self._feed, HostAsked(ask.question, ask.host, ask.by, ask.for_s))
         return len(there), ""
 
-    def looked(self, link: int, message: Looked) -> bool:
-        """Take a node's samples. False: they answer a look of the machine, not one of ours."""
+    def looked(self, link: int, message: Looked | Profiled) -> bool:
+        """Take a node's samples or profiles. False: they answer a look of the machine, not one of ours."""
         if message.number < FIRST_LOOK:
             return False
         look = self._looks.get(message.number)
         if look is not None and link in look.awaited:
             host, base, places = look.awaited.pop(link)
             ranks = {local_rank: base + place for place, local_rank in enumerate(places)}
-            look.seen += [(host, ranks[each.local_rank], each) for each in message.samples if each.local_rank in ranks]
+            if isinstance(message, Looked):
+                found = [each for each in message.samples if each.local_rank in ranks]
+                look.seen += [(host, ranks[each.local_rank], each) for each in found]
+            else:
+                look.profiled += [
+                    ProfiledRank(ranks[each.local_rank], host, each.files, each.operations, each.why, each.note)
+                    for each in message.ranks
+                    if each.local_rank in ranks
+                ]
             self._finish_if_complete(message.number)
         return True
+
+    def save_agreed(self, agreed: SaveAgreed) -> None:
+        """The machine has answered SaveAsked, or did not in time."""
+        waiting, self._saves = self._saves, []
+        if self._save_timer is not None:
+            self._save_timer.cancel()
+        nodes = len(self._machine.members) if agreed.safe_point else 0
+        for link, ask in waiting:
+            self._tell(link, ask, lambda: msgspec.json.encode({"nodes": nodes, "refused": agreed.refused}))
 
     def link_closed(self, link: int) -> None:
         for number, look in list(self._looks.items()):
@@ -229,22 +215,71 @@ class Answers:
         for look in self._looks.values():
             look.timer.cancel()
         self._looks.clear()
+        if self._save_timer is not None:
+            self._save_timer.cancel()
 
     def _look(self, link: int, ask: Ask) -> None:
+        nodes, size = self._nodes()
+        self._collect(link, ask, nodes, size, LOOK_S_MAX, lambda _, number: Look(self._machine.generation, number))
+
+    def _collect(
+        self,
+        link: int,
+        ask: Ask,
+        nodes: dict[int, tuple[str, int, tuple[int, ...]]],
+        size: int,
+        limit_s: float,
+        order: Callable[[int, int], FromCoordinator],
+        name: str = "",
+    ) -> None:
+        """Send an order to each of these nodes; `order` makes it for a link and the number of the answer."""
         self._number += 1
-        number, machine = self._number, self._machine
-        world, awaited, base = machine.world, {}, 0
+        number = self._number
+        timer = self._loop.call_later(limit_s, self._finish, number)
+        self._looks[number] = _Collection(link, ask, self._machine.generation, size, dict(nodes), timer, name)
+        for to in nodes:
+            self._links[to].send(order(to, number))
+        self._finish_if_complete(number)
+
+    def _nodes(self) -> tuple[dict[int, tuple[str, int, tuple[int, ...]]], int]:
+        """As in _Collection: the nodes that can be asked, and the size of the world."""
+        machine, world, found, base = self._machine, self._machine.world, {}, 0
         for name in world.order if world is not None else ():
             assert world is not None
             member = machine.members.get(name)
             if member is not None and member.link in self._links and member.busy_generation:
-                awaited[member.link] = (member.node.host, base, world.places[name])
+                found[member.link] = (member.node.host, base, world.places[name])
             base += len(world.places[name])
-        timer = self._loop.call_later(LOOK_S_MAX, self._finish, number)
-        self._looks[number] = _JobLook(link, ask, machine.generation, base, awaited, timer)
-        for to in list(awaited):
-            self._links[to].send(Look(machine.generation, number))
-        self._finish_if_complete(number)
+        return found, base
+
+    def _profile(self, link: int, ask: Ask) -> None:
+        nodes, size = self._nodes()
+        wanted, generation = set(ask.ranks), self._machine.generation
+        places = {to: range(base, base + len(local_ranks)) for to, (_, base, local_ranks) in nodes.items()}
+        asked = {to: node for to, node in nodes.items() if wanted.intersection(places[to])}
+        missing = wanted.difference(*places.values())
+        members = self._machine.members.values()
+        old = {
+            member.node.host for member in members if member.revision < REVISION_OF_PROFILES and member.link in asked
+        }
+        refused = "" if wanted else "no ranks are named"
+        if missing:
+            refused = f"no rank {spans(missing)} runs now; there are {plural(size, 'rank')}"
+        elif old:
+            refused = f"{', '.join(sorted(old))} has an older holdfast, which takes no profiles"
+        if refused:
+            self._tell(link, ask, lambda: msgspec.json.encode(ProfileView(refused=refused)))
+            return
+        name = f"{time.strftime('%Y%m%d-%H%M%S')}-{self._number + 1 - FIRST_LOOK}"
+        told = {"ranks": sorted(wanted), "steps": ask.steps, "for_s": ask.for_s}
+        self._write("coordinator.profile_asked", by=ask.by, name=name, **told)
+
+        def order(to: int, number: int) -> Profile:
+            _, base, local_ranks = asked[to]
+            chosen = tuple(each for place, each in enumerate(local_ranks) if base + place in wanted)
+            return Profile(generation, number, name, chosen, ask.steps, ask.for_s)
+
+        self._collect(link, ask, asked, size, COLLECT_S_MAX, order, name)
 
     def _finish_if_complete(self, number: int) -> None:
         if not self._looks[number].awaited:
@@ -254,6 +289,11 @@ class Answers:
         look = self._looks.pop(number)
         look.timer.cancel()
         silent = tuple(host for host, _, _ in look.awaited.values())
+        if look.name:
+            profiled = tuple(sorted(look.profiled, key=lambda each: each.rank))
+            view = ProfileView(name=look.name, ranks=profiled, silent=silent)
+            self._tell(look.link, look.ask, lambda: msgspec.json.encode(view))
+            return
         run_id = self._machine.job.run_id
         self._tell(
             look.link,
@@ -323,6 +363,11 @@ class OwnNode:
             notices=("the coordinator does not answer: this is what this node knows of itself",),
         )
 
+    @property
+    def revision(self) -> int:
+        """The REVISION of messages that the coordinator understands."""
+        return self._machine.revision
+
     async def stacks(self) -> bytes:
         current = self._machine.current
         place = current.assign if current is not None else None
@@ -381,10 +426,18 @@ class ControlRequests:
         by = f"{ask.by or f'holdfast {ask.question.value}'} on {self._host}"
         self._number += 1
         ask = msgspec.structs.replace(ask, number=self._number, by=by)
-        body = await self._ask_coordinator(ask)
-        if body is not None:
-            return Reply(body=msgspec.Raw(body))
-        body = await self._own.stacks() if ask.question is Question.STACKS else answer_at_once(self._own, ask)
+        new = ask.question in (Question.PROFILE, Question.SAVE)
+        if not new or self._own.revision >= REVISION_OF_PROFILES:  # an older coordinator would drop the link
+            body = await self._ask_coordinator(ask)
+            if body is not None:
+                return Reply(body=msgspec.Raw(body))
+        if ask.question is Question.STACKS:
+            body = await self._own.stacks()
+        elif new:
+            refused = "the coordinator does not answer, or has an older holdfast"
+            body = msgspec.json.encode({"nodes": 0, "refused": refused})
+        else:
+            body = answer_at_once(self._own, ask)
         return Reply(whole=False, body=msgspec.Raw(body))
 
     def answered(self, answer: Answer) -> None:

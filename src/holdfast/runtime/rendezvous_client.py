@@ -21,6 +21,7 @@ from holdfast.coordinator.coordinator_state import (
     Heard,
     LinkClosed,
     LinkOpened,
+    SaveAgreed,
     Tell,
 )
 from holdfast.coordinator.ending import Judge
@@ -36,7 +37,7 @@ from holdfast.protocol.errors import (
     RefusedError,
     RendezvousConfigError,
 )
-from holdfast.protocol.messages import Ask, Finish, FromAgent, FromCoordinator, Looked
+from holdfast.protocol.messages import Ask, Finish, FromAgent, FromCoordinator, Looked, Profiled
 from holdfast.protocol.options import Endpoint, RunOptions
 from holdfast.protocol.outcome import fault_outcome
 from holdfast.protocol.policy import NodeSpec, Note, Tick
@@ -112,6 +113,11 @@ class RendezvousClient:
         if self._succeeding is None:
             return Dialed(local)
         return Dialed(local and not self._succeeding.replaceable, self._succeeding.port, self._succeeding.term)
+
+    def leaves(self) -> None:
+        """This agent ends soon: it must not become the coordinator."""
+        if self._succeeding is not None:
+            self._succeeding.leaves()
 
     def store_opened(self, port: int) -> None:
         """The store of this generation listens at this port: clients that connect to the endpoint itself are piped
@@ -282,7 +288,7 @@ class CoordinatorService:
         self._driver: Driver[Event, Command] = Driver(machine, Tick(), self._execute, on_fault=self._broken)
         self._driver.feed(Tick())
         self.machine = machine
-        self._answers = Answers(machine, self._links, self._driver.feed, journal.fault)
+        self._answers = Answers(machine, self._links, self._driver.feed, journal.fault, journal.write)
         self.proxy: StoreProxy | None = None
 
     async def listen(self, claim: Claim, token: bytes | None, *, static: bool) -> None:
@@ -324,7 +330,7 @@ class CoordinatorService:
         match message:
             case Ask():
                 self._answers.asked(number, message)
-            case Looked() if self._answers.looked(number, message):
+            case Looked() | Profiled() if self._answers.looked(number, message):
                 pass
             case _:
                 self._driver.feed(Heard(number, message))
@@ -391,5 +397,7 @@ class CoordinatorService:
                     link.close(reason)
             case Note(event, fields):
                 self._journal.write(f"coordinator.{event}", **fields)
+            case SaveAgreed():
+                self._answers.save_agreed(command)
             case Conclude(outcome):
                 self._journal.write("coordinator.concluded", kind=outcome.kind.value, exit_code=outcome.exit_code)

@@ -16,8 +16,8 @@ from holdfast.coordinator.coordinator_state import (
     WitnessOpened,
 )
 from holdfast.coordinator.replicated import ReplicatedCoordinator
-from holdfast.protocol.charter import Renew, Seat
-from holdfast.protocol.messages import FromAgent, FromCoordinator, Joined, Moved, Poll
+from holdfast.protocol.charter import Poll, Renew, Seat
+from holdfast.protocol.messages import FromAgent, FromCoordinator, Joined, Moved
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.rendezvous_client import CoordinatorService, LocalLink
 from holdfast.runtime.run_folder import Journal
@@ -137,5 +137,5 @@ class WatchedLink:
         if not self.up:
             return
         self.up = False
-        if self._joined:
-            self._voter.feed(Unlinked(self.term, closed, local=isinstance(self._link, LocalLink)))
+        if self._joined and not isinstance(self._link, LocalLink):  # that coordinator says itself when it steps down
+            self._voter.feed(Unlinked(self.term, closed))

@@ -10,6 +10,7 @@ caller wait: a disk that stalls costs events, never training. It must not know w
         <local_rank>/stdout.log stderr.log error.json
         <local_rank>.<n>/                        the same of its nth replacement in this attempt
         filtered_stdout.log filtered_stderr.log
+      stacks/ profiles/<time>/                   what commands and hangs have made
 """
 
 from __future__ import annotations
@@ -182,6 +183,7 @@ def _file_in_the_way(path: Path) -> Path:
 
 
 JOURNAL_NAME = "events.jsonl"
+PROFILES = "profiles"
 EVENTS_MAX = 10_000
 """Events that wait to be written; more are dropped and counted."""
 CLOSE_S_MAX = 1.0

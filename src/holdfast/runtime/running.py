@@ -23,11 +23,15 @@ import msgspec
 from holdfast.linux import process_stat
 from holdfast.protocol.codec import clean
 from holdfast.protocol.errors import ControlRefusedError, ControlSilentError, NoRunError
-from holdfast.protocol.messages import Question
+from holdfast.protocol.questions import PROFILE_S_MAX, Question
 
-ANSWER_S_MAX = 5.0
-STACKS_S_MAX = 12.0
-"""Both are longer than an agent waits for its coordinator."""
+ANSWER_S_MAX = {
+    **dict.fromkeys(Question, 5.0),
+    Question.STACKS: 12.0,
+    Question.SAVE: 12.0,
+    Question.PROFILE: PROFILE_S_MAX + 60.0,
+}
+"""Longer than an agent waits for its coordinator."""
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 CHUNK_BYTES = 256 * 1024
 Body = TypeVar("Body")
@@ -267,7 +271,7 @@ class Call:
         self._entry = entry
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._received = bytearray()
-        self._limit_s = STACKS_S_MAX if ask is Question.STACKS else ANSWER_S_MAX
+        self._limit_s = ANSWER_S_MAX[ask or Question.STATUS]
         self._socket.settimeout(self._limit_s)
         try:
             with reachable(entry.socket) as name:

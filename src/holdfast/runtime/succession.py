@@ -18,8 +18,10 @@ from holdfast.agent.voter import (
     AskVote,
     HeardOf,
     LeaderAddress,
+    Leaves,
     PolledCame,
     PollFailed,
+    Unlinked,
     Voter,
 )
 from holdfast.coordinator.coordinator_state import (
@@ -28,7 +30,7 @@ from holdfast.coordinator.coordinator_state import (
 )
 from holdfast.coordinator.ending import Judge
 from holdfast.coordinator.replicated import ReplicatedCoordinator
-from holdfast.protocol.charter import VOTERS_MIN, Seat, Succession
+from holdfast.protocol.charter import VOTERS_MIN, Poll, Polled, Renew, Seat, Succession
 from holdfast.protocol.errors import (
     CoordinatorUnreachableError,
     HoldfastError,
@@ -36,13 +38,7 @@ from holdfast.protocol.errors import (
     PortInUseError,
     RefusedError,
 )
-from holdfast.protocol.messages import (
-    FromCoordinator,
-    Moved,
-    Poll,
-    Polled,
-    Supersede,
-)
+from holdfast.protocol.messages import FromCoordinator, Moved, Supersede
 from holdfast.protocol.options import Endpoint, RunOptions
 from holdfast.protocol.policy import NodeSpec
 from holdfast.protocol.rank_progress import Examine
@@ -97,6 +93,7 @@ class SuccessionClient:
         """Where the coordinator was at the other end of the newest link."""
         self._link: WatchedLink | None = None
         self._patience_s = PATIENCE_S
+        self._leaves = False
         self.service: ReplicatedService | None = None
         self.port = 0
         """Where this agent listens."""
@@ -130,12 +127,17 @@ class SuccessionClient:
                 if link is not None:
                     return link
 
+    def leaves(self) -> None:
+        if self._voter is not None and not self._leaves:
+            self._leaves = True
+            self._voter.feed(Leaves())
+
     async def close(self) -> None:
+        if self._voter is not None:
+            self._voter.stop()  # the agent has ended: it becomes no coordinator while the one here lingers
         if self.service is not None:
             await self.service.close()
         self._errands.cancel()
-        if self._voter is not None:
-            self._voter.stop()
         if self._reception is not None:
             self._reception.close()
 
@@ -186,6 +188,10 @@ class SuccessionClient:
         assert self._voter is not None
         self._place = None
         self._link = WatchedLink(self.service.connect_locally(), self._voter)
+        replicated, voter = self.service.replicated, self._voter.machine
+        recall = voter.recall(self._loop.time(), "", replicated.term, founded=replicated.founded)
+        if recall is not None:
+            self._link.send(recall)
         return self._link
 
     async def _seek(self, node: NodeSpec, voter: VoterService) -> CoordinatorLink | None:
@@ -274,7 +280,11 @@ class SuccessionClient:
             raise CoordinatorUnreachableError(str(error)) from None  # its port is another job's now
         accepted, voter = connection.accepted, self._voter
         assert voter is not None
-        if voter.machine.ignores(self._loop.time(), accepted.name, accepted.term, founded=accepted.founded):
+        now, founder = self._loop.time(), (accepted.name, accepted.term)
+        recall = voter.machine.recall(now, *founder, founded=accepted.founded)
+        if recall is not None:
+            connection.send(recall)
+        if voter.machine.ignores(now, *founder, founded=accepted.founded):
             connection.close()
             raise CoordinatorUnreachableError(f"the node at {place} has founded the job again, and this one goes on")
         return connection
@@ -325,6 +335,12 @@ class SuccessionClient:
     def _lead(self, node: NodeSpec, succession: Succession) -> None:
         charter = succession.charter
         assert charter is not None
+        if self.service is not None:  # this node has founded the job meanwhile
+            self.service.deposed(Deposed(succession.term, "", 0))
+        if self.service is not None:
+            assert self._voter is not None
+            self._voter.feed(Unlinked(succession.term, closed=False, local=True))
+            return
         before = charter.led_from.node.host if charter.led_from is not None else charter.voters[0].host
         self._say(f"this node is the coordinator now (term {succession.term}): lost {before}, which had it")
         self._host(node, succession)
@@ -351,6 +367,11 @@ class SuccessionClient:
         assert service is not None
         self._reception.connected = None
         self._say(f"this node is not the coordinator any more: {command.reason}")
+        # Until now its voter has voted for nobody, and it may not hold the newest charter.
+        machine = service.replicated
+        if machine.charter.voters:
+            self._voter.renew_came(Renew(machine.term, 0, machine.charter), lambda _: None)
+        self._voter.feed(Unlinked(machine.term, closed=False, local=True))
         if command.port:
             service.announce(Moved(command.term, command.address, command.port))
             self._voter.feed(HeardOf(command.term, command.address, command.port))
@@ -380,9 +401,9 @@ class SuccessionClient:
 
     async def _watch(self, service: ReplicatedService, endpoint: Endpoint) -> None:
         """Listen at this endpoint if it is this machine's; else keep the connection to a witness there, or call."""
-        began_s = self._loop.time()
+        began_s, told = self._loop.time(), ""
         while True:
-            with contextlib.suppress(HoldfastError, OSError):
+            try:
                 if await self._bind(endpoint):
                     return
                 connection = await self._dial_agent(endpoint)
@@ -390,6 +411,12 @@ class SuccessionClient:
                     await self._talk(service, connection, endpoint)
                 finally:
                     connection.close()
+            except RefusedError as error:
+                if str(error) != told:
+                    told = str(error)
+                    self._say(f"nobody votes for this job at {endpoint}: {told}")
+            except (HoldfastError, OSError):
+                pass  # nobody is there yet
             often = self._loop.time() < began_s + CALL_OFTEN_S
             await asyncio.sleep(CALL_FIRST_S if often else CALL_S)
 

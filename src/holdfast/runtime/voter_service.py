@@ -25,9 +25,9 @@ from holdfast.agent.voter import (
     Voter,
     VoterState,
 )
-from holdfast.protocol.charter import Renew, Renewed, Succession
+from holdfast.protocol.charter import Poll, Polled, Renew, Renewed, Succession
 from holdfast.protocol.codec import PROTOCOL_VERSION
-from holdfast.protocol.messages import FromAgent, Moved, Poll, Polled, Supersede
+from holdfast.protocol.messages import FromAgent, Moved, Supersede
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.policy import Note, Tick
 from holdfast.protocol.session import Accepted, Hello

@@ -87,6 +87,8 @@ class Witness:
         machine = Voter(name, self._limits, self._loop.time(), stands=False)
         job = self._jobs[run_id] = _Job(VoterService(machine, Journal(None)), idle_since_s=self._loop.time())
         self._say(f"witness of job {run_id[:SHOWN_CHARS_MAX]!r}")
+        if len(self._jobs) > JOBS_MAX:
+            self._forget()
         return job
 
     def _arrived(self, connection: AgentConnection, hello: Hello) -> None:
@@ -106,6 +108,9 @@ class Witness:
 
     def _sweep(self) -> None:
         self._sweeping = self._loop.call_later(SWEEP_S, self._sweep)
+        self._forget()
+
+    def _forget(self) -> None:
         before_s = self._loop.time() - IDLE_S_MAX
         idle = [(job.idle_since_s, run_id) for run_id, job in self._jobs.items() if not job.links]
         surplus = len(self._jobs) - JOBS_MAX

@@ -45,9 +45,9 @@ from holdfast.snapshots.slots import (
     Slots,
     committed_slots,
     lend,
-    let_go,
     local_ranks,
     read_descriptor,
+    release,
 )
 
 MAGIC = b"HFCOPY\0\1"
@@ -328,7 +328,7 @@ class CopyService:
             slots.regroup(request.rank, request.world, generation)
             for slot in slots.committed():
                 if slot.request is not None and slot.request.identity == keep:
-                    held.callback(os.close, lend(self._folder / COPIES, slot))
+                    held.callback(release, lend(self._folder / COPIES, slot))
             memory = slots.stage(request.step, size_bytes)
             if memory is None:
                 raise ValueError("the copies of this rank are being read")
@@ -381,7 +381,7 @@ class CopyService:
                 raise ValueError("the slot has changed")
             yield found
         finally:
-            let_go(fd)
+            release(fd)
 
     def _remember(self, folder: Path, slot: Slot, digests: Digests) -> None:
         known = self._digests.get((folder, slot.local_rank), {})
@@ -438,7 +438,7 @@ class CopyService:
             self._remember(self._folder, slot, digests)
             return len(slot.data)
         finally:
-            let_go(fd)
+            release(fd)
 
 
 def fetch(folder: Path, of: Address, key: bytes, path: str, state: State, rank: int) -> None:

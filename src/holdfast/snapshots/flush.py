@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotIncompleteError, SnapshotWriteError
-from holdfast.snapshots import disk, folder, memory_folder, slots
+from holdfast.snapshots import disk, memory_folder, slots
 from holdfast.snapshots.changes import SaveRequest, abandon, commit, write_rank
-from holdfast.snapshots.folder import attempt_place, being_written, entries, inspect, is_being_written
+from holdfast.snapshots.folder import attempt_place, being_written, entries, is_being_written
 from holdfast.snapshots.layout import FolderKind, Key, parse_name
 from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.remote import LOOK_S, Place, RemotePath, place_of
@@ -241,7 +241,6 @@ def pending_flush(
 
 
 Tell = Callable[[memory_folder.Packet], None]
-GIVE_WAY_S_MAX = 60.0
 
 
 class Save(NamedTuple):
@@ -271,35 +270,6 @@ def carry_out(save: Save, tell: Tell) -> None:
         tell(_failed(save, SnapshotWriteError.code, text))
     else:
         tell({"is": "saved", "path": path})
-
-
-class GiveWay:
-    """Called before each piece of background work: returns when no rank of this node stages or writes a state.
-
-    Waits at most GIVE_WAY_S_MAX in all, because a worker that died while staging leaves a slot that looks busy.
-    """
-
-    def __init__(self, is_busy: Callable[[], bool]) -> None:
-        self._is_busy = is_busy
-        self._left_s = GIVE_WAY_S_MAX
-
-    def __call__(self) -> None:
-        while self._left_s > 0 and self._is_busy():
-            time.sleep(LOOK_AGAIN_S)
-            self._left_s -= LOOK_AGAIN_S
-
-
-def read_back(path: Place, is_busy: Callable[[], bool], tell: Tell) -> None:
-    """In its own thread: read a committed snapshot, check every byte, and report any damage."""
-    try:
-        folder.verify(inspect(path), GiveWay(is_busy))
-    except SnapshotError as error:
-        tell({"is": "read back", "code": error.code, "text": str(error)})
-    except Exception as error:  # noqa: BLE001 - the requester must get the error
-        text = f"{path} was not read back: {type(error).__name__}: {error}"
-        tell({"is": "read back", "code": SnapshotError.code, "text": text})
-    else:
-        tell({"is": "read back", "code": "", "text": ""})
 
 
 def _carry_out(save: Save, tell: Tell) -> Place | None:
@@ -334,7 +304,7 @@ def _failed(save: Save, code: str, text: str) -> memory_folder.Packet:
 def _agree(save: Save, pending_flush: PendingFlush) -> Save | None:
     """This rank's save of the step that all ranks write; None: nothing. Raises SnapshotError."""
     with contextlib.ExitStack() as failing:
-        failing.callback(slots.let_go, save.fd)
+        failing.callback(slots.release, save.fd)
         step = pending_flush.meet()
         if step is None:
             return None
@@ -367,7 +337,7 @@ def _older_attempts(request: SaveRequest) -> list[SaveRequest]:
 def _write(save: Save, tell: Tell) -> None:
     """Write the slot. It is free when this returns, whether the save succeeded or not. `tell`: it is free."""
     with contextlib.ExitStack() as slot_s:
-        slot_s.callback(slots.let_go, save.fd)
+        slot_s.callback(slots.release, save.fd)
         slot = slots.read_descriptor(save.fd, mappings=save.mappings)
         if slot is None or slot.sequence != save.sequence or slot.step != save.request.step:
             raise SnapshotDamagedError(f"step {save.request.step} was not saved: its memory slot has changed.")

@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import mmap
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator
 
 from holdfast.protocol.errors import SnapshotError, SnapshotWriteError
-from holdfast.snapshots import changes, folder
+from holdfast.snapshots import changes
 from holdfast.snapshots.changes import SaveRequest
-from holdfast.snapshots.folder import Snapshot
-from holdfast.snapshots.remote import RemotePath
 from holdfast.snapshots.slots import Slot
 
 
@@ -21,6 +19,7 @@ class InProcessStaging:
 
     in_memory = False
     place = ""
+    states = 2
 
     def __init__(self) -> None:
         self._memory: mmap.mmap | None = None
@@ -31,7 +30,7 @@ class InProcessStaging:
     def regroup(self, rank: int, world: int, generation: int) -> None:
         """A request names its rank; nothing else here does."""
 
-    def reserving(self, size_bytes: int) -> Iterator[int]:
+    def reserving(self, size_bytes: int) -> Generator[int, None, None]:
         self._reserve(size_bytes)
         yield 1
 
@@ -92,11 +91,6 @@ class InProcessStaging:
 
     def forget(self, above_step: int) -> None:
         """Nothing is kept."""
-
-    def read_back(self, snapshot: Snapshot) -> None:
-        if isinstance(snapshot.path, RemotePath):
-            return folder.confirm(snapshot)
-        return folder.verify(snapshot, lambda: None)
 
     def close(self, *, ahead: bool) -> None:  # noqa: ARG002
         self._join()

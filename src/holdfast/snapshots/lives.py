@@ -82,9 +82,9 @@ class LifeFailure:
         return self.fingerprint == before or NOT_FINITE.search(self.text) is not None
 
     @classmethod
-    def of_launcher(cls, told: str) -> LifeFailure | None:
-        """From the launcher's word (`coordinator.ending.previous_end`); None: it was no fault of the training."""
-        kind, _, rest = told.partition(" ")
+    def of_launcher(cls, end: str) -> LifeFailure | None:
+        """From `coordinator.ending.previous_end`; None: it was no fault of the training."""
+        kind, _, rest = end.partition(" ")
         step, _, text = rest.partition(" ")
         if kind not in ("failed", "hung") or not step.isdigit() or OF_PEERS.search(text):
             return None
@@ -98,7 +98,11 @@ def text_of(error: BaseException) -> str:
         return f"{EXIT_CODE}{code}" if 0 < code < 75 else ""
     if not isinstance(error, Exception):
         return ""
-    text = f"{type(error).__name__}: {error}".partition("\n")[0][:TEXT_CHARACTERS_MAX]
+    try:
+        message = str(error)
+    except Exception:  # noqa: BLE001 - the program's own code, which must not hide the error
+        message = "(its __str__ fails)"
+    text = f"{type(error).__name__}: {message}".partition("\n")[0][:TEXT_CHARACTERS_MAX]
     return "" if OF_PEERS.search(text) else text
 
 

@@ -1,6 +1,6 @@
 """Files in shared memory, mapped by the processes that write and read them.
 
-Files are mapped in huge pages where the kernel has them. tmpfs uses small pages: to take and map them costs twelve
+Files are mapped in huge pages where the kernel has them. tmpfs uses small pages: to take and map them costs nine
 times as much as a copy of the same bytes, and a write past the page cache spends processor time on pinning each of
 them. The kernel collapses small pages into huge ones on request (Linux 6.1), in any mapping whose addresses and offsets
 agree within a huge page, while others read and write them. Where one small page is all that is there yet, this takes
@@ -30,10 +30,15 @@ _COLLAPSE = 25
 _MAP_FIXED = 0x10
 _HUGE_S_MAX = 0.002
 """Processor time: as much as small pages for the same bytes take. A huge page that takes longer had to be made free."""
+_SPARE = 32
+"""Addresses of a mapping beyond its file: one part in so many."""
 _SMALL_MIN, _SMALL_MAX = 8, 256
 """After that so many units are taken in small pages; twice as many each time."""
 _POPULATE_BYTES = 2 << 20
 """Populated in one call: other threads of the worker run in between."""
+
+_ZEROS = memoryview(bytes(256 << 10))
+"""They stay in the processor's cache."""
 
 _libc = ctypes.CDLL(None, use_errno=True)  # releases the interpreter's lock
 _libc.mmap.restype = ctypes.c_void_p
@@ -52,38 +57,49 @@ class MappedFile:
     """The first bytes of a file, shared with all processes that map it. Unmapped when the last view of them is gone."""
 
     def __init__(self, fd: int, size_bytes: int, *, writable: bool) -> None:
-        """Raises OSError. The descriptor stays the caller's."""
+        """Raises OSError. The descriptor stays the caller's. Writable, it can become a little larger: `reaches`."""
+        mapped_bytes = size_bytes + (size_bytes // _SPARE + mmap.PAGESIZE if writable else 0)
         self._unit_bytes = huge_page_bytes() or mmap.PAGESIZE
         # Python cannot choose an address: the file is mapped over a piece of memory that is large enough to hold it at
         # an address where a huge page may begin.
-        around = mmap.mmap(-1, size_bytes + self._unit_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        around = mmap.mmap(-1, mapped_bytes + self._unit_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         begin = ctypes.addressof(ctypes.c_char.from_buffer(around))
         self._address = -(-begin // self._unit_bytes) * self._unit_bytes
         protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        got = _libc.mmap(self._address, size_bytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
+        got = _libc.mmap(self._address, mapped_bytes, protection, mmap.MAP_SHARED | _MAP_FIXED, fd, 0)
         if got != self._address:
             number = ctypes.get_errno()
             raise OSError(number, os.strerror(number))
         at = self._address - begin
-        view = memoryview(around)[at : at + size_bytes]
-        self.memory = view if writable else view.toreadonly()
+        view = memoryview(around)[at : at + mapped_bytes]
+        self._room = view if writable else view.toreadonly()
+        self.memory = self._room[:size_bytes]
+        self._present_bytes = 0
+
+    def reaches(self, size_bytes: int) -> bool:
+        """Whether a file of this size needs no new mapping."""
+        return size_bytes <= len(self._room)
 
     def populate(self, end: int | None = None) -> Iterator[None]:
         """Make all pages present, piece by piece. On a kernel without this, the first access to each page waits for it.
 
         The file's memory is taken already, up to `end`."""
         size_bytes = len(self.memory) if end is None else end
-        for at in range(0, size_bytes, _POPULATE_BYTES):
+        for at in range(self._present_bytes, size_bytes, _POPULATE_BYTES):
             self._advise(at, min(_POPULATE_BYTES, size_bytes - at), _POPULATE_READ)
+            self._present_bytes = min(at + _POPULATE_BYTES, size_bytes)
             yield
 
-    def take(self, fd: int, begin: int) -> Iterator[None]:
-        """Take memory for the file from `begin` on, and make all its pages present, piece by piece. OSError."""
+    def take(self, fd: int, begin: int, size_bytes: int) -> Iterator[None]:
+        """Take memory for the file from `begin` to this size, and make all its pages present, piece by piece. The file
+        grows with it. OSError."""
         unit_bytes = max(self._unit_bytes, _POPULATE_BYTES)
-        at, size_bytes, small, pause = begin, len(self.memory), 0, _SMALL_MIN
+        at, small, pause = begin, 0, _SMALL_MIN
+        self.memory = self._room[:size_bytes]
         while at < size_bytes:
             end = min((at // unit_bytes + 1) * unit_bytes, size_bytes)
             whole, huge = end - at == self._unit_bytes, False
+            os.ftruncate(fd, end)
             if whole and not small:
                 began_s = time.thread_time()
                 os.posix_fallocate(fd, at, mmap.PAGESIZE)
@@ -95,9 +111,9 @@ class MappedFile:
             elif whole:
                 small -= 1
             if not huge:
-                os.posix_fallocate(fd, at, end - at)
+                _write_zeros(fd, at, end - at)
                 self._advise(at, end - at, _POPULATE_READ)
-            at = end
+            at = self._present_bytes = end
             yield
 
     def make_huge(self) -> Iterator[float]:
@@ -117,6 +133,14 @@ class MappedFile:
         """The error's number; 0: done."""
         failed = _libc.madvise(self._address + at, size_bytes, advice)
         return ctypes.get_errno() if failed else 0
+
+
+def _write_zeros(fd: int, at: int, size_bytes: int) -> None:
+    """Pages that were written are mapped sixteen at a time, those that were only allocated one by one: both steps take
+    two thirds of the processor time. OSError."""
+    done = 0
+    while done < size_bytes:
+        done += os.pwrite(fd, _ZEROS[: size_bytes - done], at + done)
 
 
 class Mappings:

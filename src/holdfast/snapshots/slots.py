@@ -40,7 +40,7 @@ import shutil
 import sys
 import threading
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -48,7 +48,7 @@ from holdfast.linux import check_memory
 from holdfast.protocol.errors import SnapshotMemoryError
 from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.mapping import MappedFile, Mappings
-from holdfast.snapshots.memory_folder import claim, open_for_writing, release
+from holdfast.snapshots.memory_folder import claim, open_for_writing, unclaim
 
 HEADER_BYTES = 64 * 1024
 NOTE_BYTES_MAX = HEADER_BYTES - 4096
@@ -109,36 +109,36 @@ class Slots:
         self._files = [_File(slot_path(folder, owner.local_rank, index)) for index in range(count)]
         self._sequence = max(file.sequence for file in self._files)
         self._staging: _Staging | None = None
-        self._claim = -1
-        """Holds this process's lock, once it has staged."""
-        self._unfinished: dict[int, tuple[int, int]] = {}
-        """Files that grow until all have room: size and sequence number before."""
-        self._held: list[int] = []
-        """Descriptors that protect slots."""
+        self._claim = -1  # holds this process's lock, once it has staged
+        self._unfinished: dict[int, tuple[int, int]] = {}  # files that grow: size and sequence number before
+        self._held: list[int] = []  # descriptors that protect slots
 
     def regroup(self, rank: int, world: int, generation: int) -> None:
         """This worker goes on as this rank of another generation."""
         self._owner = self._owner._replace(rank=rank, world=world, generation=generation)
 
-    def reserving(self, size_bytes: int) -> Iterator[int]:
+    def reserving(self, size_bytes: int) -> Generator[int, None, None]:
         """Take and map memory for all slots, of this size, so that no `stage` has to; piece by piece, by any threads in
         turn. Yields how many slots have room; the one that is staged next is the first. SnapshotMemoryError when there
-        is too little memory; `close` gives back what nobody has staged into."""
+        is too little memory; `close` gives back what nobody has staged into. Begun anew, it uses what was taken."""
         with self._errors(size_bytes):
-            need_bytes = sum(file.missing_bytes(size_bytes) for file in self._files)
+            need_bytes = sum(max(0, file.missing_bytes(size_bytes)) for file in self._files)
             check_memory(need_bytes)
             if need_bytes > _free_bytes(self._folder) > 0:
                 raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         for ready, index in enumerate(self._oldest_first()):
             file = self._files[index]
-            if file.room_bytes < size_bytes and (held := self._lock(index)) is not None:
+            too_large = not file.sequence and file.missing_bytes(size_bytes) < 0  # foreseen so, and nobody has staged
+            if (too_large or file.room_bytes < size_bytes) and (held := self._lock(index)) is not None:
                 try:
-                    self._unfinished[index] = os.fstat(held).st_size, file.sequence
+                    self._unfinished.setdefault(index, (os.fstat(held).st_size, file.sequence))
+                    if too_large:
+                        file.shrink(_whole_bytes(size_bytes))
                     with self._errors(size_bytes):
                         for _ in file.growing(size_bytes):
                             yield ready
                 finally:
-                    os.close(held)
+                    release(held)
             yield ready + 1
         self._unfinished.clear()
 
@@ -148,12 +148,12 @@ class Slots:
             unused = file.sequence == sequence and (self._staging is None or self._staging.number != index)
             if unused and (held := self._lock(index)) is not None:
                 file.shrink(before_bytes)
-                os.close(held)
+                release(held)
         self._unfinished.clear()
 
     @property
     def has_room(self) -> bool:
-        return all(file.mapped is not None for file in self._files)
+        return all(file.room_bytes for file in self._files)
 
     def _oldest_first(self) -> list[int]:
         """A slot that was never committed is older than any."""
@@ -188,8 +188,8 @@ class Slots:
             with self._errors(size_bytes):
                 for _ in file.growing(size_bytes):
                     pass
-        except SnapshotMemoryError:
-            os.close(held)
+        except BaseException:  # of an interruption, too (worker/regroup.py): the slot would stay locked
+            release(held)
             raise
         file.words[_COMMIT] = 0
         file.sequence = 0
@@ -230,13 +230,13 @@ class Slots:
     def abandon(self) -> None:
         """Drop the staged bytes that were not committed."""
         if self._staging is not None:
-            os.close(self._staging.lock)
+            release(self._staging.lock)
             self._staging = None
 
     def hold(self, *states: tuple[int, int, int] | None) -> None:
         """Keep the states of these identities (SaveRequest), and no others that were held before."""
         for fd in self._held:
-            os.close(fd)
+            release(fd)
         self._held = []
         for slot in self.committed() if any(states) else ():
             if slot.request is not None and slot.request.identity in states:
@@ -254,7 +254,7 @@ class Slots:
             if slot.step > above_step and (held := self._lock(slot.number)) is not None:
                 os.pwrite(held, bytes(_WORD_BYTES), _COMMIT * _WORD_BYTES)
                 self._files[slot.number].sequence = 0
-                os.close(held)
+                release(held)
 
     def discard(self) -> None:
         """Remove the files. Who has mapped them keeps the memory."""
@@ -272,7 +272,7 @@ class Slots:
         for file in self._files:
             file.close()
         if self._claim >= 0:
-            release(self._folder, self._owner.local_rank, self._claim)
+            unclaim(self._folder, self._owner.local_rank, self._claim)
             self._claim = -1
 
     def _lock(self, index: int) -> int | None:
@@ -317,9 +317,9 @@ class _File:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.room_bytes = 0
-        """Mapped bytes for a body; 0: not mapped."""
+        self.room_bytes = 0  # mapped, for a body; 0: not mapped
         self.mapped: MappedFile | None = None
+        self._growing: MappedFile | None = None  # memory for it is still being taken
         self.memory = memoryview(b"")
         self.words = memoryview(b"").cast("Q")
         slot = read_file(path)
@@ -328,10 +328,11 @@ class _File:
 
     def missing_bytes(self, size_bytes: int) -> int:
         """How much the file has to grow."""
-        return max(0, _whole_bytes(size_bytes) - (os.stat(self.path).st_size if self.path.exists() else 0))
+        return _whole_bytes(size_bytes) - (os.stat(self.path).st_size if self.path.exists() else 0)
 
     def growing(self, size_bytes: int) -> Iterator[None]:
-        """Make room, with every page present, piece by piece. Raises OSError; the file is unchanged then."""
+        """Make room, with every page present, piece by piece; stopped, it keeps what was taken. Raises OSError; the
+        file is unchanged then."""
         if self.room_bytes >= size_bytes and self.room_bytes:
             return
         fd = open_for_writing(self.path)
@@ -340,13 +341,16 @@ class _File:
             whole_bytes = max(_whole_bytes(size_bytes), before_bytes)
             try:
                 check_memory(whole_bytes - before_bytes)
-                if before_bytes:
-                    os.posix_fallocate(fd, 0, before_bytes)  # who died while it grew has left holes
-                os.ftruncate(fd, whole_bytes)
-                mapped = MappedFile(fd, whole_bytes, writable=True)
+                mapped = self._growing or self.mapped
+                if mapped is None or not mapped.reaches(whole_bytes):
+                    if before_bytes:
+                        os.posix_fallocate(fd, 0, before_bytes)  # who died while it grew has left holes
+                    mapped = MappedFile(fd, whole_bytes, writable=True)
+                self._growing = mapped
                 yield from mapped.populate(before_bytes)
-                yield from mapped.take(fd, before_bytes)
-            except BaseException:  # also where nobody waits for the rest
+                yield from mapped.take(fd, before_bytes, whole_bytes)
+            except OSError:
+                self._growing = None
                 os.ftruncate(fd, before_bytes)
                 raise
         finally:
@@ -358,7 +362,7 @@ class _File:
         self.room_bytes = whole_bytes - HEADER_BYTES
 
     def shrink(self, whole_bytes: int) -> None:
-        """Shrink the file to its previous size; its committed bytes lie below that."""
+        """To a size above its committed bytes."""
         self.close()
         with contextlib.suppress(OSError):
             os.truncate(self.path, whole_bytes)
@@ -366,7 +370,7 @@ class _File:
     def close(self) -> None:
         """The mapping ends with its last view: the caller may still have one."""
         self.words.release()
-        self.mapped = None
+        self.mapped = self._growing = None
         self.memory = memoryview(b"")
         self.words = memoryview(b"").cast("Q")
         self.room_bytes = 0
@@ -391,14 +395,14 @@ def lend(folder: Path, slot: Slot) -> int:
     except BlockingIOError:
         committed = 0
     if committed != slot.sequence:
-        os.close(fd)
+        release(fd)
         raise ValueError(f"the slot of step {slot.step} was staged into since")
     return fd
 
 
-def let_go(fd: int) -> None:
-    """Close the descriptor of a lent slot."""
-    fcntl.flock(fd, fcntl.LOCK_UN)  # closing is not enough: a mapping keeps the file open
+def release(fd: int) -> None:
+    """Unlock and close it. Closing is not enough: a mapping keeps the file open, and so does a forked child."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
 
 
@@ -419,17 +423,6 @@ def committed_slots(folder: Path, local_rank: int) -> list[Slot]:
     """All valid slots of one local rank, newest first; for processes other than its worker."""
     found = [read_file(slot_path(folder, local_rank, index), index) for index in range(COUNT_MAX)]
     return sorted((slot for slot in found if slot is not None), key=lambda slot: -slot.sequence)
-
-
-def is_any_staged(folder: Path, local_ranks: Iterable[int]) -> bool:
-    """Whether one of these is staging a state now; a worker that died while staging looks the same."""
-    for local_rank in local_ranks:
-        for index in range(COUNT_MAX):
-            with contextlib.suppress(OSError), slot_path(folder, local_rank, index).open("rb", buffering=0) as file:
-                words = memoryview(file.read(_WORDS_BYTES)).cast("Q")
-                if len(words) > _COMMIT and words[_MAGIC] == MAGIC and not words[_COMMIT]:
-                    return True
-    return False
 
 
 def read_file(path: Path, index: int = 0) -> Slot | None:

@@ -15,7 +15,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import inf
 from pathlib import Path
 
@@ -70,10 +70,10 @@ class Board:
         """Let no worker pass its next safe point. `reached` can be read after HOLD_SETTLES_S."""
         self._words[layout.HELD] = 1
 
-    def release(self, safe_point: int) -> None:
-        """Let the workers continue and stop at this safe point; 0: let them continue without a stop."""
+    def release(self, safe_point: int, *, save: bool = False) -> None:
+        """Let the workers continue and stop at this safe point, or save there and go on; 0: neither."""
         if safe_point:
-            self._words[layout.SAFE_POINT] = safe_point
+            self._words[layout.SAVE_POINT if save else layout.SAFE_POINT] = safe_point
         self._words[layout.HELD] = 0
 
     def clear(self, local_rank: int) -> None:
@@ -87,11 +87,11 @@ class Board:
 
     def begin_again(self) -> None:
         """The workers go on in another generation, which counts safe points and steps from 0. They wait now."""
-        self._words[layout.HELD] = self._words[layout.SAFE_POINT] = 0
+        self._words[layout.HELD] = self._words[layout.SAFE_POINT] = self._words[layout.SAVE_POINT] = 0
         self._began_ns = time.monotonic_ns()
         for rank in range(self._nproc):
             at = layout.slot(rank)
-            for word in (layout.REACHED, layout.TOLD, layout.BEGAN_AT):
+            for word in (layout.REACHED, layout.STOP_SEEN, layout.BEGAN_AT):
                 self._words[at + word] = 0
             self._before[rank] = (
                 self._words[at + layout.STEPS],
@@ -103,9 +103,13 @@ class Board:
         """The newest safe point that any worker has reached; 0: no worker has called should_stop()."""
         return min(COUNT_MAX, max(self._words[layout.slot(rank) + layout.REACHED] for rank in range(self._nproc)))
 
+    def all_save(self, local_ranks: Iterable[int]) -> bool:
+        """Whether these workers ask at their safe points whether to save."""
+        return all(self._words[layout.slot(rank) + layout.SAVES] for rank in local_ranks)
+
     def stop_seen(self, local_rank: int) -> bool:
         """Whether this worker has seen that it must stop."""
-        return self._words[layout.slot(local_rank) + layout.TOLD] != 0
+        return self._words[layout.slot(local_rank) + layout.STOP_SEEN] != 0
 
     def moment(self, mark: int) -> float | None:
         """When the last worker passed this mark of its slot, in seconds of the monotonic clock; None: some workers have
@@ -149,6 +153,14 @@ class Board:
         at = layout.slot(local_rank)
         reported, done = self._words[at + layout.AT], self._words[at + layout.STEPS]
         return reported - 1 if reported else (done + 1 if done else 0)
+
+    def steps(self, local_rank: int) -> int:
+        """The optimizer steps that the worker's process has made."""
+        return self._words[layout.slot(local_rank) + layout.STEPS]
+
+    def order_profile(self, local_rank: int, order: int) -> None:
+        """Order a profile of this worker (see PROFILE), or withdraw the order: 0."""
+        self._words[layout.slot(local_rank) + layout.PROFILE] = order
 
     def raised(self) -> set[int]:
         """The local ranks that have reported an exception since the last call."""

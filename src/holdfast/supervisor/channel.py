@@ -25,6 +25,8 @@ BACKLOG = 4096
 ACCEPT_AGAIN_S = 0.5
 """Pause after a connection could not be accepted because this process has no descriptor left."""
 WHY_CHARACTERS_MAX = 4096
+CAUGHT_UP_MAX = 64
+"""Messages of one worker that are taken at once: it may send without end."""
 
 
 class SaysAble(Struct, frozen=True, tag_field="is", tag="able"):
@@ -118,6 +120,16 @@ class WorkerChannel:
         for pid, connection in early.items():
             self._admit(pid, connection)
 
+    def catch_up(self) -> None:
+        """Take what has arrived. The end of a worker is reported on another way: what it and the others have sent
+        before has to be heard before."""
+        while self._accept():
+            pass
+        for local_rank, connection in list(self._connections.items()):
+            for _ in range(CAUGHT_UP_MAX):
+                if self._connections.get(local_rank) is not connection or not self._readable(local_rank, connection):
+                    break
+
     def forget(self, local_rank: int) -> None:
         """This worker has ended."""
         connection = self._connections.pop(local_rank, None)
@@ -133,23 +145,27 @@ class WorkerChannel:
             self._close_connection(connection)
         self._connections, self._early = {}, {}
 
-    def _accept(self) -> None:
+    def _accept(self) -> bool:
+        """Whether there was a connection."""
         try:
             connection, _ = self._listening.accept()
         except (BlockingIOError, ConnectionAbortedError):
-            return
+            return False
         except OSError:
             self._loop.remove_reader(self._listening)
+            if self._accept_again is not None:
+                self._accept_again.cancel()
             self._accept_again = self._loop.call_later(
                 ACCEPT_AGAIN_S, self._loop.add_reader, self._listening, self._accept
             )
-            return
+            return False
         connection.setblocking(False)
         pid, uid = seqpacket.peer(connection)
         if uid in (0, os.geteuid()):
             self._admit(pid, connection)
         else:
             connection.close()
+        return True
 
     def _admit(self, pid: int, connection: socket.socket) -> None:
         pids = self._pids()
@@ -163,25 +179,27 @@ class WorkerChannel:
         else:
             connection.close()
 
-    def _readable(self, local_rank: int, connection: socket.socket) -> None:
+    def _readable(self, local_rank: int, connection: socket.socket) -> bool:
+        """Whether there was a message."""
         try:
             received = seqpacket.receive(connection)
             if received is None:
                 self.forget(local_rank)
-                return
+                return False
             for fd in received[1]:
                 os.close(fd)
             message = msgspec.convert(received[0], WorkerMessage)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             self.forget(local_rank)
-            return
+            return False
         except (ValueError, msgspec.ValidationError):
             self.forget(local_rank)
             self._on_nonsense(local_rank)
-            return
+            return False
         self._on_message(local_rank, message)
+        return True
 
     def _close_connection(self, connection: socket.socket) -> None:
         self._loop.remove_reader(connection)

@@ -33,7 +33,7 @@ from holdfast.text import is_loopback
 DASHBOARD = "dashboard"
 LISTENING_FD = 4
 FINISH_LIMIT_S = 2.0
-"""At the end of the job: until the browsers have been told."""
+"""At the end of the job: for the browsers to get it."""
 STARTS_MAX = 4
 """A dashboard that ends as often as this is not started again."""
 
@@ -127,7 +127,7 @@ class DashboardHost:
             self._start()
 
     async def close(self, outcome: Outcome | None) -> None:
-        """Tell the browsers how the job has ended, and end it. `outcome` None: a fault of ours ends this agent."""
+        """Send the browsers how the job has ended, and end it. `outcome` None: a fault of ours ends this agent."""
         if self._process.running and outcome is not None:
             with contextlib.suppress(OSError, TimeoutError):  # the end of the job does not wait for one that stalls
                 self._process.send({"do": "finish", "outcome": msgspec.to_builtins(outcome)})

@@ -97,7 +97,7 @@ class ForkServerClient:
         """Modules that are still to be imported for restarts, and for the standbys too."""
         self._served = False
         """Whether a worker was requested: only then are standbys useful."""
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def begin(self, order: Command) -> None:
         """Start the fork server; `order` comes from supervisor/worker_command.py."""
@@ -319,8 +319,8 @@ class ForkServerClient:
         if fork.parked_pid and not why and self.takes(command):  # the standby was killed: fork another one
             self.ask(command, fds)
             return
-        if why and why not in self._told:
-            self._told.add(why)
+        if why and why not in self._reported:
+            self._reported.add(why)
             self._say(why, "")
         try:
             self._spawn(command, fds)

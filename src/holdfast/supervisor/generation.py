@@ -365,6 +365,8 @@ class RunningGeneration:
             self._ends.unstarted(self._bare(worker, 0), event.errno, event.text)
 
     def ended(self, event: ProcessEnded) -> None:
+        if self._channel is not None:
+            self._channel.catch_up()
         worker = self._by_key(event.key)
         if worker is not None:
             self._remove(worker)

@@ -408,6 +408,15 @@ def _started_by(child: Child, roots: Mapping[int, bytes]) -> int | None:
     return next((root for root, variable in roots.items() if variable and variable in variables), None)
 
 
+def stolen_s(proc: str = "/proc") -> float:
+    """Seconds so far for which other machines had this one's processors while it needed them: the mean over its
+    processors. Nobody's processor time grows meanwhile, nor anybody's time of waiting. 0 where that is unknown."""
+    with contextlib.suppress(OSError, ValueError, LookupError, ZeroDivisionError), open(f"{proc}/stat", "rb") as file:
+        lines = [line.split() for line in file if line.startswith(b"cpu")]
+        return int(lines[0][8]) / os.sysconf("SC_CLK_TCK") / (len(lines) - 1)
+    return 0.0
+
+
 def disk_bytes(proc: str = "/proc") -> int:
     """Bytes that all disks and network file systems of this machine have read and written so far. It grows while a file
     is being written, when the waiting process itself shows no other activity."""

@@ -130,7 +130,7 @@ class StackFiles:
             for sample in samples
             if sample.file and now_s - self._spied_s.get(sample.local_rank, -SPY_AGAIN_S) >= SPY_AGAIN_S
         ]
-        program = _py_spy() if due else None
+        program = py_spy() if due else None
         if program is not None:
             self._spying = asyncio.create_task(self._spy(program, due))
 
@@ -177,7 +177,7 @@ async def _native_stacks(program: str, pid: int) -> bytes:
     return text[:SPY_BYTES_MAX] if process.returncode == 0 else b""
 
 
-def _py_spy() -> str | None:
+def py_spy() -> str | None:
     """The path of py-spy: beside our Python, or in PATH."""
     for folder in (os.path.dirname(sys.executable), *os.environ.get("PATH", "").split(os.pathsep)):
         path = os.path.join(folder, "py-spy")
@@ -246,6 +246,7 @@ class _RankLook(Struct):
     children_bytes: int = 0
     wanted_s: float = 0.0
     disk_bytes: int = 0
+    stolen_s: float = 0.0
     at_s: float = 0.0
     switches: int = 0
     """Switches of its main thread, when the look began."""
@@ -367,7 +368,7 @@ def _collect(looks: list[_RankLook]) -> tuple[RankSample, ...]:
 
 def _measure(look: _RankLook, below: Sequence[processes.Child], moved_bytes: Mapping[int, int]) -> None:
     """Measure the work that it and the processes below it have done so far."""
-    look.at_s = time.monotonic()
+    look.at_s, look.stolen_s = time.monotonic(), processes.stolen_s()
     look.stat = process_stat(look.pid)
     main = process_stat(f"{look.pid}/task/{look.pid}")
     look.moved_bytes = max(0, processes.moved_bytes(look.pid) - look.dumped_bytes)
@@ -439,6 +440,7 @@ def _sample(look: _RankLook) -> RankSample:
         talked_bytes=round(look.talked.total),
         wanted_s=look.wanted_s,
         children_wanted_s=look.wanted.total,
+        stolen_s=look.stolen_s,
     )
 
 

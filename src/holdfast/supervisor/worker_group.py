@@ -23,7 +23,7 @@ from holdfast.agent.events import (
     WorkersHeld,
 )
 from holdfast.protocol.errors import HoldfastError, LogDirError, PeerError, SupervisorLostError
-from holdfast.protocol.messages import Assign, Start
+from holdfast.protocol.messages import Assign, Profile, Profiled, Start
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.rank_progress import RankProgress, RankSample
@@ -35,6 +35,7 @@ from holdfast.supervisor.dashboard_host import DashboardHost
 from holdfast.supervisor.ends import Ends, OomWatch
 from holdfast.supervisor.generation import RunningGeneration, taking_part
 from holdfast.supervisor.log_router import LogRouter
+from holdfast.supervisor.profiles import Profiles
 from holdfast.supervisor.service_host import SaverHost, StoreHost, free_port
 from holdfast.supervisor.supervisor import SupervisorHandle
 from holdfast.supervisor.worker_command import binding_for, order_for, script_argv
@@ -95,6 +96,7 @@ class WorkerGroup:
             folder=folder.path,
             fault=journal.fault,
         )
+        self._profiles = Profiles(tasks, folder.path, journal.write)
         self._oom: OomWatch | None = None
         self._store: StoreHost | None = None
         self._saver = SaverHost(
@@ -196,13 +198,14 @@ class WorkerGroup:
 
     def _held(self, generation: int) -> None:
         running = self._if_running(generation)
-        self._emit(WorkersHeld(generation, running.board.reached() if running is not None else 0))
+        reached, saves = (running.board.reached(), running.board.all_save(running.pids())) if running else (0, False)
+        self._emit(WorkersHeld(generation, reached, saves))
 
-    def release(self, generation: int, safe_point: int) -> None:
-        """Let them continue to this safe point, where they stop; 0: continue without a stop."""
+    def release(self, generation: int, safe_point: int, *, save: bool = False) -> None:
+        """Let them continue to this safe point, where they stop, or save and go on; 0: continue without that."""
         running = self._if_running(generation)
         if running is not None:
-            running.board.release(safe_point)
+            running.board.release(safe_point, save=save)
 
     def _if_running(self, generation: int) -> RunningGeneration | None:
         running = self._running
@@ -216,6 +219,9 @@ class WorkerGroup:
         """Sample the workers' stacks, for a command on this node."""
         running = self._running
         return await self._observer.samples(running.number, running.pids()) if running is not None else ()
+
+    def profile(self, order: Profile, send: Callable[[Profiled], object]) -> None:
+        self._profiles.order(self._if_running(order.generation), order, send)
 
     def progress(self) -> tuple[RankProgress, ...]:
         """The progress of this generation's workers."""
@@ -255,6 +261,7 @@ class WorkerGroup:
         """End everything: no process of this group is alive afterwards. `outcome` None: a fault of ours ends it."""
         if self._dashboard is not None:
             await self._dashboard.close(outcome)
+        await self._profiles.close()
         if self._store is not None:
             self._store.close()
         await self._saver.close()

@@ -260,7 +260,7 @@ class Peers:
         self._store = store
         self._patience_s = patience_s
         self._turn = 0
-        self._told: list[str] = []
+        self._posted: list[str] = []
         self._call, self._guard_s = "", GUARD_S
 
     @property
@@ -327,9 +327,9 @@ class Peers:
             return []
         keys = [f"{key}{rank}" for rank in range(1, self.world)]
         texts = self._take(keys)
-        for each in (*keys, *self._told):
+        for each in (*keys, *self._posted):
             self._store.delete_key(each)  # a rank that has answered has read the earlier message
-        self._told.clear()
+        self._posted.clear()
         return [value, *map(json.loads, texts)]
 
     def tell(self, value: Any = None) -> Any:
@@ -341,7 +341,7 @@ class Peers:
         if self.rank:
             return json.loads(self._take([key])[0])
         self._store.set(key, json.dumps(value))
-        self._told.append(key)
+        self._posted.append(key)
         return value
 
     def tell_each(self, values: list[Any]) -> Any:
@@ -354,7 +354,7 @@ class Peers:
             return json.loads(self._take([key])[0])
         for rank in range(1, self.world):
             self._store.set(f"{self._turn}!{rank}", json.dumps(values[rank]))
-            self._told.append(f"{self._turn}!{rank}")
+            self._posted.append(f"{self._turn}!{rank}")
         return values[0]
 
     def share(self, value: Any) -> list[Any]:

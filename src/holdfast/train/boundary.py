@@ -35,7 +35,8 @@ class Boundary:
         self.step = 0
         self._tracker = tracker
         self._random = RandomNumbers()
-        self._interrupted: RandomNumbers | None = None
+        self._interrupted: tuple[RandomNumbers, list[torch.Tensor]] | None = None
+        """Random numbers and buffers when the rank was interrupted."""
         self._record = TorchRecord.at(place)
         self._schedulers = [each for each in tracker.others.values() if isinstance(each, LRScheduler)]
         self._schedules: list[dict[str, Any]] = []
@@ -48,7 +49,7 @@ class Boundary:
         self.step = step
         self._random.read()
         if self._record is not None:
-            self._record.write(step, self._random.torch)
+            self._record.write(step, self._random.torch, complete=True)
         if self._schedulers:
             self._schedules = [_schedule(each) for each in self._schedulers]
             self._options = [group.copy() for group in self._groups]
@@ -58,11 +59,12 @@ class Boundary:
         """A model's forward pass is done; a hook. What a step draws it has drawn by now: should this rank be lost
         before its step is complete, and others complete theirs with its gradients, its replacement needs this."""
         if self._record is not None and not torch.compiler.is_compiling():
-            self._record.write(self.step + 1, self._random.of_torch.state())
+            # Micro-batches are counted, too; of an optimizer step the last one counts.
+            self._record.write(self._tracker.state.step + 1, self._random.of_torch.state(), complete=False)
 
     def rewind(self, state: TrainState) -> None:
         """Go back to that moment."""
-        self._interrupted = RandomNumbers()
+        self._interrupted = RandomNumbers(), self._buffers.copies()
         state.step = self.step
         self._random.restore()
         for scheduler, schedule in zip(self._schedulers, self._schedules, strict=True):
@@ -71,13 +73,19 @@ class Boundary:
             group.update(options)
         self._buffers.restore()
 
+    def complete(self, step: int) -> None:
+        """Others have completed this step: if it is the one that this rank was interrupted in, they had its gradients,
+        so its forward pass was done. Its buffers are what that has left: each rank has others."""
+        if step > self.step and self._interrupted is not None:
+            self._buffers.restore(self._interrupted[1])
+
     def restore_random(self, step: int, *, survived: bool) -> bool:
         """Set the random numbers that this rank had, or the lost one in its place, after this step. False: they are
         not known, and nothing is set."""
         if survived and step == self.step:
             self._random.restore()
-        elif survived and step == self.step + 1 and self._interrupted is not None:
-            self._interrupted.restore()  # its forward pass was done, and nothing draws after that
+        elif survived and step > self.step and self._interrupted is not None:
+            self._interrupted[0].restore()  # its forward pass was done, and nothing draws after that
         elif not survived and self._record is not None and (found := self._record.read(step)) is not None:
             torch.set_rng_state(found)
         else:
@@ -122,10 +130,15 @@ class Buffers:
         self._find()
         torch._foreach_copy_(self._values, self._theirs)
 
-    def restore(self) -> None:
-        if self._values:
+    def copies(self) -> list[torch.Tensor]:
+        self._find()
+        return [each.clone() for each in self._theirs]
+
+    def restore(self, values: Sequence[torch.Tensor] = ()) -> None:
+        """Of the last `keep`, or these."""
+        if values or self._values:
             self._find()
-            torch._foreach_copy_(self._theirs, self._values)
+            torch._foreach_copy_(self._theirs, values or self._values)
 
     def _find(self) -> None:
         """A model may put another tensor in the place of one."""
@@ -286,6 +299,8 @@ class TorchRecord:
         self._state_bytes = len(state)
         self._addresses = [each.data_ptr() for each in self._states]
         self._newest = -1, state
+        self._number, self._complete = 0, True
+        """Where the newest one is, and whether its step is complete."""
 
     @classmethod
     def at(cls, place: str) -> TorchRecord | None:
@@ -295,20 +310,29 @@ class TorchRecord:
                 return cls(os.path.join(place, f"{os.environ.get('LOCAL_RANK', '0')}.random"))
         return None
 
-    def write(self, step: int, state: torch.Tensor) -> None:
-        """May be called again for a step that is not complete. Nobody may change `state` afterwards."""
-        if self._newest[0] == step and self._newest[1] is state:
+    def write(self, step: int, state: torch.Tensor, *, complete: bool) -> None:
+        """What is written for a step that is not complete the next call replaces. Nobody may change `state`
+        afterwards."""
+        newest, kept = self._newest
+        if self._complete and newest != step:
+            self._number = (self._number + 1) % RECORDS
+        self._complete = complete
+        if newest == step and kept is state:
             return
+        for number in range(RECORDS):
+            if number == self._number or self._steps[number] == step + 1:
+                self._steps[number] = 0
+        # copy_ takes four times that.
+        ctypes.memmove(self._addresses[self._number], state.data_ptr(), self._state_bytes)
+        self._steps[self._number] = step + 1
         self._newest = step, state
-        number = step % RECORDS
-        self._steps[number] = 0
-        ctypes.memmove(self._addresses[number], state.data_ptr(), self._state_bytes)  # in a quarter of copy_'s time
-        self._steps[number] = step + 1
 
     def read(self, step: int) -> torch.Tensor | None:
         """None: the states after this step were not recorded."""
-        number = step % RECORDS
-        return self._states[number].clone() if self._steps[number] == step + 1 else None
+        for number in range(RECORDS):
+            if self._steps[number] == step + 1:
+                return self._states[number].clone()
+        return None
 
 
 WORD_BYTES = 8

@@ -13,10 +13,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
-import threading
-import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -28,10 +26,6 @@ try:
 except ImportError:
     _stream = None  # type: ignore[assignment]
 
-ALL_STATES = 3
-"""A tier has room for at most so many."""
-PAUSE = 3.0
-"""Pause until the next piece of memory is taken in the background, in multiples of the time for one."""
 THREADS_MAX = 16
 """More do not make memory any faster."""
 
@@ -200,46 +194,3 @@ def _is_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
 
 def _is_plain(tensor: torch.Tensor) -> bool:
     return tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg() and not tensor.is_conj()
-
-
-class MemoryReservation:
-    """Memory that is taken in the background, a piece now and then. Who cannot wait for it takes the rest at once.
-
-    Not by a thread of low priority: on a busy machine that may not run for seconds, and who needs the memory waits."""
-
-    def __init__(self, pieces: Iterator[int]) -> None:
-        """`pieces`: of `Tier.reserving`."""
-        self._pieces = pieces
-        self._turn = threading.Lock()
-        self._wanted = threading.Event()
-        self._ready = 0
-        self._error: SnapshotMemoryError | None = None
-        self._thread = threading.Thread(target=self._in_background, name="holdfast-reserve")
-        self._thread.start()
-
-    def _in_background(self) -> None:
-        began_s = time.monotonic()
-        while self._take(ALL_STATES):
-            if self._wanted.wait(PAUSE * (time.monotonic() - began_s)):
-                return
-            began_s = time.monotonic()
-
-    def _take(self, states: int) -> bool:
-        """One more piece. False: so many states have room, or never will."""
-        with self._turn:
-            if self._ready >= states or self._error is not None:
-                return False
-            try:
-                self._ready = next(self._pieces, ALL_STATES)
-            except SnapshotMemoryError as error:
-                self._error = error
-            return True
-
-    def finish(self, states: int) -> SnapshotMemoryError | None:
-        """Until so many states have room; or the error."""
-        if states >= ALL_STATES:
-            self._wanted.set()
-            self._thread.join()
-        while self._take(states):
-            pass
-        return self._error

@@ -23,6 +23,7 @@ from holdfast.snapshots import changes, disk
 from holdfast.snapshots import lease as leases
 from holdfast.snapshots.changes import Keep, SaveRequest, Verified
 from holdfast.snapshots.flush import rescue_attempt
+from holdfast.snapshots.folder import confirm
 from holdfast.snapshots.in_process import InProcessStaging
 from holdfast.snapshots.lease import FolderLease
 from holdfast.snapshots.remote import Place, RemotePath
@@ -30,8 +31,8 @@ from holdfast.snapshots.saver_client import SaverClient, Tier, warn_of_disk
 from holdfast.train import sharding
 from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper, node_key
 from holdfast.train.copies import Copies
-from holdfast.train.copying import ALL_STATES, MemoryReservation
 from holdfast.train.reading import Saved
+from holdfast.train.reservation import MemoryReservation, foreseen_bytes
 from holdfast.train.sharding import TEXT, Layout, Places
 from holdfast.train.state import Collected, Tracker
 
@@ -109,7 +110,7 @@ class Saving:
 
     def regroup(self, peers: Peers, generation: int, rescue: int, lease: FolderLease | None) -> None:
         """Save with the ranks of this generation from now on. All call it; the next save makes a new plan."""
-        self._await_reserved()
+        self._stop_reserving()
         self.await_settled()
         self._peers, self._rescue, self._lease = peers, rescue, lease
         self._saves = 0
@@ -152,6 +153,12 @@ class Saving:
     def plan_ahead(self) -> None:
         """Plan before anything is due, and take memory in the background."""
         self._plan_together()
+
+    def take_ahead(self) -> None:
+        """Take memory in the background for what will be there after the first step, as far as it can be foreseen."""
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        size_bytes = foreseen_bytes(self._tracker.models, self._tracker.optimizers, ranks)
+        self._reservation = MemoryReservation(self.tier.reserving(size_bytes), self.tier.states)
 
     def look(self) -> None:
         """Gather what went wrong in the background. The next save reports it to all ranks: one rank alone must not
@@ -330,7 +337,7 @@ class Saving:
         """What one rank cannot do all raise: to plan, the ranks wait for each other."""
         failure: Exception | None = None
         try:
-            self._await_reserved()
+            self._stop_reserving()
             self.await_settled()  # nobody stages before all ranks have planned, hence before all have settled
             collected = self._collect()
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
@@ -350,14 +357,20 @@ class Saving:
         self._layout = _plan(self._peers, f"{node_key()}:{self.tier.place}", collected)
         self._signature = collected.signature()
         self._staged = 0
-        self._reservation = MemoryReservation(self.tier.reserving(self._layout.size_bytes))
+        self._reservation = MemoryReservation(self.tier.reserving(self._layout.size_bytes), self.tier.states)
 
-    def _await_reserved(self, states: int = ALL_STATES) -> None:
+    def _stop_reserving(self) -> None:
+        """What was taken counts for the next plan, and what went wrong with the rest will go wrong again."""
+        if self._reservation is not None:
+            self._reservation.stop()
+            self._reservation = None
+
+    def _await_reserved(self, states: int) -> None:
         """Until so many states have room."""
         if self._reservation is None:
             return
         error = self._reservation.finish(states)
-        if error is not None or states >= ALL_STATES:
+        if error is not None or states >= self.tier.states:
             self._reservation = None
         if error is not None:
             self._use_disk_alone(error)
@@ -399,14 +412,13 @@ class Pruner:
 
     def __init__(self, path: Place, keep: Keep) -> None:
         self._path, self._keep = path, keep
-        self._verified = Verified()
+        self._verified = Verified(confirm)
         self._due = False
         self._thread: threading.Thread | None = None
 
     def begin_after(self, tier: Tier) -> None:
         """There will be a new snapshot, once the tier has written it."""
         self._due = True
-        self._verified.read = tier.read_back
         self.check(tier)
 
     def check(self, tier: Tier) -> None:

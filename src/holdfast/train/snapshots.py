@@ -209,9 +209,11 @@ class Snapshots:
         if choice.only is not None:
             self._tracker.chosen = tuple(sorted(choice.only))
         tier.forget(self.state.step if resumed else -1)
-        self._begin(peers, tier)
-        if resumer.adopted is not None and self._saving is not None:
-            self._settle(self._saving, resumer.adopted)
+        saving = self._begin(peers, tier)
+        if resumer.adopted is not None:
+            self._settle(saving, resumer.adopted)
+        else:
+            saving.take_ahead()
         return resumed
 
     @contextlib.contextmanager
@@ -227,11 +229,8 @@ class Snapshots:
     def _settle(self, saving: Saving, adopted: Saved) -> None:
         """In the background, beside the first batch; the first optimizer step waits for it."""
         saving.settle(adopted)
-
-        def wait(*_: Any) -> None:
-            saving.await_settled()
-
-        self._until_first_step = [each.register_step_pre_hook(wait) for each in self._tracker.optimizers]
+        hooks = [each.register_step_pre_hook(lambda *_: saving.await_settled()) for each in self._tracker.optimizers]
+        self._until_first_step = hooks
 
     def _open(self) -> tuple[Peers, Tier]:
         """The other ranks, the memory, and the folder for this job alone."""
@@ -285,7 +284,7 @@ class Snapshots:
         if peers.rank == 0 and self._keep is not None and self._pruner is None:
             self._pruner = Pruner(self.path, self._keep)
 
-    def _begin(self, peers: Peers, tier: Tier) -> None:
+    def _begin(self, peers: Peers, tier: Tier) -> Saving:
         step, self._durable_epoch = self.state.step, self.state.epoch
         worker.at_step(step)
         self._schedule.start(step)
@@ -303,6 +302,7 @@ class Snapshots:
             self._lease,
             self._copies,
         )
+        return self._saving
 
     def _begun(self) -> Saving:
         """What saves; begins anew when resume() was never called and there is nothing to resume from."""
@@ -313,8 +313,7 @@ class Snapshots:
                 peers, tier = self._open()
                 if not peers.tell(self._may_begin_anew() if peers.rank == 0 else None):
                     raise TrackingError(f"{self.path} has snapshots already: call resume() before the first step")
-            self._begin(peers, tier)
-        assert self._saving is not None
+            return self._begin(peers, tier)
         return self._saving
 
     def _may_begin_anew(self) -> bool:
@@ -362,7 +361,7 @@ class Snapshots:
 
     def _save_if_due(self, saving: Saving) -> None:
         step, schedule = self.state.step, self._schedule
-        durable = schedule.durable_due(step)
+        durable = worker.should_save() or schedule.durable_due(step)
         if not durable and schedule.look_due(step):
             durable, schedule.look_at = saving.ask(step)
         if durable or schedule.memory_due(step):

@@ -159,16 +159,17 @@ class Survivor:
         self._channel.close()
 
     def _note_stepping(self, *_: Any) -> None:
-        self._stepping = True
+        with self._channel.uninterrupted:
+            self._stepping = True
 
     def at_boundary(self) -> None:
         """A step is complete. Raises Released when the training function is to be left here."""
-        self._stepping = False
         self._boundary.mark(self._snaps.state.step)
         if self._first:
             self._first = False
             self._reducers.observed()
             self._report()
+        self._stepping = False  # not before: half of a mark is the state of no step
         release = self._channel.released
         if release is not None and release.cut:
             raise Released
@@ -372,6 +373,8 @@ class Handed:
         tracker.regroup(peers.rank, peers.world)
         if self.behind:
             self._transfer(tracker, group.device, peers.rank)
+        if survived:
+            boundary.complete(self.step)
         snaps.state.step, snaps.state.epoch = self.step, self.epoch
         tracker.set_positions(self.positions)
         if not (self.same_places and boundary.restore_random(self.step, survived=survived)):

@@ -336,7 +336,8 @@ def _serve_agent() -> Callable[[], None]:
             folder = os.path.dirname(folder)
         board = _load(os.path.join(os.path.dirname(folder), "protocol", "board_layout.py"))
         _answer_looks(address, board)
-        _load(os.path.join(folder, "progress.py"), layout=board).begin(address)
+        profiled = _take_profiles(address, board, folder)
+        _load(os.path.join(folder, "progress.py"), layout=board, profiled=profiled).begin(address)
         own_pid = os.getpid()
         return lambda: _tell_of_exception(address, board) if os.getpid() == own_pid else None
     return lambda: None
@@ -354,17 +355,50 @@ def _tell_of_exception(address: str, board: Any) -> None:
         return  # the agent is gone, or unreachable: it sees the process end
 
 
-def _open_of_agent(address: str, board: Any, word: int, flags: int) -> int:
-    """Open for writing the agent's file whose descriptor this word of its board holds. Raises OSError, ValueError."""
-    path = address.rpartition("@")[0]
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+def _read_word(address: str, board: Any, word: int) -> int:
+    """A word of the agent's board. Raises OSError."""
+    fd = os.open(address.rpartition("@")[0], os.O_RDONLY | os.O_CLOEXEC)
     try:
-        number = int.from_bytes(os.pread(fd, board.WORD_BYTES, word * board.WORD_BYTES), sys.byteorder)
+        return int.from_bytes(os.pread(fd, board.WORD_BYTES, word * board.WORD_BYTES), sys.byteorder)
     finally:
         os.close(fd)
+
+
+def _open_of_agent(address: str, board: Any, word: int, flags: int) -> int:
+    """Open for writing the agent's file whose descriptor this word of its board holds. Raises OSError, ValueError."""
+    number = _read_word(address, board, word)
     if not number:
         raise ValueError("there is none")
-    return os.open(f"{os.path.dirname(path)}/{number}", os.O_WRONLY | os.O_CLOEXEC | flags)
+    return os.open(f"{os.path.dirname(address)}/{number}", os.O_WRONLY | os.O_CLOEXEC | flags)
+
+
+def _take_profiles(address: str, board: Any, folder: str) -> Callable[[int, bool], bool]:
+    """Take profiles on the agent's signal, for orders that do not count steps. Returns what is to be called after a
+    step while there is an order: see Profiler.look."""
+    profiler: Any = None
+    own_pid = os.getpid()
+
+    def look(order: int, stepped: bool) -> bool:
+        nonlocal profiler
+        if profiler is None:
+            profiler = _load(os.path.join(folder, "profile.py"), layout=board).Profiler(os.path.dirname(address))
+        return bool(profiler.look(order, stepped=stepped))
+
+    def signalled(*_: object) -> None:
+        if os.getpid() == own_pid:
+            try:
+                look(_read_word(address, board, int(address.rpartition("@")[2]) + board.PROFILE), False)
+            except OSError:
+                return  # the agent is gone
+
+    try:
+        import _signal  # type: ignore[import-not-found] # the C part of signal: nothing else is imported
+
+        _signal.signal(board.PROFILE_SIGNAL, signalled)
+        _signal.siginterrupt(board.PROFILE_SIGNAL, False)
+    except (ImportError, OSError, ValueError):
+        pass  # this Python lacks the function, or we are not in the main thread: steps can be profiled
+    return look
 
 
 def _answer_looks(address: str, board: Any) -> None:

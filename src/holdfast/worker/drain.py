@@ -106,7 +106,7 @@ class _Slot:
         self._slot = slot
         self._pid = os.getpid()
         self._reached = 0
-        self._told = False
+        self._stopped = False
 
     @property
     def own(self) -> bool:
@@ -115,7 +115,7 @@ class _Slot:
 
     def reach(self) -> bool:
         """Count one more safe point; True: stop here."""
-        if self._told:
+        if self._stopped:
             return True
         words = self._words
         self._reached += 1
@@ -124,13 +124,18 @@ class _Slot:
         if words[layout.HELD]:
             self._wait()
         if 0 < words[layout.SAFE_POINT] <= self._reached:
-            self._told = True
-            words[self._slot + layout.TOLD] = self._reached
-        return self._told
+            self._stopped = True
+            words[self._slot + layout.STOP_SEEN] = self._reached
+        return self._stopped
+
+    def save_wanted(self) -> bool:
+        """Whether to save at the newest safe point."""
+        self._words[self._slot + layout.SAVES] = 1
+        return 0 < self._words[layout.SAVE_POINT] == self._reached
 
     def begin_again(self) -> None:
         """All workers of a new generation count their safe points from 0. The agent resets the board's words."""
-        self._reached, self._told = 0, False
+        self._reached, self._stopped = 0, False
 
     def _wait(self) -> None:
         import time
@@ -155,6 +160,10 @@ class SafePoints:
     def begin_again(self) -> None:
         if self._slot_of_mine is not None and self._slot_of_mine.own:
             self._slot_of_mine.begin_again()
+
+    def save_wanted(self) -> bool:
+        slot = self._slot_of_mine
+        return slot is not None and slot.own and slot.save_wanted()
 
     def reach(self) -> bool:
         if not self._address:
@@ -222,6 +231,20 @@ def should_stop() -> bool:
                 sys.exit(0)
     """
     return _of_this_process().reach()
+
+
+def should_save() -> bool:
+    """Ask, after each call of should_stop() that returned False, whether to save here and go on.
+
+    `holdfast save` asks all ranks for it: the call that follows the same should_stop() returns True on every rank,
+    once. `ht.Snapshots` makes both calls; a script that saves by itself adds this one:
+
+        if should_stop() or should_save():
+            save(step + 1)
+
+    It costs about a microsecond. Without holdfast it is always False.
+    """
+    return _of_this_process().save_wanted()
 
 
 def begin_again() -> None:

@@ -212,10 +212,13 @@ class ForkServer:
 
     def _import_all(self, modules: list[str]) -> None:
         began = time.monotonic()
-        done = []
+        done, failed = [], set[str]()
         for module in modules:
+            if module.partition(".")[0] in failed:
+                continue
             trouble = self._import(module)
             if trouble:
+                failed.add(module)
                 self._tell("left_out", trouble)
             else:
                 done.append(module)

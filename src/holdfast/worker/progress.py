@@ -1,7 +1,8 @@
 """Records a worker's moments on the board: its begin, its process group and its steps. Runs no user code.
 
 Loaded by the bootstrap by its path, so it imports nothing of ours and must run under any Python: `layout`, which is
-protocol/board_layout.py, is put here by the bootstrap. Hooks torch after the program imports it, and never imports it:
+protocol/board_layout.py, and `profiled` are put here by the bootstrap. Hooks torch after the program imports it, and
+never imports it:
 
 - `register_optimizer_step_post_hook`, torch's public global hook, counts steps, at about 0.5 microseconds each.
   Steps of an optimizer that is itself compiled (torch.compile) are not seen.
@@ -31,6 +32,9 @@ if TYPE_CHECKING:
     from typing import Any
 
     from holdfast.protocol import board_layout as layout  # noqa: TC004 - the bootstrap puts it here
+
+    def profiled(order: int, stepped: bool) -> bool:
+        """Begin or end a profile; returns whether to call again after each step."""
 
     Handler = Callable[..., Iterator[Any]]
 
@@ -79,11 +83,12 @@ class _Pace:
         first = slot + layout.FIRST_STEP
         now_ns = time.monotonic_ns
         torch: Any = sys.modules["torch"]
-        ours, count, own_ns = True, 0, 0
+        ordered, look = slot + layout.PROFILE, profiled
+        ours, count, own_ns, profiling = True, 0, 0, False
         since_ns = 0  # the end of the newest step or backward; 0 before the first step and inside a backward
 
         def step_is_done(*_: object) -> None:
-            nonlocal count, since_ns
+            nonlocal count, since_ns, profiling
             # A step that is being compiled must not have our call in its graph: it does not count. Where torch is too
             # old to report compilation, no step counts.
             try:
@@ -98,6 +103,9 @@ class _Pace:
             words[steps] = count
             if count == 1:
                 words[first] = since_ns
+            if words[ordered] or profiling:
+                profiling = look(words[ordered], True)
+                since_ns = now_ns()
 
         def around(original: Any) -> Any:
             import functools

@@ -54,7 +54,10 @@ class AgentChannel:
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
         self._connection.setblocking(False)
-        self._changed = threading.Condition()
+        self.uninterrupted = threading.RLock()
+        """While the main thread holds it no interruption begins. It takes this lock itself, and not by the condition,
+        whose `with` is Python code: an interruption there would leave it locked."""
+        self._changed = threading.Condition(self.uninterrupted)
         self._release: Release | None = None
         self._go: Go | None = None
         self._lost = False
@@ -97,14 +100,15 @@ class AgentChannel:
         """The main thread trains from now on, until `arrive`.
 
         `cut` ends collective operations; this object's thread calls it. `exception` is raised in the main thread if
-        it has not come to the gate UNINTERRUPTED_S after that and `may_interrupt()`."""
-        with self._changed:
+        it has not come to the gate UNINTERRUPTED_S after that and `may_interrupt()`, which is asked with the lock
+        `uninterrupted`."""
+        with self.uninterrupted:
             self._cut, self._may_interrupt, self._exception = cut, may_interrupt, exception
             self._at_gate = False
 
     def arrive(self) -> None:
         """The main thread does not train any more. No interruption follows."""
-        with self._changed:
+        with self.uninterrupted:
             self._at_gate = True
             _interrupt(self._main, None)
             self._changed.notify_all()
@@ -161,7 +165,7 @@ class AgentChannel:
 
     def _receive(self) -> None:
         """Take every message that has arrived; for both threads."""
-        with self._changed:
+        with self.uninterrupted:
             while not self._lost:
                 try:
                     received = seqpacket.receive(self._connection)

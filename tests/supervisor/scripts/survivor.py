@@ -40,6 +40,7 @@ def tell(**message):
 say("up", place())
 generation = 0
 tell(**({"is": "ready"} if replacement else {"is": "able", "generation": 0}))
+print("said", file=sys.stderr, flush=True)
 while packet := channel.recv(65536):
     message = json.loads(packet)
     if message["do"] == "release":

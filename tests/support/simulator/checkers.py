@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
-from holdfast.protocol.charter import VOTERS_MIN, Charter
+from holdfast.protocol.charter import NO_CHARTER, VOTERS_MIN, Charter, CharterPosition
 from holdfast.protocol.messages import Assign
 
 
@@ -114,55 +114,132 @@ class WorldChecker:
 class SuccessionChecker(WorldChecker):
     """Of jobs whose coordinators succeed each other. All coordinators of one job share its generations and its budget."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        apart: Callable[[str, str], bool] = lambda _, __: False,
+        living: Callable[[int], Collection[str]] = lambda _: (),
+    ) -> None:
+        """`apart`: whether these hosts cannot hear each other, or could not a moment ago. `living`: voters of the newest
+        charter that this founder can know of, and that could go on without it."""
         super().__init__()
-        self.newest: Charter | None = None
-        """The newest charter that counts."""
+        self._apart = apart
+        self._living = living
         self._job_of: dict[int, int] = {}
         """The first coordinator of the job, by coordinator."""
+        self._line_of: dict[int, int] = {}
+        """The founder since which all coordinators were elected, by coordinator: from then on, no term has two."""
         self._writers: dict[tuple[object, ...], int] = {}
-        """By whose job each charter was written."""
+        """By whom each charter was written."""
+        self._begins_after: dict[int, CharterPosition] = {}
+        """The charter that a coordinator continues."""
+        self._decided: dict[int, int] = {}
+        """The coordinator that has written the newest charter, by job."""
+        self._founders: dict[int, CharterPosition] = {}
+        """Those that have decided nothing yet, and what they continue."""
+        self._newest: dict[int, Charter] = {}
+        """The newest charter that counts, by job."""
+        self._at_work_for: dict[str, int] = {}
+        """The job whose workers a host had last."""
+        self._starters: dict[tuple[int, int], int] = {}
+        """By whom each generation was started, by job and number."""
         self._present = 0
+        """The job of the latest term."""
+        self._elected: dict[tuple[int, int], int] = {}
+        """By founder and term."""
         self._deciding: dict[tuple[int, int], int] = {}
         """The coordinator that has decided, by job and term."""
 
-    def leads(self, coordinator: int, charter: Charter | None) -> None:
+    @property
+    def newest(self) -> Charter | None:
+        return self._newest.get(self._present)
+
+    def leads(self, coordinator: int, charter: Charter | None, term: int) -> None:
         """A coordinator begins: it was elected and continues this charter, or founds a job."""
-        self._job_of[coordinator] = coordinator if charter is None else self._writers[self._key(charter)]
+        if charter is None:
+            self._job_of[coordinator] = self._line_of[coordinator] = coordinator
+            self._founders[coordinator] = NO_CHARTER
+            return
+        self._continue(coordinator, charter)
+        other = self._elected.setdefault((self._line_of[coordinator], term), coordinator)
+        self._require(other == coordinator, f"coordinators {other} and {coordinator} are both elected in term {term}")
+
+    def recalls(self, coordinator: int, charter: Charter) -> None:
+        """A coordinator that founded the job continues this charter, as it has heard."""
+        self._continue(coordinator, charter)
+        self._line_of[coordinator] = coordinator
+        self._founders[coordinator] = charter.position
+
+    def _continue(self, coordinator: int, charter: Charter) -> None:
+        writer = self._writers[self._key(charter)]
+        self._job_of[coordinator], self._line_of[coordinator] = self._job_of[writer], self._line_of[writer]
+        self._begins_after[coordinator] = charter.position
 
     def wrote(self, coordinator: int, charter: Charter) -> None:
-        self._writers[self._key(charter)] = self._job_of[coordinator]
+        self._writers.setdefault(self._key(charter), coordinator)
 
     @staticmethod
     def _key(charter: Charter) -> tuple[object, ...]:
         return charter.position, charter.voters
 
-    def committed(self, coordinator: int, term: int, charter: Charter, living: Collection[str]) -> None:
-        """A charter counts. `living`: voters of the newest one that have not ended."""
-        job, newest = self._job_of[coordinator], self.newest
-        if job != self._present and charter.generation:
-            self._founded(coordinator, living)
-            self._present, newest = job, None
-        if job != self._present:
+    def started(self, coordinator: int, host: str, assign: Assign, *, cut_off: set[str]) -> None:
+        if assign.local_ranks != ():
+            self._founds(coordinator)
+            number = assign.generation
+            first = self._starters.setdefault((self._job_of[coordinator], number), coordinator)
+            self._require(
+                first == coordinator, f"coordinators {first} and {coordinator} both start generation {number}"
+            )
+        super().started(coordinator, host, assign, cut_off=cut_off)
+
+    def _begun(self, coordinator: int, host: str, assign: Assign, cut_off: set[str]) -> None:
+        """Where a job was founded a second time, on one side of a divided network, the other side may run the first."""
+        job = self._job_of[coordinator]
+        beyond = {other for other in self.alive if self._at_work_for.get(other) != job and self._apart(host, other)}
+        super()._begun(coordinator, host, assign, cut_off | beyond)
+        self._at_work_for[host] = job
+
+    def committed(self, coordinator: int, term: int, charter: Charter) -> None:
+        """A charter counts."""
+        job = self._job_of[coordinator]
+        if charter.position <= self._begins_after.get(self._decided.get(job, 0), NO_CHARTER):
+            self._founders.pop(
+                coordinator, None
+            )  # its voters have confirmed it in time, and the successor continues it
             return
+        if charter.generation:
+            self._founds(coordinator)
+        job = self._job_of[coordinator]
         decides = self._deciding.setdefault((job, term), coordinator)
         self._require(decides == coordinator, f"coordinators {decides} and {coordinator} both decide in term {term}")
-        if newest is not None:
-            before, after = (newest.generation, newest.restarts), (charter.generation, charter.restarts)
-            self._require(charter.position > newest.position, f"{charter.position} counts after {newest.position}")
+        older, newest = self._newest.get(job), self.newest
+        if older is not None:
+            before, after = (older.generation, older.restarts), (charter.generation, charter.restarts)
+            self._require(charter.position > older.position, f"{charter.position} counts after {older.position}")
             self._require(all(a >= b for a, b in zip(after, before, strict=True)), f"{after} counts after {before}")
-        self.newest = charter
+        self._newest[job], self._decided[job] = charter, coordinator
+        if newest is None or charter.position.term > newest.position.term:
+            self._present = job
 
-    def _founded(self, coordinator: int, living: Collection[str]) -> None:
-        """Another job begins. There is only one while a majority of the voters could continue the one before."""
-        newest = self.newest
-        if newest is None or newest.outcome is not None or len(newest.seats) < VOTERS_MIN:
+    def _founds(self, coordinator: int) -> None:
+        """A founder that decides for the first time begins another job if it does not continue the newest charter."""
+        recalled, newest = self._founders.pop(coordinator, None), self.newest
+        if recalled is None:
             return
-        text = f"coordinator {coordinator} founds a second job while {sorted(living)} could continue the one before"
-        self._require(not newest.carried_by(living), text)
+        if newest is not None and self._job_of[coordinator] == self._present and recalled >= newest.position:
+            return
+        if newest is not None and newest.outcome is None and len(newest.seats) >= VOTERS_MIN:
+            living = self._living(coordinator)
+            text = f"coordinator {coordinator} founds a second job while {sorted(living)} could continue the one before"
+            self._require(not newest.carried_by(living), text)
+        self._job_of[coordinator] = self._present = coordinator
 
     def goes_on(self, text: str, *, running: bool) -> None:
         self._require(running, text)
+
+    def alone(self, coordinators: Collection[int]) -> None:
+        """These run a job, and hear each other for long."""
+        jobs = {self._job_of[each] for each in coordinators}
+        self._require(len(jobs) < 2, f"coordinators {sorted(coordinators)} run two jobs side by side")
 
     def _job(self, coordinator: int) -> int:
         return self._job_of[coordinator]

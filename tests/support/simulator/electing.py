@@ -18,9 +18,9 @@ from holdfast.agent import events as ev
 from holdfast.agent import voter as vote
 from holdfast.coordinator import coordinator_state as cstate
 from holdfast.coordinator.replicated import ReplicatedCoordinator
-from holdfast.protocol.charter import Charter, Renew, Renewed, Seat, Succession
+from holdfast.protocol.charter import Charter, Poll, Polled, Renew, Renewed, Seat, Succession
 from holdfast.protocol.errors import CoordinatorUnreachableError
-from holdfast.protocol.messages import FromCoordinator, Joined, Moved, Poll, Polled, Supersede
+from holdfast.protocol.messages import FromCoordinator, Joined, Moved, Supersede
 from holdfast.protocol.policy import NodeSpec
 from tests.support.simulator.drawn import DrawnAgent
 from tests.support.simulator.network import FakeEnd
@@ -116,6 +116,8 @@ class SimWitness:
             if isinstance(message, Renew):
                 term = max(term, message.term)
                 self.voter.renew_came(message, end.send)
+            elif isinstance(message, Poll):
+                self.voter.poll_came(message, end.send)
 
         def closed(_: str) -> None:
             self.voter.handle(vote.Unlinked(term, closed=True))
@@ -195,6 +197,11 @@ class ElectingAgent(DrawnAgent):
     # ---------------------------------------------------------------- the coordinator in this process
 
     def lead(self, succession: Succession) -> None:
+        if self.coordinator is not None:
+            self.coordinator.handle(cstate.Deposed(succession.term, "", 0))
+        if self.coordinator is not None:
+            self.voter.handle(vote.Unlinked(succession.term, closed=False, local=True))
+            return
         self.coordinator = self.world.lead(self, self.node, succession)
         self.news()
 
@@ -202,6 +209,10 @@ class ElectingAgent(DrawnAgent):
         coordinator, self.coordinator = self.coordinator, None
         assert coordinator is not None
         self.world.log(coordinator.who, f"steps down: {command.reason}")
+        machine = coordinator.machine
+        if machine.charter.voters:
+            self.voter.renew_came(Renew(machine.term, 0, machine.charter), lambda _: None)
+        self.voter.handle(vote.Unlinked(machine.term, closed=False, local=True))
         if command.port:
             coordinator.announce(Moved(command.term, command.address, command.port))
             self.voter.handle(vote.HeardOf(command.term, command.address, command.port))
@@ -267,17 +278,24 @@ class ElectingAgent(DrawnAgent):
             if attempt != self._attempt or not self.alive:
                 return
             where = None if isinstance(process, str) else process.where()
-            if not isinstance(process, str) and process.coordinator is not None and not self._ignores(process):
+            leader = None if isinstance(process, str) else process.coordinator
+            if leader is not None and not self._ignores(leader):
                 self._place = place
-                self._link_to(process.coordinator)
+                self._link_to(leader)
+            elif leader is not None:
+                self._recall(leader)
+                self._failed(attempt)
             elif where is not None and hops and where.address != self.world.address(self.host):
                 self._try(attempt, (where.address, where.port), hops - 1)
             else:
-                self._open -= 1
-                if not self._open:
-                    self._give_up(attempt)
+                self._failed(attempt)
 
         self.world.reach(self.host, place, done)
+
+    def _failed(self, attempt: int) -> None:
+        self._open -= 1
+        if not self._open:
+            self._give_up(attempt)
 
     def _give_up(self, attempt: int) -> None:
         """No place leads to the coordinator."""
@@ -293,9 +311,24 @@ class ElectingAgent(DrawnAgent):
             error = CoordinatorUnreachableError
             self.handle(ev.DialFailed(error.code, error.exit_code, "nobody leads there", final=False))
 
-    def _ignores(self, process: Process) -> bool:
-        leader, name = process.coordinator.machine, process.voter.machine.name
-        return bool(self.voter.machine.ignores(self.world.clock.now, name, leader.term, founded=leader.founded))
+    def _ignores(self, coordinator: SimReplicated) -> bool:
+        name, term, founded = coordinator.introduction()
+        return bool(self.voter.machine.ignores(self.world.clock.now, name, term, founded=founded))
+
+    def _recall(self, coordinator: SimReplicated, end: FakeEnd | None = None) -> None:
+        """`end`: of the link by which it joins; None: it does not join."""
+        name, term, founded = coordinator.introduction()
+        if coordinator is self.coordinator:
+            name = ""  # as in the runtime
+        recall = self.voter.machine.recall(self.world.clock.now, name, term, founded=founded)
+        if recall is None:
+            return
+        if end is None:
+            link = self.world.network.connect(self.host, coordinator.host)
+            coordinator.accept(link.b, self.host)
+            end = link.a
+            self.world.agenda.after(self.world.limits.poll_s, end.close)
+        end.send(recall)
 
     def _link_to(self, coordinator: SimReplicated) -> None:
         self._attempt += 1
@@ -307,6 +340,7 @@ class ElectingAgent(DrawnAgent):
         link.a.on_closed = partial(self._on_link, link.a, self._link_lost)
         self.coordinator_number = coordinator.number
         coordinator.accept(link.b, self.host)
+        self._recall(coordinator, link.a)
         self.handle(ev.Dialed(local=False, port=self.port, term=self.voter.machine.term))
 
     def _on_link(self, end: FakeEnd, action: Callable[[Any], None], what: object) -> None:
@@ -337,8 +371,8 @@ class ElectingAgent(DrawnAgent):
 
     def _unlinked(self, *, closed: bool) -> None:
         term, self._term = self._term, 0
-        if term:
-            self.voter.handle(vote.Unlinked(term, closed, local=self._local))
+        if term and not self._local:
+            self.voter.handle(vote.Unlinked(term, closed))
 
     def _do(self, command: do.Command) -> None:
         super()._do(command)
@@ -355,13 +389,19 @@ class SimReplicated(SimCoordinator):
         super().__init__(world, agent.host, number, machine, f"coordinator on {agent.host}")
         self.cluster = world
         self.agent = agent
-        self._began_s = world.clock.now
+        self.began_s = world.clock.now
         self._committed: Charter | None = None
+        self._older: Charter | None = None
         self._watched: set[str] = set()
         """Witnesses with a connection."""
+        machine._charters._count = partial(self._count, machine._charters._count)  # type: ignore[method-assign]
         for host in (*world.endpoints, *world.witnesses):
             if host != self.host:
                 world.on_host(self.host, partial(self._watch, host))
+
+    def introduction(self) -> tuple[str, int, bool]:
+        """What an agent that connects learns of it, as in Accepted: the process, the term, and whether it founded."""
+        return self.agent.voter.machine.name, self.machine.term, self.machine.founded
 
     def announce(self, message: Moved) -> None:
         for end in self._ends.values():
@@ -374,17 +414,25 @@ class SimReplicated(SimCoordinator):
 
     def _handled(self) -> None:
         super()._handled()
+        self._look_back()
+        self.cluster.jobs.wrote(self.number, self.machine.charter)
+
+    def _look_back(self) -> None:
+        """Whether a founder continues another charter."""
+        older = self.machine.older
+        if older is not self._older:
+            self._older = older
+            self.cluster.jobs.recalls(self.number, older)
+
+    def _count(self, count: Callable[[], None]) -> None:
+        """Every charter that counts is seen, before anything follows from it."""
+        count()
+        self._look_back()
         machine = self.machine
-        self.cluster.jobs.wrote(self.number, machine.charter)
-        if machine.charter is not self._committed and machine.charter.voters and machine._charters.counts:
-            self._committed = machine.charter
-            living = self.cluster.living(self.cluster.jobs.newest or machine.charter, machine.term)
-            agents = [
-                self.cluster.processes[host].voter.machine for host in living.values() if host in self.cluster.hosts
-            ]
-            known = max((voter.charter for voter in agents), key=lambda charter: charter.position, default=None)
-            able = known is not None and known.carried_by(living)  # as far as they know who votes
-            self.cluster.jobs.committed(self.number, machine.term, machine.charter, living if able else ())
+        charter = machine.charter
+        if charter is not self._committed and charter.voters and machine._charters.counts:
+            self._committed = charter
+            self.cluster.jobs.committed(self.number, machine.term, charter)
 
     def _do(self, command: cstate.Command) -> None:
         match command:
@@ -406,7 +454,7 @@ class SimReplicated(SimCoordinator):
             return
         if host not in self._watched:
             self.cluster.reach(self.host, (self.cluster.address(host), ENDPOINT_PORT), partial(self._reached, host))
-        often = self.cluster.clock.now < self._began_s + CALL_OFTEN_S
+        often = self.cluster.clock.now < self.began_s + CALL_OFTEN_S
         self.cluster.on_host(self.host, lambda: self._watch(host), CALL_FIRST_S if often else CALL_S)
 
     def _reached(self, host: str, process: Process | str) -> None:

@@ -46,6 +46,8 @@ class FaultOptions:
     """The host of the newest coordinator loses power, or its agent is killed; sometimes one more host at the same time."""
     leader_moments: int = 0
     """As leader_crashes, within moments of something that a coordinator decides."""
+    moment_tears: bool = False
+    """At these moments the network is sometimes torn instead: it is cut, and connections across the cut break at once."""
     leader_cuts: int = 0
     """That host is cut off, perhaps in one direction only."""
     cuts: int = 0
@@ -184,7 +186,16 @@ class Faults:
         """A coordinator has just decided something."""
         random = self.cluster.random
         if random.random() < 0.15:
-            self._at(self.cluster.clock.now + random.choice([0.0, 0.002, 0.01, 0.05]), self.crash_leader)
+            tears = self.options.moment_tears and random.random() < 0.5
+            action = self.tear if tears else self.crash_leader
+            self._at(self.cluster.clock.now + random.choice([0.0, 0.002, 0.01, 0.05]), action)
+
+    def tear(self) -> None:
+        side, leader = self.some_side(), self.cluster.leader_host()
+        self.cut(side)
+        for host in self.cluster.hosts:
+            if (host in side) != (leader in side):
+                self.cluster.reset(host)
 
     def freeze(self) -> None:
         host = self.cluster.random.choice([self.cluster.leader_host(), self._some_host()])

@@ -5,7 +5,7 @@ Hosts, witnesses, endpoints, who reaches whom, and what must go on. Their proces
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from itertools import combinations
 
@@ -14,8 +14,7 @@ from msgspec import structs
 from holdfast.agent import voter as vote
 from holdfast.coordinator.coordinator_state import Phase
 from holdfast.coordinator.replicated import ReplicatedCoordinator
-from holdfast.protocol.charter import VOTERS_MIN, Charter, Succession
-from holdfast.protocol.messages import Poll, Polled
+from holdfast.protocol.charter import VOTERS_MIN, Charter, Poll, Polled, Succession
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.policy import NodeSpec, Note
 from tests.support.simulator.checkers import SuccessionChecker
@@ -29,8 +28,9 @@ NO_ANSWER_S = 1.0
 """An attempt to connect that nobody answers fails after this time."""
 DECISIONS = frozenset({"assigned", "charter", "elected", "regroup_begun", "started", "stopping"})
 LOOK_S = 1.0
-CALM_S = 30.0
-"""A majority that was not disturbed for so long has a job that runs."""
+CALM_S, PAUSE_S = 10.0, 20.0
+"""A majority that was not disturbed for so long together has a job that runs, but for a pause: to take in a node, or to
+stop workers that cannot go on."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,9 @@ class SuccessionCluster(SimCluster):
         """Until when the processes of a host stand still."""
         self.torn: dict[str, float] = {}
         """When a host's link was broken while both ends lived, or its agent was killed."""
-        self.calm_since_s = 0.0
-        self.jobs: SuccessionChecker = SuccessionChecker()
+        self.calm_since_s = self._ran_s = 0.0
+        self.jobs = SuccessionChecker(self._apart, self._could_go_on)
+        self.leaders: dict[int, SimReplicated] = {}
         super().__init__(seed, nodes, options, story_lines_max=story_lines_max)
         self.checker = self.jobs
         for number in range(witnesses):
@@ -216,6 +217,7 @@ class SuccessionCluster(SimCluster):
         self.outcomes[host] = outcome
         self.agents.pop(host)
         agent = self.processes[host]
+        agent.voter.alive = False
         coordinator = agent.coordinator
 
         def end() -> None:
@@ -233,8 +235,8 @@ class SuccessionCluster(SimCluster):
     def lead(self, agent: ElectingAgent, node: NodeSpec, succession: Succession) -> SimReplicated:
         self.coordinators += 1
         machine = self.replicated(node, succession)
-        coordinator = SimReplicated(self, agent, self.coordinators, machine)
-        self.jobs.leads(coordinator.number, succession.charter)
+        coordinator = self.leaders[self.coordinators] = SimReplicated(self, agent, self.coordinators, machine)
+        self.jobs.leads(coordinator.number, succession.charter, succession.term)
         self.log(coordinator.who, f"begins: term {succession.term}, {succession.silent_s:.3f} s, {succession.closed}")
         self.coordinator = coordinator
         return coordinator
@@ -247,7 +249,9 @@ class SuccessionCluster(SimCluster):
         return self.voter_class(name, self.limits, self.clock.now, stands=stands)
 
     def leader_host(self) -> str:
-        return self.coordinator.host if self.coordinator is not None else self.hosts[0]
+        """Of one of the coordinators that live."""
+        leading = [coordinator.host for coordinator in self.leaders.values() if coordinator.alive]
+        return self.random.choice(leading) if leading else self.hosts[0]
 
     def link_lost(self, host: str) -> None:
         """Counts only where a fault broke it."""
@@ -257,6 +261,9 @@ class SuccessionCluster(SimCluster):
         excuse: its successor waits."""
         fence_s = self.limits.fence_s + self.limits.kill_s
         return {host for host, when in self.torn.items() if self.clock.now - when <= fence_s}
+
+    def _apart(self, a: str, b: str) -> bool:
+        return not self.network.connected(a, b) or self.clock.now < self.calm_since_s + CALM_S
 
     def disturbed(self) -> None:
         self.calm_since_s = self.clock.now
@@ -269,8 +276,14 @@ class SuccessionCluster(SimCluster):
         if charter is not None and self.clock.now - self.calm_since_s >= CALM_S and len(charter.seats) >= VOTERS_MIN:
             together = self._together(charter)
             if together and charter.outcome is None:
-                text = f"{sorted(together)} hear each other for {CALM_S:g} s, and no job runs there"
-                self.jobs.goes_on(text, running=any(self._runs(self.processes[host]) for host in together))
+                if any(self._runs(self.processes[host]) for host in together):
+                    self._ran_s = self.clock.now
+                text = f"{sorted(together)} hear each other for {CALM_S + PAUSE_S:g} s, and no job runs there"
+                self.jobs.goes_on(text, running=self.clock.now - max(self._ran_s, self.calm_since_s + CALM_S) < PAUSE_S)
+        if self.clock.now - self.calm_since_s >= CALM_S + PAUSE_S:
+            at_work = [host for host, process in self.processes.items() if self._runs(process)]
+            if self._hear_each_other(at_work):
+                self.jobs.alone([self.processes[host].coordinator.number for host in at_work])
         if self.agents or self.clock.now <= self.last_fault_s:
             self.agenda.after(LOOK_S, self._look)
 
@@ -286,6 +299,24 @@ class SuccessionCluster(SimCluster):
             and (voter._lost_s > patient_s or (voter.stage is vote.VoterState.FOLLOWING and voter._followed != but))
         }
         return {seat.name: names[seat.name] for seat in charter.seats if seat.name in names}
+
+    def _could_go_on(self, founder: int) -> Collection[str]:
+        """Voters that could go on with the newest charter without this founder, as far as they know who votes."""
+        newest = self.jobs.newest
+        assert newest is not None
+        living = self.living(newest, self.leaders[founder].machine.term)
+        agents = [self.processes[host].voter.machine for host in living.values() if host in self.hosts]
+        known = max((voter.charter for voter in agents), key=lambda charter: charter.position, default=None)
+        able = known is not None and known.carried_by(living)
+        return living if able and any(self._heard(host, founder) for host in living.values()) else ()
+
+    def _heard(self, host: str, founder: int) -> bool:
+        """Whether this host was able to tell the founder what it knows: an attempt to connect may just have failed, and
+        then there, back, and there again."""
+        coordinator, network = self.leaders[founder], self.network
+        way_s = network.delay_s_max + max(network.lags.get(each, 0.0) for each in (host, coordinator.host))
+        connected = network.connected(host, coordinator.host)
+        return connected and self.clock.now - coordinator.began_s > NO_ANSWER_S + 3 * way_s
 
     def _together(self, charter: Charter) -> set[str]:
         """Hosts that hear a majority of the voters, and each other; none: there are too few for the job."""

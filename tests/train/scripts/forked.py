@@ -5,14 +5,18 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
+import sys
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 from torch import _dynamo  # noqa: F401 - DDP would import it in each rank
 from torch.distributed import fsdp  # noqa: F401 - as above
+
+sys.path.append(str(Path(__file__).parents[3]))
+from tests.support.ports import free_port
 
 PATIENCE_S = 60.0
 
@@ -24,9 +28,7 @@ def limit_s(seconds: float) -> float:
 
 def run_ranks(world: int, function: Callable[[], None]) -> list[int | None]:
     """Exit codes by rank: negative for a signal, None for a rank that was still there after PATIENCE_S of a quiet machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     pids = [_start(function, rank, world, port) for rank in range(world)]
     deadline = time.monotonic() + limit_s(PATIENCE_S)
     return [_end(pid, deadline) for pid in pids]

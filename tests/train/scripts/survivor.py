@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 import holdfast.train as ht
 from holdfast.train import save as saving
-from holdfast.worker.regroup import AgentChannel
+from holdfast.worker.regroup import UNINTERRUPTED_S, AgentChannel
 
 GLOBAL = 24
 FOLDER = Path(sys.argv[1])
@@ -41,6 +41,8 @@ class Case:
     epochs: int = 2
     drawn: bool = True
     """Dropout and batch normalization: another world computes something else."""
+    batch: int | None = None
+    """Samples of a micro-batch, of which several make an optimizer step."""
     sharded: bool = False
     processes: int = 0
     """Of the data loader."""
@@ -95,6 +97,11 @@ def suffer(what: str) -> None:
                     parent = int(stat.read_text().rpartition(")")[2].split()[1])
                     if parent == os.getppid() and "store_server.py" in (stat.parent / "cmdline").read_text():
                         os.kill(int(stat.parent.name), signal.SIGKILL)
+        case "be late":
+            await_release()
+            late_s = time.monotonic() + 3 * UNINTERRUPTED_S
+            while time.monotonic() < late_s:
+                time.sleep(0.001)
         case "bug":
             raise ValueError("a bug of the program")
         case "bug after release":
@@ -149,6 +156,13 @@ class Net(nn.Module):
         return self.rest(within).square().mean() + self.counts[index].mean()
 
 
+class Schedule(torch.optim.lr_scheduler.StepLR):
+    def state_dict(self) -> dict[str, Any]:
+        """Called when the state at a step's end is kept."""
+        reach("boundary")
+        return super().state_dict()
+
+
 def in_saves() -> None:
     """A rank may be lost when its part is copied, before the others learn of it."""
     fill = saving.fill
@@ -184,8 +198,8 @@ def main() -> None:
         others = [each for each in model.parameters() if each is not counts]
         adam = torch.optim.Adam(others, lr=1e-2)
         sgd = torch.optim.SGD([counts], lr=GLOBAL)
-        schedule = torch.optim.lr_scheduler.StepLR(adam, 5, 0.8)
-        loader = ht.DataLoader(Rows(), global_batch_size=GLOBAL, shuffle=True, seed=7, num_workers=case.processes)
+        schedule = Schedule(adam, 5, 0.8)
+        loader = ht.DataLoader(Rows(), case.batch, True, global_batch_size=GLOBAL, seed=7, num_workers=case.processes)
         state = snaps.track(model=model, adam=adam, sgd=sgd, schedule=schedule, loader=loader)
         snaps.resume()
 
@@ -202,14 +216,16 @@ def main() -> None:
                         dist.new_group()
                     with ht.accumulate(model, loader) as micro:
                         micro.backward(model(rows, index))
-                    adam.step()
-                    sgd.step()
-                    reach("optimizer")
-                    if case.step == case.meet:
-                        dist.barrier()
-                    for each in (adam, sgd):
-                        each.zero_grad()
-                    schedule.step()
+                    if micro.last:
+                        reach("gradients")
+                        adam.step()
+                        sgd.step()
+                        reach("optimizer")
+                        if case.step == case.meet:
+                            dist.barrier()
+                        for each in (adam, sgd):
+                            each.zero_grad()
+                        schedule.step()
                     snaps.step()
                     if state.step == case.disk:
                         snaps.save()

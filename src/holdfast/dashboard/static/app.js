@@ -2,9 +2,10 @@
 // A page that was written to a file has them in an element, and shows what was known then.
 
 import { Chart } from "./charts.js";
-import { bytes, clock, date, duration, fill, h, milliseconds, plural, table, told } from "./dom.js";
+import { bytes, clock, date, duration, fill, h, milliseconds, placed, plural, table } from "./dom.js";
 import { Grid } from "./grid.js";
 import { Logs } from "./logs.js";
+import { Profiles } from "./profiles.js";
 
 const main = document.getElementById("main");
 const link = document.getElementById("link");
@@ -118,12 +119,14 @@ class JobPage {
     this.sample = h("button", { type: "button", onclick: () => this.stacks() }, "Sample now");
     this.progress = onLeft("progress", "Progress", h("h2", {}, "Steps done"), h("div", { class: "chart" }));
     this.stacksSection = onRight("stacks", "Stacks", h("div", { class: "head" }, h("h2", {}, "Stacks"), this.sample), this.groups = h("div", {}, h("p", { class: "dim" }, "Where every rank is, equal stacks once.")));
+    this.profiles = new Profiles((what, more) => this.act(what, more));
+    this.profileSection = onRight("profiles", "Profiles", this.profiles.elements);
     this.nodes = onLeft("nodes", "Nodes");
     this.snapshots = onLeft("snapshots", "Snapshots");
     this.logs = new Logs();
     this.logSection = wide("logs", "Logs", this.logs.elements);
     this.trace = h("div");
-    this.actions = onLeft("actions", "Actions", h("h2", {}, "Actions"), h("div", { class: "row actions" }, this.buttons()), this.said = h("p", { role: "status" }), this.trace);
+    this.actions = onLeft("actions", "Actions", h("h2", {}, "Actions"), h("div", { class: "row actions" }, this.buttons()), this.answer = h("p", { role: "status" }), this.trace);
     this.happened = onRight("happened", "What happened");
     document.addEventListener("theme", () => { this.grid.draw(); this.chart?.repaint(); this.course?.repaint(); });
   }
@@ -177,7 +180,8 @@ class JobPage {
     }
     this.showSteps(now);
     this.showNodes(now);
-    this.stacksSection.hidden = this.actions.hidden = false;
+    this.stacksSection.hidden = this.profileSection.hidden = this.actions.hidden = false;
+    this.logs.elsewhere(now);
   }
 
   showKeys() {
@@ -225,7 +229,7 @@ class JobPage {
       this.problem.hidden = false;
       fill(this.problem, [now.notices, hung, story], () => [
         h("h2", {}, hung ? "The job hangs" : "Notice"), now.notices.map((text) => h("p", {}, text)),
-        hung && story && h("ul", { class: "plain" }, story.groups.map(([ranks, place]) => h("li", {}, told(ranks, place)))),
+        hung && story && h("ul", { class: "plain" }, story.groups.map(([ranks, place]) => h("li", {}, placed(ranks, place)))),
         this.advice(hung ? story?.code : this.story?.incidents.findLast((each) => each.what === "straggler")?.code),
       ]);
     } else if (!end && newest && newest.at_s > (now?.at ?? 0) - NEWS_S) {
@@ -278,6 +282,8 @@ class JobPage {
     if (!this.saved) {
       this.logSection.hidden = !Object.keys(story.logs).length;
       this.logs.update(story.logs);
+      this.profiles.update(story.profiles ?? []);
+      this.profileSection.hidden &&= !story.profiles?.length;
     }
     this.showSnapshots(story);
     fill(this.trace, story.actions, () => (story.actions.length ? [h("ul", { class: "plain small" }, story.actions.toReversed().map((each) => h("li", {}, `${clock(each.at)} ${each.what}: ${each.by}`)))] : [h("p", { class: "dim small" }, "Every action is an event in events.jsonl, with its origin.")]));
@@ -348,7 +354,7 @@ class JobPage {
       at > 0 && h("div", { class: "bars" }, h("svg", { viewBox: "0 0 1000 30", preserveAspectRatio: "none", role: "img", "aria-label": "Phases of its start" }, blocks),
         h("ul", { class: "keys" }, PHASES.map((name, index) => each.phases_s[name] > 0 && h("li", {}, h("span", { class: `key p${index}` }), `${name.replace("_", " ")} ${each.phases_s[name].toFixed(2)} s`)))),
       h("ul", { class: "plain small" }, own.map((one) => h("li", {}, `${clock(one.at_s)} ${one.what}: ${one.text}`,
-        one.groups.map(([ranks, place]) => h("div", { class: "dim" }, told(ranks, place)))))),
+        one.groups.map(([ranks, place]) => h("div", { class: "dim" }, placed(ranks, place)))))),
       !own.length && h("p", { class: "dim small" }, "No incident.")];
   }
 
@@ -378,15 +384,15 @@ class JobPage {
 
   async stacks() {
     this.sample.disabled = true;
-    const told = await this.act("stacks");
+    const found = await this.act("stacks");
     this.sample.disabled = false;
-    if (!told) return;
-    fill(this.groups, told, () => [
-      h("p", { class: "dim small" }, `${clock(told.at)}, generation ${told.generation}: ${plural(told.groups.reduce((sum, each) => sum + each.count, 0), "rank")} at ${plural(told.groups.length, "place")}`, told.whole ? "" : "; the coordinator does not answer: this node only"),
-      told.groups.map((each, index) => h("details", { open: index < 3 }, h("summary", {}, h("b", {}, `rank${each.count > 1 ? "s" : ""} ${each.ranks}`), ` on ${each.hosts.length > 1 ? plural(each.hosts.length, "node") : each.hosts[0]}: ${each.place}`),
+    if (!found) return;
+    fill(this.groups, found, () => [
+      h("p", { class: "dim small" }, `${clock(found.at)}, generation ${found.generation}: ${plural(found.groups.reduce((sum, each) => sum + each.count, 0), "rank")} at ${plural(found.groups.length, "place")}`, found.whole ? "" : "; the coordinator does not answer: this node only"),
+      found.groups.map((each, index) => h("details", { open: index < 3 }, h("summary", {}, h("b", {}, `rank${each.count > 1 ? "s" : ""} ${each.ranks}`), ` on ${each.hosts.length > 1 ? plural(each.hosts.length, "node") : each.hosts[0]}: ${each.place}`),
         h("pre", { tabindex: 0, "aria-label": `stack of ${each.ranks}` }, [...each.frames.filter(([, , own]) => own).map(([name, place]) => `${name}  ${place}`), ...each.source.map((line) => `> ${line}`), ...each.notes].join("\n")),
         each.frames.some(([, , own]) => !own) && h("details", { class: "small" }, h("summary", {}, "all frames"), h("pre", { tabindex: 0, "aria-label": "all frames" }, each.frames.map(([name, place]) => `${name}  ${place}`).join("\n"))))),
-      told.missing.length > 0 && h("p", {}, `No answer in time from ${told.missing.join(", ")}.`)]);
+      found.missing.length > 0 && h("p", {}, `No answer in time from ${found.missing.join(", ")}.`)]);
   }
 
   // ------------------------------------------------------------- 7: nodes
@@ -407,9 +413,9 @@ class JobPage {
   }
 
   machine(here) {
-    const [used, total] = here.memory, [free, disk] = here.disk;
+    const [used, total] = here.memory;
     return [h("h3", {}, `${here.host}: the machine of this page`), h("dl", { class: "tiles" }, [
-      ["processors", `${Math.round(here.cpu)} %`, `of ${here.cores}`], ["memory", bytes(used), `of ${bytes(total)}`], ["disk free", bytes(free), `of ${bytes(disk)}, run folder`],
+      ["processors", `${Math.round(here.cpu)} %`, `of ${here.cores}`], ["memory", bytes(used), `of ${bytes(total)}`], ["disk free", ...(here.disk ? [bytes(here.disk[0]), `of ${bytes(here.disk[1])}, run folder`] : ["–", "the run folder cannot be read"])],
       ["network", `${bytes(Math.round(here.network[0]))}/s in`, `${bytes(Math.round(here.network[1]))}/s out`],
       ...here.gpus.map((gpu) => [`GPU ${gpu.index}`, `${gpu.load} %`, `${bytes(gpu.memory[0])} of ${bytes(gpu.memory[1])}, ${gpu.celsius} °C`]),
     ].map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, h("small", {}, more)))))];
@@ -425,7 +431,7 @@ class JobPage {
       each.error ? h("p", {}, each.error) : h("dl", { class: "tiles" }, [
         ["newest", each.newest ? `step ${each.newest.step}` : "none", each.newest ? `saved ${date(each.newest.at)}` : ""],
         ["lost now", each.newest && story.curve.length ? plural(Math.max(0, story.curve.at(-1)[1] - each.newest.step), "step") : "–", "if all memory were lost"],
-        ["kept", String(each.count), each.problems ? `${each.problems} damaged` : "manifests and sizes are valid"],
+        ["kept", each.count === null ? "–" : String(each.count), each.count === null ? "in an object store: `holdfast snaps` lists them" : each.problems ? `${each.problems} damaged` : "manifests and sizes are valid"],
         ["writing it took", each.newest?.took_s ? duration(each.newest.took_s) : "–", each.newest?.size ? bytes(each.newest.size) : ""],
       ].map(([name, value, more]) => h("div", {}, h("dt", {}, name), h("dd", {}, value, more && h("small", {}, more)))))])]);
   }
@@ -435,6 +441,7 @@ class JobPage {
   buttons() {
     const ask = (text, what, question, danger) => h("button", { type: "button", class: danger ? "danger" : null, onclick: () => this.confirm(text, what, question) }, text);
     return [
+      h("button", { type: "button", onclick: () => this.order("Save", "save") }, "Save now"),
       ask("Stop the job", "stop", "Workers go to their next safe point, save, and the job ends on all nodes. Workers without safe points are stopped at once.", true),
       ask("Kill the job", "kill", "Every worker is killed at once. Nothing is saved.", true),
     ];
@@ -456,19 +463,19 @@ class JobPage {
   }
 
   async order(text, what, host = "") {
-    const told = await this.act(what, { host });
-    if (told) this.said.textContent = `${text}: ${told.nodes === undefined ? "done" : `${plural(told.nodes, "node")} told`}.`;
+    const answer = await this.act(what, { host });
+    if (answer) this.answer.textContent = `${text}: ${answer.nodes === undefined ? "done" : `sent to ${plural(answer.nodes, "node")}`}.`;
   }
 
   /** The answer; null: an error, which is shown. */
   async act(what, more = {}) {
     try {
       const answer = await fetch("act", { method: "POST", body: JSON.stringify({ do: what, ...more }) });
-      const told = answer.headers.get("content-type")?.includes("json") ? await answer.json() : { error: await answer.text() };
-      if (answer.ok) return told;
-      this.said.textContent = told.error;
+      const body = answer.headers.get("content-type")?.includes("json") ? await answer.json() : { error: await answer.text() };
+      if (answer.ok) return body;
+      this.answer.textContent = body.error;
     } catch {
-      this.said.textContent = "The dashboard does not answer.";
+      this.answer.textContent = "The dashboard does not answer.";
     }
     this.actions.hidden = false;
     return null;

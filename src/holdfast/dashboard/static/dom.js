@@ -35,7 +35,7 @@ export function duration(seconds) {
 
 export const plural = (number, word) => `${number.toLocaleString("en")} ${word}${number === 1 ? "" : "s"}`;
 /** `ranks 0-2, 5 wait in all_reduce`, from ranks and the place of each. */
-export function told(ranks, place) {
+export function placed(ranks, place) {
   const spans = [];
   for (const rank of [...ranks].sort((one, other) => one - other)) {
     if (spans.length && spans.at(-1)[1] === rank - 1) spans.at(-1)[1] = rank;

@@ -62,6 +62,8 @@ class LaunchSpec(Struct, frozen=True, kw_only=True):
     """The endpoint as given; empty: a port of the first host."""
     alone: bool = False
     """A job of one node, without a rendezvous."""
+    succession: bool = False
+    """If the coordinator's host is lost, three hosts or more elect another one."""
     detach: bool = False
     ssh: tuple[str, ...] = ("ssh",)
     """The ssh command with the user's options."""

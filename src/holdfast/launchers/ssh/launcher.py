@@ -29,6 +29,7 @@ from holdfast.launchers.ssh.hosts import (
     same_machine,
 )
 from holdfast.launchers.ssh.session import BEAT_S, Screen, SshSession
+from holdfast.protocol.charter import VOTERS_MIN
 from holdfast.protocol.errors import EXIT_FAILURE, EXIT_SIGNAL_BASE, HostDiffersError, HostsError
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.outcome import OutcomeKind
@@ -44,6 +45,8 @@ KILL_S = 5.0
 CONSOLE_STALL_S_MAX = 10.0
 """Limit at the end, also after Ctrl-C, for a console that accepts no output."""
 PROBLEMS_SHOWN_MAX = 12
+ENDPOINTS_MAX = 3
+"""Hosts at which one that comes later finds the job."""
 JOB_ENDS = (OutcomeKind.SUCCEEDED.value, OutcomeKind.FAILED.value, OutcomeKind.NO_QUORUM.value)
 """Outcomes of the whole job, not of one node's part of it."""
 
@@ -235,13 +238,14 @@ class Launcher:
         if self._endpoint or self._launch.alone:
             return
         facts = [each.session.facts for each in ready if each.session is not None and each.session.facts is not None]
-        first, others = facts[0], facts[1:]
-        address = meeting_address(first, others)
-        if not address or not first.port:
+        named = facts[: ENDPOINTS_MAX if self._launch.succession else 1]
+        addresses = [meeting_address(one, [each for each in facts if each is not one]) for one in named]
+        places = [Endpoint(host=host, port=one.port) for one, host in zip(named, addresses, strict=True) if host]
+        if not addresses[0] or not all(place.port for place in places):
             raise HostsError(
                 f"host {ready[0].spec} does not know its address for the other hosts; give one: --rdzv-endpoint"
             )
-        self._endpoint = str(Endpoint(host=address, port=first.port))
+        self._endpoint = ",".join(map(str, places))
         self._meets_at = ready[0].spec.host
 
     # ---------------------------------------------------------------- while it runs
@@ -386,7 +390,10 @@ class Launcher:
         """Discovery no longer names this host, or names it differently: its workers save and leave."""
         if not remote.wanted or remote.staying:
             return
-        if remote.spec.host == self._meets_at and self._endpoint and remote.session is not None:
+        able = (
+            self._launch.succession and sum(each.session is not None for each in self._remotes.values()) >= VOTERS_MIN
+        )
+        if remote.spec.host == self._meets_at and self._endpoint and remote.session is not None and not able:
             remote.staying = True
             self._screen.say(
                 f"{remote.spec} is no longer among the hosts, but the coordinator is there: it stays until the job "

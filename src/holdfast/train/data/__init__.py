@@ -388,7 +388,7 @@ class Position:
         self.cursor = 0
         self._in_hand: int | None = None
         """The cursor as it will be when the batch in the loop's body is trained."""
-        self._told = False
+        self._reported = False
         self._as_loaded = False
         """A state was loaded and nothing trained since."""
         self._behind = False
@@ -405,8 +405,8 @@ class Position:
         self._in_hand = cursor
 
     def trained(self) -> None:
-        """The batch that the loop's body has is trained. Saying it twice counts it once."""
-        self._told = True
+        """The batch that the loop's body has is trained. Calling it twice counts it once."""
+        self._reported = True
         self.settle()
 
     def settle(self) -> None:
@@ -440,7 +440,7 @@ class Position:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and a string; the same on all ranks."""
-        if not self._told:
+        if not self._reported:
             self.settle()
         return {
             "seed": self.seed,

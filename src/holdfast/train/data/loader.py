@@ -374,10 +374,10 @@ class DataLoader:
         self._position.set_epoch(epoch)
 
     def trained(self) -> None:
-        """The batch in the loop's body is trained; `snaps.step()` says it for you. Saying it twice counts it once.
+        """The batch in the loop's body is trained. `snaps.step()` calls it for you; a second call changes nothing.
 
-        Asking for the next batch says it, too. Once it has been called on a loader, `state_dict()` counts only
-        batches of which it was said; on a loader that was never told it counts the batch in the loop's body.
+        Asking for the next batch reports it, too. Once `trained` has been called on a loader, `state_dict()` counts
+        only the batches that were reported so; until then it counts the batch in the loop's body, too.
         """
         self.keep_position()
         self._position.trained()

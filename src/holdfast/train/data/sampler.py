@@ -1,6 +1,6 @@
 """DistributedSampler: the one global order, for those who keep torch's loader (or a trainer that builds its own).
 
-A sampler sees indices being drawn, often far ahead of the training; so it has to be told what was trained."""
+A sampler sees indices being drawn, often far ahead of the training; so the script reports what was trained."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         """Indices were drawn since the position was last set from outside."""
         self._exhausted = False
         """All of the pass's indices were drawn."""
-        self._told = False
+        self._reported = False
         """Somebody has reported what was trained, in this life of the job or an earlier one."""
         self._batch = 0
         """Samples of this rank's last batch; 0: not known."""
@@ -124,7 +124,7 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         """
         if samples < 0:
             raise DataError(f"note_trained({samples}): a batch has no negative size.")
-        self._told = True
+        self._reported = True
         self._batch = max(samples, 1)
         position = self._position
         position.hand_out(min(position.cursor + samples * self.num_replicas, self._end))
@@ -133,7 +133,7 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
     def state_dict(self) -> dict[str, Any]:
         """(seed, epoch, cursor, length), the order's name and the batch size, equal on all ranks. Raises
         DataStateError when indices were drawn and nobody has reported what was trained."""
-        if self._begun and not self._told:
+        if self._begun and not self._reported:
             raise DataStateError(
                 "The sampler knows which indices were drawn, not which were trained: loader workers fetch ahead.\n"
                 "Call sampler.note_trained(batch_size) after each batch, or use holdfast.train.DataLoader; "
@@ -150,4 +150,4 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         # is nothing to report. Older snapshots do not have the size; their cursor moved because somebody reported.
         batch = state.get("batch", 0)
         self._batch = batch if type(batch) is int and batch > 0 else 0
-        self._told = self._told or bool(self._batch or self._position.cursor)
+        self._reported = self._reported or bool(self._batch or self._position.cursor)

@@ -1,0 +1,62 @@
+"""torchdata's StatefulDataLoader as a tracked object.
+
+loader = ResumableLoader(StatefulDataLoader(dataset, batch_size=32, sampler=DistributedSampler(dataset)))
+state = snaps.track(model=model, optimizer=optimizer, loader=loader)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from holdfast.integrations import missing
+from holdfast.protocol.errors import DataError
+from holdfast.train.data import place
+from holdfast.train.state import random_state, set_random_state
+
+try:
+    from torchdata.stateful_dataloader import StatefulDataLoader
+except ImportError as error:
+    raise missing("torchdata", error) from error
+
+
+class ResumableLoader:
+    """Iterates over this loader, and continues inside an epoch with the random numbers that training had there.
+
+    `load_state_dict` raises DataError in another world: a rank's own position cannot be divided."""
+
+    def __init__(self, loader: StatefulDataLoader) -> None:
+        self._loader = loader
+        self._loaded = False
+
+    def __iter__(self) -> Iterator[Any]:
+        random = random_state() if self._loaded else None
+        batches: Iterator[Any] = iter(self._loader)  # draws a random number, as it has done at the epoch's begin
+        if random is not None:
+            set_random_state(random, None)
+        self._loaded = False
+        return batches
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Passed on to a sampler that has epochs."""
+        if hasattr(self._loader.sampler, "set_epoch"):
+            self._loader.sampler.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"world": place(None, None)[1], "loader": self._loader.state_dict()}
+
+    def load_state_dict(self, saved: dict[str, Any]) -> None:
+        world = place(None, None)[1]
+        if saved["world"] != world:
+            raise DataError(
+                f"a StatefulDataLoader's position with {saved['world']} ranks means nothing with {world}: "
+                "take ht.DataLoader, or begin the epoch again: resume(optional=['loader'])"
+            )
+        self._loader.load_state_dict(saved["loader"])
+        self._loaded = True
