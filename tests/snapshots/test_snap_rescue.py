@@ -8,10 +8,10 @@ from pathlib import Path
 
 from holdfast.snapshots import memory_folder
 from holdfast.snapshots.changes import Keep, SaveRequest, begin, prune
-from holdfast.snapshots.flush import rescue_attempt
+from holdfast.snapshots.flush import PATIENCE_S, rescue_attempt
 from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.saver_client import SaverClient
-from holdfast.snapshots.slots import SlotOwner, Slots
+from holdfast.snapshots.slots import SlotOwner, Slots, release
 from tests.snapshots.saves import is_whole, newest
 from tests.snapshots.test_snap_saver import LAUNCHER, SIZE, WORKER, committed
 from tests.support.limits import limit_s, until
@@ -135,3 +135,31 @@ def test_saves_and_retention_at_exit(tmp_path: Path) -> None:
     assert newest(tmp_path).step == 2
     assert prune(tmp_path, Keep(last=1)).deleted == ()
     assert is_whole(newest(tmp_path))
+
+
+def test_a_rescue_that_waits_for_another_node_ends_when_the_next_life_goes_on_from_memory(tmp_path: Path) -> None:
+    """Else each loss would keep a slot for half a minute, and after some there would be none for new states."""
+    held = memory_folder.MemoryFolder.make("needless")
+    anchor = subprocess.Popen(["sleep", "600"])
+    address = SaverAddress(held.path, 0, 0, anchor.pid, held)
+    first, folder = SaverClient(address), tmp_path / "snaps"
+    folder.mkdir()
+    own = Slots(held.path, SlotOwner(0, 0, 2, 0))
+    assert own.stage(40, SIZE) is not None
+    slot = own.commit(SaveRequest(str(folder), 40, rescue_attempt(), 0, 2))
+    first._drop()
+    until(lambda: list(folder.glob("*/*.offer")), "the rescue waits for the other node")
+    assert own._lock(slot.number) is None
+    following = SaverClient(address)
+    following.serve(b"k" * 32, "127.0.0.1", 0, str(tmp_path / "another"))
+    assert own._lock(slot.number) is None
+    following.serve(b"k" * 32, "127.0.0.1", 0, str(folder))
+    fd = until(lambda: own._lock(slot.number), "the slot is free", PATIENCE_S / 3)
+    release(fd)
+    until(lambda: not list(folder.iterdir()), "nothing is left of the rescue")
+    following.check()
+    own.close()
+    following.close()
+    anchor.kill()
+    anchor.wait()
+    held.close()

@@ -7,7 +7,8 @@ its own ranks' slots, which is enough on one node. Several nodes exchange what t
 which they still share when their workers are dead. Rank 0's saver makes a meeting place, an attempt that is never
 committed. Every rank lists there the steps that it has, and which of them were handed over already. From all lists each
 saver makes the same choice. A rank that leaves no list within the patience ends the rescue: a step is never written
-with ranks missing. The savers poll, because writes of other nodes cause no local event."""
+with ranks missing. The savers poll, because writes of other nodes cause no local event. When a next life begins that
+has copies of states on other nodes, it goes on from memory, and nobody waits any more."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ import mmap
 import os
 import random
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -112,22 +114,26 @@ class PendingFlush:
         """The request of the newest state."""
         return self.held[max(self.held)][1]
 
-    def meet(self, patience_s: float = PATIENCE_S) -> StepInMemory | None:
-        """The step that all ranks of the job write now; None: none. SnapshotIncompleteError, SnapshotWriteError."""
+    def meet(self, needless: threading.Event, patience_s: float = PATIENCE_S) -> StepInMemory | None:
+        """The step that all ranks of the job write now; None: none. Nobody waits when it is `needless`.
+        SnapshotIncompleteError, SnapshotWriteError."""
         if self.alone is not None:
             return self.alone
-        if self.request.step > self.inventory.on_disk:
-            return self._meet(patience_s)
-        with contextlib.suppress(SnapshotIncompleteError, SnapshotWriteError):  # nothing is lost
-            self._meet(min(patience_s, LINGER_S))
-        return None
-
-    def _meet(self, patience_s: float) -> StepInMemory | None:
-        request, deadline = self.request, time.monotonic() + patience_s
+        newer = self.request.step > self.inventory.on_disk
         try:
-            place = _meeting_place(request, deadline)
+            found = self._meet(needless, patience_s if newer else min(patience_s, LINGER_S))
+        except (SnapshotIncompleteError, SnapshotWriteError):
+            if newer and not needless.is_set():
+                raise
+            return None  # nothing is lost
+        return found if newer else None
+
+    def _meet(self, needless: threading.Event, patience_s: float) -> StepInMemory | None:
+        request, until = self.request, Until(time.monotonic() + patience_s, needless)
+        try:
+            place = _meeting_place(request, until)
             disk.write_atomically(place / _inventory_file(request.rank), self.inventory.dump())
-            return choose(_inventories(place, request, deadline))
+            return choose(_inventories(place, request, until))
         except FileNotFoundError as error:
             if request.rank:
                 return None  # rank 0 has ended the meeting: nothing to write, or it has reported the error
@@ -147,11 +153,20 @@ def _place_of(request: SaveRequest) -> Place:
     return attempt_place(request.folder, Key(request.step, request.attempt - MEETING_BELOW))
 
 
-def _look_again_s(place: Place) -> float:
-    return LOOK_S if isinstance(place, RemotePath) else LOOK_AGAIN_S
+class Until(NamedTuple):
+    """How long a rank waits for the others."""
+
+    deadline: float
+    needless: threading.Event
+
+    def over(self, place: Place) -> bool:
+        """Whether this is over; else it returns when it is time to look again."""
+        if time.monotonic() > self.deadline:
+            return True
+        return self.needless.wait(LOOK_S if isinstance(place, RemotePath) else LOOK_AGAIN_S)
 
 
-def _meeting_place(request: SaveRequest, deadline: float) -> Place:
+def _meeting_place(request: SaveRequest, until: Until) -> Place:
     """Rank 0 makes the place, named by its own newest step; the others look for its number. OSError;
     SnapshotWriteError."""
     if request.rank == 0:
@@ -166,12 +181,11 @@ def _meeting_place(request: SaveRequest, deadline: float) -> Place:
             named = parse_name(name)  # no other attempt has this number
             if named and named.key.attempt == request.attempt - MEETING_BELOW:
                 return folder / name
-        if time.monotonic() > deadline:
+        if until.over(folder):
             raise SnapshotWriteError(f"step {request.step}: rank 0 has not begun to save it")
-        time.sleep(_look_again_s(folder))
 
 
-def _inventories(place: Place, request: SaveRequest, deadline: float) -> list[Inventory]:
+def _inventories(place: Place, request: SaveRequest, until: Until) -> list[Inventory]:
     """The lists of all ranks. OSError; SnapshotIncompleteError."""
     inventories: dict[int, Inventory] = {}
     while True:
@@ -181,14 +195,13 @@ def _inventories(place: Place, request: SaveRequest, deadline: float) -> list[In
                 inventories[rank] = Inventory.load(disk.read_text(place / _inventory_file(rank), INVENTORY_BYTES_MAX))
         if len(inventories) == request.world:
             return list(inventories.values())
-        if time.monotonic() > deadline:
+        if until.over(place):
             missing = [rank for rank in range(request.world) if rank not in inventories]
             more = " …" if len(missing) > 8 else ""
             raise SnapshotIncompleteError(
                 f"step {request.step}, which is in memory, was not saved: nothing came from rank "
                 f"{', '.join(map(str, missing[:8]))}{more}"
             )
-        time.sleep(_look_again_s(place))
 
 
 def _inventory_file(rank: int) -> str:
@@ -257,6 +270,8 @@ class Save(NamedTuple):
     ranks."""
     stage: str = ""
     """A local folder: the slot is copied there and free, before the upload to an object store begins."""
+    needless: threading.Event | None = None
+    """Set when the next life goes on from memory: it needs this slot more than the disk does."""
 
 
 def carry_out(save: Save, tell: Tell) -> None:
@@ -305,7 +320,7 @@ def _agree(save: Save, pending_flush: PendingFlush) -> Save | None:
     """This rank's save of the step that all ranks write; None: nothing. Raises SnapshotError."""
     with contextlib.ExitStack() as failing:
         failing.callback(slots.release, save.fd)
-        step = pending_flush.meet()
+        step = pending_flush.meet(save.needless or threading.Event())
         if step is None:
             return None
         slot, request = pending_flush.held[step]

@@ -22,7 +22,8 @@ Messages on that socket are those of seqpacket.py:
                      {"do": "persist", "id", "sequence", "request", "patience_s"} with the slot's descriptor, which
                                                                       carries a shared lock on it; perhaps "stage"
                      {"do": "wait", "id"}                             for "idle": nothing of this local rank is written
-                     {"do": "serve", "key", "host", "bytes_s"}        exchange copies with others (copy_service.py)
+                     {"do": "serve", "key", "host", "bytes_s", "folder"}  exchange copies with others (copy_service.py);
+                                                                      no rescue in this folder waits for them any more
                      {"do": "copy", "id", "sequence", "request", "to", "keep"} with the slot's descriptor, as "persist"
                      {"do": "skipped", "step"}                        no copy of this step, for the agent's journal
                      {"do": "forget", "above_step"}                   drop copies of later steps

@@ -115,6 +115,8 @@ class Saver:
         self._crashed = False
         self._mappings = Mappings()
         self._copies = CopyService(folder, self._mappings)
+        self._flushes: dict[str, threading.Event] = {}
+        """By snapshot folder: ends the wait of rescues for other nodes."""
         self._in_flight: dict[int, InFlight] = {}
         self._newest_asked: dict[tuple[str, int], int] = {}
         """Snapshot folder, local rank -> newest step that was handed over since the last rescue, and did not fail."""
@@ -232,6 +234,7 @@ class Saver:
                 case "persist" if fds and worker.local_rank >= 0:
                     self._persist(worker, packet, fds)
                 case "serve":
+                    self._flushes.pop(memory_folder.field(packet, "folder", str), threading.Event()).set()
                     _send(worker, self._copies.served(packet))
                 case "copy" if fds:
                     self._copy(worker, packet, fds)
@@ -357,6 +360,7 @@ class Saver:
                 slot.local_rank,
                 self._mappings,
                 each,
+                needless=self._flushes.setdefault(request.folder, threading.Event()),
             )
             self._begin(save, partial(self._rescued, save))
 

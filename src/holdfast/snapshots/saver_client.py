@@ -215,9 +215,10 @@ class SaverClient:
 
     # --- copies on other nodes ----------------------------------------------------------------------------------------
 
-    def serve(self, key: bytes, host: str, bytes_s: float) -> None:
-        """Have the saver exchange copies with others of this key, at this address. See `port`, `copy_error`."""
-        self._serve = {"do": "serve", "key": key.hex(), "host": host, "bytes_s": float(bytes_s)}
+    def serve(self, key: bytes, host: str, bytes_s: float, folder: str) -> None:
+        """Have the saver exchange copies with others of this key, at this address. See `port`, `copy_error`. A rescue
+        of states in this snapshot folder, which waits for other nodes, ends: this life goes on from memory."""
+        self._serve = {"do": "serve", "key": key.hex(), "host": host, "bytes_s": float(bytes_s), "folder": folder}
         self.port, self.copy_error = 0, ""
         with contextlib.suppress(SnapshotError):
             self._send(self._serve)

@@ -110,12 +110,12 @@ class CopyPlan:
 class Copies:
     """One rank's part."""
 
-    def __init__(self, tier: Tier, bytes_s: float) -> None:
-        """`bytes_s`: what its node may send in a second; 0: all it can."""
+    def __init__(self, tier: Tier, bytes_s: float, folder: str) -> None:
+        """`bytes_s`: what its node may send in a second; 0: all it can. `folder`: of the snapshots."""
         self._client = tier if isinstance(tier, SaverClient) else None
         self._node = f"{node_key()}:{tier.place}"
         self._host = own_address()
-        self._bytes_s = bytes_s
+        self._bytes_s, self._folder = bytes_s, folder
         self._plan = CopyPlan()
         self._to: list[list[Any]] = []
         self._key = b""
@@ -126,7 +126,7 @@ class Copies:
         if self._client is not None:
             self._client.slots.hold()
             self._key = key_of_life(Path(self._client.place), word)
-            self._client.serve(self._key, self._host, self._bytes_s)
+            self._client.serve(self._key, self._host, self._bytes_s, self._folder)
 
     def keep(self, state: State) -> None:
         """The job goes on from this state in memory: what there is of it stays until a newer one arrived everywhere."""

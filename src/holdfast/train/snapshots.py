@@ -245,7 +245,7 @@ class Snapshots:
         remote = isinstance(self.path, RemotePath)
         stage, copies = self._stage if remote else "", self._copies_wanted
         tier = self._opened = open_tier(rank=rank, world=world, remote=remote, stage=stage, copies=copies)
-        self._copies = Copies(tier, self._copies_bytes_s) if copies else None
+        self._copies = Copies(tier, self._copies_bytes_s, str(self.path)) if copies else None
         self._process = os.getpid()
         atexit.register(self._at_exit)
         return tier

@@ -76,6 +76,8 @@ def main() -> None:
         reached = step
         while reached < STEPS and not (more := lines(ranks[0][1], time.monotonic() + LIMIT_S, 1))[-1].endswith(" 1"):
             reached = int(more[-1].split()[1])
+        if reached == STEPS:
+            faults.append(f"life {number}: no copy arrived in {STEPS - step} steps")
         time.sleep(chance.uniform(0, 0.1))
         lose(chance.randrange(NODES), ranks)
         rest = lines(ranks[0][1], time.monotonic() + 0.2)
