@@ -247,17 +247,15 @@ class SaverHost:
         supervisor: SupervisorClient,
         run_id: str,
         on_notice: Callable[[str], None],
-        on_saved: Callable[[seqpacket.Message], None] = lambda _: None,
-        on_copy: Callable[[seqpacket.Message], None] = lambda _: None,
+        journal: Callable[..., None] = lambda _, **__: None,
         token: bytes | None = None,
     ) -> None:
-        """`on_notice` gets messages for the user, `on_saved` the path, step and duration of each save, `on_copy` what
-        became of each copy to another node. `token`: the job's, if it has one."""
+        """`on_notice` gets messages for the user, `journal` an event and its fields for each save, and for each copy to
+        another node. `token`: the job's, if it has one."""
         self._saver = ServiceProcess(supervisor, SAVER, self._heard, lambda: self._gone.set())  # noqa: PLW0108
         self._run_id = run_id
         self._on_notice = on_notice
-        self._on_saved, self._on_copy = on_saved, on_copy
-        self._token = token
+        self._journal, self._token = journal, token
         self._loop = asyncio.get_running_loop()
         self._memory_folder: MemoryFolder | None = None
         self._listening: socket.socket | None = None
@@ -361,10 +359,10 @@ class SaverHost:
         elif packet.get("is") == "news":
             self._on_notice(f"snapshots: {packet.get('text')}")
         elif packet.get("is") == "saved":
-            self._on_saved({name: packet.get(name) for name in ("path", "step", "took_s")})
+            self._journal("snapshot", **{name: packet.get(name) for name in ("path", "step", "took_s")})
         elif packet.get("is") == "copy":
             del packet["is"]
-            self._on_copy(packet)
+            self._journal("snapshot_copy", **packet)
 
     def _ended(self, why: str) -> None:
         self._saver.drop()

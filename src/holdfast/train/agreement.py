@@ -19,6 +19,7 @@ import datetime
 import itertools
 import json
 import os
+import secrets
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -29,13 +30,18 @@ import torch.distributed as dist
 
 from holdfast.linux import boot_id
 from holdfast.protocol.errors import (
+    HoldfastError,
     IntervalError,
     RetentionError,
     SnapshotBusyError,
     SnapshotError,
     SnapshotIncompleteError,
 )
+from holdfast.snapshots import lease as leases
 from holdfast.snapshots.changes import Keep
+from holdfast.snapshots.flush import rescue_attempt
+from holdfast.snapshots.lease import FolderLease
+from holdfast.snapshots.remote import Place
 from holdfast.text import seconds_of
 from holdfast.train.guards import GuardWarning, enabled
 
@@ -423,3 +429,27 @@ def node_key() -> str:
     except OSError:
         return f"{boot}:{os.getpid()}"
     return f"{boot}:{place.st_dev}:{place.st_ino}"
+
+
+def take_folder(path: Place, peers: Peers, lease: FolderLease | None) -> tuple[FolderLease | None, int, str]:
+    """Rank 0 takes the folder for this job, unless it has its `lease`. Returns rank 0's lease, and for all ranks of
+    this life the attempt as which the saver writes what only memory has, and a secret. SnapshotError."""
+    word: dict[str, Any] = {}
+    failure: HoldfastError | None = None
+    if peers.rank == 0:
+        try:
+            lease = lease or leases.acquire(path, os.environ.get("TORCHELASTIC_RUN_ID", ""))
+            word = {"rescue": rescue_attempt(), "secret": secrets.token_hex(32)}
+        except HoldfastError as error:
+            failure, word = error, {"error": str(error)}
+    try:
+        word = peers.tell(word)
+    except BaseException:
+        if lease is not None:
+            lease.release()
+        raise
+    if failure is not None:
+        raise failure
+    if "error" in word:
+        raise SnapshotError(f"rank 0: {word['error']}")
+    return lease, int(word["rescue"]), str(word["secret"])

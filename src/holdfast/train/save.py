@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import secrets
 import threading
 import time
 import warnings
@@ -20,9 +19,7 @@ import torch
 
 from holdfast.protocol.errors import HoldfastError, SnapshotError, SnapshotMemoryError, SnapshotWriteError
 from holdfast.snapshots import changes, disk
-from holdfast.snapshots import lease as leases
 from holdfast.snapshots.changes import Keep, SaveRequest, Verified
-from holdfast.snapshots.flush import rescue_attempt
 from holdfast.snapshots.folder import confirm
 from holdfast.snapshots.in_process import InProcessStaging
 from holdfast.snapshots.lease import FolderLease
@@ -381,30 +378,6 @@ class Saving:
         self.tier = InProcessStaging()
         if self._copies is not None:
             self._copies.end()
-
-
-def take_folder(path: Place, peers: Peers, lease: FolderLease | None) -> tuple[FolderLease | None, int, str]:
-    """Rank 0 takes the folder for this job, unless it has its `lease`. Returns rank 0's lease, and for all ranks of
-    this life the attempt as which the saver writes what only memory has, and a secret. SnapshotError."""
-    word: dict[str, Any] = {}
-    failure: HoldfastError | None = None
-    if peers.rank == 0:
-        try:
-            lease = lease or leases.acquire(path, os.environ.get("TORCHELASTIC_RUN_ID", ""))
-            word = {"rescue": rescue_attempt(), "secret": secrets.token_hex(32)}
-        except HoldfastError as error:
-            failure, word = error, {"error": str(error)}
-    try:
-        word = peers.tell(word)
-    except BaseException:
-        if lease is not None:
-            lease.release()
-        raise
-    if failure is not None:
-        raise failure
-    if "error" in word:
-        raise SnapshotError(f"rank 0: {word['error']}")
-    return lease, int(word["rescue"]), str(word["secret"])
 
 
 class Pruner:

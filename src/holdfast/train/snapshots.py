@@ -37,13 +37,13 @@ from holdfast.snapshots.changes import Keep
 from holdfast.snapshots.memory_folder import SAVER_VARIABLE
 from holdfast.snapshots.remote import RemotePath, absolute
 from holdfast.snapshots.saver_client import Tier, open_tier
-from holdfast.train.agreement import Peers, Schedule, Steps, Timekeeper, check_options, seconds
+from holdfast.train.agreement import Peers, Schedule, Steps, Timekeeper, check_options, seconds, take_folder
 from holdfast.train.copies import Copies
 from holdfast.train.guards import same_loss
 from holdfast.train.quarantine import OwnLife, Patience
 from holdfast.train.reading import Saved
 from holdfast.train.resuming import Resumed, Resumer
-from holdfast.train.save import Pruner, Saving, take_folder
+from holdfast.train.save import Pruner, Saving
 from holdfast.train.state import Tracker, TrainState
 from holdfast.train.tracked import Choice
 from holdfast.worker.regroup import is_replacement
