@@ -31,6 +31,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from holdfast import seqpacket
+from holdfast.runtime.run_folder import Journal
 from holdfast.snapshots import memory_folder
 from holdfast.snapshots.memory_folder import FINISH_LIMIT_S, SOCKET, MemoryFolder, clean
 from holdfast.supervisor.client import ProcessEnded, SpawnFailed, SupervisorClient, SupervisorEvent
@@ -247,11 +248,11 @@ class SaverHost:
         supervisor: SupervisorClient,
         run_id: str,
         on_notice: Callable[[str], None],
-        journal: Callable[..., None] = lambda _, **__: None,
+        journal: Journal,
         token: bytes | None = None,
     ) -> None:
-        """`on_notice` gets messages for the user, `journal` an event and its fields for each save, and for each copy to
-        another node. `token`: the job's, if it has one."""
+        """`on_notice` gets messages for the user, `journal` an event for each save, and for each copy to another
+        node. `token`: the job's, if it has one."""
         self._saver = ServiceProcess(supervisor, SAVER, self._heard, lambda: self._gone.set())  # noqa: PLW0108
         self._run_id = run_id
         self._on_notice = on_notice
@@ -359,10 +360,10 @@ class SaverHost:
         elif packet.get("is") == "news":
             self._on_notice(f"snapshots: {packet.get('text')}")
         elif packet.get("is") == "saved":
-            self._journal("snapshot", **{name: packet.get(name) for name in ("path", "step", "took_s")})
+            self._journal.write("snapshot", **{name: packet.get(name) for name in ("path", "step", "took_s")})
         elif packet.get("is") == "copy":
             del packet["is"]
-            self._journal("snapshot_copy", **packet)
+            self._journal.write("snapshot_copy", **packet)
 
     def _ended(self, why: str) -> None:
         self._saver.drop()

@@ -98,7 +98,7 @@ class WorkerGroup:
         self._profiles = Profiles(tasks, folder.path, journal.write)
         self._oom: OomWatch | None = None
         self._store: StoreHost | None = None
-        self._saver = SaverHost(self._supervisor, options.job.run_id, on_notice, journal.write, options.token)
+        self._saver = SaverHost(self._supervisor, options.job.run_id, on_notice, journal, options.token)
         place, run_id, path = options.dashboard, options.job.run_id, str(folder.path or "")
         self._dashboard = DashboardHost(self._supervisor, place, run_id, path, journal, on_notice) if place else None
         self._cpus: dict[int, list[int]] = {}
