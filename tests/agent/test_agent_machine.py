@@ -11,6 +11,7 @@ from holdfast.agent import commands as do
 from holdfast.agent import events as ev
 from holdfast.agent.agent_state import WORK_TRANSITIONS, Link, Work
 from holdfast.protocol import messages as msg
+from holdfast.protocol.charter import Polled
 from holdfast.protocol.policy import Tick
 from holdfast.protocol.rank_progress import RankProgress, Stage
 from tests.agent.agent_desk import (
@@ -217,7 +218,7 @@ MESSAGES: list[msg.FromCoordinator] = [
     msg.Quit(drain=False, by="holdfast kill"),
     msg.Joined(6.0, 4.0, 1.0),
     msg.Waiting("waiting for Godot"),
-    msg.Polled(2, granted=True),
+    Polled(2, granted=True),
     msg.Moved(2, "10.0.0.1", 1),
     msg.Pong(1),
     msg.Pong(99),
@@ -295,7 +296,7 @@ def lawful(desk: Desk, event: ev.Event) -> bool:
 
 def test_nothing_is_forgotten() -> None:
     assert {type(event) for event in EVENTS} == set(ev.Event.__args__)
-    assert {type(message) for message in MESSAGES} == set(msg.CoordinatorMessage.__subclasses__())
+    assert {type(message) for message in MESSAGES} == {*msg.CoordinatorMessage.__subclasses__(), Polled}
     assert {link for state in STATES for link in [state().machine.link]} == set(Link)
 
 

@@ -37,7 +37,7 @@ if os.environ["RANK"] == "1":
 
 def messages() -> list[Any]:
     """One of each kind, with every field set."""
-    both = (charter.Renew, charter.Renewed)
+    both = (charter.Poll, charter.Polled, charter.Renew, charter.Renewed)
     kinds = [*protocol.AgentMessage.__subclasses__(), *protocol.CoordinatorMessage.__subclasses__(), *both]
     return [example(msgspec.inspect.type_info(kind)) for kind in kinds]
 

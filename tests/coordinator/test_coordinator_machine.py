@@ -18,7 +18,7 @@ from holdfast.coordinator.coordinator_state import (
     SaveAsked,
 )
 from holdfast.protocol import messages as msg
-from holdfast.protocol.charter import Charter, CharterPosition, Seat
+from holdfast.protocol.charter import Charter, CharterPosition, Poll, Seat
 from holdfast.protocol.outcome import Failure, OutcomeKind
 from holdfast.protocol.policy import NodeSpec, Survive, Tick
 from holdfast.protocol.questions import OF_A_HOST, Question
@@ -211,7 +211,7 @@ MESSAGES: list[msg.FromAgent] = [
     msg.Join(NodeSpec(member="n1#1", host="n1", nproc=1), 7),
     msg.Ping(3),
     msg.Ask(1, Question.STATUS),
-    msg.Poll(2, Seat("n9#1", "n9", "10.0.0.9", 1), CharterPosition(1, 1)),
+    Poll(2, Seat("n9#1", "n9", "10.0.0.9", 1), CharterPosition(1, 1)),
     msg.Supersede(2, "10.0.0.9", 1),
     msg.Recall(Charter(CharterPosition(1, 1), ()), 1, 0.0),
     msg.Join(NodeSpec(member="n9#2", host="n9", nproc=1), 1, 0.0, msg.Running(1, 0, 1, 0)),
@@ -254,7 +254,7 @@ EVENTS: list[Event] = [
 
 
 def test_no_message_is_forgotten() -> None:
-    assert {type(message) for message in MESSAGES} == set(msg.AgentMessage.__subclasses__())
+    assert {type(message) for message in MESSAGES} == {*msg.AgentMessage.__subclasses__(), Poll}
 
 
 @pytest.mark.parametrize("late_s", [0.0, 1000.0])

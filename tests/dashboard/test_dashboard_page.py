@@ -229,7 +229,7 @@ def test_ranks_are_profiled_and_all_are_asked_to_save() -> None:
         page.click("#profiles button")
         page.wait_for_selector("#actions >> text=write ranks like")
         page.click("text=Save now")
-        page.wait_for_selector("text=Save: 2 nodes told")
+        page.wait_for_selector("text=Save: sent to 2 nodes")
         assert [what for what, _ in job.asked] == ["profile", "save"]
         assert all("from the dashboard at 127.0.0.1" in by for _, by in job.asked)
         assert (axe(page), page.locator("img").count()) == ([], 0)

@@ -51,6 +51,8 @@ def written() -> set[str]:
     for path in (ROOT / "src" / "holdfast").rglob("*.py"):
         text = path.read_text(encoding="utf-8")
         found |= set(re.findall(r"journal\.write\(\s*\"([\w.]+)\"", text))
+        if re.search(r"holdfast/(runtime|supervisor)/", path.as_posix()):
+            found |= set(re.findall(r"self\._write\(\s*\"([\w.]+)\"", text))
         where = re.search(r"holdfast/(agent|coordinator)/", path.as_posix())
         if where:
             found |= {f"{where[1]}.{name}" for name in re.findall(r"(?:self\._note|\bNote)\(\s*\"(\w+)\"", text)}

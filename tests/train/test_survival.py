@@ -244,6 +244,16 @@ def test_ranks_that_leave_by_themselves_with_an_operation_under_way(jobs: WarmJo
         finished(agent, tmp_path / "lost", (0, 2))
 
 
+def test_the_loss_of_all_ranks_is_unknown_when_one_is_lost(jobs: WarmJobs, tmp_path: Path) -> None:
+    """It has exchanged its gradients and not its loss, for which the others wait between optimizer and snaps.step()."""
+    with started(jobs, tmp_path / "lost", faults=[[1, "backward done", 3, "kill"]]) as agent:
+        agent.ended([1])
+        shrunk(agent, 0, 2)
+        finished(agent, tmp_path / "lost", (0, 2))
+    assert agent.said("refuse") == set()
+    assert set(lost_steps(agent).values()) == {0}
+
+
 def test_no_rank_has_the_state_of_a_completed_step(jobs: WarmJobs, tmp_path: Path) -> None:
     """All have stepped, and none has come to snaps.step()."""
     with started(jobs, tmp_path / "lost", meet=5, faults=[[1, "optimizer", 5, "kill"]]) as agent:

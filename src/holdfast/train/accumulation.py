@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 from holdfast.protocol.errors import ProcessGroupError
 from holdfast.train.boundary import Buffers
 from holdfast.train.data import Ahead, HasShare, Share, Shrinks, in_hand
+from holdfast.train.group import is_outlived
 from holdfast.train.guards import watch
 
 
@@ -59,8 +60,8 @@ class MicroBatch:
     def loss(self) -> torch.Tensor:
         """The mean loss over the samples of the optimizer step, detached.
 
-        After the last micro-batch over all ranks, the same value on each; before, over what this rank has had so far.
-        NaN when there was no `backward`.
+        After the last micro-batch over all ranks, the same value on each; before, over what this rank has had so far,
+        and also when a rank is lost meanwhile and this one goes on (`ht.survive`). NaN when there was no `backward`.
         """
         return self._accumulation.loss()
 
@@ -80,7 +81,8 @@ class _Accumulation:
         self._world = dist.get_world_size(self._group()) if self._ddp or self._fsdp else 1
         self._sum: torch.Tensor | None = None
         self._weight = 0.0
-        self._exchange: Any = None
+        self._exchange: tuple[torch.Tensor, Any] | None = None
+        """The sum over all ranks, and torch's handle to wait for it."""
         self._every = 1
         """Micro-batches in this optimizer step."""
         self._samples = 0
@@ -120,10 +122,15 @@ class _Accumulation:
         if self._sum is None:
             return torch.tensor(float("nan"))
         if self._exchange is not None:
-            self._exchange.wait()
-            self._exchange = None
-            self._sum = self._sum / self._world
-            self._weight = 1.0
+            (total, work), self._exchange = self._exchange, None
+            try:
+                work.wait()
+            except RuntimeError as error:
+                if not is_outlived(error):
+                    raise
+                # The gradients have arrived: an error here would give up a step that is complete but for its report.
+            else:
+                self._sum, self._weight = total / self._world, 1.0
         return self._sum / self._weight if self._weight > 0 else self._sum
 
     @contextlib.contextmanager
@@ -144,7 +151,8 @@ class _Accumulation:
         self.done = 0 if micro.last else number + 1
         if micro.last and self._world > 1 and self._sum is not None:
             # Every rank comes here once per step, so this meets no other collective; it runs beside the optimizer.
-            self._exchange = dist.all_reduce(self._sum, group=self._group(), async_op=True)
+            total = self._sum.clone()
+            self._exchange = total, dist.all_reduce(total, group=self._group(), async_op=True)
 
     def _be_careful(self) -> _CarefulStep:
         if self._fsdp:

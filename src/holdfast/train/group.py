@@ -24,7 +24,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any
@@ -94,6 +94,15 @@ class GroupConnection:
     backend: str | None
     timeout_s: float | None
     sockets: GroupSockets = field(default_factory=GroupSockets)
+    outlives: Callable[[BaseException], bool] | None = None
+    """Whether an error of the group is the consequence of a loss that this process survives; None: it survives none."""
+
+
+def is_outlived(error: BaseException) -> bool:
+    """Whether this error of the group is the consequence of a loss after which this process goes on with others."""
+    group = open_group()
+    connection = None if group is None else group.connection
+    return connection is not None and connection.outlives is not None and connection.outlives(error)
 
 
 _open: list[ProcessGroup] = []

@@ -96,5 +96,7 @@ def _moments(group: Mapping[str, Any]) -> int:
 
 
 def _own_bytes(tensor: torch.Tensor, ranks: int) -> int:
-    size_bytes: int = local_tensor(tensor).nbytes
+    local = local_tensor(tensor)
+    # Also of one that has no bytes: it is refused when it is saved.
+    size_bytes: int = local.numel() * local.element_size()
     return size_bytes if isinstance(tensor, DTensor) else size_bytes // ranks

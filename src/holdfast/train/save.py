@@ -155,7 +155,8 @@ class Saving:
         """Take memory in the background for what will be there after the first step, as far as it can be foreseen."""
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         size_bytes = foreseen_bytes(self._tracker.models, self._tracker.optimizers, ranks)
-        self._reservation = MemoryReservation(self.tier.reserving(size_bytes), self.tier.states)
+        if size_bytes:
+            self._reservation = MemoryReservation(self.tier.reserving(size_bytes), self.tier.states)
 
     def look(self) -> None:
         """Gather what went wrong in the background. The next save reports it to all ranks: one rank alone must not

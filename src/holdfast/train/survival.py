@@ -132,6 +132,8 @@ class Survivor:
                 hooks.callback(model.register_forward_hook(self._boundary.forward_done).remove)
             hooks.callback(self._leave)
             self._snaps._survivor = self
+            assert self._group.connection is not None
+            self._group.connection.outlives = self._is_consequence
             self._boundary.mark(self._snaps.state.step)
             while True:
                 try:
@@ -154,6 +156,8 @@ class Survivor:
 
     def _leave(self) -> None:
         self._snaps._survivor = None
+        assert self._group.connection is not None
+        self._group.connection.outlives = None
         with contextlib.suppress(ChannelLostError):
             self._channel.say("unable")
         self._channel.close()

@@ -216,6 +216,7 @@ def main() -> None:
                         dist.new_group()
                     with ht.accumulate(model, loader) as micro:
                         micro.backward(model(rows, index))
+                        reach("backward done")
                     if micro.last:
                         reach("gradients")
                         adam.step()
@@ -226,7 +227,7 @@ def main() -> None:
                         for each in (adam, sgd):
                             each.zero_grad()
                         schedule.step()
-                    snaps.step()
+                    snaps.step(loss=micro.loss)
                     if state.step == case.disk:
                         snaps.save()
 
