@@ -436,6 +436,7 @@ def take_folder(path: Place, peers: Peers, lease: FolderLease | None) -> tuple[F
     this life the attempt as which the saver writes what only memory has, and a secret. SnapshotError."""
     word: dict[str, Any] = {}
     failure: HoldfastError | None = None
+    before = lease
     if peers.rank == 0:
         try:
             lease = lease or leases.acquire(path, os.environ.get("TORCHELASTIC_RUN_ID", ""))
@@ -444,8 +445,8 @@ def take_folder(path: Place, peers: Peers, lease: FolderLease | None) -> tuple[F
             failure, word = error, {"error": str(error)}
     try:
         word = peers.tell(word)
-    except BaseException:
-        if lease is not None:
+    except BaseException:  # also of an interruption: the caller does not learn of a new one
+        if lease is not None and lease is not before:
             lease.release()
         raise
     if failure is not None:
