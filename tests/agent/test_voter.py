@@ -406,6 +406,17 @@ def test_the_coordinators_own_voter_counts_until_it_stepped_down() -> None:
     assert polled(desk, "a", "c", 2, CharterPosition(FOUNDER, 1)).silent_s == 0.0
 
 
+def test_a_renew_that_comes_after_the_loss_brings_no_coordinator_back() -> None:
+    """Such an agent would not elect, and would found the job again beside its voters."""
+    desk = Desk("abc", charter("abc"))
+    desk.give("a", vote.Unlinked(FOUNDER, closed=False, local=True))
+    assert desk.renew("a", None).term == FOUNDER
+    assert desk.voters["a"].stage is VoterState.ALONE
+    assert desk.voters["a"].elects(desk.now)
+    desk.renew("a", None, FOUNDER + 1)  # a founder that takes a later term informs those that have joined it
+    assert desk.voters["a"].stage is VoterState.FOLLOWING
+
+
 # --- witnesses --------------------------------------------------------------------------------------------------------
 
 

@@ -6,6 +6,7 @@ Each safety rule is broken on purpose, and a seed is named whose job then breaks
 from __future__ import annotations
 
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Collection
 from typing import Any
@@ -29,6 +30,8 @@ CHUNKS = 6
 STEP = max(1, -(-(END - FIRST) // CHUNKS))
 MENDED = (199, 233, 285, 311, 345, 358, 370, 542, 579, 1732, 2014)
 """Seeds beyond the ordinary ones that have found something."""
+TORN = (54, 113, 210, 224, 264)
+"""The same, of `nemesis`."""
 
 
 @pytest.mark.parametrize("first", range(FIRST, END, STEP))
@@ -41,6 +44,13 @@ def test_every_promise_holds(first: int) -> None:
 def test_what_was_mended_stays_mended(seed: int) -> None:
     tally = run_seeds(seed, seed + 1, SUCCESSION)
     assert not tally.failures, report(tally)
+
+
+@pytest.mark.parametrize("seed", TORN)
+def test_what_is_torn_while_it_decides_keeps_every_promise(seed: int) -> None:
+    cluster = nemesis(seed)
+    cluster.run()
+    assert cluster.coordinators > 2
 
 
 def test_successors_are_elected_and_continue() -> None:
@@ -142,9 +152,9 @@ class CountsTheNewOnly(ReplicatedCoordinator):
         charters = self._charters
 
         def count() -> None:
-            position = charters.charter.position
+            position, voters = charters.charter.position, charters.charter.voters
             held = [name for name, voter in charters._voters.items() if voter.held >= position or not charters.elects]
-            charters.counts = majority(charters.charter.voters, held, charters._gone)
+            charters.counts = not voters or majority(voters, held, charters._gone)
             charters.settled = charters.settled or charters.counts
 
         charters._count = count  # type: ignore[method-assign]
@@ -215,14 +225,20 @@ def drawn(seed: int, *rules: type) -> SuccessionCluster:
 
 
 BROKEN = [
-    pytest.param(drawn, (AnswersWithoutAge,), (1, 4), "still runs generation", id="a Pong without age"),
-    pytest.param(drawn, (NeverStepsDown,), (1, 4), "still runs generation", id="no step-down"),
-    pytest.param(nemesis, (VotesForOlder,), (11, 118), "counts after", id="a vote for an older charter"),
-    pytest.param(duel, (VotesTwice,), (17, 21), "both elected in term", id="two votes in a term"),
-    pytest.param(nemesis, (StartsAtOnce,), (91,), "both start generation", id="a start before the charter counts"),
-    pytest.param(nemesis, (WaitsForNoFence,), (65,), "still runs generation", id="no wait for the fence"),
-    pytest.param(nemesis, (AsksTheNewOnly, CountsTheNewOnly), (0,), "still running", id="only the new voters"),
-    pytest.param(nemesis, (LeavesGoneOut,), (36,), "still running", id="ended voters left out"),
+    pytest.param(drawn, (AnswersWithoutAge,), (1, 4, 22), "still runs generation", id="a Pong without age"),
+    pytest.param(drawn, (NeverStepsDown,), (4, 22, 38), "still runs generation", id="no step-down"),
+    pytest.param(nemesis, (VotesForOlder,), (65, 120, 225, 227), "counts after", id="a vote for an older charter"),
+    pytest.param(duel, (VotesTwice,), (153, 194, 276, 291), "both elected in term", id="two votes in a term"),
+    pytest.param(
+        nemesis, (StartsAtOnce,), (54, 94, 144, 181), "both start generation", id="a start before the charter counts"
+    ),
+    pytest.param(nemesis, (WaitsForNoFence,), (64, 68, 118, 145), "still runs generation", id="no wait for the fence"),
+    pytest.param(
+        nemesis, (AsksTheNewOnly, CountsTheNewOnly), (112, 130, 144, 181), "counts after", id="only the new voters"
+    ),
+    pytest.param(
+        nemesis, (LeavesGoneOut,), (22, 72, 181), "counts after|both elected|still running", id="ended voters left out"
+    ),
 ]
 
 
@@ -238,7 +254,7 @@ def test_each_rule_is_needed(
             job(seed, *rules).run()
         except BrokenPromiseError as error:
             problems.append(str(error).partition("\n")[0])
-    assert any(words in problem for problem in problems), problems
+    assert any(re.search(words, problem) for problem in problems), problems
 
 
 # --- the checker ------------------------------------------------------------------------------------------------------

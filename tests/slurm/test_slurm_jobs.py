@@ -108,6 +108,7 @@ def test_a_notice_of_slurm_saves_and_requeues(jobs: Jobs) -> None:
         + """
 from holdfast.worker import should_stop
 meet()
+should_stop()  # from here on it can save: a notice that comes earlier finds nothing to wait for
 note("id", id=os.environ["TORCHELASTIC_RUN_ID"], life=life())
 while life() == 0:
     time.sleep(0.02)

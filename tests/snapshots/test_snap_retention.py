@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -9,22 +10,27 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from holdfast.protocol.errors import (
     RetentionError,
+    SaverLostError,
     SnapshotDamagedError,
+    SnapshotError,
     SnapshotGoneError,
 )
-from holdfast.snapshots import changes, folder
+from holdfast.snapshots import changes, folder, slots
+from holdfast.snapshots import flush as saving
 from holdfast.snapshots.changes import Keep, SaveRequest, Verified, prune
 from holdfast.snapshots.folder import Snapshot
-from holdfast.snapshots.layout import MANIFEST, Manifest, RankEntry, rank_file
+from holdfast.snapshots.layout import Manifest, RankEntry, rank_file
+from holdfast.snapshots.memory_folder import read_back
+from holdfast.snapshots.slots import SlotOwner, Slots
+from tests.snapshots import saves
 from tests.snapshots.saves import SIZE, WAIT_S, Bench, content, is_whole, newest, save
-from tests.support.limits import limit_s
+from tests.support.limits import limit_s, until
 from tests.support.tables import tables
 
 TABLES = tables(__file__)
@@ -207,41 +213,88 @@ def test_a_reader_beside_retention_gets_all_or_is_told(tmp_path: Path) -> None:
     assert outcomes["gone"] > 5
 
 
-# --- who reads what: each node what it has written, before the commit -------------------------------------------------
+# --- the saver reads committed snapshots back for retention, and gives way to whatever is more urgent -----------------
 
 
-def test_each_node_reads_back_its_own_file_and_no_other(tmp_path: Path) -> None:
-    """Two nodes, each with its saver; rank 0 commits and prunes. What a process reads is counted by the kernel."""
-    nodes = [Bench(tmp_path / "snaps") for _ in range(2)]
-    try:
-        # Beside the file: the other rank's record and, at first, modules.
-        for step, beside in ((1, SIZE), (2, SIZE // 4), (3, SIZE // 4)):
-            before = [bytes_read(node.saver) for node in nodes]
-            number = changes.begin(tmp_path / "snaps", step)
-            for rank, node in enumerate(nodes):
-                node.hand_over(SaveRequest(str(node.folder), step, number, rank, 2), SIZE)
-            for node in nodes:
-                node.client.wait(WAIT_S)
-            for node, bytes_before in zip(nodes, before, strict=True):
-                assert SIZE <= bytes_read(node.saver) - bytes_before < SIZE + beside
-        before_here = bytes_read(os.getpid())
-        done = prune(tmp_path / "snaps", Keep(last=2), verified=Verified(folder.confirm))
-        assert [snapshot.step for snapshot in done.kept] == [2, 3]
-        assert bytes_read(os.getpid()) - before_here < SIZE // 4
-    finally:
-        for node in nodes:
-            node.close()
-
-
-def bytes_read(pid: int) -> int:
-    """By the process, from files, whether they were in the page cache or not."""
-    return int(Path(f"/proc/{pid}/io").read_text().partition("rchar: ")[2].partition("\n")[0])
-
-
-def test_what_was_not_read_back_before_the_commit_is_read_by_retention(tmp_path: Path) -> None:
-    """An earlier version's."""
-    path = save(tmp_path, 1, 2)
-    (path / MANIFEST).write_text(replace(newest(tmp_path).manifest, read_back=False).dump())
-    file = path / rank_file(1)
+def test_it_reads_snapshots_back_for_retention(bench: Bench) -> None:
+    for step in (1, 2):
+        saves.save(bench.folder, step, 1)
+    first, second = (bench.folder / f"step_{step:09d}.0001" for step in (1, 2))
+    read_back(bench.place.folder, first, WAIT_S)
+    file = second / "rank_00000.safetensors"
     file.write_bytes(bytes(file.stat().st_size))
-    assert [path for path, _ in prune(tmp_path, Keep(), verified=Verified(folder.confirm)).damaged] == [path]
+    with pytest.raises(SnapshotDamagedError, match="are not what was saved"):
+        read_back(bench.place.folder, second, WAIT_S)
+    with pytest.raises(SnapshotGoneError):
+        read_back(bench.place.folder, bench.folder / "step_000000003.0001", WAIT_S)
+    bench.persist(4)
+    bench.client.wait(WAIT_S)
+    assert (bench.folder / "step_000000004.0001").is_dir()
+
+
+def test_reading_back_by_a_saver_that_is_stopped_or_dies(bench: Bench) -> None:
+    path = saves.save(bench.folder, 1, 1)
+    saver = bench.saver
+    os.kill(saver, signal.SIGSTOP)
+    with pytest.raises(SnapshotError, match="is the saver stopped"):
+        read_back(bench.place.folder, path, 0.05)
+    killing = threading.Timer(0.2, os.kill, (saver, signal.SIGKILL))
+    killing.start()
+    with pytest.raises(SaverLostError):
+        read_back(bench.place.folder, path, WAIT_S)
+    killing.join()
+    with pytest.raises(SaverLostError):
+        read_back(bench.place.folder, path, WAIT_S)
+
+    def is_read_by_another() -> bool:
+        bench.client.check()  # notices that its saver is gone, and starts another one
+        with contextlib.suppress(SaverLostError):
+            read_back(bench.place.folder, path, WAIT_S)
+            return True
+        return False
+
+    until(is_read_by_another, "another saver reads it")
+
+
+def test_it_gives_way_to_a_rank_that_stages(bench: Bench) -> None:
+    path = saves.save(bench.folder, 1, 1)
+    assert not slots.is_any_staged(bench.place.folder, [0])
+    for step in (2, 3):
+        bench.stage(step)
+    assert not slots.is_any_staged(bench.place.folder, [0])
+    assert bench.slots.stage(4, SIZE) is not None
+    assert slots.is_any_staged(bench.place.folder, [0])
+    with pytest.raises(SnapshotError, match="is the saver stopped"):
+        read_back(bench.place.folder, path, 0.3)
+    assert not slots.is_any_staged(bench.place.folder, [-1, 1, 2]), "others do not"
+    bench.slots.commit()
+    read_back(bench.place.folder, path, WAIT_S)
+
+
+def test_what_a_dead_rank_had_begun_holds_up_nobody(bench: Bench) -> None:
+    path = saves.save(bench.folder, 1, 1)
+    other = Slots(bench.place.folder, SlotOwner(1))
+    for step in (1, 2):
+        assert other.stage(step, SIZE) is not None
+        other.commit()
+    assert other.stage(3, SIZE) is not None
+    other.close()  # as its death leaves it
+    assert slots.is_any_staged(bench.place.folder, [1])
+    read_back(bench.place.folder, path, WAIT_S)
+
+
+def test_it_gives_way_for_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "GIVE_WAY_S_MAX", 0.05)
+    asked: list[int] = []
+
+    def always() -> bool:
+        asked.append(1)
+        return True
+
+    give_way = saving.GiveWay(always)
+    give_way()
+    assert asked
+    before = len(asked)
+    give_way()
+    assert len(asked) == before
+    saving.GiveWay(lambda: False)()

@@ -49,7 +49,7 @@ class VoterState(Enum):
 
 
 TRANSITIONS: dict[tuple[VoterState, VoterState], str] = {
-    (VoterState.ALONE, VoterState.FOLLOWING): "Linked, or a Renew, which is how a witness gets a coordinator",
+    (VoterState.ALONE, VoterState.FOLLOWING): "Linked; or a Renew of a later term, and to a witness any",
     (VoterState.ASKING, VoterState.FOLLOWING): "the same",
     (VoterState.STANDING, VoterState.FOLLOWING): "the same",
     (VoterState.LEADING, VoterState.FOLLOWING): "the same: by the coordinator in this process",
@@ -337,7 +337,9 @@ class Voter:
         self._enter(VoterState.ALONE)
 
     def _on_renew(self, now: float, renew: Renew) -> None:
-        self._follow(renew.term)
+        # An agent is Linked first. What was still on its way when it lost this coordinator does not bring it back.
+        if renew.term > self.term or not self.stands:
+            self._follow(renew.term)
         if renew.term == self.term:
             self._bound_s = now
             self._job_began_s = min(self._job_began_s, now - renew.job_s)

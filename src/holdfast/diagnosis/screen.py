@@ -10,11 +10,10 @@ from __future__ import annotations
 import re
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct
 
-from holdfast.diagnosis.places import Where, where_is
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, Verdict
 from holdfast.protocol.rank_progress import (
     Frame,
@@ -29,6 +28,9 @@ from holdfast.protocol.rank_progress import (
     is_library,
 )
 from holdfast.text import duration, plural, spans
+
+if TYPE_CHECKING:
+    from holdfast.diagnosis.places import Where
 
 LINES_MAX = 15
 """Lines of holdfast, including the end of stderr if there is no traceback."""
@@ -346,6 +348,8 @@ class Group(Struct, frozen=True):
         sample = RankSample(
             first.local_rank, first.pid, first.state, first.cpu_s, self.frames, first.note, first.file, first.source
         )
+        from holdfast.diagnosis.places import where_is  # of no use to the last screen of a run
+
         return where_is(RankStory(first.rank, first.host, first.local_rank, 0.0, (sample,)))
 
 

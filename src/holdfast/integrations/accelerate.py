@@ -24,7 +24,7 @@ from torch.utils.data import BatchSampler, RandomSampler
 from holdfast.integrations import missing
 from holdfast.protocol.errors import TrackingError
 from holdfast.train.snapshots import Snapshots
-from holdfast.train.state import random_state, set_random_state
+from holdfast.train.state import undrawn
 
 try:
     from accelerate import skip_first_batches
@@ -122,10 +122,8 @@ class RestOfEpoch:
 
     def __iter__(self) -> Iterator[Any]:
         self._loader.base_dataloader = self._whole
-        random = random_state()
-        rest: Iterator[Any] = iter(self._rest)  # draws a random number, as the whole epoch has done at its begin
-        set_random_state(random, None)
-        return rest
+        with undrawn():  # the whole epoch has drawn a random number at its beginning, too
+            return iter(self._rest)
 
     def __len__(self) -> int:
         return len(self._whole)

@@ -6,13 +6,14 @@ state = snaps.track(model=model, optimizer=optimizer, loader=loader)
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
 from holdfast.integrations import missing
 from holdfast.protocol.errors import DataError
 from holdfast.train.data import place
-from holdfast.train.state import random_state, set_random_state
+from holdfast.train.state import undrawn
 
 try:
     from torchdata.stateful_dataloader import StatefulDataLoader
@@ -30,10 +31,9 @@ class ResumableLoader:
         self._loaded = False
 
     def __iter__(self) -> Iterator[Any]:
-        random = random_state() if self._loaded else None
-        batches: Iterator[Any] = iter(self._loader)  # draws a random number, as it has done at the epoch's begin
-        if random is not None:
-            set_random_state(random, None)
+        # It draws a random number. In the middle of an epoch it has done so already, at the beginning.
+        with undrawn() if self._loaded else contextlib.nullcontext():
+            batches: Iterator[Any] = iter(self._loader)
         self._loaded = False
         return batches
 

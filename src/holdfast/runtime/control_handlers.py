@@ -104,13 +104,11 @@ class _Collection(Struct):
 
     link: int
     ask: Ask
-    generation: int
-    world_size: int
     awaited: dict[int, tuple[str, int, tuple[int, ...]]]
     """By link: the host, the rank of its first worker, and its local ranks."""
     timer: asyncio.TimerHandle
-    name: str = ""
-    """Of the profiles."""
+    body: Callable[[_Collection, tuple[str, ...]], bytes]
+    """Makes the answer, with the hosts that have sent nothing."""
     seen: list[tuple[str, int, RankSample]] = msgspec.field(default_factory=list)
     profiled: list[ProfiledRank] = msgspec.field(default_factory=list)
 
@@ -220,23 +218,28 @@ class Answers:
 
     def _look(self, link: int, ask: Ask) -> None:
         nodes, size = self._nodes()
-        self._collect(link, ask, nodes, size, LOOK_S_MAX, lambda _, number: Look(self._machine.generation, number))
+        run_id, generation = self._machine.job.run_id, self._machine.generation
+
+        def body(look: _Collection, silent: tuple[str, ...]) -> bytes:
+            return stacks_body(stacks_view(run_id, generation, size, look.seen, silent))
+
+        self._collect(link, ask, nodes, LOOK_S_MAX, lambda _, number: Look(generation, number), body)
 
     def _collect(
         self,
         link: int,
         ask: Ask,
         nodes: dict[int, tuple[str, int, tuple[int, ...]]],
-        size: int,
         limit_s: float,
         order: Callable[[int, int], FromCoordinator],
-        name: str = "",
+        body: Callable[[_Collection, tuple[str, ...]], bytes],
     ) -> None:
-        """Send an order to each of these nodes; `order` makes it for a link and the number of the answer."""
+        """Send an order to each of these nodes; `order` makes it for a link and the number of the answer, `body` as in
+        _Collection."""
         self._number += 1
         number = self._number
         timer = self._loop.call_later(limit_s, self._finish, number)
-        self._looks[number] = _Collection(link, ask, self._machine.generation, size, dict(nodes), timer, name)
+        self._looks[number] = _Collection(link, ask, dict(nodes), timer, body)
         for to in nodes:
             self._links[to].send(order(to, number))
         self._finish_if_complete(number)
@@ -271,15 +274,19 @@ class Answers:
             self._tell(link, ask, lambda: msgspec.json.encode(ProfileView(refused=refused)))
             return
         name = f"{time.strftime('%Y%m%d-%H%M%S')}-{self._number + 1 - FIRST_LOOK}"
-        told = {"ranks": sorted(wanted), "steps": ask.steps, "for_s": ask.for_s}
-        self._write("coordinator.profile_asked", by=ask.by, name=name, **told)
+        about = {"ranks": sorted(wanted), "steps": ask.steps, "for_s": ask.for_s}
+        self._write("coordinator.profile_asked", by=ask.by, name=name, **about)
 
         def order(to: int, number: int) -> Profile:
             _, base, local_ranks = asked[to]
             chosen = tuple(each for place, each in enumerate(local_ranks) if base + place in wanted)
             return Profile(generation, number, name, chosen, ask.steps, ask.for_s)
 
-        self._collect(link, ask, asked, size, COLLECT_S_MAX, order, name)
+        def body(look: _Collection, silent: tuple[str, ...]) -> bytes:
+            profiled = tuple(sorted(look.profiled, key=lambda each: each.rank))
+            return msgspec.json.encode(ProfileView(name=name, ranks=profiled, silent=silent))
+
+        self._collect(link, ask, asked, COLLECT_S_MAX, order, body)
 
     def _finish_if_complete(self, number: int) -> None:
         if not self._looks[number].awaited:
@@ -289,17 +296,7 @@ class Answers:
         look = self._looks.pop(number)
         look.timer.cancel()
         silent = tuple(host for host, _, _ in look.awaited.values())
-        if look.name:
-            profiled = tuple(sorted(look.profiled, key=lambda each: each.rank))
-            view = ProfileView(name=look.name, ranks=profiled, silent=silent)
-            self._tell(look.link, look.ask, lambda: msgspec.json.encode(view))
-            return
-        run_id = self._machine.job.run_id
-        self._tell(
-            look.link,
-            look.ask,
-            lambda: stacks_body(stacks_view(run_id, look.generation, look.world_size, look.seen, silent)),
-        )
+        self._tell(look.link, look.ask, lambda: look.body(look, silent))
 
     def _tell(self, link: int, ask: Ask, make: Callable[[], bytes]) -> None:
         if link not in self._links:

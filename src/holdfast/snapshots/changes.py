@@ -3,8 +3,7 @@
 **Writing**, by the commit protocol:
 
     rank 0       begin         the attempt folder, by an exclusive mkdir; its number is sent to the others
-    each rank    write_rank    its file, fsync; reads it back and compares it; its record, fsync, rename; fsync of the
-                               folder (not rank 0)
+    each rank    write_rank    its file, fsync; its record, fsync, rename; fsync of the folder (not rank 0)
     rank 0       commit        when all records are there: MANIFEST.json, fsync, rename; fsync of the folder;
                                rename of the folder to its committed name; fsync of the snapshot folder
 
@@ -41,7 +40,7 @@ from holdfast.protocol.errors import (
     SnapshotIncompleteError,
 )
 from holdfast.snapshots import disk, remote_commit
-from holdfast.snapshots.disk import root_digest
+from holdfast.snapshots.disk import chunk_digests, root_digest
 from holdfast.snapshots.folder import Snapshot, attempt_place, quarantine, rename_aside, survey, verify
 from holdfast.snapshots.layout import (
     MANIFEST,
@@ -63,7 +62,6 @@ from holdfast.text import seconds_of
 PHASES = (
     "begun",  # the attempt folder is there
     "written",  # a rank's file is on the disk
-    "read back",  # and is what was in memory
     "recorded",  # and its record
     "gathered",  # rank 0 has seen all records
     "manifest",  # MANIFEST.json is on the disk
@@ -177,8 +175,7 @@ def begin(folder: str | os.PathLike[str] | RemotePath, step: int, *, make: bool 
 
 
 def write_rank(request: SaveRequest, buffer: bytes | bytearray | memoryview, *, at: At = nowhere) -> RankRecord:
-    """Write this rank's file, read it back, and write its record. Both are durable when this returns; rank 0's by name
-    only after `commit`.
+    """Write this rank's file and its record. Both are durable when this returns; rank 0's by name only after `commit`.
 
     The buffer (an image, see layout.py) must not change meanwhile. It is written without a copy when it begins at a
     multiple of 4096 in memory, as slots do. On failure the written files are removed, which frees space on a full disk,
@@ -188,16 +185,23 @@ def write_rank(request: SaveRequest, buffer: bytes | bytearray | memoryview, *, 
     data = memoryview(buffer).cast("B")
     folder = request.attempt_path
     file = folder / rank_file(request.rank)
-    note = {**request.note, "read_back": False}
     try:
-        if isinstance(file, RemotePath):
-            chunks = remote_commit.upload(file, data, at)
-        else:
-            chunks = disk.write_all(file, data, at)
-            note["read_back"] = True
-            at("read back")
-        root = root_digest(len(data), chunks)
-        record = RankRecord(*request.key, request.rank, request.world, len(data), root, chunks, note)
+        if isinstance(folder, RemotePath):
+            remote_commit.check_open(folder)  # nobody could keep us from replacing a committed object
+        with chunk_digests(data) as digests:
+            disk.write_all(file, data, beside=digests.start)
+            at("written")
+            chunks = digests.results()
+        record = RankRecord(
+            step=request.step,
+            attempt=request.attempt,
+            rank=request.rank,
+            world=request.world,
+            size_bytes=len(data),
+            digest=root_digest(len(data), chunks),
+            chunks=chunks,
+            note=request.note,
+        )
         disk.write_atomically(folder / record_file(request.rank), record.dump())
         if request.rank:  # rank 0 syncs the folder in `commit`, with the manifest in it
             disk.sync_folder(folder)
@@ -229,7 +233,6 @@ def commit(request: SaveRequest, *, patience: float = PATIENCE_S, at: At = nowhe
             ranks=tuple(RankEntry(each.rank, each.size_bytes, each.digest) for each in records),
             metadata=dict(request.metadata),
             saved_unix_s=time.time(),
-            read_back=all(each.note.get("read_back") is True for each in records),
         )
         _publish(request, manifest.dump(), at)
     except OSError as error:

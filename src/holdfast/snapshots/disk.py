@@ -2,17 +2,16 @@
 What is written to and read from an object store goes to remote.py.
 
 **Writing** goes past the page cache: it takes the same time whatever else is in the cache, and leaves the cache to the
-data loader. So does **reading back**, which compares the file with the memory that was written.
+data loader.
 
-**The digest** is sha256 over chunks of 4 MiB, and sha256 over their digests. So all cores take part, and a reader
-that needs a part of a file (another world size) checks only what it reads. A rank's record holds the digests of the
-chunks, the manifest their root. Every flipped bit, zeroed page, lost end or exchanged file changes the root.
-docs/measured.md has the measurements behind both choices.
+**The digest** is sha256 over chunks of 4 MiB, and sha256 over their digests. So all cores take part, hashing continues
+while the disk writes, and a reader that needs a part of a file (another world size) checks only what it reads. A rank's
+record holds the digests of the chunks, the manifest their root. Every flipped bit, zeroed page, lost end or exchanged
+file changes the root. docs/measured.md has the measurements behind both choices.
 """
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import fcntl
 import hashlib
@@ -104,14 +103,6 @@ class ChunkDigests:
         return [chunk_digest(self._data[begin : begin + CHUNK_BYTES]) for begin in begins if not self._stopped]
 
 
-def in_threads(work: Callable[[Sequence[int]], _Made], numbers: Sequence[int], count: int) -> list[_Made]:
-    """The results of the work on all numbers: each of `count` threads gets every `count`-th of them."""
-    if len(numbers) < 2:
-        return [work(numbers[first::count]) for first in range(count)]
-    with ThreadPoolExecutor(count, "holdfast-digest") as pool:
-        return [share.result() for share in [submit(pool, work, numbers[first::count]) for first in range(count)]]
-
-
 @contextmanager
 def chunk_digests(data: memoryview) -> Iterator[ChunkDigests]:
     """Threads for the digests of `data`; they have ended when the body is left."""
@@ -132,6 +123,8 @@ def digest(data: bytes | bytearray | memoryview) -> str:
         return root_digest(len(view), digests.results())
 
 
+FIRST_BYTES = 16 << 20
+"""Written before parallel work starts."""
 WRITE_BYTES_MAX = 256 << 20
 """The disk is idle between two writes: larger pieces are faster."""
 BLOCK_BYTES = 4096
@@ -141,43 +134,27 @@ DAMAGE = (errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, err
 """The kernel's errors for files that are lost. Other errors (permissions, no memory, no server) may be temporary."""
 
 
-def write_all(path: Path, data: memoryview, at: Callable[[str], None]) -> tuple[str, ...]:
-    """Make the file, which must not exist, with these bytes, and read it back. Returns the digests of its chunks.
+def write_all(path: Place, data: memoryview, beside: Callable[[], None] | None = None) -> None:
+    """Make the file, which must not exist, with these bytes; they are on the disk when this returns.
 
-    The bytes are on the disk when `at` is called with "written". The digests are made from what the disk then gives
-    back, which is compared with `data`: so the one pass over the bytes that costs much proves both that the file is
-    what was in memory, and that the digests are the file's. OSError, also when the bytes differ; FileNotFoundError when
-    the file was removed or replaced meanwhile."""
-    file = OpenFile(_create(path))
+    `beside` starts parallel work. It is called when the disk has begun, so that the disk does not wait for it. OSError;
+    FileNotFoundError when the file was removed or replaced meanwhile."""
+    if isinstance(path, RemotePath):
+        if beside is not None:
+            beside()
+        return path.upload(data)
+    file = _create(path)
     try:
-        _write(file.fd, data)
-        os.fsync(file.fd)
-        at("written")
-        file.go_direct()
-        count = hash_threads()
-        shares = in_threads(lambda begins: _compared(file, data, begins), chunk_begins(len(data)), count)
-        if not os.path.samestat(os.stat(path), os.fstat(file.fd)):
+        if beside is not None:
+            _write(file, data[:FIRST_BYTES])
+            beside()
+        _write(file, data, 0 if beside is None else FIRST_BYTES)
+        os.fsync(file)
+        if not os.path.samestat(os.stat(path), os.fstat(file)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
     finally:
-        file.close()
-    return tuple(shares[number % count][number // count] for number in range(len(chunk_begins(len(data)))))
-
-
-def _compared(file: OpenFile, data: memoryview, begins: Sequence[int]) -> list[str]:
-    """The digests of these chunks. OSError when one differs from `data`."""
-    room = bytearray(CHUNK_BYTES + BLOCK_BYTES)
-    at = -ctypes.addressof(ctypes.c_char.from_buffer(room)) % BLOCK_BYTES
-    into = memoryview(room)[at : at + CHUNK_BYTES]
-    digests = []
-    for begin in begins:
-        expected = data[begin : begin + CHUNK_BYTES]
-        whole = -(-len(expected) // BLOCK_BYTES) * BLOCK_BYTES  # the file ends where it ends
-        size_bytes = file.fill(into[:whole], begin)
-        # By memcmp, twenty times as fast as a comparison of two memoryviews.
-        if size_bytes != len(expected) or not room.startswith(expected, at):
-            raise OSError(errno.EIO, f"bytes {begin} to {begin + len(expected)} came back other than they were written")
-        digests.append(chunk_digest(into[:size_bytes]))
-    return digests
+        os.close(file)
+    return None
 
 
 def write_atomically(path: Place, text: str) -> None:
@@ -297,7 +274,7 @@ def write_error(error: OSError, path: Place, size_bytes: int = 0) -> SnapshotWri
 
 
 def _create(path: Path) -> int:
-    flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     try:
         return os.open(path, flags | os.O_DIRECT, 0o666)
     except OSError as error:
@@ -337,45 +314,40 @@ def _write(file: int, data: memoryview, begin: int = 0) -> None:
 class OpenFile:
     """A file, or an object, to read from. Methods raise OSError."""
 
-    def __init__(self, file: Place | int) -> None:
-        """A number: a descriptor, which is closed with this."""
-        self._object = file if isinstance(file, RemotePath) else None
-        self.fd = file if isinstance(file, int) else -1
-        if isinstance(file, Path):
-            self.fd = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-            os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+    def __init__(self, path: Place) -> None:
+        self._object = path if isinstance(path, RemotePath) else None
+        self._fd = -1
+        if not isinstance(path, RemotePath):
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
 
-    def _read_into(self, into: memoryview, begin: int) -> int:
+    def read_into(self, into: memoryview, begin: int) -> int:
         """As os.preadv with one buffer. If reading past the page cache fails, read through it."""
         if self._object is not None:
             data = self._object.read(begin, begin + len(into))
             into[: len(data)] = data
             return len(data)
         try:
-            return os.preadv(self.fd, [into], begin)
+            return os.preadv(self._fd, [into], begin)
         except OSError as error:
-            if error.errno != errno.EINVAL:
+            if error.errno != errno.EINVAL or not _is_direct(self._fd):
                 raise
-        leave_direct(self.fd)
-        return os.preadv(self.fd, [into], begin)
-
-    def fill(self, into: memoryview, begin: int) -> int:
-        """Read until the memory is full, or the file ends; how many bytes."""
-        filled = 0
-        while filled < len(into) and (count := self._read_into(into[filled:], begin + filled)):
-            filled += count
-        return filled
+        leave_direct(self._fd)
+        return os.preadv(self._fd, [into], begin)
 
     def go_direct(self) -> None:
-        """From now on read past the page cache, whole blocks into whole pages, if the file system can; else what it
-        has of the file on the disk is dropped from the cache once."""
-        os.posix_fadvise(self.fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        """From now on read past the page cache, whole blocks into whole pages, if the file system can."""
         with suppress(OSError, ValueError):
-            fcntl.fcntl(self.fd, fcntl.F_SETFL, fcntl.fcntl(self.fd, fcntl.F_GETFL) | os.O_DIRECT)
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_DIRECT)
+
+    def leave_direct(self) -> None:
+        """From now on use the page cache."""
+        if self._fd >= 0:
+            leave_direct(self._fd)
 
     def close(self) -> None:
         """Close the file. May be called again."""
-        fd, self.fd = self.fd, -1
+        fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 

@@ -26,9 +26,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotIncompleteError, SnapshotWriteError
-from holdfast.snapshots import disk, memory_folder, slots
+from holdfast.snapshots import disk, folder, memory_folder, slots
 from holdfast.snapshots.changes import SaveRequest, abandon, commit, write_rank
-from holdfast.snapshots.folder import attempt_place, being_written, entries, is_being_written
+from holdfast.snapshots.folder import attempt_place, being_written, entries, inspect, is_being_written
 from holdfast.snapshots.layout import FolderKind, Key, parse_name
 from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.remote import LOOK_S, Place, RemotePath, place_of
@@ -254,6 +254,7 @@ def pending_flush(
 
 
 Tell = Callable[[memory_folder.Packet], None]
+GIVE_WAY_S_MAX = 60.0
 
 
 class Save(NamedTuple):
@@ -285,6 +286,35 @@ def carry_out(save: Save, tell: Tell) -> None:
         tell(_failed(save, SnapshotWriteError.code, text))
     else:
         tell({"is": "saved", "path": path})
+
+
+class GiveWay:
+    """Called before each piece of background work: returns when no rank of this node stages or writes a state.
+
+    Waits at most GIVE_WAY_S_MAX in all, because a worker that died while staging leaves a slot that looks busy.
+    """
+
+    def __init__(self, is_busy: Callable[[], bool]) -> None:
+        self._is_busy = is_busy
+        self._left_s = GIVE_WAY_S_MAX
+
+    def __call__(self) -> None:
+        while self._left_s > 0 and self._is_busy():
+            time.sleep(LOOK_AGAIN_S)
+            self._left_s -= LOOK_AGAIN_S
+
+
+def read_back(path: Place, is_busy: Callable[[], bool], tell: Tell) -> None:
+    """In its own thread: read a committed snapshot, check every byte, and report any damage."""
+    try:
+        folder.verify(inspect(path), GiveWay(is_busy))
+    except SnapshotError as error:
+        tell({"is": "read back", "code": error.code, "text": str(error)})
+    except Exception as error:  # noqa: BLE001 - the requester must get the error
+        text = f"{path} was not read back: {type(error).__name__}: {error}"
+        tell({"is": "read back", "code": SnapshotError.code, "text": text})
+    else:
+        tell({"is": "read back", "code": "", "text": ""})
 
 
 def _carry_out(save: Save, tell: Tell) -> Place | None:

@@ -190,7 +190,6 @@ class Manifest:
     """The user's metadata, and "metrics" for retention; JSON."""
     saved_unix_s: float
     """The wall clock at the commit: for people and for Keep(every="6h"); no order depends on it."""
-    read_back: bool = False  # whether its writer read each file back and compared it, before the commit
 
     @property
     def key(self) -> Key:
@@ -225,7 +224,6 @@ class Manifest:
             "attempt": self.attempt,
             "world": self.world,
             "saved_unix_s": self.saved_unix_s,
-            "read_back": self.read_back,
             "algorithm": ALGORITHM,
             "ranks": [
                 {"file": entry.file, "size_bytes": entry.size_bytes, "digest": entry.digest} for entry in self.ranks
@@ -257,7 +255,6 @@ class Manifest:
             ranks=_entries(fields),
             metadata=fields.value("metadata", dict),
             saved_unix_s=fields.real("saved_unix_s"),
-            read_back=body.get("read_back") is True,  # an earlier version says nothing of it
         )
 
 

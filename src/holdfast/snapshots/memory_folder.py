@@ -27,6 +27,7 @@ Messages on that socket are those of seqpacket.py:
                      {"do": "copy", "id", "sequence", "request", "to", "keep"} with the slot's descriptor, as "persist"
                      {"do": "skipped", "step"}                        no copy of this step, for the agent's journal
                      {"do": "forget", "above_step"}                   drop copies of later steps
+                     {"do": "read back", "path"}                      a committed snapshot; on a connection of its own
                      {"do": "bye"}                                    a regular end: nothing is rescued
     saver → worker   {"is": "written", "id"}                          this rank's file is durable, its slot is free
                      {"is": "saved", "id", "path"}                    the save is done; on rank 0 it is committed
@@ -35,6 +36,7 @@ Messages on that socket are those of seqpacket.py:
                      {"is": "forgotten"}
                      {"is": "copied", "id", "text"}                   no text: the other node has it
                      {"is": "idle", "id"}
+                     {"is": "read back", "code", "text"}              no code: every byte is what was saved
                      {"is": "news", "text"}                           the result of a previous worker's save
     agent → saver    {"do": "finish"}                                 end when nothing is in flight any more
     saver → agent    {"is": "up"}                                     it listens
@@ -51,6 +53,7 @@ import fcntl
 import hashlib
 import os
 import re
+import select
 import socket
 import sys
 import time
@@ -59,8 +62,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from holdfast import seqpacket
 from holdfast.linux import process_stat
-from holdfast.protocol.errors import SnapshotMemoryError
+from holdfast.protocol.errors import SaverLostError, SnapshotError, SnapshotMemoryError
+from holdfast.snapshots import disk
 
 ROOT = Path("/dev/shm")
 """The only place in memory: a slot on a disk would be a slow snapshot without verification."""
@@ -367,3 +372,24 @@ def saver_argv(folder: Path, *, listening: int, control: int = -1, anchor: int =
         *("-I", "-S", "-c", _PROGRAM.format(root=root)),
         *(str(folder), str(listening), str(control), str(anchor)),
     ]
+
+
+def read_back(folder: Path, path: Path, patience_s: float) -> None:
+    """Have the saver read a committed snapshot and check every byte. For any thread; waits.
+
+    Raises the SnapshotError of `folder.verify`, or one when it takes too long; SaverLostError: no saver is available.
+    """
+    try:
+        with connect(folder) as sock:
+            seqpacket.send(sock, {"do": "read back", "path": str(path)})
+            poller = select.poll()
+            poller.register(sock, select.POLLIN)
+            if not poller.poll(patience_s * 1000):
+                raise SnapshotError(f"{path} was not read back within {patience_s:.0f} s: is the saver stopped?")
+            got = seqpacket.receive(sock)
+    except OSError as error:
+        raise SaverLostError(f"the saver cannot be reached: {error.strerror}") from error
+    if got is None:
+        raise SaverLostError("the saver has ended meanwhile")
+    if got[0].get("code") != "":
+        raise disk.error_of(str(got[0].get("code")), str(got[0].get("text")))

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-from collections.abc import Callable
 
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotIncompleteError
 from holdfast.snapshots import disk
@@ -26,16 +25,6 @@ from holdfast.snapshots.remote import RemotePath
 TOMBSTONE = "holdfast-tombstone"
 MARKER = "BEGUN"
 """An object by which an attempt is taken where no lease numbers it."""
-
-
-def upload(file: RemotePath, data: memoryview, at: Callable[[str], None]) -> tuple[str, ...]:
-    """The digests of its chunks; the store itself checks what arrives. `at`: called with "written". OSError."""
-    check_open(file.parent)  # nobody could keep us from replacing a committed object
-    with disk.chunk_digests(data) as digests:
-        digests.start()
-        file.upload(data)
-        at("written")
-        return digests.results()
 
 
 def with_kinds(path: RemotePath, found: list[tuple[str, Named]]) -> list[tuple[str, Named]]:

@@ -42,15 +42,13 @@ from holdfast import seqpacket
 from holdfast.snapshots import memory_folder, slots
 from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.copy_service import CopyService, skipped
-from holdfast.snapshots.flush import Save, Tell, carry_out, pending_flush
+from holdfast.snapshots.flush import Save, Tell, carry_out, pending_flush, read_back
 from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.memory_folder import FINISH_LIMIT_S
-from holdfast.snapshots.remote import adopt
+from holdfast.snapshots.remote import adopt, place_of
 
-SAVES_PER_WORKER_MAX = 8
-"""Saves in flight; there are only two slots, so more is a fault of the caller."""
-NEWS_MAX = 16
-"""Failures of saves whose worker is gone, kept for the next worker of that rank."""
+SAVES_PER_WORKER_MAX = 8  # in flight; there are only three slots, so more is a fault of the caller
+NEWS_MAX = 16  # failures of saves whose worker is gone, kept for the next worker of that rank
 NICENESS = 5
 """Training has priority. Where the kernel schedules by sessions (autogroup), our session has the same share as the
 worker's and is not lowered: a save that is too slow makes the next one wait for a slot."""
@@ -246,6 +244,10 @@ class Saver:
                 case "wait":
                     answer = partial(_send, worker, {"is": "idle", "id": packet.get("id")})
                     self._flights(worker.local_rank).when_written(answer)
+                case "read back":
+                    path = place_of(memory_folder.field(packet, "path", str))
+                    # If the saver ends first, the requester checks the snapshot itself.
+                    self._in_thread(partial(read_back, path, self._is_busy), tell=partial(_send, worker))
                 case "bye":
                     worker.left = True
                 case other:
@@ -398,6 +400,12 @@ class Saver:
             tell(answer)
 
         self._in_thread(partial(carry_out, save), tell=told)
+
+    def _is_busy(self) -> bool:
+        """For any thread: whether a state is being staged or written, which has priority."""
+        if any(each.writing for each in list(self._in_flight.values())):
+            return True
+        return slots.is_any_staged(self._folder, {worker.local_rank for worker in list(self._workers)})
 
     def _in_thread(self, work: Callable[[Tell], None], *, tell: Tell) -> None:
         """Run the work in its own thread, since the disk may block it for ever. `tell` is called in the main thread."""

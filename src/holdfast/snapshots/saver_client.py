@@ -11,7 +11,7 @@
 Where /dev/shm has no room: in_process.py.
 
 Both keep a staged image unchanged while it is written, and neither waits unless asked. Use them in one thread, except
-`reserving`. A forked child must not use them. Standard library only."""
+`reserving` and `read_back`. A forked child must not use them. Standard library only."""
 
 from __future__ import annotations
 
@@ -36,33 +36,32 @@ from holdfast.protocol.errors import (
     SnapshotMemoryError,
     SnapshotWriteError,
 )
-from holdfast.snapshots import disk, memory_folder
+from holdfast.snapshots import disk, folder, memory_folder
 from holdfast.snapshots.changes import PATIENCE_S, SaveRequest
 from holdfast.snapshots.copy_service import Address, State, all_slots, drop_fetched
+from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.in_process import InProcessStaging
 from holdfast.snapshots.memory_folder import SaverAddress
-from holdfast.snapshots.remote import absolute
+from holdfast.snapshots.remote import RemotePath, absolute
 from holdfast.snapshots.slots import COUNT, COUNT_MAX, Slot, SlotOwner, Slots, lend
 
-RECONNECT_S = 5.0
-"""Between two attempts to start a saver while nothing is to be saved."""
+RECONNECT_S = 5.0  # between two attempts to start a saver while nothing is to be saved
+SLOWEST_BYTES_S = 20e6  # a disk that reads more slowly is treated as broken
 
 
 class Tier(Protocol):
     """See the module's docstring. Every method may raise SnapshotError."""
 
     in_memory: bool
-    place: str
-    """The place where the next worker on this node finds our slots; agents that share a /dev/shm have one each."""
-    states: int
-    """It has room for so many."""
+    place: str  # where the next worker on this node finds our slots; agents that share a /dev/shm have one each
+    states: int  # it has room for so many
 
     def regroup(self, rank: int, world: int, generation: int) -> None:
         """This worker goes on as this rank of another generation: what is staged from now on belongs to that."""
 
     def reserving(self, size_bytes: int) -> Generator[int, None, None]:
         """Take memory piece by piece, so that no `stage` has to; for any threads in turn. Yields how many states have
-        room; the one that is staged next is the first. Who needs another size closes it and begins anew."""
+        room; the one that is staged next is the first. For another size, close it and call this again."""
 
     def stage(self, step: int, size_bytes: int, *, wait: bool) -> memoryview | None:
         """Memory for an image; None when all is being written and `wait` is false."""
@@ -93,6 +92,9 @@ class Tier(Protocol):
 
     def forget(self, above_step: int) -> None:
         """Drop states of later steps: training continues from an earlier one."""
+
+    def read_back(self, snapshot: Snapshot) -> None:
+        """Read a committed snapshot and check every byte. SnapshotError. For any thread."""
 
     def close(self, *, ahead: bool) -> None:
         """Release everything. `ahead`: memory is newer than the disk, and the saver shall write the newest state
@@ -333,6 +335,18 @@ class SaverClient:
             with contextlib.suppress(SnapshotError):
                 self._send({"do": "wait", "id": self._waiting_for})
         return self._receive_until(lambda: not self._waiting_for, patience_s)
+
+    def read_back(self, snapshot: Snapshot) -> None:
+        """By the saver: hashing threads in this process would delay training by the interpreter's lock and its memory
+        map."""
+        if isinstance(snapshot.path, RemotePath):
+            return folder.confirm(snapshot)
+        patience_s = PATIENCE_S + snapshot.manifest.size_bytes / SLOWEST_BYTES_S
+        try:
+            memory_folder.read_back(self._address.folder, snapshot.path, patience_s)
+        except SaverLostError:
+            folder.verify(snapshot, lambda: None)
+        return None
 
     def close(self, *, ahead: bool = False) -> None:
         """Release slots, saver and folder: saves in flight are finished, and nothing is rescued. Waits for no save.

@@ -40,7 +40,7 @@ import shutil
 import sys
 import threading
 import zlib
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -51,21 +51,16 @@ from holdfast.snapshots.mapping import MappedFile, Mappings
 from holdfast.snapshots.memory_folder import claim, open_for_writing, unclaim
 
 HEADER_BYTES = 64 * 1024
-NOTE_BYTES_MAX = HEADER_BYTES - 4096
-"""Bytes of a slot's header for JSON, which holds the request to save it."""
+NOTE_BYTES_MAX = HEADER_BYTES - 4096  # bytes of a slot's header for JSON, which holds the request to save it
 MAGIC = 0x0002_544F_4C53_4648  # "HFSLOT", version 2
-COUNT, COUNT_MAX = 2, 3
-"""Slots per local rank."""
+COUNT, COUNT_MAX = 2, 3  # slots per local rank
 SAMPLES = 128
 SAMPLE_BYTES = 1024
-HUGE_PAUSE = 3.0
-"""Pause until the next huge page is made, in multiples of the time for one."""
-STAGING_S = 0.02
-"""The typical time of a copy."""
+HUGE_PAUSE = 3.0  # pause until the next huge page is made, in multiples of the time for one
+STAGING_S = 0.02  # the typical time of a copy
 
 # The header's first words, of 8 bytes in the machine's own order; the JSON follows.
-_MAGIC, _COMMIT, _SEQUENCE, _NOTE = range(4)
-"""_NOTE: length of the JSON in the upper half, its CRC in the lower."""
+_MAGIC, _COMMIT, _SEQUENCE, _NOTE = range(4)  # _NOTE: length of the JSON in the upper half, its CRC in the lower
 _WORD_BYTES = 8
 _WORDS_BYTES = 4 * _WORD_BYTES
 _NAME = re.compile(r"(\d{1,6})\.([012])")
@@ -75,19 +70,15 @@ class Slot(NamedTuple):
     """A committed slot."""
 
     step: int
-    data: memoryview
-    """The bytes of the rank's snapshot file; good until the slot is staged into again."""
-    number: int
-    sequence: int
-    """Order of staging: the newest has the highest number, whatever its step."""
+    data: memoryview  # the bytes of the rank's snapshot file; good until the slot is staged into again
+    number: int  # 0, 1 or 2
+    sequence: int  # order of staging: the newest has the highest number, whatever its step
     generation: int
     rank: int
     world: int
     local_rank: int
-    request: SaveRequest | None
-    """How the saver writes it if the worker dies before its own request; None: not at all."""
-    path: Path | None = None
-    """The slot's file, where it was read by its name."""
+    request: SaveRequest | None  # how the saver writes it if the worker dies before its own request; None: not at all
+    path: Path | None = None  # the slot's file, where it was read by its name
 
 
 class SlotOwner(NamedTuple):
@@ -120,7 +111,7 @@ class Slots:
     def reserving(self, size_bytes: int) -> Generator[int, None, None]:
         """Take and map memory for all slots, of this size, so that no `stage` has to; piece by piece, by any threads in
         turn. Yields how many slots have room; the one that is staged next is the first. SnapshotMemoryError when there
-        is too little memory; `close` gives back what nobody has staged into. Begun anew, it uses what was taken."""
+        is too little memory; `close` gives back what nobody has staged into. Called again, it uses what was taken."""
         with self._errors(size_bytes):
             need_bytes = sum(max(0, file.missing_bytes(size_bytes)) for file in self._files)
             check_memory(need_bytes)
@@ -323,8 +314,7 @@ class _File:
         self.memory = memoryview(b"")
         self.words = memoryview(b"").cast("Q")
         slot = read_file(path)
-        self.sequence = 0 if slot is None else slot.sequence
-        """The sequence number of its committed bytes; 0: none."""
+        self.sequence = 0 if slot is None else slot.sequence  # the sequence number of its committed bytes; 0: none
 
     def missing_bytes(self, size_bytes: int) -> int:
         """How much the file has to grow."""
@@ -423,6 +413,17 @@ def committed_slots(folder: Path, local_rank: int) -> list[Slot]:
     """All valid slots of one local rank, newest first; for processes other than its worker."""
     found = [read_file(slot_path(folder, local_rank, index), index) for index in range(COUNT_MAX)]
     return sorted((slot for slot in found if slot is not None), key=lambda slot: -slot.sequence)
+
+
+def is_any_staged(folder: Path, local_ranks: Iterable[int]) -> bool:
+    """Whether one of these is staging a state now; a worker that died while staging looks the same."""
+    for local_rank in local_ranks:
+        for index in range(COUNT):
+            with contextlib.suppress(OSError), slot_path(folder, local_rank, index).open("rb", buffering=0) as file:
+                words = memoryview(file.read(_WORDS_BYTES)).cast("Q")
+                if len(words) > _COMMIT and words[_MAGIC] == MAGIC and not words[_COMMIT]:
+                    return True
+    return False
 
 
 def read_file(path: Path, index: int = 0) -> Slot | None:

@@ -10,9 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import hmac
 import os
-import secrets
 import socket
 import sys
 from collections.abc import Callable
@@ -55,10 +53,14 @@ class Credentials(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def make(cls, *, once: bool) -> Credentials:
+        import secrets  # lazily, as hmac: every job loads this module, and few have a dashboard
+
         return cls(token=secrets.token_urlsafe(24), secret=secrets.token_hex(32), once=once)
 
     def cookie(self) -> tuple[str, str]:
         """Name and value. The name differs between dashboards: browsers do not tell the ports of a host apart."""
+        import hmac
+
         value = hmac.new(self.secret.encode(), b"cookie", hashlib.sha256).hexdigest()
         return f"holdfast-{hashlib.sha256(self.secret.encode()).hexdigest()[:12]}", value
 

@@ -113,12 +113,12 @@ class Profiles:
         folder = self._folder / PROFILES / order.name
         await run_detached(lambda: folder.mkdir(parents=True, exist_ok=True))
         name = f"rank{running.rank_of(local_rank)}"
-        told = {"folder": str(folder), "name": name, "steps": order.steps, "for_s": order.for_s}
+        wanted = {"folder": str(folder), "name": name, "steps": order.steps, "for_s": order.for_s}
         worker = _OrderedProfile(running, local_rank, pid, next(self._numbers))
         # Where torch's profiler cannot run, a flame graph of the ordered time can.
         least_s = max(order.for_s, SPY_S_MIN)
         async with _flame_graph(pid, folder / f"{name}.speedscope.json", least_s) as spied:
-            with worker.ordered(told):
+            with worker.ordered(wanted):
                 answer = await worker.answer(order.for_s, by_signal=not order.steps)
         found = [str(folder / file) for file in (*answer.get("files", ()), *spied.files)]
         return RankProfile(
@@ -141,11 +141,11 @@ class _OrderedProfile:
         self._file = -1
 
     @contextlib.contextmanager
-    def ordered(self, told: dict[str, Any]) -> Iterator[None]:
+    def ordered(self, order: dict[str, Any]) -> Iterator[None]:
         """The worker finds the order on its board as long as the block lasts. Raises OSError."""
         self._file = os.memfd_create("holdfast-profile")
         try:
-            os.write(self._file, json.dumps(told).encode() + b"\n")
+            os.write(self._file, json.dumps(order).encode() + b"\n")
             self._running.board.order_profile(self._local_rank, self._number << 32 | self._file)
             yield
         finally:
@@ -154,34 +154,34 @@ class _OrderedProfile:
             os.close(self._file)
 
     async def answer(self, for_s: float, *, by_signal: bool) -> dict[str, Any]:
-        """What the worker says last, or why it says nothing."""
+        """The worker's last answer, or why there is none."""
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         signal_at_s = began_s
         while loop.time() < began_s + PROFILE_S_MAX:
-            said = self._said()
-            if said and said[-1].get("is") in ("done", "failed"):
-                return said[-1]
+            answers = self._answers()
+            if answers and answers[-1].get("is") in ("done", "failed"):
+                return answers[-1]
             if not self._lives():
                 return {"why": "it ended while it was profiled"}
-            stopped = any(each.get("is") == "stopped" for each in said)
+            stopped = any(each.get("is") == "stopped" for each in answers)
             if by_signal and not stopped:
                 if loop.time() > began_s + for_s + ANSWERED_S_MAX:
                     return {"why": "its main thread runs no Python: `holdfast stacks` shows where it is"}
                 if loop.time() >= signal_at_s:
                     self._signal()
                     # The next one ends the profile, unless the worker has not seen this one.
-                    signal_at_s = loop.time() + (for_s if said and for_s > SIGNAL_S else SIGNAL_S)
+                    signal_at_s = loop.time() + (for_s if answers and for_s > SIGNAL_S else SIGNAL_S)
             await asyncio.sleep(LOOK_S)
         return {"why": f"it did not end within {PROFILE_S_MAX:g} s"}
 
-    def _said(self) -> list[dict[str, Any]]:
+    def _answers(self) -> list[dict[str, Any]]:
         found = []
         for line in os.pread(self._file, ANSWERS_BYTES_MAX, 0).split(b"\n")[1:]:
             with contextlib.suppress(ValueError):  # the last one may be unfinished
-                said = json.loads(line)
-                if isinstance(said, dict):
-                    found.append(said)
+                answer = json.loads(line)
+                if isinstance(answer, dict):
+                    found.append(answer)
         return found
 
     def _lives(self) -> bool:
@@ -194,10 +194,10 @@ class _OrderedProfile:
                 processes.signal_thread(self._pid, self._pid, PROFILE_SIGNAL)
 
 
-def _operations(said: object) -> tuple[Operation, ...]:
+def _operations(found: object) -> tuple[Operation, ...]:
     """A worker may write anything."""
     try:
-        return msgspec.convert(said or (), tuple[Operation, ...])[:OPERATIONS_MAX]
+        return msgspec.convert(found or (), tuple[Operation, ...])[:OPERATIONS_MAX]
     except msgspec.ValidationError:
         return ()
 

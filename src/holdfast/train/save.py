@@ -20,7 +20,6 @@ import torch
 from holdfast.protocol.errors import HoldfastError, SnapshotError, SnapshotMemoryError, SnapshotWriteError
 from holdfast.snapshots import changes, disk
 from holdfast.snapshots.changes import Keep, SaveRequest, Verified
-from holdfast.snapshots.folder import confirm
 from holdfast.snapshots.in_process import InProcessStaging
 from holdfast.snapshots.lease import FolderLease
 from holdfast.snapshots.remote import Place, RemotePath
@@ -386,13 +385,14 @@ class Pruner:
 
     def __init__(self, path: Place, keep: Keep) -> None:
         self._path, self._keep = path, keep
-        self._verified = Verified(confirm)
+        self._verified = Verified()
         self._due = False
         self._thread: threading.Thread | None = None
 
     def begin_after(self, tier: Tier) -> None:
         """There will be a new snapshot, once the tier has written it."""
         self._due = True
+        self._verified.read = tier.read_back
         self.check(tier)
 
     def check(self, tier: Tier) -> None:

@@ -9,6 +9,7 @@ How models and optimizers are taken apart is in tracked.py.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import hashlib
 import inspect
@@ -48,6 +49,14 @@ def random_state() -> dict[str, Any]:
     if torch.cuda.is_initialized():
         state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
     return state
+
+
+@contextlib.contextmanager
+def undrawn() -> Iterator[None]:
+    """What the block draws from the random generators is as if it had not been drawn."""
+    state = random_state()
+    yield
+    set_random_state(state, None)
 
 
 def set_random_state(state: Mapping[str, Any], place: tuple[int, int] | None) -> None:

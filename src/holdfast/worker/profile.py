@@ -74,10 +74,10 @@ class Profiler:
         self._seen = order
         try:
             file = os.open(f"{self._files}/{order & layout.PROFILE_FD}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
-            told = json.loads(os.pread(file, ORDER_BYTES_MAX, 0).split(b"\n")[0])
+            ordered = json.loads(os.pread(file, ORDER_BYTES_MAX, 0).split(b"\n")[0])
         except (OSError, ValueError):
             return  # it was withdrawn
-        self._profile = _Profile.begun(file, told)
+        self._profile = _Profile.begun(file, ordered)
 
 
 class _Profile:

@@ -132,6 +132,8 @@ class SuccessionChecker(WorldChecker):
         """By whom each charter was written."""
         self._begins_after: dict[int, CharterPosition] = {}
         """The charter that a coordinator continues."""
+        self._continues: dict[int, int] = {}
+        """By whom it was written."""
         self._decided: dict[int, int] = {}
         """The coordinator that has written the newest charter, by job."""
         self._founders: dict[int, CharterPosition] = {}
@@ -172,7 +174,14 @@ class SuccessionChecker(WorldChecker):
     def _continue(self, coordinator: int, charter: Charter) -> None:
         writer = self._writers[self._key(charter)]
         self._job_of[coordinator], self._line_of[coordinator] = self._job_of[writer], self._line_of[writer]
-        self._begins_after[coordinator] = charter.position
+        self._begins_after[coordinator], self._continues[coordinator] = charter.position, writer
+
+    def _precedes(self, coordinator: int, later: int) -> bool:
+        """Whether the later one continues what this one has written. A founder that continues older charters has a
+        number as large as any, and may have heard of nothing that the later one wrote."""
+        while later and later != coordinator:
+            later = self._continues.get(later, 0)
+        return later == coordinator
 
     def wrote(self, coordinator: int, charter: Charter) -> None:
         self._writers.setdefault(self._key(charter), coordinator)
@@ -189,7 +198,16 @@ class SuccessionChecker(WorldChecker):
             self._require(
                 first == coordinator, f"coordinators {first} and {coordinator} both start generation {number}"
             )
+            self._alike(coordinator, host, number, cut_off)
         super().started(coordinator, host, assign, cut_off=cut_off)
+
+    def _alike(self, coordinator: int, host: str, number: int, cut_off: set[str]) -> None:
+        """A job that was founded again may use numbers of the one before, and not while its workers live."""
+        job = self._job_of[coordinator]
+        for other, older in self.alive.items():
+            if older == number and self._at_work_for.get(other) != job and not self._apart(host, other):
+                text = f"{other} still runs generation {older} of another job when {host} starts one of that number"
+                self._require(other in cut_off, text)
 
     def _begun(self, coordinator: int, host: str, assign: Assign, cut_off: set[str]) -> None:
         """Where a job was founded a second time, on one side of a divided network, the other side may run the first."""
@@ -200,11 +218,9 @@ class SuccessionChecker(WorldChecker):
 
     def committed(self, coordinator: int, term: int, charter: Charter) -> None:
         """A charter counts."""
-        job = self._job_of[coordinator]
-        if charter.position <= self._begins_after.get(self._decided.get(job, 0), NO_CHARTER):
-            self._founders.pop(
-                coordinator, None
-            )  # its voters have confirmed it in time, and the successor continues it
+        decided = self._decided.get(self._job_of[coordinator], 0)
+        if charter.position <= self._begins_after.get(decided, NO_CHARTER) and self._precedes(coordinator, decided):
+            self._founders.pop(coordinator, None)  # its voters confirmed it in time, and the successor continues it
             return
         if charter.generation:
             self._founds(coordinator)

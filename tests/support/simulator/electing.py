@@ -425,12 +425,13 @@ class SimReplicated(SimCoordinator):
             self.cluster.jobs.recalls(self.number, older)
 
     def _count(self, count: Callable[[], None]) -> None:
-        """Every charter that counts is seen, before anything follows from it."""
+        """Every charter that counts is seen, before anything follows from it: also one without voters, of a coordinator
+        that nobody has reached yet."""
         count()
         self._look_back()
         machine = self.machine
         charter = machine.charter
-        if charter is not self._committed and charter.voters and machine._charters.counts:
+        if charter is not self._committed and not machine._founds and machine._charters.counts:
             self._committed = charter
             self.cluster.jobs.committed(self.number, machine.term, charter)
 
