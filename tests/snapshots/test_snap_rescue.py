@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import pytest
 
 from holdfast.snapshots import memory_folder
 from holdfast.snapshots.changes import Keep, SaveRequest, begin, prune
 from holdfast.snapshots.flush import PATIENCE_S, rescue_attempt
+from holdfast.snapshots.folder import being_written
 from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.saver_client import SaverClient
 from holdfast.snapshots.slots import SlotOwner, Slots, release
@@ -54,8 +59,10 @@ def test_a_life_that_went_back_to_an_older_step_is_rescued_too(tmp_path: Path) -
     until(lambda: not Path(done.stdout.strip()).exists(), "the shared-memory folder is gone")
 
 
-def test_a_save_that_only_one_rank_had_handed_over_is_made_good(tmp_path: Path) -> None:
-    """The other one was killed between rank 0's word and its own: both have the step in memory."""
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_save_that_only_one_rank_had_handed_over_is_made_good(tmp_path: Path, slow: bool) -> None:
+    """The other one was killed between rank 0's word and its own: both have the step in memory. `slow`: that save is
+    still being written when the step is on the disk."""
     held = memory_folder.MemoryFolder.make("half")
     folder, number = tmp_path / "snaps", rescue_attempt()
     anchor = subprocess.Popen(["sleep", "600"])
@@ -68,7 +75,11 @@ def test_a_save_that_only_one_rank_had_handed_over_is_made_good(tmp_path: Path) 
         slot = own.commit(SaveRequest(str(folder), 40, number, rank, 2, {"save": 1}))
         if rank == 0:
             clients[0]._committed = slot
-            clients[0].persist(SaveRequest(str(folder), 40, begin(folder, 40), 0, 2))
+            request = SaveRequest(str(folder), 40, begin(folder, 40), 0, 2)
+            writing = contextlib.ExitStack()
+            if slow:
+                writing.enter_context(being_written(request.attempt_path))
+            clients[0].persist(request)
         own.close()
     for client in clients:
         client._drop()
@@ -76,6 +87,8 @@ def test_a_save_that_only_one_rank_had_handed_over_is_made_good(tmp_path: Path) 
     anchor.wait()
     held.close()
     until(lambda: list(committed(folder)) == [40], "the newest is saved")
+    time.sleep(slow)  # the rescue looks at it after its commit
+    writing.close()
     until(lambda: not held.path.exists(), "nobody waits for what rank 1 never handed over")
     assert [path.name for path in folder.iterdir()] == [f"step_000000040.{number}"]
 
