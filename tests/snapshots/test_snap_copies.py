@@ -9,17 +9,19 @@ import socket
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from holdfast.protocol.errors import CopyError, SnapshotMemoryError
-from holdfast.snapshots import copy_service, slots
+from holdfast.snapshots import copy_connection, copy_service, slots
 from holdfast.snapshots.changes import SaveRequest
-from holdfast.snapshots.copy_service import CopyConnection, CopyService, Pace, all_slots, fetch, key_of_life
+from holdfast.snapshots.copy_connection import CopyConnection
+from holdfast.snapshots.copy_service import CopyService, Pace, all_slots, fetch
 from holdfast.snapshots.mapping import Mappings
-from holdfast.snapshots.memory_folder import COPIES, FETCHED, KEY, remove_folder
+from holdfast.snapshots.memory_folder import COPIES, FETCHED, KEY, key_of_life, remove_folder
 from holdfast.snapshots.slots import COUNT_MAX, Slot, SlotOwner, Slots, lend
 from tests.support.limits import limit_s, until
 
@@ -33,7 +35,7 @@ class Node:
     """A saver's service, and the slots of one rank."""
 
     def __init__(self, folder: Path, rank: int = 0) -> None:
-        folder.mkdir(mode=0o700)
+        folder.mkdir(mode=0o700, exist_ok=True)
         self.folder, self.rank = folder, rank
         self.service = CopyService(folder, Mappings())
         self.port = self.service.serve(OURS, HOST, 0)
@@ -187,9 +189,9 @@ def test_a_torn_or_altered_copy_is_none(
     pair: tuple[Node, Node], after: int, broken: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = pair
-    monkeypatch.setattr(copy_service, "STALL_S", 0.5)  # a length was altered, or `Between` holds its socket
     a.send(a.stage(1), b.port)
     a.send(a.stage(2), b.port, keep=1)
+    monkeypatch.setattr(copy_connection, "STALL_S", 0.5)  # a length was altered, or `Between` holds its socket
     with pytest.raises(CopyError):
         a.send(a.stage(3), Between(b.port, after, broken).port, keep=1)
     until(lambda: not b.service._open, "the connection is over")
@@ -197,6 +199,32 @@ def test_a_torn_or_altered_copy_is_none(
     monkeypatch.undo()
     a.send(a.stage(4), b.port, keep=1)
     assert b.copied(0) == [1, 4]
+
+
+def forge(_: socket.socket, saver: socket.socket, data: bytes) -> None:
+    saver.sendall(forged(data))
+
+
+def forged(data: bytes) -> bytes:
+    """Other bytes with the same CRC: its polynomial changes nothing."""
+    bits, at = f"{0x104C11DB7:b}", len(data) // 2
+    change = bytes(int(bits[begin : begin + 8][::-1], 2) for begin in range(0, len(bits), 8))
+    return data[:at] + bytes(map(int.__xor__, data[at : at + 5], change)) + data[at + 5 :]
+
+
+def test_with_a_job_token_nobody_forges_a_chunk(tmp_path: Path) -> None:
+    assert zlib.crc32(forged(b"0123456789")) == zlib.crc32(b"0123456789")
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / KEY).write_bytes(b"derived from the token")
+    a, b = Node(tmp_path / "a", 0), Node(tmp_path / "b", 1)
+    with pytest.raises(CopyError):
+        a.send(a.stage(1), Between(b.port, 3 << 20, forge).port)
+    a.send(a.stage(2), b.port)
+    assert b.copied(0) == [2]
+    for each in (a, b):
+        each.slots.close()
+        each.service.close()
 
 
 def test_memory_that_has_changed_since_is_not_handed_on(pair: tuple[Node, Node], tmp_path: Path) -> None:
@@ -218,7 +246,7 @@ def test_without_the_key_nothing_is_taken_or_given(pair: tuple[Node, Node]) -> N
         with pytest.raises(CopyError, match="does not know the key"):
             fetch(a.folder, (HOST, b.port), key, "/runs", (1, 7, 1), 0)
     with socket.create_connection((HOST, b.port)) as sock:  # a caller that skips our proof
-        sock.sendall(copy_service.MAGIC + bytes(16) + bytes(48) + b"\0\0\0\2{}")
+        sock.sendall(copy_connection.MAGIC + bytes(16) + bytes(48) + b"\0\0\0\2{}")
         sock.settimeout(limit_s(10))
         with contextlib.suppress(ConnectionResetError):
             while sock.recv(1000):
@@ -259,7 +287,7 @@ def test_a_partner_that_is_gone_stopped_or_slow_costs_a_copy(
     pair: tuple[Node, Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, _ = pair
-    monkeypatch.setattr(copy_service, "STALL_S", 0.3)
+    monkeypatch.setattr(copy_connection, "STALL_S", limit_s(0.3))
     with socket.create_server((HOST, 0)) as free:
         port = free.getsockname()[1]
     with pytest.raises(CopyError, match="refused"):

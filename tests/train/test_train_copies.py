@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.protocol.errors import IntervalError
-from holdfast.train.copies import CopyPlan, CopyReport, partners
+from holdfast.train.copies import CopyPlan, CopyReport, lonely, partners
 from holdfast.train.snapshots import Snapshots
 from tests.warm import Warm
 
@@ -19,7 +19,7 @@ LOSSES = 6
 
 def test_lost_nodes_are_made_good_from_memory(warm: Warm, tmp_path: Path) -> None:
     """FSDP2: nothing is ever on the disk, and each loss takes half of everything with it, at any moment.
-    Losses come faster than the survivor's rescues would give up."""
+    Losses come faster than the survivor's rescues would give up, and every second one before the first step."""
     found = warm.found(COPIED_NODES, tmp_path / "runs", str(LOSSES), "7", timeout=180)
     assert found["faults"] == []
     assert found["resumed"] == {"nothing": 1, "memory": LOSSES}
@@ -44,6 +44,20 @@ def test_partners(domains: list[str]) -> None:
 def said(*errors: str, busy: tuple[bool, ...] = (False, False)) -> list[CopyReport]:
     errors = errors or ("", "")
     return [CopyReport(f"n{rank}", "", "127.0.0.1", 10 + rank, busy[rank], errors[rank]) for rank in range(2)]
+
+
+def test_what_one_node_alone_has_is_sent_to_its_partner() -> None:
+    two = said()
+    assert lonely(two, [[0, 1], [1]]) == [(0, 0, "127.0.0.1", 11)]
+    assert lonely(two, [[0, 1], [0, 1]]) == lonely(two, [[], []]) == []
+    assert lonely([two[0], two[0]], [[0, 1], [0, 1]]) == []  # there is no other node
+    assert lonely([two[0], two[1]._replace(port=0)], [[0, 1], []]) == []  # it has no memory for copies
+    four = [two[rank // 2] for rank in range(4)]
+    assert lonely(four, [[0, 1, 2], [0, 1, 2], [2, 3], [2, 3]]) == [
+        (0, 0, "127.0.0.1", 11),
+        (1, 1, "127.0.0.1", 11),  # the processes of a node share the work
+        (3, 3, "127.0.0.1", 10),
+    ]
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")

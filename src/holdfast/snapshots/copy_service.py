@@ -1,43 +1,27 @@
 """Copies of memory slots on other nodes: how savers exchange them, and how a rank fetches what its node lacks.
 
-A connection begins with a proof, from both sides, that they know the key of this life of the job: it comes from the job
-token, where there is one, and from a random word of rank 0. After it every frame carries a MAC (protocol/seal.py), and
-nothing is unpickled.
-
-    caller → saver   8 bytes MAGIC, 16 bytes of chance    saver → caller   16 bytes of chance, its proof    → the proof
-    put    {"do": "put", "size_bytes", "generation", "request", "keep"}    → {"is": "ready"} | {"is": "refused", "text"}
-           the state                                                       → {"is": "kept"}
-    get    {"do": "get", "folder", "state", "rank"}      → {"is": "found", "size_bytes", "generation", "request"}
-                                                           the state; or {"is": "refused"}
-    a state: for each chunk {"digest"}, then its bytes
-
 What a saver receives lies in slots below the shared-memory folder: `copies/RANK.0|1`. So a copy that was not received
-whole is never valid, and the one named by `keep`, which all ranks have, stays until all have a newer one. What a rank
-fetches lies in `fetched/RANK.0` until training has its own pages. Memory that is short refuses a copy, nothing else.
+whole is never valid, and the one named by `keep`, which all ranks have, stays until all have a newer one. A newcomer
+fetches its rank's state into its own slot; what a job of another size needs beside that lies in `fetched/RANK.0` until
+training has its own pages. Memory that is short refuses a copy, nothing else.
 
 A new key ends all connections of the life before: what it finds here is what stays. Standard library only."""
 
 from __future__ import annotations
 
 import contextlib
-import hmac
-import json
-import os
 import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import Any
 
-from holdfast.protocol import seal
-from holdfast.protocol.errors import AuthenticationError, CopyError, SnapshotMemoryError
-from holdfast.snapshots import disk
+from holdfast.protocol.errors import CopyError, SnapshotMemoryError
 from holdfast.snapshots.changes import SaveRequest
+from holdfast.snapshots.copy_connection import STALL_S, Address, CopyConnection, Digests, errors
 from holdfast.snapshots.mapping import Mappings
-from holdfast.snapshots.memory_folder import COPIES, FETCHED, KEY, Packet, field
+from holdfast.snapshots.memory_folder import COPIES, FETCHED, Packet, digest_of_life, field
 from holdfast.snapshots.slots import (
     COUNT_MAX,
     Slot,
@@ -50,155 +34,9 @@ from holdfast.snapshots.slots import (
     release,
 )
 
-MAGIC = b"HFCOPY\0\1"
-CHANCE_BYTES = 16
-PROOF_BYTES = 32
-LENGTH_BYTES = 4
-FRAME_BYTES_MAX = 128 * 1024
-STALL_S = 20.0
-"""A chunk that takes longer ends its connection: the other side is stopped, or the network is."""
 BACKLOG = CONNECTIONS_MAX = 256
 State = tuple[int, int, int]
 """SaveRequest.identity."""
-Address = tuple[str, int]
-Digests = Sequence[str]
-"""Of the chunks of a state."""
-
-
-def key_of_life(folder: Path, word: str) -> bytes:
-    """The key of one life of the job. `word`: rank 0's; the agent has left what it derived from the job token in this
-    shared-memory folder. OSError."""
-    held = b"no token"
-    with contextlib.suppress(FileNotFoundError):
-        held = (folder / KEY).read_bytes()
-    return hmac.digest(held, b"holdfast copies " + word.encode(), "sha256")
-
-
-class CopyConnection:
-    """One connection, after its proofs. Use it as a context manager. Methods raise CopyError."""
-
-    def __init__(self, sock: socket.socket, sealed: seal.Seal) -> None:
-        self._sock, self._seal = sock, sealed
-
-    @classmethod
-    def call(cls, address: Address, key: bytes) -> CopyConnection:
-        """Connect to a saver. CopyError."""
-        with _errors(address):
-            sock = socket.create_connection(address, STALL_S)
-        try:
-            with _errors(address):
-                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-                hello = MAGIC + os.urandom(CHANCE_BYTES)
-                sock.sendall(hello)
-                said = seal.transcript(hello, _exactly(sock, CHANCE_BYTES))
-                _check(sock, seal.prove(key, "coordinator", said))
-                sock.sendall(seal.prove(key, "agent", said))
-        except BaseException:
-            sock.close()
-            raise
-        return cls(sock, seal.Seal(key, "agent", said))
-
-    @classmethod
-    def answer(cls, sock: socket.socket, key: bytes) -> CopyConnection:
-        """The saver's side. The socket stays the caller's. CopyError."""
-        with _errors():
-            sock.settimeout(STALL_S)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            hello = _exactly(sock, len(MAGIC) + CHANCE_BYTES)
-            if not hello.startswith(MAGIC):
-                raise AuthenticationError("this is no saver")
-            chance = os.urandom(CHANCE_BYTES)
-            said = seal.transcript(hello, chance)
-            sock.sendall(chance + seal.prove(key, "coordinator", said))
-            _check(sock, seal.prove(key, "agent", said))
-        return cls(sock, seal.Seal(key, "coordinator", said))
-
-    def __enter__(self) -> CopyConnection:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._sock.close()
-
-    def say(self, **message: Any) -> None:
-        frame = self._seal.seal(json.dumps(message).encode())
-        with _errors():
-            self._sock.sendall(len(frame).to_bytes(LENGTH_BYTES, "big") + frame)
-
-    def hear(self, expected: str = "") -> Packet:
-        """The next message. `expected`: what it has to be; CopyError with its text if it is another."""
-        with _errors():
-            length = int.from_bytes(_exactly(self._sock, LENGTH_BYTES), "big")
-            if length > FRAME_BYTES_MAX:
-                raise ValueError(f"a frame of {length} bytes")
-            message = json.loads(self._seal.open(_exactly(self._sock, length)))
-            if not isinstance(message, dict):
-                raise ValueError("a frame that is no object")  # noqa: TRY004 - the content is wrong
-        if expected and message.get("is") != expected:
-            raise CopyError(f"it was refused: {message.get('text', '')}"[:500])
-        return message
-
-    def send_state(
-        self, data: memoryview, known: Digests = (), spend: Callable[[int], None] = lambda _: None
-    ) -> Digests:
-        """`known`: the digests, if they are. `spend` is called with the size of each chunk before it is sent, and may
-        wait. Returns the digests."""
-        digests = list(known)
-        for number, begin in enumerate(disk.chunk_begins(len(data))):
-            chunk = data[begin : begin + disk.CHUNK_BYTES]
-            spend(len(chunk))
-            if number == len(digests):
-                digests.append(disk.chunk_digest(chunk))
-            self.say(digest=digests[number])
-            with _errors():
-                self._sock.sendall(chunk)
-        return digests
-
-    def receive_state(self, memory: memoryview) -> Digests:
-        """Fill this memory. Returns the digests of its chunks, which were checked."""
-        digests: list[str] = []
-        with ThreadPoolExecutor(disk.hash_threads()) as pool:
-            found = []
-            for begin in disk.chunk_begins(len(memory)):
-                digests.append(str(self.hear().get("digest")))
-                chunk = memory[begin : begin + disk.CHUNK_BYTES]
-                with _errors():
-                    _fill(self._sock, chunk)
-                found.append(pool.submit(disk.chunk_digest, chunk))
-            if [each.result() for each in found] != digests:
-                raise CopyError("a chunk has changed on its way")
-        return digests
-
-
-@contextlib.contextmanager
-def _errors(address: Address | None = None) -> Iterator[None]:
-    place = "" if address is None else f"{address[0]} port {address[1]}: "
-    try:
-        yield
-    except TimeoutError as error:
-        raise CopyError(f"{place}it does not answer, or takes nothing, for {STALL_S:g} s") from error
-    except OSError as error:
-        raise CopyError(f"{place}{error.strerror or error}") from error
-    except (ValueError, RecursionError, AuthenticationError) as error:
-        raise CopyError(f"{place}{error}") from error
-
-
-def _check(sock: socket.socket, proof: bytes) -> None:
-    if not seal.same(_exactly(sock, PROOF_BYTES), proof):
-        raise AuthenticationError("it does not know the key of this job")
-
-
-def _exactly(sock: socket.socket, size_bytes: int) -> bytes:
-    data = bytearray(size_bytes)
-    _fill(sock, memoryview(data))
-    return bytes(data)
-
-
-def _fill(sock: socket.socket, memory: memoryview) -> None:
-    while memory:
-        got = sock.recv_into(memory)
-        if not got:
-            raise ConnectionResetError(104, "the connection was closed")
-        memory = memory[got:]
 
 
 class Pace:
@@ -228,7 +66,7 @@ class CopyService:
         """`mappings`: of the node's own slots."""
         self._folder, self._mappings = folder, mappings
         self._lock = threading.Lock()
-        self._key = b""
+        self._key, self._digest = b"", digest_of_life(folder)
         self._pace = Pace(0)
         self._listening: socket.socket | None = None
         self._accepting: threading.Thread | None = None
@@ -293,7 +131,7 @@ class CopyService:
 
     def _answer(self, sock: socket.socket) -> None:
         with contextlib.suppress(CopyError), sock, self._counted(sock) as key:
-            connection = CopyConnection.answer(sock, key)
+            connection = CopyConnection.answer(sock, key, self._digest)
             asked = connection.hear()
             try:
                 if asked.get("do") == "put":
@@ -365,8 +203,7 @@ class CopyService:
             with contextlib.suppress(ValueError), self._lent(folder, slot) as found:
                 said = {"size_bytes": len(found.data), "generation": found.generation, "request": request.to_json()}
                 connection.say(**{"is": "found", **said})
-                known = self._digests.get((folder, slot.local_rank), {}).get(slot.sequence, ())
-                connection.send_state(found.data, known)
+                connection.send_state(found.data, self._known(folder, slot))
                 return
         raise ValueError(f"step {wanted[0]} of rank {rank} is not here")
 
@@ -382,6 +219,10 @@ class CopyService:
             yield found
         finally:
             release(fd)
+
+    def _known(self, folder: Path, slot: Slot) -> Digests:
+        """None where it was neither sent nor received."""
+        return self._digests.get((folder, slot.local_rank), {}).get(slot.sequence, ())
 
     def _remember(self, folder: Path, slot: Slot, digests: Digests) -> None:
         known = self._digests.get((folder, slot.local_rank), {})
@@ -404,57 +245,68 @@ class CopyService:
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
-    def carry_out(
-        self,
-        fd: int,
-        sequence: int,
-        request: SaveRequest,
-        to: Address,
-        keep: State | None,
-        tell: Callable[[Packet], None],
-    ) -> None:
-        """Send a slot, and tell the agent's packet."""
-        began_s, size_bytes, why = time.monotonic(), 0, ""
-        try:
-            size_bytes = self.send(fd, sequence, request, to, keep)
-        except CopyError as error:
-            why = str(error)
-        took_s = round(time.monotonic() - began_s, 3)
-        about = {"step": request.step, "rank": request.rank, "to": to[0]}
-        tell({"is": "copy", **about, "size_bytes": size_bytes, "took_s": took_s, "why": why})
+    def sending(self, packet: Packet, fds: list[int]) -> Callable[[Callable[[Packet], None]], None]:
+        """What a worker's "copy" asks for; tells the agent's packet. Takes the last descriptor. ValueError."""
+        request = SaveRequest.from_json(field(packet, "request", dict))
+        sequence, beside, keep = field(packet, "sequence", int), field(packet, "beside", str), packet.get("keep")
+        host, port = field(packet, "to", list)
+        if beside not in ("", COPIES):
+            raise ValueError(f"beside: {beside!r}"[:200])
+        fd = fds.pop()
 
-    def send(self, fd: int, sequence: int, request: SaveRequest, to: Address, keep: State | None) -> int:
-        """Send a slot to another node's saver; how many bytes. The descriptor is closed. CopyError."""
+        def work(tell: Callable[[Packet], None]) -> None:
+            began_s, size_bytes, why = time.monotonic(), 0, ""
+            try:
+                size_bytes = self.send(fd, sequence, request, (host, port), keep, beside)
+            except CopyError as error:
+                why = str(error)
+            took_s = round(time.monotonic() - began_s, 3)
+            about = {"step": request.step, "rank": request.rank, "to": host}
+            tell({"is": "copy", **about, "size_bytes": size_bytes, "took_s": took_s, "why": why})
+
+        return work
+
+    def send(
+        self, fd: int, sequence: int, request: SaveRequest, to: Address, keep: State | None, beside: str = ""
+    ) -> int:
+        """Send a slot to another node's saver; how many bytes. The descriptor is closed. `beside`: COPIES, when it is
+        itself a copy. CopyError."""
         try:
-            slot = read_descriptor(fd, mappings=self._mappings)
+            slot = read_descriptor(fd, mappings=None if beside else self._mappings)
             if slot is None or slot.sequence != sequence:
                 raise CopyError("its memory slot has changed")
-            with CopyConnection.call(to, self._key) as connection, self._counted(connection._sock):
+            with CopyConnection.call(to, self._key, self._digest) as connection, self._counted(connection._sock):
                 about = {"size_bytes": len(slot.data), "generation": slot.generation, "keep": keep}
                 connection.say(do="put", request=request.to_json(), **about)
                 connection.hear("ready")
-                digests = connection.send_state(slot.data, spend=self._pace.spend)
+                known = self._known(self._folder / beside, slot)
+                digests = connection.send_state(slot.data, known, self._pace.spend)
                 connection.hear("kept")
-            self._remember(self._folder, slot, digests)
+            self._remember(self._folder / beside, slot, digests)
             return len(slot.data)
         finally:
             release(fd)
 
 
-def fetch(folder: Path, of: Address, key: bytes, path: str, state: State, rank: int) -> None:
-    """Bring this rank's state from another node into `FETCHED` of this shared-memory folder. CopyError,
-    SnapshotMemoryError."""
-    (folder / FETCHED).mkdir(mode=0o700, exist_ok=True)
-    with CopyConnection.call(of, key) as connection, contextlib.ExitStack() as closing:
+def fetch(folder: Path, of: Address, key: bytes, path: str, state: State, rank: int, into: Slots | None = None) -> None:
+    """Bring this rank's state from another node into these slots; None: into `FETCHED` of this shared-memory folder.
+    CopyError, SnapshotMemoryError."""
+    with CopyConnection.call(of, key, digest_of_life(folder)) as connection, contextlib.ExitStack() as closing:
         connection.say(do="get", folder=path, state=state, rank=rank)
         found = connection.hear("found")
-        with _errors(of):
+        with errors(of):
             request = SaveRequest.from_json(field(found, "request", dict))
             if (request.rank, request.identity) != (rank, state):
                 raise ValueError("it gives another state than it was asked for")
             size_bytes, generation = _size(found), field(found, "generation", int)
-        slots = Slots(folder / FETCHED, SlotOwner(rank, rank, request.world, generation), 1)
-        closing.callback(slots.close)
+        if into is None:
+            (folder / FETCHED).mkdir(mode=0o700, exist_ok=True)
+            slots = Slots(folder / FETCHED, SlotOwner(rank, rank), 1)
+            closing.callback(slots.close)
+        else:
+            slots = into
+            closing.callback(slots.regroup, *into.owner[1:])
+        slots.regroup(rank, request.world, generation)
         memory = slots.stage(request.step, size_bytes)
         if memory is None:
             raise CopyError(f"the memory for rank {rank}'s state is in use")

@@ -6,13 +6,16 @@ from __future__ import annotations
 
 import mmap
 import threading
+import warnings
 from collections.abc import Generator
 
-from holdfast.protocol.errors import SnapshotError, SnapshotWriteError
+from holdfast.protocol.errors import SnapshotError, SnapshotMemoryError, SnapshotWriteError
 from holdfast.snapshots import changes, folder
 from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.folder import Snapshot
+from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.remote import RemotePath
+from holdfast.snapshots.saver_client import SaverClient, Tier
 from holdfast.snapshots.slots import Slot
 
 
@@ -101,3 +104,28 @@ class InProcessStaging:
 
     def close(self, *, ahead: bool) -> None:  # noqa: ARG002
         self._join()
+
+
+def open_tier(*, rank: int, world: int, remote: bool = False, stage: str = "", copies: bool = False) -> Tier:
+    """The memory tier; where it is not possible, the in-process one with a warning. `remote`: the target is an object
+    store; `stage`, `copies`: see Snapshots."""
+    try:
+        address = SaverAddress.find()
+        try:
+            return SaverClient(address, rank=rank, world=world, remote=remote, stage=stage, copies=copies)
+        except SnapshotMemoryError:
+            address.close()
+            raise
+    except SnapshotMemoryError as error:
+        warn_of_disk(error)
+        return InProcessStaging()
+
+
+def warn_of_disk(error: SnapshotError) -> None:
+    """Called once for each Snapshots object."""
+    warnings.warn(
+        f"holdfast: no snapshots in memory: {error}\n"
+        "Snapshots go to the disk only; a restart reads them there, and a save ends with its process.",
+        RuntimeWarning,
+        stacklevel=4,
+    )

@@ -271,10 +271,8 @@ class Saver:
 
     def _copy(self, worker: SaverConnection, packet: memory_folder.Packet, fds: list[int]) -> None:
         """Send this slot to another node, in a thread."""
-        request = SaveRequest.from_json(memory_folder.field(packet, "request", dict))
-        number, sequence = (memory_folder.field(packet, name, int) for name in ("id", "sequence"))
-        host, port = memory_folder.field(packet, "to", list)
-        work = partial(self._copies.carry_out, fds.pop(), sequence, request, (host, port), packet.get("keep"))
+        number = memory_folder.field(packet, "id", int)
+        work = self._copies.sending(packet, fds)
 
         def told(copy: memory_folder.Packet) -> None:
             _send(worker, {"is": "copied", "id": number, "text": copy["why"]})

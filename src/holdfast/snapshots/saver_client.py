@@ -1,6 +1,6 @@
 """The worker's side of saving: stages a rank's image in memory, and has it written to the disk.
 
-    tier = open_tier(rank=…, world=…)
+    tier = open_tier(rank=…, world=…)                    # in_process.py
     memory = tier.stage(step, size_bytes, wait=False)    # None: both slots are still being written
     ...copy into memory...
     tier.commit(request)                                 # if this process dies, the saver writes it
@@ -38,9 +38,9 @@ from holdfast.protocol.errors import (
 )
 from holdfast.snapshots import disk, folder, memory_folder
 from holdfast.snapshots.changes import PATIENCE_S, SaveRequest
-from holdfast.snapshots.copy_service import Address, State, all_slots, drop_fetched
+from holdfast.snapshots.copy_connection import Address
+from holdfast.snapshots.copy_service import State, all_slots, drop_fetched, is_copy
 from holdfast.snapshots.folder import Snapshot
-from holdfast.snapshots.in_process import InProcessStaging
 from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.remote import RemotePath, absolute
 from holdfast.snapshots.slots import COUNT, COUNT_MAX, Slot, SlotOwner, Slots, lend
@@ -131,12 +131,11 @@ class SaverClient:
         self.slots = Slots(address.folder, owner, self.states)
         self.port = 0
         """Where the saver exchanges copies; 0: nowhere."""
-        self.copying = False
-        """A copy is on its way to another node."""
         self.copy_error = ""
-        """Why the last one did not arrive, or why the saver cannot exchange copies."""
+        """Why one of the last did not arrive, or why the saver cannot exchange copies."""
         self._serve: memory_folder.Packet | None = None
-        self._last_copy = 0
+        self._copying: set[int] = set()
+        """Ids of copies on their way to another node."""
         self._kept: tuple[State | None, ...] = ()
         """The state that all ranks have sent, and the one that is or was sent last."""
         self._forgotten = True
@@ -226,21 +225,30 @@ class SaverClient:
             self._send(self._serve)
         self._receive_until(lambda: bool(self.port or self.copy_error), PATIENCE_S)
 
-    def copy(self, to: Address, keep: State | None) -> None:
-        """Send the committed state to the saver there, which keeps the state `keep` as well. See `copying`."""
-        assert self._committed is not None
-        request = self._committed.request
+    @property
+    def copying(self) -> bool:
+        """Whether a copy is on its way to another node."""
+        return bool(self._copying)
+
+    def copy(self, to: Address, keep: State | None, slot: Slot | None = None) -> None:
+        """Send a slot of `held`, or the committed state, to the saver there, which keeps the state `keep` as well. See
+        `copying`."""
+        slot = slot or self._committed
+        assert slot is not None
+        assert slot.path is not None
+        request = slot.request
         assert request is not None
         try:
-            lent = lend(self._address.folder, self._committed)
+            lent = lend(slot.path.parent, slot)
         except ValueError as error:
             self.copy_error = str(error)
             return
         try:
-            self._last_copy = self._next_id()
-            packet = {"do": "copy", "id": self._last_copy, "sequence": self._committed.sequence}
-            self._send({**packet, "request": request.to_json(), "to": list(to), "keep": keep}, lent)
-            self.copying, self.copy_error = True, ""
+            packet = {"do": "copy", "id": self._next_id(), "sequence": slot.sequence, "to": list(to), "keep": keep}
+            beside = slot.path.parent.name if is_copy(slot.path) else ""
+            self._send({**packet, "request": request.to_json(), "beside": beside}, lent)
+            self.copy_error = self.copy_error if self.copying else ""
+            self._copying.add(self._last_id)
             # Until all ranks are known to have sent it, and then in place of the other.
             self.keep(keep, request.identity)
         except (SnapshotError, ValueError) as error:
@@ -426,8 +434,9 @@ class SaverClient:
             case "forgotten", _:
                 self._forgotten = True
             case "copied", number:
-                if number == self._last_copy:
-                    self.copying, self.copy_error = False, str(packet.get("text"))
+                if number in self._copying:
+                    self._copying.discard(number)
+                    self.copy_error = str(packet.get("text")) or self.copy_error
             case "idle", number:
                 if number == self._waiting_for:
                     self._waiting_for = 0
@@ -439,7 +448,8 @@ class SaverClient:
         self._drop()
         self._waiting_for = 0
         if self.copying:
-            self.copying, self.copy_error = False, "the process that sent it was killed"
+            self.copy_error = "the process that sent it was killed"
+            self._copying.clear()
         self.port = 0
         self._lost_at_s = time.monotonic() - RECONNECT_S
         asked, self._asked = self._asked, {}
@@ -473,28 +483,3 @@ class SaverClient:
             seqpacket.send(sock, hello)
             if self._serve is not None and not self.port:
                 seqpacket.send(sock, self._serve)
-
-
-def open_tier(*, rank: int, world: int, remote: bool = False, stage: str = "", copies: bool = False) -> Tier:
-    """The memory tier; where it is not possible, the in-process one with a warning. `remote`: the target is an object
-    store; `stage`, `copies`: see Snapshots."""
-    try:
-        address = SaverAddress.find()
-        try:
-            return SaverClient(address, rank=rank, world=world, remote=remote, stage=stage, copies=copies)
-        except SnapshotMemoryError:
-            address.close()
-            raise
-    except SnapshotMemoryError as error:
-        warn_of_disk(error)
-        return InProcessStaging()
-
-
-def warn_of_disk(error: SnapshotError) -> None:
-    """Called once for each Snapshots object."""
-    warnings.warn(
-        f"holdfast: no snapshots in memory: {error}\n"
-        "Snapshots go to the disk only; a restart reads them there, and a save ends with its process.",
-        RuntimeWarning,
-        stacklevel=4,
-    )

@@ -96,7 +96,7 @@ class Slots:
     def __init__(self, folder: Path, owner: SlotOwner, count: int = COUNT) -> None:
         """`folder`: the shared-memory folder. Nothing is made before the first `reserving` or `stage`."""
         self._folder = folder
-        self._owner = owner
+        self.owner = owner
         self._files = [_File(slot_path(folder, owner.local_rank, index)) for index in range(count)]
         self._sequence = max(file.sequence for file in self._files)
         self._staging: _Staging | None = None
@@ -106,7 +106,7 @@ class Slots:
 
     def regroup(self, rank: int, world: int, generation: int) -> None:
         """This worker goes on as this rank of another generation."""
-        self._owner = self._owner._replace(rank=rank, world=world, generation=generation)
+        self.owner = self.owner._replace(rank=rank, world=world, generation=generation)
 
     def reserving(self, size_bytes: int) -> Generator[int, None, None]:
         """Take and map memory for all slots, of this size, so that no `stage` has to; piece by piece, by any threads in
@@ -202,7 +202,7 @@ class Slots:
             "step": staging.step,
             "size_bytes": staging.size_bytes,
             "sample": sample(data),
-            **self._owner._asdict(),
+            **self.owner._asdict(),
             "request": None if request is None else request.to_json(),
         }
         encoded = json.dumps(note).encode()
@@ -237,7 +237,7 @@ class Slots:
     def committed(self) -> list[Slot]:
         """All valid slots of this and of previous workers, newest first."""
         self.abandon()
-        return committed_slots(self._folder, self._owner.local_rank)
+        return committed_slots(self._folder, self.owner.local_rank)
 
     def forget(self, *, above_step: int) -> None:
         """Drop slots of later steps: the ranks agreed to continue from this step."""
@@ -263,7 +263,7 @@ class Slots:
         for file in self._files:
             file.close()
         if self._claim >= 0:
-            unclaim(self._folder, self._owner.local_rank, self._claim)
+            unclaim(self._folder, self.owner.local_rank, self._claim)
             self._claim = -1
 
     def _lock(self, index: int) -> int | None:
@@ -273,7 +273,7 @@ class Slots:
         """
         try:
             if self._claim < 0:
-                self._claim = claim(self._folder, self._owner.local_rank)
+                self._claim = claim(self._folder, self.owner.local_rank)
             fd = open_for_writing(self._files[index].path)
         except OSError as error:
             raise SnapshotMemoryError(f"{self._folder} cannot be used: {error.strerror}.") from error

@@ -21,8 +21,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.protocol.errors import CopyError, SnapshotMemoryError
-from holdfast.snapshots.copy_service import Address, State, fetch, key_of_life
+from holdfast.snapshots.copy_connection import Address
+from holdfast.snapshots.copy_service import State, fetch
+from holdfast.snapshots.memory_folder import FETCHED, key_of_life
 from holdfast.snapshots.saver_client import SaverClient, Tier
+from holdfast.snapshots.slots import Slot
 from holdfast.train.agreement import Peers, node_key
 
 DOMAIN_VARIABLE = "HOLDFAST_FAILURE_DOMAIN"
@@ -65,6 +68,26 @@ class CopyReport(NamedTuple):
         return self.host, self.port
 
 
+def to_partners(said: Sequence[CopyReport]) -> dict[str, Address]:
+    """By node, in the order of ranks: where its partner's saver listens."""
+    nodes = {each.node: each for each in reversed(said)}
+    places = sorted(nodes, key=[each.node for each in said].index)
+    ring = partners([nodes[place].domain for place in places])
+    return {place: nodes[places[to]].address for place, to in zip(places, ring, strict=True)}
+
+
+def lonely(said: Sequence[CopyReport], has: Sequence[Sequence[int]]) -> list[tuple[int, int, str, int]]:
+    """The ranks' states that only one node has: the rank, which process sends it, and to what address. `has`: those on
+    the node of each process."""
+    found, to = [], to_partners(said)
+    for owner in sorted(set().union(*has)):
+        able = [rank for rank, owners in enumerate(has) if owner in owners]
+        node = said[able[0]].node
+        if len(to) > 1 and to[node][1] and all(said[rank].node == node for rank in able):
+            found.append((owner, able[owner % len(able)], *to[node]))
+    return found
+
+
 @dataclass
 class CopyPlan:
     """Rank 0's decisions."""
@@ -78,9 +101,8 @@ class CopyPlan:
 
     def decide(self, said: Sequence[CopyReport], state: State, *, staged: bool) -> dict[str, Any]:
         """What all ranks do with this state. `staged`: all have it in memory."""
-        nodes = {each.node: each for each in reversed(said)}
-        places = sorted(nodes, key=[each.node for each in said].index)
-        if len(places) < 2:
+        partner = to_partners(said)
+        if len(partner) < 2:
             self._complain("this job has one node, and no other that could keep copies")
             return {}
         if any(each.busy for each in said):
@@ -94,8 +116,7 @@ class CopyPlan:
         self._target = state if staged else None
         if not staged:  # what is kept now makes room
             return {"skip": True, "keep": self._kept}
-        ring = partners([nodes[place].domain for place in places])
-        to = [list(nodes[places[ring[places.index(each.node)]]].address) for each in said]
+        to = [list(partner[each.node]) for each in said]
         word = {"keep": self._kept, "to": [] if to == self._told else to}
         self._told = to
         return word
@@ -166,16 +187,33 @@ class Copies:
 
     # --- resuming -----------------------------------------------------------------------------------------------------
 
-    def bring(self, path: str, state: State, owners: Sequence[int], where: Mapping[int, Address]) -> str:
-        """Fetch these ranks' states from other nodes. Returns why one could not be fetched; empty: all are here."""
+    def bring(self, path: str, state: State, owners: Sequence[int], where: Mapping[int, Address], *, own: bool) -> str:
+        """Fetch these ranks' states from other nodes. `own`: this rank's, which a newcomer takes for its own slot.
+        Returns why one could not be fetched; empty: all are here."""
         if self._client is None:
             return "there is no memory for it"
+        slots = self._client.slots if own and not self._client.slots.committed() else None
         for owner in owners:
             try:
-                fetch(Path(self._client.place), where[owner], self._key, path, state, owner)
+                fetch(Path(self._client.place), where[owner], self._key, path, state, owner, slots)
             except (CopyError, SnapshotMemoryError, OSError) as error:
                 return f"rank {owner}'s state was not fetched: {error}"
         return ""
+
+    def send_again(self, path: str, state: State, peers: Peers) -> None:
+        """The job goes on from this state, of which a lost node has taken copies along: send what only one node has.
+        All ranks call it. Never waits for a copy."""
+        here: dict[int, Slot] = {}
+        for slot in () if self._client is None else self._client.held(path):
+            assert slot.request is not None
+            assert slot.path is not None
+            if slot.request.identity == state and slot.path.parent.name != FETCHED:  # that goes with the first plan
+                here.setdefault(slot.rank, slot)
+        said = peers.gather([self.report(), list(here)])
+        word = peers.tell(lonely([CopyReport(*each) for each, _ in said], [has for _, has in said]) if said else None)
+        for owner, sender, host, port in word:
+            if sender == peers.rank and self._client is not None:
+                self._client.copy((host, port), state, here[owner])
 
 
 class Sources(NamedTuple):

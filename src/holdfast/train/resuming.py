@@ -88,6 +88,8 @@ class Resumer:
     adopted: Saved | None = None
     """Of a state in memory: its `settling` has to be done before anybody stages a new one."""
     skipped: list[str] = field(default_factory=list)
+    _state: State | None = None
+    """In memory, from which training goes on."""
     _misfit: StateMismatchError | None = None
     """Of a state in memory."""
     _judged: Judged | None = None
@@ -103,6 +105,9 @@ class Resumer:
             raise self._misfit  # a beginning from zero would lose that state
         if self._judged is not None:
             self._judged.begin(self.path, self.life, self.origin)
+        self.tier.forget(resumed.step if resumed else -1)
+        if self._state is not None and self.copies is not None:
+            self.copies.send_again(str(self.path), self._state, self.peers)
         for note in resumed.notes if resumed is not None and self.peers.rank == 0 else ():
             warnings.warn(f"holdfast: {note}", RuntimeWarning, stacklevel=4)
         return resumed
@@ -123,6 +128,7 @@ class Resumer:
             resumed = self._from_slots(step, self._gathered(state, held.get(state, {}), sources))
             if resumed is not None:
                 self.origin = Key(step, attempt)
+                self._state = state
                 if self.copies is not None:
                     self.copies.keep(state)
                 return resumed
@@ -147,7 +153,7 @@ class Resumer:
         for everything in (False, True) if sources.world == self.peers.world else (True,):
             node = self.copies.report().node
             wanted = sources.missing(list(held), self.peers, node, lacks=lacks, everything=everything)
-            failed = self.copies.bring(str(self.path), state, wanted, sources.where)
+            failed = self.copies.bring(str(self.path), state, wanted, sources.where, own=not everything)
             self.skipped += [f"step {state[0]} in memory: {failed}"] if failed else []
             self.peers.share(None)  # the other ranks of this node have fetched theirs
             held = self._held_states().get(state, held)

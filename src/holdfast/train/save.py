@@ -20,10 +20,10 @@ import torch
 from holdfast.protocol.errors import HoldfastError, SnapshotError, SnapshotMemoryError, SnapshotWriteError
 from holdfast.snapshots import changes, disk
 from holdfast.snapshots.changes import Keep, SaveRequest, Verified
-from holdfast.snapshots.in_process import InProcessStaging
+from holdfast.snapshots.in_process import InProcessStaging, warn_of_disk
 from holdfast.snapshots.lease import FolderLease
 from holdfast.snapshots.remote import Place, RemotePath
-from holdfast.snapshots.saver_client import SaverClient, Tier, warn_of_disk
+from holdfast.snapshots.saver_client import SaverClient, Tier
 from holdfast.train import sharding
 from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper, node_key
 from holdfast.train.copies import Copies

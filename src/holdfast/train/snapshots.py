@@ -34,9 +34,10 @@ from holdfast.protocol.errors import (
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots import lease as leases
 from holdfast.snapshots.changes import Keep
+from holdfast.snapshots.in_process import open_tier
 from holdfast.snapshots.memory_folder import SAVER_VARIABLE
 from holdfast.snapshots.remote import RemotePath, absolute
-from holdfast.snapshots.saver_client import Tier, open_tier
+from holdfast.snapshots.saver_client import Tier
 from holdfast.train.agreement import Peers, Schedule, Steps, Timekeeper, check_options, seconds, take_folder
 from holdfast.train.copies import Copies
 from holdfast.train.guards import same_loss
@@ -208,7 +209,6 @@ class Snapshots:
         self._life = OwnLife(self.path, resumer.life, resumer.origin, self._patience, self._keep)
         if choice.only is not None:
             self._tracker.chosen = tuple(sorted(choice.only))
-        tier.forget(self.state.step if resumed else -1)
         saving = self._begin(peers, tier)
         if resumer.adopted is not None:
             self._settle(saving, resumer.adopted)
@@ -283,6 +283,8 @@ class Snapshots:
         self._optimized = False
         if peers.rank == 0 and self._keep is not None and self._pruner is None:
             self._pruner = Pruner(self.path, self._keep)
+        if self._copies is not None:  # the world's next loss finds this step
+            self._save(self._saving, durable=False)
 
     def _begin(self, peers: Peers, tier: Tier) -> Saving:
         step, self._durable_epoch = self.state.step, self.state.epoch

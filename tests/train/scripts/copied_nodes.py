@@ -3,7 +3,7 @@
 copied_nodes.py FOLDER COUNT SEED        prints a JSON object: resumes by source, faults, and the steps that each loss cost
 
 As in node_kills.py; a lost node's place is taken by a newcomer that has nothing. A node is lost once a state of this life is on
-both nodes: two losses before that are more than one copy can make good.
+both nodes; in every second life once what was resumed is, and then it is the other node, before any step.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import holdfast.train as ht
 EVERY = 4
 
 
-def life(folder: Path, say: Any) -> None:
+def life(folder: Path, say: Any, *, stays: bool) -> None:
     model, optimizer = build(3)
     node_kills.torch.manual_seed(int(os.environ["RANK"]))
     snaps = ht.Snapshots(folder, every=None, memory_every=EVERY, keep=None, fresh_ok=True, copies=1)
@@ -35,6 +35,12 @@ def life(folder: Path, say: Any) -> None:
     resumed = snaps.resume()
     say(f"resumed {snaps.state.step} {resumed.source if resumed else 'nothing'} {fingerprint(model, optimizer)}")
     before = snaps.state.step
+    while stays:
+        snaps._opened.check()  # type: ignore[union-attr]
+        if not snaps._opened.copying:  # type: ignore[union-attr]
+            say(f"again {snaps._opened.copy_error}")  # type: ignore[union-attr]
+            time.sleep(LIMIT_S)
+        time.sleep(0.01)
     while snaps.state.step < STEPS:
         train(model, optimizer)
         snaps.step()
@@ -58,9 +64,10 @@ def main() -> None:
     found: Counter[str] = Counter()
     faults: list[str] = []
     cost: list[int] = []
-    reached = 0
+    reached, lost = 0, -1
     for number in range(count + 1):
-        ranks, host = start(lambda say: life(folder, say))
+        stays = number % 2 == 1
+        ranks, host = start(lambda say, stays=stays: life(folder, say, stays=stays))
         said = [lines(out, time.monotonic() + LIMIT_S, 1) for _, out in ranks]
         if not all(said):
             faults.append(f"life {number}: it did not resume: {said}")
@@ -70,16 +77,30 @@ def main() -> None:
         found[told[0][2]] += 1
         if number:
             cost.append(reached - step)
+            if number % 2 == 0 and step != reached:
+                faults.append(f"life {number}: a second loss took {reached - step} steps along")
         for rank, each in enumerate(told):
             if each[1:3] != told[0][1:3] or (step and each[3] != expected[rank][step]):
                 faults.append(f"life {number}: rank {rank} is not what it was: {each}")
         reached = step
+        if stays:
+            again = [
+                each[1:] or lines(out, time.monotonic() + LIMIT_S, 1)
+                for each, (_, out) in zip(said, ranks, strict=True)
+            ]
+            if again != [["again "]] * NODES:
+                faults.append(f"life {number}: what was resumed is not on both nodes: {again}")
+            lost = 1 - lost
+            lose(lost, ranks)
+            end(ranks, host)
+            continue
         while reached < STEPS and not (more := lines(ranks[0][1], time.monotonic() + LIMIT_S, 1))[-1].endswith(" 1"):
             reached = int(more[-1].split()[1])
         if reached == STEPS:
             faults.append(f"life {number}: no copy arrived in {STEPS - step} steps")
         time.sleep(chance.uniform(0, 0.1))
-        lose(chance.randrange(NODES), ranks)
+        lost = chance.randrange(NODES)
+        lose(lost, ranks)
         rest = lines(ranks[0][1], time.monotonic() + 0.2)
         reached = int(rest[-1].split()[1]) if rest else reached
         end(ranks, host)

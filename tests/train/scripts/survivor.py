@@ -26,6 +26,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import holdfast.train as ht
+from holdfast.snapshots.copy_service import all_slots
+from holdfast.snapshots.memory_folder import COPIES
+from holdfast.train import copies
 from holdfast.train import save as saving
 from holdfast.worker.regroup import UNINTERRUPTED_S, AgentChannel
 
@@ -52,6 +55,8 @@ class Case:
     """In this step all ranks make another process group."""
     disk: int = -1
     """After this step all ranks save to the disk."""
+    copies: int = 0
+    """1: each rank pretends to be a node, and they keep copies of each other's states."""
     step: int = 0
     """The one that is done now."""
     faults: list[list[Any]] = field(default_factory=list)
@@ -175,6 +180,17 @@ def in_saves() -> None:
     saving.fill = filled
 
 
+def note_copies(snaps: ht.Snapshots) -> None:
+    """What there is before the first step of another world."""
+    tier = snaps._opened
+    while tier.copying:
+        tier.check()
+        time.sleep(0.005)
+    dist.barrier()  # the others' have arrived, too
+    held = sorted((slot.rank, slot.step) for path, slot in all_slots(Path(tier.place)) if path.name == COPIES)
+    (FOLDER / f"copies.{LOCAL_RANK}").write_text(json.dumps([snaps.state.step, tier.copy_error, held]))
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
@@ -189,7 +205,9 @@ def digest(*tensors: torch.Tensor) -> str:
 def main() -> None:
     torch.set_num_threads(1)
     in_saves()
-    with ht.process_group() as pg, ht.Snapshots(FOLDER / "runs", every=None, memory_every=5) as snaps:
+    copies.node_key = lambda: str(LOCAL_RANK)
+    snaps = ht.Snapshots(FOLDER / "runs", every=None, memory_every=5, copies=case.copies)
+    with ht.process_group() as pg, snaps:
         torch.manual_seed(1)
         net = Net()
         model = fully_shard(net) if case.sharded else ht.ddp(net, pg, bucket_cap_mb=0.001)
@@ -207,6 +225,8 @@ def main() -> None:
         def train() -> None:
             worlds.append(pg.world)
             case.step = state.step
+            if case.copies and state.step:
+                note_copies(snaps)
             for _ in state.epochs(case.epochs):
                 for rows, index in loader:
                     case.step = state.step
