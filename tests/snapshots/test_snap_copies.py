@@ -17,7 +17,8 @@ import pytest
 from holdfast.protocol.errors import CopyError, SnapshotMemoryError
 from holdfast.snapshots import copy_service, slots
 from holdfast.snapshots.changes import SaveRequest
-from holdfast.snapshots.copy_service import CopyConnection, CopyService, Pace, all_slots, fetch, key_of_life
+from holdfast.snapshots.copy_paths import Pace
+from holdfast.snapshots.copy_service import CopyConnection, CopyService, all_slots, fetch, key_of_life
 from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.memory_folder import COPIES, FETCHED, KEY, remove_folder
 from holdfast.snapshots.slots import COUNT_MAX, Slot, SlotOwner, Slots, lend
@@ -187,9 +188,9 @@ def test_a_torn_or_altered_copy_is_none(
     pair: tuple[Node, Node], after: int, broken: Callable[..., None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, b = pair
-    monkeypatch.setattr(copy_service, "STALL_S", 0.5)  # a length was altered, or `Between` holds its socket
     a.send(a.stage(1), b.port)
     a.send(a.stage(2), b.port, keep=1)
+    monkeypatch.setattr(copy_service, "STALL_S", 0.5)  # a length was altered, or `Between` holds its socket
     with pytest.raises(CopyError):
         a.send(a.stage(3), Between(b.port, after, broken).port, keep=1)
     until(lambda: not b.service._open, "the connection is over")

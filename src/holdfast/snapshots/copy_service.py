@@ -9,6 +9,7 @@ nothing is unpickled.
            the state                                                       → {"is": "kept"}
     get    {"do": "get", "folder", "state", "rank"}      → {"is": "found", "size_bytes", "generation", "request"}
                                                            the state; or {"is": "refused"}
+    measure {"do": "measure"}                            → {"is": "found"}, and SAMPLE (copy_paths.py)
     a state: for each chunk {"digest"}, then its bytes
 
 What a saver receives lies in slots below the shared-memory folder: `copies/RANK.0|1`. So a copy that was not received
@@ -36,6 +37,7 @@ from holdfast.protocol import seal
 from holdfast.protocol.errors import AuthenticationError, CopyError, SnapshotMemoryError
 from holdfast.snapshots import disk
 from holdfast.snapshots.changes import SaveRequest
+from holdfast.snapshots.copy_paths import SAMPLE, CopyPaths, Pace
 from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.memory_folder import COPIES, FETCHED, KEY, Packet, field
 from holdfast.snapshots.slots import (
@@ -61,6 +63,7 @@ BACKLOG = CONNECTIONS_MAX = 256
 State = tuple[int, int, int]
 """SaveRequest.identity."""
 Address = tuple[str, int]
+"""A host, or the addresses of one, separated by blanks; and a port."""
 Digests = Sequence[str]
 """Of the chunks of a state."""
 
@@ -81,10 +84,10 @@ class CopyConnection:
         self._sock, self._seal = sock, sealed
 
     @classmethod
-    def call(cls, address: Address, key: bytes) -> CopyConnection:
+    def call(cls, address: Address, key: bytes, stall_s: float | None = None) -> CopyConnection:
         """Connect to a saver. CopyError."""
         with _errors(address):
-            sock = socket.create_connection(address, STALL_S)
+            sock = socket.create_connection(address, stall_s or STALL_S)
         try:
             with _errors(address):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -153,6 +156,14 @@ class CopyConnection:
                 self._sock.sendall(chunk)
         return digests
 
+    def drain(self, size_bytes: int, limit_s: float) -> int:
+        """Read so much, or for so long. How many bytes came."""
+        memory, left, end_s = bytearray(1 << 20), size_bytes, time.monotonic() + limit_s
+        with _errors():
+            while left > 0 and time.monotonic() < end_s and (got := self._sock.recv_into(memory)):
+                left -= got
+        return size_bytes - left
+
     def receive_state(self, memory: memoryview) -> Digests:
         """Fill this memory. Returns the digests of its chunks, which were checked."""
         digests: list[str] = []
@@ -201,26 +212,6 @@ def _fill(sock: socket.socket, memory: memoryview) -> None:
         memory = memory[got:]
 
 
-class Pace:
-    """Limits the bytes that all threads together send."""
-
-    def __init__(self, bytes_s: float) -> None:
-        """`bytes_s`: bytes per second; 0: no limit."""
-        self._bytes_s = bytes_s
-        self._turn = threading.Lock()
-        self._free_s = 0.0
-
-    def spend(self, size_bytes: int) -> None:
-        """Returns when so many more bytes may be sent."""
-        if not self._bytes_s:
-            return
-        with self._turn:
-            now_s = time.monotonic()
-            begin_s = max(self._free_s, now_s)
-            self._free_s = begin_s + size_bytes / self._bytes_s
-        time.sleep(begin_s - now_s)
-
-
 class CopyService:
     """The saver's part: receives copies, gives states to ranks that fetch, and sends copies. For any thread."""
 
@@ -228,8 +219,8 @@ class CopyService:
         """`mappings`: of the node's own slots."""
         self._folder, self._mappings = folder, mappings
         self._lock = threading.Lock()
-        self._key = b""
-        self._pace = Pace(0)
+        self._key, self._pace = b"", Pace(0)
+        self._paths, self._host = CopyPaths(), ""
         self._listening: socket.socket | None = None
         self._accepting: threading.Thread | None = None
         self._open: set[socket.socket] = set()
@@ -249,11 +240,13 @@ class CopyService:
                     with contextlib.suppress(OSError):
                         each.shutdown(socket.SHUT_RDWR)
                 self._open.clear()
-            if self._listening is None or self._listening.getsockname()[0] != host:
+            if self._listening is None or self._host != host:
                 if self._listening is not None:
                     self._listening.shutdown(socket.SHUT_RDWR)
-                family = socket.AF_INET6 if ":" in host else socket.AF_INET
-                self._listening = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+                family, at = socket.AF_INET6 if ":" in host else socket.AF_INET, "" if " " in host else host
+                dual = not at and family == socket.AF_INET6
+                self._listening = socket.create_server((at, 0), family=family, backlog=BACKLOG, dualstack_ipv6=dual)
+                self._host = host
                 self._accepting = threading.Thread(target=self._accept_all, args=(self._listening,), daemon=True)
                 self._accepting.start()
             port: int = self._listening.getsockname()[1]
@@ -298,6 +291,9 @@ class CopyService:
             try:
                 if asked.get("do") == "put":
                     self._put(connection, asked)
+                elif asked.get("do") == "measure":
+                    connection.say(**{"is": "found"})
+                    sock.sendall(SAMPLE)
                 else:
                     self._get(connection, asked)
             except (OSError, ValueError, SnapshotMemoryError) as error:
@@ -415,12 +411,14 @@ class CopyService:
     ) -> None:
         """Send a slot, and tell the agent's packet."""
         began_s, size_bytes, why = time.monotonic(), 0, ""
+        way = self._paths.fastest(to, self._key, CopyConnection.call)
         try:
-            size_bytes = self.send(fd, sequence, request, to, keep)
+            size_bytes = self.send(fd, sequence, request, way, keep)
         except CopyError as error:
             why = str(error)
+            self._paths.forget(to)
         took_s = round(time.monotonic() - began_s, 3)
-        about = {"step": request.step, "rank": request.rank, "to": to[0]}
+        about = {"step": request.step, "rank": request.rank, "to": way[0]}
         tell({"is": "copy", **about, "size_bytes": size_bytes, "took_s": took_s, "why": why})
 
     def send(self, fd: int, sequence: int, request: SaveRequest, to: Address, keep: State | None) -> int:
@@ -441,10 +439,13 @@ class CopyService:
             release(fd)
 
 
-def fetch(folder: Path, of: Address, key: bytes, path: str, state: State, rank: int) -> None:
+def fetch(
+    folder: Path, offered: Address, key: bytes, path: str, state: State, rank: int, paths: CopyPaths | None = None
+) -> None:
     """Bring this rank's state from another node into `FETCHED` of this shared-memory folder. CopyError,
     SnapshotMemoryError."""
     (folder / FETCHED).mkdir(mode=0o700, exist_ok=True)
+    of = (paths or CopyPaths()).fastest(offered, key, CopyConnection.call)
     with CopyConnection.call(of, key) as connection, contextlib.ExitStack() as closing:
         connection.say(do="get", folder=path, state=state, rank=rank)
         found = connection.hear("found")
@@ -469,8 +470,7 @@ def skipped(step: int) -> Packet:
 
 
 def all_slots(folder: Path, *, beside: bool = True) -> Iterator[tuple[Path, Slot]]:
-    """The valid slots of this shared-memory folder, each with its own folder. `beside`: with those of other nodes'
-    ranks."""
+    """The valid slots of this shared-memory folder, each with its own folder. `beside`: also of other nodes' ranks."""
     for each in ("", COPIES, FETCHED) if beside else ("",):
         for number in local_ranks(folder / each):
             for slot in committed_slots(folder / each, number):
@@ -478,7 +478,7 @@ def all_slots(folder: Path, *, beside: bool = True) -> Iterator[tuple[Path, Slot
 
 
 def is_copy(path: Path) -> bool:
-    """Whether this slot's file holds a state of another node's rank."""
+    """Whether this slot holds a state of another node's rank."""
     return path.parent.name in (COPIES, FETCHED)
 
 

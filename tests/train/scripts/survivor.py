@@ -54,6 +54,8 @@ class Case:
     """After this step all ranks save to the disk."""
     step: int = 0
     """The one that is done now."""
+    copies: int = 0
+    """Of the states in memory, on other nodes."""
     faults: list[list[Any]] = field(default_factory=list)
     """[local rank, where, step, what], see `reach`."""
 
@@ -189,7 +191,8 @@ def digest(*tensors: torch.Tensor) -> str:
 def main() -> None:
     torch.set_num_threads(1)
     in_saves()
-    with ht.process_group() as pg, ht.Snapshots(FOLDER / "runs", every=None, memory_every=5) as snaps:
+    options = {"every": None, "memory_every": 5, "copies": case.copies}
+    with ht.process_group() as pg, ht.Snapshots(FOLDER / "runs", **options) as snaps:
         torch.manual_seed(1)
         net = Net()
         model = fully_shard(net) if case.sharded else ht.ddp(net, pg, bucket_cap_mb=0.001)
