@@ -85,7 +85,11 @@ READ = {
     ),
     "HOLDFAST_FAILURE_DOMAIN": (
         "holdfast.train",
-        "what fails together with this node: copies of its states go to another domain ([train.md](train.md#memory-and-the-saver))",
+        "what fails together with this node, if Slurm does not say it: copies of its states go to another domain ([train.md](train.md#memory-and-the-saver))",
+    ),
+    "HOLDFAST_COPY_ADDR": (
+        "holdfast.train",
+        "this node's address for copies of states, instead of the fastest ([train.md](train.md#memory-and-the-saver))",
     ),
     "HOLDFAST_GUARDS": ("holdfast.train", "0 turns its warnings off ([train.md](train.md#guards))"),
     "XDG_STATE_HOME": ("run", "run folders are made below it, in `holdfast/runs`; `~/.local/state` when it is not set"),

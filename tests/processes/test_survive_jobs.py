@@ -57,8 +57,8 @@ def trained(site: Site, *options: str, faults: Sequence[Sequence[Any]] = (), epo
     return site.run(*line, limit_s=LIMIT_S)
 
 
-def ends(site: Site) -> list[dict[str, Any]]:
-    return [json.loads((site.folder / f"end.{local_rank}").read_text()) for local_rank in range(WORLD)]
+def ends(site: Site, count: int = WORLD) -> list[dict[str, Any]]:
+    return [json.loads((site.folder / f"end.{local_rank}").read_text()) for local_rank in range(count)]
 
 
 def test_the_others_go_on_and_a_replacement_joins(site: Site) -> None:
@@ -122,6 +122,30 @@ def steps_of(site: Site, rank: int) -> list[list[Any]]:
     return (
         [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")] if path.exists() else []
     )
+
+
+def test_copies_that_are_too_slow_are_skipped(site: Site, endpoint: str) -> None:
+    line = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    agents = [site.start(*line, "--preload", "torch", COPIED, site.folder, "ddp", "60", "1000") for _ in range(2)]
+    for agent in agents:
+        assert agent.end(LIMIT_S) == 0, agent.text
+    assert steps_of(site, 0)[-1][0] == 60
+    copies = [each for agent in agents for each in agent.events("snapshot_copy")]
+    assert {each["why"] for each in copies if each["rank"] == -1} == {"the copy before it is still on its way"}
+    assert len([each for each in copies if each["rank"] == -1]) > 5
+
+
+def test_copies_go_on_after_a_loss_that_was_survived(site: Site, endpoint: str) -> None:
+    case = json.dumps({"epochs": 60, "copies": 1, "faults": [[1, "optimizer", 20, "kill"]]})
+    line = ("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    line = (*line, "--max-restarts", "1", "--preload", "torch", SURVIVOR, site.folder, case)
+    agents = [site.start(*line) for _ in range(2)]
+    for agent in agents:
+        assert agent.end(LIMIT_S) == 0, agent.text
+    worlds = [each["worlds"] for each in ends(site, 2)]
+    assert [4, 3, 4] in worlds, agents[0].text
+    arrived = [each for agent in agents for each in agent.events("snapshot_copy") if not each["why"]]
+    assert {each["rank"] for each in arrived if each["step"] > 30} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp"])

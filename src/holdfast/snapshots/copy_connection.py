@@ -9,6 +9,7 @@ nothing is unpickled.
            the state                                                       → {"is": "kept"}
     get    {"do": "get", "folder", "state", "rank"}      → {"is": "found", "size_bytes", "generation", "request"}
                                                            the state; or {"is": "refused"}
+    measure {"do": "measure"}                            → {"is": "found"}, and SAMPLE (copy_paths.py)
     a state: for each chunk {"digest"}, then its bytes
 
 With a job token a digest is a sha256, which nobody on the way can forge. Without one nobody is kept out, and a CRC
@@ -22,6 +23,7 @@ import contextlib
 import json
 import os
 import socket
+import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -39,6 +41,7 @@ FRAME_BYTES_MAX = 128 * 1024
 STALL_S = 20.0
 """A chunk that takes longer ends its connection: the other side is stopped, or the network is."""
 Address = tuple[str, int]
+"""A host, or the addresses of one, separated by blanks; and a port."""
 Digests = Sequence[str]
 """Of the chunks of a state."""
 Digest = Callable[[memoryview], str]
@@ -51,10 +54,12 @@ class CopyConnection:
         self._sock, self._seal, self._digest = sock, sealed, digest
 
     @classmethod
-    def call(cls, address: Address, key: bytes, digest: Digest = disk.chunk_digest) -> CopyConnection:
+    def call(
+        cls, address: Address, key: bytes, digest: Digest = disk.chunk_digest, *, stall_s: float | None = None
+    ) -> CopyConnection:
         """Connect to a saver. CopyError."""
         with errors(address):
-            sock = socket.create_connection(address, STALL_S)
+            sock = socket.create_connection(address, stall_s or STALL_S)
         try:
             with errors(address):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -122,6 +127,14 @@ class CopyConnection:
             with errors():
                 self._sock.sendall(chunk)
         return digests
+
+    def drain(self, size_bytes: int, limit_s: float) -> int:
+        """Read so much, or for so long. How many bytes came."""
+        memory, left, end_s = bytearray(1 << 20), size_bytes, time.monotonic() + limit_s
+        with errors():
+            while left > 0 and time.monotonic() < end_s and (got := self._sock.recv_into(memory)):
+                left -= got
+        return size_bytes - left
 
     def receive_state(self, memory: memoryview) -> Digests:
         """Fill this memory. Returns the digests of its chunks, which were checked."""

@@ -20,6 +20,7 @@ from pathlib import Path
 from holdfast.protocol.errors import CopyError, SnapshotMemoryError
 from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.copy_connection import STALL_S, Address, CopyConnection, Digests, errors
+from holdfast.snapshots.copy_paths import SAMPLE, CopyPaths, Pace
 from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.memory_folder import COPIES, FETCHED, Packet, digest_of_life, field
 from holdfast.snapshots.slots import (
@@ -39,26 +40,6 @@ State = tuple[int, int, int]
 """SaveRequest.identity."""
 
 
-class Pace:
-    """Limits the bytes that all threads together send."""
-
-    def __init__(self, bytes_s: float) -> None:
-        """`bytes_s`: bytes per second; 0: no limit."""
-        self._bytes_s = bytes_s
-        self._turn = threading.Lock()
-        self._free_s = 0.0
-
-    def spend(self, size_bytes: int) -> None:
-        """Returns when so many more bytes may be sent."""
-        if not self._bytes_s:
-            return
-        with self._turn:
-            now_s = time.monotonic()
-            begin_s = max(self._free_s, now_s)
-            self._free_s = begin_s + size_bytes / self._bytes_s
-        time.sleep(begin_s - now_s)
-
-
 class CopyService:
     """The saver's part: receives copies, gives states to ranks that fetch, and sends copies. For any thread."""
 
@@ -67,7 +48,7 @@ class CopyService:
         self._folder, self._mappings = folder, mappings
         self._lock = threading.Lock()
         self._key, self._digest = b"", digest_of_life(folder)
-        self._pace = Pace(0)
+        self._paths, self._host, self._pace = CopyPaths(), "", Pace(0)
         self._listening: socket.socket | None = None
         self._accepting: threading.Thread | None = None
         self._open: set[socket.socket] = set()
@@ -87,11 +68,13 @@ class CopyService:
                     with contextlib.suppress(OSError):
                         each.shutdown(socket.SHUT_RDWR)
                 self._open.clear()
-            if self._listening is None or self._listening.getsockname()[0] != host:
+            if self._listening is None or self._host != host:
                 if self._listening is not None:
                     self._listening.shutdown(socket.SHUT_RDWR)
-                family = socket.AF_INET6 if ":" in host else socket.AF_INET
-                self._listening = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+                family, at = socket.AF_INET6 if ":" in host else socket.AF_INET, "" if " " in host else host
+                dual = not at and family == socket.AF_INET6
+                self._listening = socket.create_server((at, 0), family=family, backlog=BACKLOG, dualstack_ipv6=dual)
+                self._host = host
                 self._accepting = threading.Thread(target=self._accept_all, args=(self._listening,), daemon=True)
                 self._accepting.start()
             port: int = self._listening.getsockname()[1]
@@ -136,6 +119,9 @@ class CopyService:
             try:
                 if asked.get("do") == "put":
                     self._put(connection, asked)
+                elif asked.get("do") == "measure":
+                    connection.say(**{"is": "found"})
+                    sock.sendall(SAMPLE)
                 else:
                     self._get(connection, asked)
             except (OSError, ValueError, SnapshotMemoryError) as error:
@@ -250,18 +236,21 @@ class CopyService:
         request = SaveRequest.from_json(field(packet, "request", dict))
         sequence, beside, keep = field(packet, "sequence", int), field(packet, "beside", str), packet.get("keep")
         host, port = field(packet, "to", list)
+        to: Address = (host, port)
         if beside not in ("", COPIES):
             raise ValueError(f"beside: {beside!r}"[:200])
         fd = fds.pop()
 
         def work(tell: Callable[[Packet], None]) -> None:
             began_s, size_bytes, why = time.monotonic(), 0, ""
+            way = self._paths.fastest(to, self._key)
             try:
-                size_bytes = self.send(fd, sequence, request, (host, port), keep, beside)
+                size_bytes = self.send(fd, sequence, request, way, keep, beside)
             except CopyError as error:
                 why = str(error)
+                self._paths.forget(to)
             took_s = round(time.monotonic() - began_s, 3)
-            about = {"step": request.step, "rank": request.rank, "to": host}
+            about = {"step": request.step, "rank": request.rank, "to": way[0]}
             tell({"is": "copy", **about, "size_bytes": size_bytes, "took_s": took_s, "why": why})
 
         return work
@@ -288,9 +277,19 @@ class CopyService:
             release(fd)
 
 
-def fetch(folder: Path, of: Address, key: bytes, path: str, state: State, rank: int, into: Slots | None = None) -> None:
+def fetch(
+    folder: Path,
+    offered: Address,
+    key: bytes,
+    path: str,
+    state: State,
+    rank: int,
+    into: Slots | None = None,
+    paths: CopyPaths | None = None,
+) -> None:
     """Bring this rank's state from another node into these slots; None: into `FETCHED` of this shared-memory folder.
     CopyError, SnapshotMemoryError."""
+    of = (paths or CopyPaths()).fastest(offered, key)
     with CopyConnection.call(of, key, digest_of_life(folder)) as connection, contextlib.ExitStack() as closing:
         connection.say(do="get", folder=path, state=state, rank=rank)
         found = connection.hear("found")
@@ -321,8 +320,7 @@ def skipped(step: int) -> Packet:
 
 
 def all_slots(folder: Path, *, beside: bool = True) -> Iterator[tuple[Path, Slot]]:
-    """The valid slots of this shared-memory folder, each with its own folder. `beside`: with those of other nodes'
-    ranks."""
+    """The valid slots of this shared-memory folder, each with its own folder. `beside`: also of other nodes' ranks."""
     for each in ("", COPIES, FETCHED) if beside else ("",):
         for number in local_ranks(folder / each):
             for slot in committed_slots(folder / each, number):
@@ -330,7 +328,7 @@ def all_slots(folder: Path, *, beside: bool = True) -> Iterator[tuple[Path, Slot
 
 
 def is_copy(path: Path) -> bool:
-    """Whether this slot's file holds a state of another node's rank."""
+    """Whether this slot holds a state of another node's rank."""
     return path.parent.name in (COPIES, FETCHED)
 
 

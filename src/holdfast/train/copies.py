@@ -4,15 +4,13 @@ All ranks copy the same state, or none does: rank 0 decides it in each save. Whi
 next ones are skipped. So there is always one state that every rank has twice: in its own slot, which it holds, and on
 its node's partner. When a node is lost, the others and a newcomer go on from it, or from a newer one that is complete.
 
-Nodes form a ring. Where they have failure domains (DOMAIN_VARIABLE), a partner is in another domain if no domain has
-more than half of the nodes. Savers listen at the address from which this node reaches MASTER_ADDR.
+Nodes form a ring, and a partner is in another failure domain if no domain has more than half of the nodes. Savers offer
+all addresses of their node, and who sends or fetches takes the fastest (snapshots/copy_paths.py).
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
-import socket
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -20,27 +18,44 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from holdfast.linux import VIRTUAL, addresses, boot_id, own_address
 from holdfast.protocol.errors import CopyError, SnapshotMemoryError
 from holdfast.snapshots.copy_connection import Address
+from holdfast.snapshots.copy_paths import CopyPaths
 from holdfast.snapshots.copy_service import State, fetch
 from holdfast.snapshots.memory_folder import FETCHED, key_of_life
 from holdfast.snapshots.saver_client import SaverClient, Tier
 from holdfast.snapshots.slots import Slot
+from holdfast.text import is_loopback
 from holdfast.train.agreement import Peers, node_key
 
+ADDRESS_VARIABLE = "HOLDFAST_COPY_ADDR"
+"""Of a node: the address at which its saver is reached, instead of the fastest."""
+ADDRESSES_MAX = 8
 DOMAIN_VARIABLE = "HOLDFAST_FAILURE_DOMAIN"
 """Of a node: what fails together with it, such as its rack or its power supply."""
 
 
-def own_address() -> str:
-    """This node's address on the way to the node of rank 0."""
+def own_addresses() -> str:
+    """This node's addresses, separated by blanks: that on the way to the node of rank 0 first."""
+    if fixed := os.environ.get(ADDRESS_VARIABLE, ""):
+        return fixed
     master = os.environ.get("MASTER_ADDR", "")
-    with contextlib.suppress(OSError):
-        for family, kind, protocol, _, address in socket.getaddrinfo(master, 1, type=socket.SOCK_DGRAM):
-            with socket.socket(family, kind, protocol) as sock:
-                sock.connect(address)  # sends nothing
-                return str(sock.getsockname()[0])
-    return "127.0.0.1"
+    first = own_address(master) or "127.0.0.1"
+    if is_loopback(master):
+        return first
+    found = [address for name, address in addresses().items() if not name.startswith(VIRTUAL)]
+    usable = [each for each in (first, *found) if not is_loopback(each) and not each.startswith("169.254.")]
+    return " ".join(list(dict.fromkeys(usable))[:ADDRESSES_MAX]) or first
+
+
+def failure_domain(environ: Mapping[str, str]) -> str:
+    """Of this node: as it was set; else Slurm's switches above it, else this machine, which may have other nodes."""
+    if given := environ.get(DOMAIN_VARIABLE):
+        return given
+    names = environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "")  # switch.switch.node; a node's name may have dots itself
+    *switches, _ = environ.get("SLURM_TOPOLOGY_ADDR", "").split(".", names.count("."))
+    return ".".join(switches) or boot_id()
 
 
 def partners(domains: Sequence[str]) -> list[int]:
@@ -57,6 +72,7 @@ class CopyReport(NamedTuple):
     node: str
     domain: str
     host: str
+    """Its addresses, separated by blanks."""
     port: int
     """0: its saver takes no copies."""
     busy: bool
@@ -135,7 +151,8 @@ class Copies:
         """`bytes_s`: what its node may send in a second; 0: all it can. `folder`: of the snapshots."""
         self._client = tier if isinstance(tier, SaverClient) else None
         self._node = f"{node_key()}:{tier.place}"
-        self._host = own_address()
+        self._host, self._domain = own_addresses(), failure_domain(os.environ)
+        self._paths = CopyPaths()
         self._bytes_s, self._folder = bytes_s, folder
         self._plan = CopyPlan()
         self._to: list[list[Any]] = []
@@ -161,7 +178,7 @@ class Copies:
 
     def report(self) -> CopyReport:
         """For rank 0."""
-        client, domain = self._client, os.environ.get(DOMAIN_VARIABLE, "")
+        client, domain = self._client, self._domain
         if client is None:
             return CopyReport(self._node, domain, "", 0, False, "it has no memory for snapshots")
         return CopyReport(self._node, domain, self._host, client.port, client.copying, client.copy_error)
@@ -195,7 +212,7 @@ class Copies:
         slots = self._client.slots if own and not self._client.slots.committed() else None
         for owner in owners:
             try:
-                fetch(Path(self._client.place), where[owner], self._key, path, state, owner, slots)
+                fetch(Path(self._client.place), where[owner], self._key, path, state, owner, slots, self._paths)
             except (CopyError, SnapshotMemoryError, OSError) as error:
                 return f"rank {owner}'s state was not fetched: {error}"
         return ""

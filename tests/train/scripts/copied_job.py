@@ -1,4 +1,5 @@
 """A rank of a job with copies=1 that never saves to the disk before its end: copied_job.py FOLDER ddp|fsdp2|hsdp STEPS
+[BANDWIDTH]
 
 Each rank appends JSON lines to FOLDER/RANK: where it goes on from, and each step with a fingerprint of its state.
 """
@@ -32,7 +33,8 @@ with ht.process_group() as group:
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(group.rank)
-    with ht.Snapshots(folder / "runs", every=None, memory_every=4, copies=1) as snaps:
+    bandwidth = dict(zip(["copies_bandwidth"], map(float, sys.argv[4:]), strict=False))
+    with ht.Snapshots(folder / "runs", every=None, memory_every=4, copies=1, **bandwidth) as snaps:
         snaps.track(model=model, optimizer=optimizer)
         resumed = snaps.resume()
         with (folder / str(group.rank)).open("a") as out:

@@ -1,4 +1,5 @@
-"""Two pretended nodes with copies=1, and never a save to the disk: one node after the other is lost with its memory.
+"""Two pretended nodes with copies=1, and no save to the disk: one node after the other is lost with its memory. At the
+end one state is on the disk, and both nodes are lost together.
 
 copied_nodes.py FOLDER COUNT SEED        prints a JSON object: resumes by source, faults, and the steps that each loss cost
 
@@ -23,11 +24,12 @@ import node_kills
 from node_kills import LIMIT_S, NODES, RUN_ID, STEPS, build, calm, end, fingerprint, kill, lines, savers, start, train
 
 import holdfast.train as ht
+from holdfast.snapshots import folder as folders
 
 EVERY = 4
 
 
-def life(folder: Path, say: Any, *, stays: bool) -> None:
+def life(folder: Path, say: Any, *, stays: bool, durable: bool) -> None:
     model, optimizer = build(3)
     node_kills.torch.manual_seed(int(os.environ["RANK"]))
     snaps = ht.Snapshots(folder, every=None, memory_every=EVERY, keep=None, fresh_ok=True, copies=1)
@@ -44,6 +46,8 @@ def life(folder: Path, say: Any, *, stays: bool) -> None:
     while snaps.state.step < STEPS:
         train(model, optimizer)
         snaps.step()
+        if durable and snaps.state.step == before + 2:
+            snaps.save()
         plan = snaps._saving._copies._plan  # type: ignore[union-attr]
         say(f"step {snaps.state.step} {int(plan._kept is not None and plan._kept[0] > before)}")  # rank 0 knows
         time.sleep(0.01)  # longer than a copy of so little
@@ -65,9 +69,10 @@ def main() -> None:
     faults: list[str] = []
     cost: list[int] = []
     reached, lost = 0, -1
-    for number in range(count + 1):
-        stays = number % 2 == 1
-        ranks, host = start(lambda say, stays=stays: life(folder, say, stays=stays))
+    for number in range(count + 2):
+        durable = number == count
+        stays = number % 2 == 1 and number < count
+        ranks, host = start(lambda say: life(folder, say, stays=stays, durable=durable))  # noqa: B023 - it is called now
         said = [lines(out, time.monotonic() + LIMIT_S, 1) for _, out in ranks]
         if not all(said):
             faults.append(f"life {number}: it did not resume: {said}")
@@ -99,8 +104,14 @@ def main() -> None:
         if reached == STEPS:
             faults.append(f"life {number}: no copy arrived in {STEPS - step} steps")
         time.sleep(chance.uniform(0, 0.1))
+        deadline = time.monotonic() + LIMIT_S
+        if durable:
+            while not (saved := folders.survey(folder).committed) and time.monotonic() < deadline:
+                time.sleep(0.01)
+            faults += [] if saved else ["nothing came to the disk"]
         lost = chance.randrange(NODES)
-        lose(lost, ranks)
+        for node in range(NODES) if durable else (lost,):
+            lose(node, ranks)
         rest = lines(ranks[0][1], time.monotonic() + 0.2)
         reached = int(rest[-1].split()[1]) if rest else reached
         end(ranks, host)
