@@ -420,7 +420,7 @@ class CopyService:
         except CopyError as error:
             why = str(error)
         took_s = round(time.monotonic() - began_s, 3)
-        about = {"step": request.step, "rank": request.rank, "to": to[0]}
+        about = {"step": request.step, "rank": request.rank, "to": to[0], "kept": -1 if keep is None else keep[0]}
         tell({"is": "copy", **about, "size_bytes": size_bytes, "took_s": took_s, "why": why})
 
     def send(self, fd: int, sequence: int, request: SaveRequest, to: Address, keep: State | None) -> int:

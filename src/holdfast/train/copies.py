@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
+import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -21,7 +22,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.protocol.errors import CopyError, SnapshotMemoryError
-from holdfast.snapshots.copy_service import Address, State, fetch, key_of_life
+from holdfast.snapshots.copy_service import Address, State, fetch, key_of_life, skipped
 from holdfast.snapshots.saver_client import SaverClient, Tier
 from holdfast.train.agreement import Peers, node_key
 
@@ -157,7 +158,7 @@ class Copies:
             if word.get("keep") is not None:
                 self._client.keep((word["keep"][0], word["keep"][1], word["keep"][2]))
             if rank == 0:
-                self._client.note_skipped(step)
+                self._client.tell_agent(skipped(step))
             return
         self._to = word["to"] or self._to
         keep = None if word["keep"] is None else (word["keep"][0], word["keep"][1], word["keep"][2])
@@ -171,10 +172,13 @@ class Copies:
         if self._client is None:
             return "there is no memory for it"
         for owner in owners:
+            began_s = time.monotonic()
             try:
                 fetch(Path(self._client.place), where[owner], self._key, path, state, owner)
             except (CopyError, SnapshotMemoryError, OSError) as error:
                 return f"rank {owner}'s state was not fetched: {error}"
+            about = {"step": state[0], "rank": owner, "of": where[owner][0]}
+            self._client.tell_agent({"is": "fetched", **about, "took_s": round(time.monotonic() - began_s, 3)})
         return ""
 
 
