@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -15,8 +16,9 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.cli import main
 from holdfast.protocol.errors import CopyError, SnapshotMemoryError
-from holdfast.snapshots import copy_connection, copy_service, slots
+from holdfast.snapshots import copy_connection, copy_service, memory_folder, slots
 from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.copy_connection import CopyConnection
 from holdfast.snapshots.copy_paths import Pace
@@ -338,3 +340,32 @@ def test_the_bandwidth_is_what_all_threads_have_together(monkeypatch: pytest.Mon
     assert now[0] == pytest.approx(105.0)
     Pace(0).spend(1 << 40)
     assert now[0] == pytest.approx(105.0)
+
+
+def test_snaps_ls_shows_what_this_host_has_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(memory_folder, "ROOT", tmp_path)
+    runs = tmp_path / "runs"
+    runs.mkdir()
+    with contextlib.ExitStack() as closing:
+        one, two = (Node(tmp_path / memory_folder.name_of("a-run", key), rank) for rank, key in enumerate("xy"))
+        for node in (one, two):
+            closing.callback(node.slots.close)
+            closing.callback(node.service.close)
+        memory = one.slots.stage(4, 4096)
+        assert memory is not None
+        slot = one.slots.commit(SaveRequest(str(runs), 4, 7, 0, 2, {"save": 4}))
+        two.stage(9)  # of another folder
+        one.send(slot, two.port)
+        assert main(["snaps", "ls", "--json", str(runs)]) == 0
+        found = json.loads(capsys.readouterr().out)["memory"]
+        assert [(each["step"], each["rank"], each["copy"], each["run"]) for each in found] == [
+            (4, 0, False, "a-run"),
+            (4, 0, True, "a-run"),
+        ]
+        assert all(0 <= each["age_s"] < 600 for each in found)
+        assert main(["snaps", "ls", str(runs)]) == 0
+        told = capsys.readouterr().out
+        assert "this node" in told
+        assert "another node" in told

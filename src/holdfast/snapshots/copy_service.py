@@ -250,7 +250,8 @@ class CopyService:
                 why = str(error)
                 self._paths.forget(to)
             took_s = round(time.monotonic() - began_s, 3)
-            about = {"step": request.step, "rank": request.rank, "to": way[0]}
+            kept = -1 if keep is None else keep[0]
+            about = {"step": request.step, "rank": request.rank, "to": way[0], "kept": kept}
             tell({"is": "copy", **about, "size_bytes": size_bytes, "took_s": took_s, "why": why})
 
         return work
@@ -286,9 +287,9 @@ def fetch(
     rank: int,
     into: Slots | None = None,
     paths: CopyPaths | None = None,
-) -> None:
+) -> str:
     """Bring this rank's state from another node into these slots; None: into `FETCHED` of this shared-memory folder.
-    CopyError, SnapshotMemoryError."""
+    Returns the address that it came from. CopyError, SnapshotMemoryError."""
     of = (paths or CopyPaths()).fastest(offered, key)
     with CopyConnection.call(of, key, digest_of_life(folder)) as connection, contextlib.ExitStack() as closing:
         connection.say(do="get", folder=path, state=state, rank=rank)
@@ -311,6 +312,7 @@ def fetch(
             raise CopyError(f"the memory for rank {rank}'s state is in use")
         connection.receive_state(memory)
         slots.commit(request)
+    return of[0]
 
 
 def skipped(step: int) -> Packet:

@@ -25,7 +25,7 @@ Messages on that socket are those of seqpacket.py:
                      {"do": "serve", "key", "host", "bytes_s", "folder"}  exchange copies with others (copy_service.py);
                                                                       no rescue in this folder waits for them any more
                      {"do": "copy", "id", "sequence", "request", "to", "keep"} with the slot's descriptor, as "persist"
-                     {"do": "skipped", "step"}                        no copy of this step, for the agent's journal
+                     {"do": "tell", "packet"}                         a packet for the agent: "copy", "fetched"
                      {"do": "forget", "above_step"}                   drop copies of later steps
                      {"do": "read back", "path"}                      a committed snapshot; on a connection of its own
                      {"do": "bye"}                                    a regular end: nothing is rescued
@@ -42,7 +42,8 @@ Messages on that socket are those of seqpacket.py:
     saver → agent    {"is": "up"}                                     it listens
                      {"is": "news", "text"}                           for the user
                      {"is": "saved", "path", "step", "took_s"}        a snapshot is committed
-                     {"is": "copy", "step", "rank", "to", "size_bytes", "took_s", "why"}   to another node; or why not
+                     {"is": "copy", "step", "rank", "to", "size_bytes", "took_s", "why", "kept"}   to another node
+                     {"is": "fetched", "step", "rank", "of", "took_s"}                             from another node
 
 Standard library only."""
 

@@ -41,7 +41,7 @@ from pathlib import Path
 from holdfast import seqpacket
 from holdfast.snapshots import memory_folder, slots
 from holdfast.snapshots.changes import SaveRequest
-from holdfast.snapshots.copy_service import CopyService, skipped
+from holdfast.snapshots.copy_service import CopyService
 from holdfast.snapshots.flush import Save, Tell, carry_out, pending_flush, read_back
 from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.memory_folder import FINISH_LIMIT_S
@@ -236,8 +236,8 @@ class Saver:
                     _send(worker, self._copies.served(packet))
                 case "copy" if fds:
                     self._copy(worker, packet, fds)
-                case "skipped":
-                    self._tell_agent(skipped(memory_folder.field(packet, "step", int)))
+                case "tell":
+                    self._tell_agent(memory_folder.field(packet, "packet", dict))
                 case "forget":
                     above_step = memory_folder.field(packet, "above_step", int)
                     self._in_thread(partial(self._copies.forget, above_step), tell=partial(_send, worker))

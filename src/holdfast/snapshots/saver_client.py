@@ -261,9 +261,9 @@ class SaverClient:
         self._kept = states
         self.slots.hold(*states)
 
-    def note_skipped(self, step: int) -> None:
+    def tell_agent(self, packet: memory_folder.Packet) -> None:
         with contextlib.suppress(SnapshotError):
-            self._send({"do": "skipped", "step": step})
+            self._send({"do": "tell", "packet": packet})
 
     def drop_fetched(self) -> None:
         if self._copies:

@@ -39,6 +39,7 @@ import re
 import shutil
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -79,6 +80,7 @@ class Slot(NamedTuple):
     local_rank: int
     request: SaveRequest | None  # how the saver writes it if the worker dies before its own request; None: not at all
     path: Path | None = None  # the slot's file, where it was read by its name
+    unix_s: float = 0.0  # when it was committed
 
 
 class SlotOwner(NamedTuple):
@@ -202,6 +204,7 @@ class Slots:
             "step": staging.step,
             "size_bytes": staging.size_bytes,
             "sample": sample(data),
+            "unix_s": time.time(),
             **self.owner._asdict(),
             "request": None if request is None else request.to_json(),
         }
@@ -477,6 +480,7 @@ def _slot_of(note: Mapping[str, Any], data: memoryview, index: int, sequence: in
         note["local_rank"],
         None if request is None else SaveRequest.from_json(request),
         path,
+        note.get("unix_s", 0.0),
     )
 
 

@@ -364,6 +364,9 @@ class SaverHost:
         elif packet.get("is") == "copy":
             del packet["is"]
             self._journal.write("snapshot_copy", **packet)
+        elif packet.get("is") == "fetched":
+            del packet["is"]
+            self._journal.write("snapshot_fetched", **packet)
 
     def _ended(self, why: str) -> None:
         self._saver.drop()

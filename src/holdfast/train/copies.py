@@ -11,6 +11,7 @@ all addresses of their node, and who sends or fetches takes the fastest (snapsho
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -22,7 +23,7 @@ from holdfast.linux import VIRTUAL, addresses, boot_id, own_address
 from holdfast.protocol.errors import CopyError, SnapshotMemoryError
 from holdfast.snapshots.copy_connection import Address
 from holdfast.snapshots.copy_paths import CopyPaths
-from holdfast.snapshots.copy_service import State, fetch
+from holdfast.snapshots.copy_service import State, fetch, skipped
 from holdfast.snapshots.memory_folder import FETCHED, key_of_life
 from holdfast.snapshots.saver_client import SaverClient, Tier
 from holdfast.snapshots.slots import Slot
@@ -195,7 +196,7 @@ class Copies:
             if word.get("keep") is not None:
                 self._client.keep((word["keep"][0], word["keep"][1], word["keep"][2]))
             if rank == 0:
-                self._client.note_skipped(step)
+                self._client.tell_agent(skipped(step))
             return
         self._to = word["to"] or self._to
         keep = None if word["keep"] is None else (word["keep"][0], word["keep"][1], word["keep"][2])
@@ -211,10 +212,13 @@ class Copies:
             return "there is no memory for it"
         slots = self._client.slots if own and not self._client.slots.committed() else None
         for owner in owners:
+            began_s = time.monotonic()
             try:
-                fetch(Path(self._client.place), where[owner], self._key, path, state, owner, slots, self._paths)
+                way = fetch(Path(self._client.place), where[owner], self._key, path, state, owner, slots, self._paths)
             except (CopyError, SnapshotMemoryError, OSError) as error:
                 return f"rank {owner}'s state was not fetched: {error}"
+            about = {"step": state[0], "rank": owner, "of": way}
+            self._client.tell_agent({"is": "fetched", **about, "took_s": round(time.monotonic() - began_s, 3)})
         return ""
 
     def send_again(self, path: str, state: State, peers: Peers) -> None:
