@@ -83,6 +83,14 @@ READ = {
         "run, in a Slurm step",
         "so often, in seconds, Slurm is asked whether it still means this job; 30; 0: never ([slurm.md](slurm.md#nodes-that-fail))",
     ),
+    "HOLDFAST_FAILURE_DOMAIN": (
+        "holdfast.train",
+        "what fails together with this node, if Slurm does not say it: copies of its states go to another domain ([train.md](train.md#memory-and-the-saver))",
+    ),
+    "HOLDFAST_COPY_ADDR": (
+        "holdfast.train",
+        "this node's address for copies of states, instead of the fastest ([train.md](train.md#memory-and-the-saver))",
+    ),
     "HOLDFAST_GUARDS": ("holdfast.train", "0 turns its warnings off ([train.md](train.md#guards))"),
     "XDG_STATE_HOME": ("run", "run folders are made below it, in `holdfast/runs`; `~/.local/state` when it is not set"),
     "PYTHON_EXEC": ("run", "the Python of the workers, one path; that of holdfast when it is not set"),

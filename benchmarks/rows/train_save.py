@@ -84,6 +84,12 @@ def measure_poisoned(launcher: Launcher, folder: Path) -> Sample:
     return {"went on": 100.0 * sum(ends[kind] == ends["calm"] for kind in POISONS) / len(POISONS)}
 
 
+def measure_copied(_launcher: Launcher, folder: Path) -> Sample:
+    """Two pretended nodes on loopback, and copies of each one's state on the other."""
+    sample: Sample = json.loads(script("copied_state.py", folder / "state", folder=made(folder)))
+    return sample
+
+
 COPIES = "copies"
 
 SAVE = Row(
@@ -105,6 +111,22 @@ SAVE = Row(
     ),
     measure=measure,
     repeat={HOLDFAST.name: 5, TORCHRUN.name: 3},
+    group="train",
+    strict=True,
+)
+COPIED = Row(
+    name="train-copied",
+    title="473 MB state, and a copy on another node",
+    metrics=(
+        Metric("stall, relative", "x", value_max=1.05, digits=2),
+        Metric("stall without", COPIES, digits=2),
+        Metric("stall with", COPIES, digits=2),
+        Metric("copy has arrived", COPIES, digits=1),
+        Metric("resume of the newcomer", COPIES, value_max=6.0, digits=1),
+        Metric("copy", "ms", digits=1),
+    ),
+    measure=measure_copied,
+    repeat={HOLDFAST.name: 5},
     group="train",
     strict=True,
 )
@@ -135,4 +157,4 @@ KILLS_ROW = Row(
     group="train",
     strict=True,
 )
-ROWS = (SAVE, KILLED, KILLS_ROW, POISONED)
+ROWS = (SAVE, COPIED, KILLED, KILLS_ROW, POISONED)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from holdfast.cli import main
+from holdfast.cli.report import copies_of, read_journal, safe_text
 from holdfast.diagnosis.history import incidents
 from holdfast.diagnosis.reference import events
 from tests.support.limits import limit_s
@@ -312,3 +313,53 @@ def test_what_workers_end_with_when_they_were_asked_to_save_is_no_failure() -> N
     drained = {"event": "coordinator.drain_to", "generation": 1, "safe_point": 7}
     found = incidents([[asked, drained, {**verdict, "generation": 1}, {**verdict, "generation": 2}]])
     assert [(each.what, each.generation) for each in found] == [("stop", 1), ("failure", 2)]
+
+
+# --- copies of states in memory on other nodes ------------------------------------------------------------------------
+
+
+def world(generation: int) -> dict[str, Any]:
+    return {"event": "generation", "generation": generation, "world_size": 2}
+
+
+def copy(step: int, rank: int, kept: int = -1, why: str = "") -> dict[str, Any]:
+    about = {"step": step, "rank": rank, "kept": kept, "to": "10.0.0.2", "why": why}
+    return {"event": "snapshot_copy", **about, "size_bytes": 0 if why else 2**20, "took_s": 0.1}
+
+
+FETCHED = {"event": "snapshot_fetched", "step": 8, "rank": 1, "of": "10.0.0.1", "took_s": 1.25}
+
+
+@pytest.mark.parametrize(
+    ("one", "two", "step", "skipped"),
+    [
+        ([world(1), copy(4, 0), copy(8, 0), copy(12, -1, why="late")], [world(1), copy(4, 1), copy(8, 1)], 8, 1),
+        ([world(1), copy(4, 0), copy(8, 0)], [world(1), copy(4, 1), copy(8, 1, why="cut")], 4, 0),
+        ([world(1), copy(4, 0), copy(8, 0, kept=4)], [], 4, 0),  # the other node's journal is not here
+        ([world(1), copy(4, 0)], [], None, 0),
+        ([world(1), copy(4, 0), world(2), copy(8, 0, kept=4)], [world(1), copy(4, 1)], None, 0),  # that node was lost
+        ([world(1), copy(4, 0, why="cut"), copy(8, -1, why="late")], [], None, 1),
+    ],
+)
+def test_which_step_would_survive_the_loss_of_a_node(
+    tmp_path: Path, one: list[Any], two: list[Any], step: int | None, skipped: int
+) -> None:
+    folders = [journal(tmp_path / "one", begins("a"), *one), journal(tmp_path / "two", begins("b"), *two)]
+    found = copies_of([list(read_journal(Path(each), ("generation", "snapshot_copy"))) for each in folders])
+    assert found is not None
+    assert (found["survivable_step"], found["skipped_since"]) == (step, skipped)
+    assert ("from the disk" if step is None else f"from step {step}") in safe_text(found)
+
+
+def test_a_report_says_what_was_resumed_from_copies(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], two_nodes: list[str]
+) -> None:
+    lost = {"event": "coordinator.stopping", "generation": 1, "reason": "member_lost", "text": "b was lost"}
+    again = {"event": "coordinator.assigned", "generation": 2, "world_size": 2}
+    one = journal(tmp_path / "a", begins("a"), world(1), copy(8, 0), copy(8, 1), lost, again, world(2), FETCHED)
+    assert main(["report", one]) == 0
+    told = capsys.readouterr().out
+    assert "b was lost: resumed from copies on other nodes at step 8; 1 state fetched, the slowest in 1.25 s" in told
+    assert "copies on other nodes: 2 states sent (2 MiB), the newest of step 8" in told
+    assert main(["report", *two_nodes]) == 0
+    assert "copies" not in capsys.readouterr().out

@@ -112,6 +112,21 @@ def said(capsys: pytest.CaptureFixture[str], *argv: str, code: int) -> str:
     return out if code == 0 else err
 
 
+def test_status_says_which_step_survives_the_loss_of_a_node(pretend: Pretend, tmp_path: Path, capsys) -> None:
+    pretend("bert_one", status=reply(VIEW))
+    assert "if a node is lost" not in said(capsys, "status", code=0)
+    events = [{"event": "generation", "generation": 2, "world_size": 2}]
+    events += [
+        {"event": "snapshot_copy", "step": step, "rank": rank, "kept": -1, "why": "", "size_bytes": 9, "took_s": 0.1}
+        for step, rank in ((4, 0), (4, 1), (8, 0))
+    ]
+    lines = [json.dumps({"time": 1.0, "monotonic": 1.0, **each}) + "\n" for each in events]
+    (tmp_path / "runs" / "bert_one" / "events.jsonl").write_text("".join(lines))
+    told = said(capsys, "status", code=0)
+    assert told.endswith("\n\nif a node is lost now, training goes on from step 4\n")
+    assert json.loads(said(capsys, "status", "--json", code=0))["copies"]["survivable_step"] == 4
+
+
 # --- which run --------------------------------------------------------------------------------------------------------
 
 

@@ -97,6 +97,22 @@ def test_the_interface_of_the_default_route_is_proposed_else_the_fastest_that_is
     assert proposed(replace(facts, interfaces=(LO,))) == ""
 
 
+def test_a_slower_way_to_the_endpoint_than_there_could_be_is_reported() -> None:
+    slow = Interface(name="eno1", addresses=("192.168.0.7",), speed_mbit_s=1000)
+    fast = Interface(name="ib0", addresses=("10.1.0.7",), speed_mbit_s=100000)
+    bridge = Interface(name="docker0", addresses=("172.17.0.1",), speed_mbit_s=200000)
+    unknown = Interface(name="eth7", addresses=("10.7.0.7",))
+    facts = replace(WELL, interfaces=(LO, bridge, slow, fast, unknown))
+
+    def said(towards: str) -> list[tuple[Level, str]]:
+        found = examine(replace(facts, endpoint_from=towards))
+        return [(each.level, each.why) for each in found if each.code == "HF533"]
+
+    assert said("192.168.0.7") == [(Level.WARN, "eno1 has 1000 Mbit/s, ib0 100000")]
+    assert said("10.1.0.7") == [(Level.PASS, "ib0 has 100000 Mbit/s")]
+    assert said("10.7.0.7") == said("127.0.0.1") == said("") == []
+
+
 @pytest.mark.parametrize(
     ("text", "nccl", "names"),
     [

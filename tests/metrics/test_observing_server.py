@@ -274,6 +274,8 @@ def test_metrics_parse_and_hold_the_facts() -> None:
         vitals.heard("generation", {"generation": 1, **GENERATION})
         vitals.heard("worker_ended", {"exit_code": 1})
         vitals.heard("coordinator.verdict", {"code": "HF201"})
+        for rank, why in ((0, ""), (1, "cut"), (-1, "late")):
+            vitals.heard("snapshot_copy", {"rank": rank, "why": why, "size_bytes": 0 if why else 9, "took_s": 0.5})
         world["ranks"] = ranks(7, 8, own_s=2.0)
         vitals._gather()
 
@@ -292,6 +294,8 @@ def test_metrics_parse_and_hold_the_facts() -> None:
     assert samples["holdfast_job_training_seconds_total",] == 15.0
     assert samples["holdfast_job_restarts_left",] == 2
     assert samples["holdfast_agent_info", "0.1.0", "a", "run"] == 1
+    assert [samples["holdfast_copies_total", each] for each in ("sent", "failed", "skipped")] == [1, 1, 1]
+    assert (samples["holdfast_copies_bytes_total",], samples["holdfast_copies_seconds_total",]) == (9, 1.5)
 
 
 def test_every_metric_is_on_the_page_of_metrics() -> None:

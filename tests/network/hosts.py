@@ -27,7 +27,7 @@ from typing import IO
 from tests.support.limits import limit_s as scaled
 
 PREFIX_V4, PREFIX_V6 = "10.77.0.", "fd00:77::"
-TOOLS = ("ip", "ss", "nft", "nsenter", "unshare", "setpriv", "env")
+TOOLS = ("ip", "tc", "ss", "nft", "nsenter", "unshare", "setpriv", "env")
 END_S_MAX = 10.0
 
 _BOOT = """
@@ -118,6 +118,11 @@ class Host:
         self._programs: list[Program] = []
         self._machine: subprocess.Popen[bytes] | None = None
         self._init = 0
+
+    @property
+    def shared_memory(self) -> Path:
+        """Its /dev/shm, from outside."""
+        return Path("/proc", str(self._init), "root", "dev", "shm")
 
     def boot(self) -> None:
         """Start its process tree: PID 1, which does nothing."""
@@ -281,6 +286,20 @@ class PretendHosts:
         for host in self:
             self.plug(host.number)
             _run_in(host.network, ["nft", "-f", "-"], "add table inet fault\ndelete table inet fault\n")
+
+    def second_network(self) -> None:
+        """Every host gets an eth1 too, 10.78.0.<number>, on a bridge of its own."""
+        _ip(self._switch, "link add br1 type bridge mcast_snooping 0", "link set br1 up")
+        for host in self:
+            peer = f"link add w{host.number} type veth peer name eth1 netns {host._init}"
+            _ip(self._switch, peer, f"link set w{host.number} master br1 up")
+            _ip(host.network, f"addr add 10.78.0.{host.number}/16 dev eth1", "link set eth1 up")
+
+    def slow(self, rate: str, device: str = "eth0") -> None:
+        """What the hosts send over this device goes no faster, such as 10mbit."""
+        for host in self:
+            shape = ("tc", "qdisc", "replace", "dev", device, "root", "tbf", "rate", rate)
+            _run_in(host.network, [*shape, "burst", "64kb", "latency", "200ms"], "")
 
     def on_switch(self, command: Sequence[str | Path]) -> subprocess.Popen[bytes]:
         """Start a program in the network of the bridge `br0`, where the cable of each host is the device `v<number>`."""

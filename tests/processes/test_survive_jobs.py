@@ -5,14 +5,17 @@ tests/train/test_survival.py loses ranks at every place of a training; test_surv
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
-from tests.processes.conftest import Agent, Site
+from tests.processes.conftest import Agent, Site, holdfast
+from tests.support.limits import until
 from tests.warm import Warm
 from tests.warm_jobs import Started, WarmJobs
 
@@ -54,8 +57,8 @@ def trained(site: Site, *options: str, faults: Sequence[Sequence[Any]] = (), epo
     return site.run(*line, limit_s=LIMIT_S)
 
 
-def ends(site: Site) -> list[dict[str, Any]]:
-    return [json.loads((site.folder / f"end.{local_rank}").read_text()) for local_rank in range(WORLD)]
+def ends(site: Site, count: int = WORLD) -> list[dict[str, Any]]:
+    return [json.loads((site.folder / f"end.{local_rank}").read_text()) for local_rank in range(count)]
 
 
 def test_the_others_go_on_and_a_replacement_joins(site: Site) -> None:
@@ -107,3 +110,67 @@ def test_without_a_restart_left_the_job_ends(site: Site) -> None:
     assert code == 137, agent.text
     assert agent.verdict["verdict"]["culprit"]["rank"] == 1
     assert list(site.folder.glob("end.*")) == []
+
+
+# --- copies of states in memory on other nodes ------------------------------------------------------------------------
+
+COPIED = SURVIVOR.with_name("copied_job.py")
+
+
+def steps_of(site: Site, rank: int) -> list[list[Any]]:
+    path = site.folder / str(rank)
+    return (
+        [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")] if path.exists() else []
+    )
+
+
+def test_copies_that_are_too_slow_are_skipped(site: Site, endpoint: str) -> None:
+    line = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    agents = [site.start(*line, "--preload", "torch", COPIED, site.folder, "ddp", "60", "1000") for _ in range(2)]
+    for agent in agents:
+        assert agent.end(LIMIT_S) == 0, agent.text
+    assert steps_of(site, 0)[-1][0] == 60
+    copies = [each for agent in agents for each in agent.events("snapshot_copy")]
+    assert {each["why"] for each in copies if each["rank"] == -1} == {"the copy before it is still on its way"}
+    assert len([each for each in copies if each["rank"] == -1]) > 5
+
+
+def test_copies_go_on_after_a_loss_that_was_survived(site: Site, endpoint: str) -> None:
+    case = json.dumps({"epochs": 60, "copies": 1, "faults": [[1, "optimizer", 20, "kill"]]})
+    line = ("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    line = (*line, "--max-restarts", "1", "--preload", "torch", SURVIVOR, site.folder, case)
+    agents = [site.start(*line) for _ in range(2)]
+    for agent in agents:
+        assert agent.end(LIMIT_S) == 0, agent.text
+    worlds = [each["worlds"] for each in ends(site, 2)]
+    assert [4, 3, 4] in worlds, agents[0].text
+    arrived = [each for agent in agents for each in agent.events("snapshot_copy") if not each["why"]]
+    assert {each["rank"] for each in arrived if each["step"] > 30} == {0, 1, 2, 3}
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp"])
+def test_a_lost_node_s_state_comes_from_another_node_s_memory(site: Site, endpoint: str, kind: str) -> None:
+    """Everything of a node is killed at once, and a node that has nothing takes its place. The disk has nothing."""
+    line = ("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    line = (*line, "--rdzv-conf", "settle=5", "--preload", "torch", COPIED, site.folder, kind, "90")
+    agents = [site.start(*line) for _ in range(2)]
+    until(lambda: len(steps_of(site, 3)) > 40, "the job trains", LIMIT_S)
+    lost = next(each for each in agents if not each.events("coordinator.joined"))
+    for process in [psutil.Process(lost.pid), *psutil.Process(lost.pid).children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    newcomer = site.start(*line)
+    assert newcomer.end(LIMIT_S) == 0, newcomer.text
+    before: dict[int, str] = {}
+    for rank in range(4):
+        told = steps_of(site, rank)
+        first = next(number for number, each in enumerate(told) if each[1])
+        step, source, fingerprint = told[first]
+        assert source == "memory", newcomer.text
+        assert [each[2] for each in told[:first] if each[0] == step] == [fingerprint]  # bit for bit
+        assert told[first - 1][0] - step <= 2 * 4
+        before[rank] = step
+    assert len(set(before.values())) == 1
+    told = holdfast("report", *(each.folder for each in [*agents, newcomer]))
+    assert f": resumed from copies on other nodes at step {before[0]}; " in told.stdout
+    assert "copies on other nodes: " in told.stdout

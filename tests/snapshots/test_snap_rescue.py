@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import subprocess
 import sys
+import threading
+import time
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
@@ -11,10 +14,11 @@ import pytest
 
 from holdfast.snapshots import memory_folder
 from holdfast.snapshots.changes import Keep, SaveRequest, begin, prune
-from holdfast.snapshots.flush import Inventory, PendingFlush, StepInMemory, rescue_attempt
+from holdfast.snapshots.flush import PATIENCE_S, Inventory, PendingFlush, StepInMemory, rescue_attempt
+from holdfast.snapshots.folder import being_written
 from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.saver_client import SaverClient
-from holdfast.snapshots.slots import SlotOwner, Slots
+from holdfast.snapshots.slots import SlotOwner, Slots, release
 from tests.snapshots.saves import is_whole, newest
 from tests.snapshots.test_snap_saver import LAUNCHER, SIZE, WORKER, committed
 from tests.support.limits import limit_s, until
@@ -57,8 +61,10 @@ def test_a_life_that_went_back_to_an_older_step_is_rescued_too(tmp_path: Path) -
     until(lambda: not Path(done.stdout.strip()).exists(), "the shared-memory folder is gone")
 
 
-def test_a_save_that_only_one_rank_had_handed_over_is_made_good(tmp_path: Path) -> None:
-    """The other one was killed between rank 0's word and its own: both have the step in memory."""
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_save_that_only_one_rank_had_handed_over_is_made_good(tmp_path: Path, slow: bool) -> None:
+    """The other one was killed between rank 0's word and its own: both have the step in memory. `slow`: that save is
+    still being written when the step is on the disk."""
     held = memory_folder.MemoryFolder.make("half")
     folder, number = tmp_path / "snaps", rescue_attempt()
     anchor = subprocess.Popen(["sleep", "600"])
@@ -71,7 +77,11 @@ def test_a_save_that_only_one_rank_had_handed_over_is_made_good(tmp_path: Path) 
         slot = own.commit(SaveRequest(str(folder), 40, number, rank, 2, {"save": 1}))
         if rank == 0:
             clients[0]._committed = slot
-            clients[0].persist(SaveRequest(str(folder), 40, begin(folder, 40), 0, 2))
+            request = SaveRequest(str(folder), 40, begin(folder, 40), 0, 2)
+            writing = contextlib.ExitStack()
+            if slow:
+                writing.enter_context(being_written(request.attempt_path))
+            clients[0].persist(request)
         own.close()
     for client in clients:
         client._drop()
@@ -79,6 +89,8 @@ def test_a_save_that_only_one_rank_had_handed_over_is_made_good(tmp_path: Path) 
     anchor.wait()
     held.close()
     until(lambda: list(committed(folder)) == [40], "the newest is saved")
+    time.sleep(slow)  # the rescue looks at it after its commit
+    writing.close()
     until(lambda: not held.path.exists(), "nobody waits for what rank 1 never handed over")
     assert [path.name for path in folder.iterdir()] == [f"step_000000040.{number}"]
 
@@ -93,7 +105,7 @@ def test_a_rescue_ends_when_the_others_have_gone_on_and_saved_a_newer_step(tmp_p
     here = StepInMemory(40, 1)
     pending = PendingFlush(held.path, {here: (own.commit(request), request)}, Inventory((here,), -1, 20))
     with ThreadPoolExecutor() as threads:
-        met = threads.submit(pending.meet, limit_s(60))
+        met = threads.submit(pending.meet, threading.Event(), limit_s(60))
         (tmp_path / "step_000000030.0001").mkdir()  # older than what is in memory
         assert not wait([met], 0.2).done
         (tmp_path / "step_000000050.0001").mkdir()
@@ -157,3 +169,31 @@ def test_saves_and_retention_at_exit(tmp_path: Path) -> None:
     assert newest(tmp_path).step == 2
     assert prune(tmp_path, Keep(last=1)).deleted == ()
     assert is_whole(newest(tmp_path))
+
+
+def test_a_rescue_that_waits_for_another_node_ends_when_the_next_life_goes_on_from_memory(tmp_path: Path) -> None:
+    """Else each loss would keep a slot for half a minute, and after some there would be none for new states."""
+    held = memory_folder.MemoryFolder.make("needless")
+    anchor = subprocess.Popen(["sleep", "600"])
+    address = SaverAddress(held.path, 0, 0, anchor.pid, held)
+    first, folder = SaverClient(address), tmp_path / "snaps"
+    folder.mkdir()
+    own = Slots(held.path, SlotOwner(0, 0, 2, 0))
+    assert own.stage(40, SIZE) is not None
+    slot = own.commit(SaveRequest(str(folder), 40, rescue_attempt(), 0, 2))
+    first._drop()
+    until(lambda: list(folder.glob("*/*.offer")), "the rescue waits for the other node")
+    assert own._lock(slot.number) is None
+    following = SaverClient(address)
+    following.serve(b"k" * 32, "127.0.0.1", 0, str(tmp_path / "another"))
+    assert own._lock(slot.number) is None
+    following.serve(b"k" * 32, "127.0.0.1", 0, str(folder))
+    fd = until(lambda: own._lock(slot.number), "the slot is free", PATIENCE_S / 3)
+    release(fd)
+    until(lambda: not list(folder.iterdir()), "nothing is left of the rescue")
+    following.check()
+    own.close()
+    following.close()
+    anchor.kill()
+    anchor.wait()
+    held.close()

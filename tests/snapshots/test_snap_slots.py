@@ -209,7 +209,7 @@ def test_a_lock_goes_with_its_holder_not_with_a_forked_child(tmp_path: Path, own
         os.read(read_end, 1)
         os._exit(0)
     own.stage(2, SIZE)
-    slots._claimed.clear()  # as if it were another process, whose previous leader is dead
+    memory_folder._claimed.clear()  # as if it were another process, whose previous leader is dead
     successor = Slots(tmp_path, SlotOwner(0))
     assert successor.stage(3, SIZE) is None, "the only good slot must not be overwritten"
     own.abandon()

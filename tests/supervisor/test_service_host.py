@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from holdfast import seqpacket
+from holdfast.runtime.run_folder import Journal
 from holdfast.snapshots import memory_folder
 from holdfast.snapshots.memory_folder import SOCKET
 from holdfast.supervisor import processes
@@ -240,7 +241,7 @@ class PretendSupervisor:
 async def test_what_a_saver_has_sent_is_shown_though_its_end_is_reported_first() -> None:
     notices: list[str] = []
     supervisor: Any = PretendSupervisor()
-    host = SaverHost(supervisor, "job", notices.append)
+    host = SaverHost(supervisor, "job", notices.append, Journal(None))
     folder = host.environment(1, 0)[memory_folder.SAVER_VARIABLE].partition("@")[0]
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker:
         worker.connect(f"{folder}/{SOCKET}")
@@ -256,7 +257,7 @@ async def test_what_a_saver_has_sent_is_shown_though_its_end_is_reported_first()
 
 async def test_a_saver_that_cannot_be_started_is_reported_once(bench: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     notices: list[str] = []
-    host = SaverHost(bench.supervisor, "job", notices.append)
+    host = SaverHost(bench.supervisor, "job", notices.append, Journal(None))
     bench.supervisor._on_event = host.handle
     monkeypatch.setattr(memory_folder.sys, "executable", "/no/such/python")
     folder = host.environment(1, 0)[memory_folder.SAVER_VARIABLE].partition("@")[0]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.snapshots.saver_client import InProcessStaging
+from holdfast.snapshots.in_process import InProcessStaging
 
 
 @pytest.fixture

@@ -255,6 +255,17 @@ def test_the_loss_of_all_ranks_is_unknown_when_one_is_lost(jobs: WarmJobs, tmp_p
     assert set(lost_steps(agent).values()) == {0}
 
 
+def test_another_world_has_copies_before_its_first_step(jobs: WarmJobs, tmp_path: Path) -> None:
+    """The next loss may take all that could survive: the state of this step is in memory, and on another node."""
+    with started(jobs, tmp_path / "lost", copies=1, faults=[[1, "backward", 7, "kill"]]) as agent:
+        replaced(agent, 1)
+        finished(agent, tmp_path / "lost")
+    for each in WORLD:
+        step, error, held = json.loads((tmp_path / "lost" / f"copies.{each}").read_text())
+        assert (step, error) == (7, "")
+        assert {(rank, step) for rank in WORLD} <= {tuple(one) for one in held}
+
+
 def test_no_rank_has_the_state_of_a_completed_step(jobs: WarmJobs, tmp_path: Path) -> None:
     """All have stepped, and none has come to snaps.step()."""
     faults = [[1, "optimizer", 5, "kill"], [0, "optimizer", 5, "pass"], [2, "optimizer", 5, "pass"]]

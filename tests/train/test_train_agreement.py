@@ -25,7 +25,7 @@ from holdfast.protocol.errors import (
     StateMismatchError,
 )
 from holdfast.snapshots import changes
-from holdfast.snapshots.saver_client import InProcessStaging
+from holdfast.snapshots.in_process import InProcessStaging
 from holdfast.train import tracked
 from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper
 from holdfast.train.guards import GuardWarning

@@ -27,7 +27,7 @@ from holdfast.protocol.errors import (
     SnapshotWriteError,
     TrackingError,
 )
-from holdfast.snapshots import disk, saver_client
+from holdfast.snapshots import disk, in_process
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots.memory_folder import STALL
 from holdfast.train import snapshots
@@ -284,7 +284,7 @@ def test_no_room_in_memory_is_one_warning(tmp_path: Path, monkeypatch: pytest.Mo
         small(self)
         yield 1
 
-    class Small(saver_client.InProcessStaging):
+    class Small(in_process.InProcessStaging):
         pass
 
     setattr(Small, when, reserving if when == "reserving" else small)
@@ -302,7 +302,7 @@ def test_no_room_in_memory_is_one_warning(tmp_path: Path, monkeypatch: pytest.Mo
 def test_the_end_waits_only_for_what_is_being_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A saver that is stopped answers nobody; whoever has nothing with it does not ask."""
 
-    class Stopped(saver_client.InProcessStaging):
+    class Stopped(in_process.InProcessStaging):
         def wait(self) -> None:
             pytest.fail("nothing is being written")
 

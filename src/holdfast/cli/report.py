@@ -43,9 +43,10 @@ def main(argv: Sequence[str]) -> int:
     if chosen.html is not None:
         write_page(chosen.html, folders)
     if chosen.json:
-        print_json(as_json(course) | {"history": history_as_json(past)})
+        print_json(as_json(course) | {"history": history_as_json(past), "copies": copies_of(journals)})
     elif chosen.html is None:
         print_report(course, past)
+        print_copies(copies_of(journals), course)
         print_end(folders)
     return 0
 
@@ -77,9 +78,10 @@ def newest_run() -> Path:
     raise UsageError(f"no run in {default_log_dir()}; name a run folder: holdfast report FOLDER")
 
 
-def read_journal(folder: Path) -> Iterator[dict[str, Any]]:
-    """The events of a run. Leaves out a last line that is still being written. Other lines that are torn (a full disk,
-    a power failure) or of another version are left out too, and counted on stderr. Raises UsageError."""
+def read_journal(folder: Path, only: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """The events of a run; `only`: of these names, and perhaps others. Leaves out a last line that is still being
+    written. Other lines that are torn (a full disk, a power failure) or of another version are left out too, and
+    counted on stderr. Raises UsageError."""
     from holdfast.diagnosis.reference import is_readable
 
     try:
@@ -89,7 +91,10 @@ def read_journal(folder: Path) -> Iterator[dict[str, Any]]:
     if lines and not lines[-1].endswith(b"\n"):
         lines.pop()
     left_out = 0
+    wanted = [f'"event": "{name}"'.encode() for name in only]
     for line in lines:
+        if wanted and not any(each in line for each in wanted):
+            continue
         event = None
         with contextlib.suppress(ValueError, RecursionError):
             event = json.loads(line)
@@ -213,6 +218,119 @@ def print_report(course: Timeline, past: History | None = None) -> None:
         titles = [HEADINGS.get(phase, phase) for phase in PHASES]
         rows = [("GEN", "BEGAN", "RANKS", *(title.upper() for title in titles), "TOTAL", "WHY")]
         print_table([*rows, *(row(each) for each in course.generations)])
+
+
+COPIES_NEED = {
+    "generation": {"generation", "world_size"},
+    "snapshot_copy": {"step", "rank", "size_bytes", "why"},
+    "snapshot_fetched": {"step", "took_s"},
+}
+"""Events about copies, and the fields that are read."""
+
+
+def copies_of(journals: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any] | None:
+    """What became of the copies of states in memory on other nodes; None: there were none."""
+    journals = [
+        [each for each in journal if COPIES_NEED.get(each["event"], {""}) <= each.keys()] for journal in journals
+    ]
+    copies = [each for journal in journals for each in journal if each["event"] == "snapshot_copy"]
+    sent = [each for each in copies if not each["why"]]
+    failed = [each for each in copies if each["why"] and each["rank"] >= 0]
+    fetched = list(fetches(journals))
+    if not copies and not fetched:
+        return None
+    safe_step, skipped_since = survivable_step(journals)
+    return {
+        "sent": len(sent),
+        "sent_bytes": sum(each["size_bytes"] for each in sent),
+        "newest_step": max((each["step"] for each in sent), default=None),
+        "survivable_step": safe_step,
+        "skipped_steps": sum(each["rank"] < 0 for each in copies),
+        "skipped_since": skipped_since,
+        "failed": len(failed),
+        "last_failure": failed[-1]["why"] if failed else "",
+        "resumed": fetched,
+    }
+
+
+def fetches(journals: Sequence[Sequence[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
+    """Each generation that began from states that were fetched from other nodes."""
+    found: dict[tuple[int, int], list[float]] = {}
+    for journal in journals:
+        generation = 0
+        for each in journal:
+            if each["event"] == "generation":
+                generation = each["generation"]
+            elif each["event"] == "snapshot_fetched":
+                found.setdefault((generation, each["step"]), []).append(each["took_s"])
+    for (generation, step), took_s in sorted(found.items()):
+        yield {"generation": generation, "step": step, "states": len(took_s), "slowest_s": max(took_s)}
+
+
+def survivable_step(journals: Sequence[Sequence[dict[str, Any]]]) -> tuple[int | None, int]:
+    """The newest step whose copies arrived for all ranks of the generation that runs now, and how many steps were
+    skipped after it. None: not known, as at its beginning; its first copies need the journals of all nodes."""
+    now: list[tuple[int, list[dict[str, Any]]]] = []
+    newest = 0
+    for journal in journals:
+        begun = [number for number, each in enumerate(journal) if each["event"] == "generation"][-1:]
+        for number in begun:
+            at = journal[number]
+            newest = max(newest, at["generation"])
+            now.append((at["generation"], list(journal[number:])))
+    arrived: dict[int, set[int]] = {}
+    skipped: list[int] = []
+    world, known = 0, set[int]()
+    for events in (events for generation, events in now if generation == newest):
+        world = events[0]["world_size"]
+        copies = [each for each in events if each["event"] == "snapshot_copy"]
+        own = {each["step"] for each in copies if not each["why"]}
+        # What it resumed from is kept as well, but a newcomer need not have a copy of it.
+        known |= own & {each.get("kept") for each in copies}
+        skipped += [each["step"] for each in copies if each["rank"] < 0]
+        for each in copies:
+            if not each["why"]:
+                arrived.setdefault(each["step"], set()).add(each["rank"])
+    step = max([step for step, ranks in arrived.items() if step in known or len(ranks) == world], default=None)
+    return step, sum(step is None or each > step for each in skipped)
+
+
+def print_copies(copies: dict[str, Any] | None, course: Timeline) -> None:
+    if copies is None:
+        return
+    text = f"copies on other nodes: {plural(copies['sent'], 'state')} sent ({copies['sent_bytes'] / MIB:.0f} MiB)"
+    if copies["newest_step"] is not None:
+        text += f", the newest of step {copies['newest_step']}"
+    if copies["skipped_steps"]:
+        text += f"; {plural(copies['skipped_steps'], 'step')} skipped, as the copy before was still on its way"
+    if copies["failed"]:
+        text += f"; {copies['failed']} failed, the last one: {copies['last_failure']}"
+    print(text)
+    why = {generation.number: generation.why for generation in course.generations}
+    for each in copies["resumed"]:
+        print(resumed_text(each, why.get(each["generation"], "")))
+
+
+def resumed_text(fetched: dict[str, Any], why: str) -> str:
+    """
+    >>> resumed_text({"generation": 2, "step": 40, "states": 2, "slowest_s": 1.25}, "node b was lost")
+    'node b was lost: resumed from copies on other nodes at step 40; 2 states fetched, the slowest in 1.25 s'
+    """
+    fetch = f"{plural(fetched['states'], 'state')} fetched, the slowest in {fetched['slowest_s']:.2f} s"
+    begun = why or f"generation {fetched['generation']}"
+    return f"{begun}: resumed from copies on other nodes at step {fetched['step']}; {fetch}"
+
+
+def safe_text(copies: dict[str, Any]) -> str:
+    """
+    >>> safe_text({"survivable_step": 40, "skipped_since": 2})
+    'if a node is lost now, training goes on from step 40; 2 steps not copied since'
+    """
+    step, skipped = copies["survivable_step"], copies["skipped_since"]
+    since = f"; {plural(skipped, 'step')} not copied since" if skipped else ""
+    if step is None:
+        return f"if a node is lost now, training goes on from the disk: no step has been copied for all ranks{since}"
+    return f"if a node is lost now, training goes on from step {step}{since}"
 
 
 def print_end(folders: Sequence[Path]) -> None:

@@ -7,6 +7,8 @@ separate process.
 from __future__ import annotations
 
 import argparse
+import os
+import socket
 import subprocess
 import sys
 import time
@@ -16,11 +18,13 @@ from typing import Any
 
 from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotGoneError, UsageError
-from holdfast.snapshots import changes, disk, folder, lease, lives
+from holdfast.snapshots import changes, disk, folder, lease, lives, memory_folder
 from holdfast.snapshots.changes import Keep, Pruned
+from holdfast.snapshots.copy_service import all_slots
 from holdfast.snapshots.folder import Snapshot, Survey
 from holdfast.snapshots.layout import MANIFEST
 from holdfast.snapshots.remote import Place, RemotePath, place_of
+from holdfast.text import duration
 
 EXIT_DAMAGED = 1
 FORMATS = ("torch", "dcp", "safetensors")
@@ -84,8 +88,9 @@ def list_all(chosen: argparse.Namespace) -> int:
     """`ls`: everything in the folder."""
     found = folder.survey(chosen.folder)
     has = lease.owner(chosen.folder)
+    memory = in_memory(found.path)
     if chosen.json:
-        print_json({**survey_json(found), "lease": str(has) if has else None})
+        print_json({**survey_json(found), "lease": str(has) if has else None, "memory": memory})
         return 0
     rows: list[tuple[str, ...]] = [("STEP", "ATTEMPT", "RANKS", "SIZE", "SAVED", "METRICS")]
     committed = sorted((*found.committed, *found.suspects), key=lambda each: each.key)
@@ -95,9 +100,34 @@ def list_all(chosen: argparse.Namespace) -> int:
     else:
         print(f"{chosen.folder} holds no snapshot")
     print_rest(found)
+    if memory:
+        print(f"\nin memory on {socket.gethostname()}:")
+        print_table([("STEP", "RANK", "OF", "SIZE", "AGE", "RUN"), *map(memory_row, memory)])
     if has:
         print(f"last used by {has}")
     return 0
+
+
+def in_memory(path: Place) -> list[dict[str, Any]]:
+    """The states of this folder's job that this host has in memory: those of its own ranks, and copies of others'."""
+    now_s, found = time.time(), []
+    for place in sorted(memory_folder.ROOT.glob(f"holdfast-{os.getuid()}-*")):
+        for inside, slot in all_slots(place):
+            if slot.request is not None and same_place(slot.request.folder, path):
+                run = place.name.split("-", 2)[2].rpartition("-")[0]
+                age_s = round(max(0.0, now_s - slot.unix_s), 1)
+                about = {"step": slot.step, "rank": slot.rank, "copy": inside != place, "size_bytes": len(slot.data)}
+                found.append({**about, "age_s": age_s, "run": run})
+    return sorted(found, key=lambda each: (each["step"], each["rank"], each["copy"]))
+
+
+def same_place(saved_to: str, path: Place) -> bool:
+    return saved_to == str(path) or (isinstance(path, Path) and os.path.realpath(saved_to) == os.path.realpath(path))
+
+
+def memory_row(state: dict[str, Any]) -> tuple[str, ...]:
+    size, of = f"{state['size_bytes'] / 1e6:.1f} MB", "another node" if state["copy"] else "this node"
+    return str(state["step"]), str(state["rank"]), of, size, duration(state["age_s"]), state["run"]
 
 
 def verify(chosen: argparse.Namespace) -> int:

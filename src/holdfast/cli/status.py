@@ -11,6 +11,7 @@ finding.py finds the job; diagnosis/screen.py makes the lines.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import sys
 import time
@@ -21,6 +22,7 @@ import msgspec
 
 from holdfast.cli.finding import end_of, ended_run, outcome_of, running_job
 from holdfast.cli.printing import Parser, print_json, ranks_of
+from holdfast.cli.report import COPIES_NEED, copies_of, read_journal, safe_text
 from holdfast.diagnosis.screen import group, how_it_ended, stack_lines, status_lines
 from holdfast.protocol.errors import ControlRefusedError, ControlSilentError, NoRunError, UsageError
 from holdfast.protocol.outcome import Outcome
@@ -60,7 +62,7 @@ def main(argv: Sequence[str]) -> int:
         show_end(folder, outcome, chosen)
         return 0
     if interval_s is None:
-        show(*look(entries), chosen)
+        show(entries, *look(entries), chosen)
         return 0
     watch(entries, interval_s, chosen)
     return 0
@@ -96,11 +98,27 @@ def look(entries: list[RunningAgent]) -> tuple[JobView, bool]:
     return reply.read(JobView), reply.whole
 
 
-def show(view: JobView, whole: bool, chosen: argparse.Namespace) -> None:
+def show(entries: Sequence[RunningAgent], view: JobView, whole: bool, chosen: argparse.Namespace) -> None:
     if chosen.json:
-        print_json({"whole": whole, **msgspec.to_builtins(view)})
+        print_json({"whole": whole, **msgspec.to_builtins(view), "copies": copies_here(entries)})
     else:
-        print("\n".join(status_lines(view, ranks=chosen.ranks)))
+        print(lines_of(entries, view, chosen))
+
+
+def lines_of(entries: Sequence[RunningAgent], view: JobView, chosen: argparse.Namespace) -> str:
+    """What a look shows."""
+    copies = copies_here(entries)
+    safe = [] if copies is None else ["", safe_text(copies)]
+    return "\n".join([*status_lines(view, ranks=chosen.ranks), *safe])
+
+
+def copies_here(entries: Sequence[RunningAgent]) -> dict[str, object] | None:
+    """What the job's agents on this host know of copies of states in memory; None: there are none."""
+    journals = []
+    for entry in entries:
+        with contextlib.suppress(UsageError):  # its folder is gone, or it has none
+            journals.append(list(read_journal(Path(entry.folder), tuple(COPIES_NEED))))
+    return copies_of(journals)
 
 
 def show_end(folder: Path, outcome: Outcome, chosen: argparse.Namespace) -> None:
@@ -122,9 +140,10 @@ def watch(entries: list[RunningAgent], interval_s: float, chosen: argparse.Names
             began_s = time.monotonic()
             view, whole = look(entries)
             if chosen.json:
-                print(json.dumps({"time": time.time(), "whole": whole, **msgspec.to_builtins(view)}), flush=True)
+                seen = {"time": time.time(), "whole": whole, **msgspec.to_builtins(view)}
+                print(json.dumps({**seen, "copies": copies_here(entries)}), flush=True)
             else:
-                text = "\n".join(status_lines(view, ranks=chosen.ranks))
+                text = lines_of(entries, view, chosen)
                 print(f"{CLEAR}{text}" if live else f"{text}\n", flush=True)
             time.sleep(max(0.0, interval_s - (time.monotonic() - began_s)))
     except NoRunError:

@@ -19,7 +19,7 @@ import msgspec
 
 from holdfast.cli.finding import kept_runs, outcome_of, run_id_of, running_job
 from holdfast.cli.logs import LogFile, files_named
-from holdfast.cli.report import as_json, history_as_json
+from holdfast.cli.report import as_json, copies_of, history_as_json
 from holdfast.diagnosis.history import Event, history, incidents, timeline
 from holdfast.diagnosis.reference import everything, is_readable
 from holdfast.diagnosis.screen import between, group, last_step, steps_per_s, telling
@@ -233,6 +233,7 @@ class ShownJob:
             "excluded": list(_excluded(journals)),
             "actions": list(_actions(journals)),
             "snapshots": list(_snapshots(journals)),
+            "copies": copies_of(journals),
             "profiles": list(_profiles(journals)),
             "outcome": msgspec.to_builtins(self.outcome) if self.outcome is not None else None,
             "folders": list(map(str, self.folders)),

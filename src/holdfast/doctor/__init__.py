@@ -157,6 +157,8 @@ class LocalFacts(Struct, frozen=True, kw_only=True):
     endpoint: str = ""
     endpoint_port: int = 0
     """0: no endpoint was given."""
+    endpoint_from: str = ""
+    """The address of this node on the way to the endpoint; empty: unknown."""
     endpoint_is_here: bool | None = None
     endpoint_holder: str = ""
     """The process that holds the port on this machine; empty: none, or the endpoint is on another machine."""

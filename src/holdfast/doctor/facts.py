@@ -26,7 +26,7 @@ import msgspec
 from msgspec import structs
 
 from holdfast.doctor import Folder, Gpu, Interface, LocalFacts, TorchFacts, TorchState
-from holdfast.linux import GroupLimits, read_int, read_text
+from holdfast.linux import GroupLimits, own_address, read_int, read_text
 from holdfast.protocol.errors import EndpointError, PortInUseError
 from holdfast.protocol.options import Endpoint
 from holdfast.rendezvous.bind import claim, who_holds
@@ -205,6 +205,8 @@ async def gather_facts(asked: FactsRequest) -> LocalFacts:
         shm, *folders = [tasks.create_task(folder(path)) for path in ("/dev/shm", *paths)]
         names = tasks.create_task(own_name())
         place = tasks.create_task(endpoint_here(asked.endpoint if asked.try_port else None))
+        towards = asked.endpoint.host if asked.endpoint else ""
+        way = tasks.create_task(bounded(lambda: own_address(towards), RESOLVE_S_MAX, ""))
     addresses, resolve_error = names.result()
     here, holder = place.result()
     gpus, gpu_error = smi.result()
@@ -222,6 +224,7 @@ async def gather_facts(asked: FactsRequest) -> LocalFacts:
         resolve_s=resolved_s,
         endpoint=str(asked.endpoint or ""),
         endpoint_port=asked.endpoint.port if asked.endpoint else 0,
+        endpoint_from=way.result(),
         endpoint_is_here=here,
         endpoint_holder=holder,
         variables=those_that_matter(asked.environ),

@@ -21,6 +21,7 @@ from holdfast.doctor import (
     size,
     warn,
 )
+from holdfast.linux import VIRTUAL
 from holdfast.text import is_loopback, listed
 
 SHM_BYTES_MIN = 1 * GIB
@@ -338,12 +339,6 @@ RESOLVE_SLOW_S = 2.0
 EPHEMERAL_PORTS_MIN = 4096
 CHOOSERS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
-BRIDGES = (
-    *("docker", "br-", "virbr", "veth", "cni", "flannel", "cali", "cilium", "lxc", "lxd", "podman", "kube"),
-    *("weave", "tailscale", "zt", "tun", "tap", "vmnet", "dummy", "nerdctl", "ovs", "genev", "vxlan"),
-)
-"""Beginnings of names: interfaces of containers, virtual machines and tunnels, which seldom lead to other nodes."""
-
 
 def own_name(facts: LocalFacts) -> Iterator[DoctorFinding]:
     """gloo uses the address of the host name, and loopback if that is not an address of this machine."""
@@ -380,11 +375,26 @@ def interfaces(facts: LocalFacts) -> Iterator[DoctorFinding]:
         return
     shown = listed([f"{each.name} {each.addresses[0]}" for each in able])
     yield passed("HF534", what, shown)
-    misleading = [each.name for each in able if is_bridge(each)]
+    misleading = [each.name for each in able if each.name.startswith(VIRTUAL)]
     if not stays_here(facts) and misleading and not any(name in facts.variables for name in CHOOSERS):
         best = proposed(facts)
         why = f"{listed(misleading)} beside {best}: NCCL or gloo may take the wrong one"
         yield warn("HF536", what, why, f"export NCCL_SOCKET_IFNAME={best} GLOO_SOCKET_IFNAME={best}")
+
+
+def endpoint_link(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    """Compares the link towards the endpoint with the node's other ones."""
+    known = [each for each in candidates(facts) if each.speed_mbit_s > 0]
+    for own in [each for each in known if facts.endpoint_from in each.addresses]:
+        best = max(
+            [own, *(each for each in known if not each.name.startswith(VIRTUAL))], key=lambda each: each.speed_mbit_s
+        )
+        why = f"{own.name} has {own.speed_mbit_s} Mbit/s"
+        if best.speed_mbit_s > own.speed_mbit_s:
+            fix = f"give the endpoint an address that is reached over {best.name}, which has {best.addresses[0]}"
+            yield warn("HF533", "way to the endpoint", f"{why}, {best.name} {best.speed_mbit_s}", fix)
+        else:
+            yield passed("HF533", "way to the endpoint", why)
 
 
 def chosen_interfaces(facts: LocalFacts) -> Iterator[DoctorFinding]:
@@ -402,7 +412,7 @@ def chosen_interfaces(facts: LocalFacts) -> Iterator[DoctorFinding]:
             yield fatal("HF535", variable, f"{text}: no such interface here; existing: {here}", fix)
         elif not able:
             yield fatal("HF535", variable, f"{text}: {taken[0].name} is down or has no address", fix)
-        elif not stays_here(facts) and all(is_local(each) or is_bridge(each) for each in able):
+        elif not stays_here(facts) and all(is_local(each) or each.name.startswith(VIRTUAL) for each in able):
             yield warn("HF535", variable, f"{text}: {able[0].name} probably does not reach other nodes", fix)
         else:
             yield passed("HF535", variable, f"{text}: {listed([each.name for each in able])}")
@@ -445,7 +455,7 @@ def stays_here(facts: LocalFacts) -> bool:
 def proposed(facts: LocalFacts) -> str:
     """The interface to use: that of the default route, else the fastest that is not a bridge; empty: none."""
     able = candidates(facts)
-    real = [each for each in able if not is_bridge(each)] or able
+    real = [each for each in able if not each.name.startswith(VIRTUAL)] or able
     for each in real:
         if each.name == facts.default_interface:
             return each.name
@@ -471,13 +481,8 @@ def chosen(text: str, interfaces: tuple[Interface, ...], *, nccl: bool) -> list[
     return [each for each in interfaces if fits(each) != negated]
 
 
-def is_bridge(interface: Interface) -> bool:
-    return interface.name.startswith(BRIDGES)
-
-
 def is_local(interface: Interface) -> bool:
-    addresses = interface.addresses
-    return interface.name == "lo" or (bool(addresses) and all(map(is_loopback, addresses)))
+    return interface.name == "lo" or (bool(interface.addresses) and all(map(is_loopback, interface.addresses)))
 
 
 Check = Callable[[LocalFacts], Iterator[DoctorFinding]]
@@ -485,7 +490,7 @@ Check = Callable[[LocalFacts], Iterator[DoctorFinding]]
 CHECKS: tuple[Check, ...] = (
     *(python, torch, cuda, gpu_health, gpu_use),
     *(shared_memory, open_files, processes, locked_memory, core_dumps, memory, cpus, overcommit, tracing, folders),
-    *(threads, clock, own_name, interfaces, chosen_interfaces, ports, endpoint_port, variables),
+    *(threads, clock, own_name, interfaces, endpoint_link, chosen_interfaces, ports, endpoint_port, variables),
 )
 """All checks in the order of output."""
 

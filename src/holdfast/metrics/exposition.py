@@ -66,6 +66,14 @@ class Metrics(Collector):
         for phase, seconds in facts.phases_s.items():
             phases.add_metric([phase], seconds)
         yield phases
+        copies = CounterMetricFamily(
+            "holdfast_copies", "States in memory that this node sent to another, or did not.", labels=["result"]
+        )
+        for result, number in facts.copies.items():
+            copies.add_metric([result], number)
+        yield copies
+        yield _counter("copies_bytes", "Bytes of the copies that arrived.", facts.copied_bytes)
+        yield _counter("copies_seconds", "Seconds that the copies took.", facts.copied_s)
 
 
 def _ranks(facts: VitalsSample) -> Iterator[Metric]:

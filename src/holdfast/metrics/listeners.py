@@ -157,6 +157,10 @@ class VitalsSample(Struct, frozen=True, kw_only=True):
     """Number of generations that failed, by code of the verdict; only on the coordinator's node."""
     regroups: int = 0
     """Number of generations that running workers have formed."""
+    copies: dict[str, int] = {}
+    """Copies of states in memory that this node sent (`sent`, `failed`), and on the node of rank 0 also `skipped`."""
+    copied_bytes: int = 0
+    copied_s: float = 0.0
     ranks: tuple[RankFacts, ...] = ()
     job: JobView | None = None
     """Only on the coordinator's node."""
@@ -186,6 +190,8 @@ class Vitals:
         self._failures: dict[str, int] = {}
         self._phases_s: dict[str, float] = {}
         self._regroups = 0
+        self._copies = {"sent": 0, "failed": 0, "skipped": 0}
+        self._copied_bytes, self._copied_s = 0, 0.0
         self._ranks: dict[int, int] = {}
         """The rank of each local rank that takes part."""
         self._carried: dict[int, tuple[int, float]] = {}
@@ -244,6 +250,10 @@ class Vitals:
                 self._phases_s = {
                     name[:-2]: seconds for name, seconds in fields.items() if name.endswith("_s") and name != "until_s"
                 }
+            case "snapshot_copy":
+                self._copies["sent" if not fields["why"] else "failed" if fields["rank"] >= 0 else "skipped"] += 1
+                self._copied_bytes += fields["size_bytes"]
+                self._copied_s += fields["took_s"]
             case "ended":
                 self._known |= {"ended": fields["kind"], "exit_code": fields["exit_code"]}
                 self._gather()
@@ -276,6 +286,9 @@ class Vitals:
             exits=dict(self._exits),
             failures=dict(self._failures),
             regroups=self._regroups,
+            copies=dict(self._copies),
+            copied_bytes=self._copied_bytes,
+            copied_s=self._copied_s,
             ranks=tuple(self._rank(each) for _, each in sorted(self._seen.items())),
             job=self._view(),
             **self._known,

@@ -8,11 +8,10 @@
                                rename of the folder to its committed name; fsync of the snapshot folder
 
 The rename commits. Nothing is written inside a committed folder, ever. It cannot replace another snapshot: no two
-attempts have one number, and a rename onto a folder that holds anything fails in the kernel.
+attempts have one number, and the kernel renames no folder onto one that holds anything.
 
 The ranks' sizes and digests are exchanged in record files in the attempt folder, not in torch's store: the saver must
-be able to finish after the trainer, and with it the store of its generation, has died. Hence all ranks must see one
-folder.
+be able to finish after the trainer and its store have died. Hence all ranks must see one folder.
 
 **Deleting**, by `prune`. `Keep` decides from manifests alone which snapshots are kept. `prune` counts a snapshot only
 after it has read it back whole, and deletes only snapshots that are superfluous given the verified ones: a damaged
@@ -78,7 +77,7 @@ At = Callable[[str], None]
 
 
 def nowhere(phase: str) -> None:
-    """The default `at`, which does nothing."""
+    """The default `at`."""
 
 
 @dataclass(frozen=True)
@@ -108,22 +107,25 @@ class SaveRequest:
 
     @property
     def committed_path(self) -> Place:
-        """The folder after the commit."""
+        """After the commit."""
         return place_of(self.folder) / self.key.name
 
     @property
     def save(self) -> int:
-        """The number of this save within this life of the worker: several saves may have one step, and their parts must
-        not be mixed."""
+        """The number of this save in this life of the worker: several saves may have one step."""
         save = self.note.get("save", 0)
         return save if type(save) is int else 0
+
+    @property
+    def identity(self) -> tuple[int, int, int]:
+        """Of a state in memory. Its attempt's number is that of the life that left it."""
+        return self.step, self.attempt, self.save
 
     def of_file(self, data: memoryview) -> memoryview:
         """The part of these bytes that goes into the rank's file: a slot may hold more, for a restart on this node."""
         return data[: self.note.get("file_bytes", len(data))]
 
     def to_json(self) -> dict[str, Any]:
-        """As an object for json.dumps."""
         return asdict(self)
 
     @classmethod

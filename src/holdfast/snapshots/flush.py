@@ -8,7 +8,8 @@ which they still share when their workers are dead. Rank 0's saver makes a meeti
 committed. Every rank lists there the steps that it has, and which of them were handed over already. From all lists each
 saver makes the same choice. A rank that leaves no list within the patience ends the rescue: a step is never written
 with ranks missing. A newer snapshot ends it, too: the workers of the other nodes live, and have gone on without this
-one. The savers poll, because writes of other nodes cause no local event."""
+one. The savers poll, because writes of other nodes cause no local event. When a next life begins that has copies of
+states on other nodes, it goes on from memory, and nobody waits any more."""
 
 from __future__ import annotations
 
@@ -18,6 +19,7 @@ import mmap
 import os
 import random
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -41,8 +43,7 @@ smaller."""
 PATIENCE_S = 30.0
 """How long to wait for the other ranks. An agent that ends may have to wait this long when another node is gone."""
 LINGER_S = 5.0
-"""How long a rank that has nothing newer than the disk stays for others that may have: they then read its list at
-once."""
+"""How long a rank that has nothing newer than the disk stays for others that may have: they read its list at once."""
 LOOK_AGAIN_S = 0.02
 INVENTORY_BYTES_MAX = 1 << 16
 
@@ -117,22 +118,27 @@ class PendingFlush:
         """The request of the newest state."""
         return self.held[max(self.held)][1]
 
-    def meet(self, patience_s: float = PATIENCE_S) -> StepInMemory | None:
-        """The step that all ranks of the job write now; None: none. SnapshotIncompleteError, SnapshotWriteError."""
+    def meet(self, needless: threading.Event, patience_s: float = PATIENCE_S) -> StepInMemory | None:
+        """The step that all ranks of the job write now; None: none. Nobody waits when it is `needless`.
+        SnapshotIncompleteError, SnapshotWriteError."""
         if self.alone is not None:
             return self.alone
-        if self.request.step > self.inventory.on_disk:
-            return self._meet(patience_s)
-        with contextlib.suppress(SnapshotIncompleteError, SnapshotWriteError):  # nothing is lost
-            self._meet(min(patience_s, LINGER_S))
-        return None
-
-    def _meet(self, patience_s: float) -> StepInMemory | None:
-        request, deadline = self.request, time.monotonic() + patience_s
+        newer = self.request.step > self.inventory.on_disk
         try:
-            place = self._meeting_place(deadline)
+            found = self._meet(needless, patience_s if newer else min(patience_s, LINGER_S))
+        except (SnapshotIncompleteError, SnapshotWriteError):
+            if newer and not needless.is_set():
+                raise
+            return None  # nothing is lost
+        return found if newer else None
+
+    def _meet(self, needless: threading.Event, patience_s: float) -> StepInMemory | None:
+        request, step = self.request, max(self.inventory.on_disk + 1, self.request.step)
+        until = Until(time.monotonic() + patience_s, needless, request.folder, step)
+        try:
+            place = _meeting_place(request, until)
             disk.write_atomically(place / _inventory_file(request.rank), self.inventory.dump())
-            return choose(self._inventories(place, deadline))
+            return choose(_inventories(place, request, until))
         except _OutrunError:
             return None
         except FileNotFoundError as error:
@@ -206,6 +212,64 @@ def _place_of(request: SaveRequest) -> Place:
     return attempt_place(request.folder, Key(request.step, request.attempt - MEETING_BELOW))
 
 
+class Until(NamedTuple):
+    """How long a rank waits for the others."""
+
+    deadline: float
+    needless: threading.Event
+    folder: str
+    step: int
+    """When it is on the disk, the others have gone on; an object store is not asked."""
+
+    def over(self, place: Place) -> bool:
+        """Whether this is over; else it returns when it is time to look again. _OutrunError."""
+        if time.monotonic() > self.deadline:
+            return True
+        if isinstance(place, RemotePath):
+            return self.needless.wait(LOOK_S)
+        if newest_on_disk(self.folder) >= self.step:
+            raise _OutrunError
+        return self.needless.wait(LOOK_AGAIN_S)
+
+
+def _meeting_place(request: SaveRequest, until: Until) -> Place:
+    """Rank 0 makes the place, named by its own newest step; the others look for its number. OSError;
+    SnapshotWriteError, _OutrunError."""
+    if request.rank == 0:
+        place = _place_of(request)
+        if isinstance(place, Path):
+            place.mkdir()
+        return place
+    folder = place_of(request.folder)
+    while True:
+        listed = folder.sizes() if isinstance(folder, RemotePath) else os.listdir(folder)
+        for name in listed:
+            named = parse_name(name)  # no other attempt has this number
+            if named and named.key.attempt == request.attempt - MEETING_BELOW:
+                return folder / name
+        if until.over(folder):
+            raise SnapshotWriteError(f"step {request.step}: rank 0 has not begun to save it")
+
+
+def _inventories(place: Place, request: SaveRequest, until: Until) -> list[Inventory]:
+    """The lists of all ranks. OSError; SnapshotIncompleteError, _OutrunError."""
+    inventories: dict[int, Inventory] = {}
+    while True:
+        names = set(disk.names(place))
+        for rank in range(request.world):
+            if rank not in inventories and _inventory_file(rank) in names:
+                inventories[rank] = Inventory.load(disk.read_text(place / _inventory_file(rank), INVENTORY_BYTES_MAX))
+        if len(inventories) == request.world:
+            return list(inventories.values())
+        if until.over(place):
+            missing = [rank for rank in range(request.world) if rank not in inventories]
+            more = " …" if len(missing) > 8 else ""
+            raise SnapshotIncompleteError(
+                f"step {request.step}, which is in memory, was not saved: nothing came from rank "
+                f"{', '.join(map(str, missing[:8]))}{more}"
+            )
+
+
 def _inventory_file(rank: int) -> str:
     return f"rank_{rank:05d}.offer"
 
@@ -273,6 +337,8 @@ class Save(NamedTuple):
     ranks."""
     stage: str = ""
     """A local folder: the slot is copied there and free, before the upload to an object store begins."""
+    needless: threading.Event | None = None
+    """Set when the next life goes on from memory: it needs this slot more than the disk does."""
 
 
 def carry_out(save: Save, tell: Tell) -> None:
@@ -332,7 +398,10 @@ def _carry_out(save: Save, tell: Tell) -> Place | None:
             return None
         path = commit(agreed.request, patience=save.patience_s)
         for each in older:
-            if each.key < agreed.request.key and not is_being_written(each.attempt_path):
+            if each.key < agreed.request.key:
+                # Whoever still writes it would then wait in vain for the ranks that have handed over nothing.
+                while is_being_written(each.attempt_path):
+                    time.sleep(LOOK_AGAIN_S)
                 abandon(each)
         return path
     finally:  # before the report: the saver may end after it
@@ -350,7 +419,7 @@ def _agree(save: Save, pending_flush: PendingFlush) -> Save | None:
     """This rank's save of the step that all ranks write; None: nothing. Raises SnapshotError."""
     with contextlib.ExitStack() as failing:
         failing.callback(slots.release, save.fd)
-        step = pending_flush.meet()
+        step = pending_flush.meet(save.needless or threading.Event())
         if step is None:
             return None
         slot, request = pending_flush.held[step]

@@ -2,7 +2,9 @@
 
     /dev/shm/holdfast-<uid>-<run id>-<key>/      mode 0700, locked (shared) while it is in use
       saver.sock                                 where workers reach the saver
-      <local rank>.<0|1>                         slots (slots.py)
+      <local rank>.<0|1|2>                       slots (slots.py)
+      copies/, fetched/                          slots of other nodes' ranks (copy_service.py)
+      key                                        derived from the job token, where there is one
 
 A shared-memory folder is in use while any process holds a shared lock on the folder itself: the agent under holdfast,
 the saver and the workers elsewhere. The kernel drops a lock with its process, however that ends, and also across
@@ -20,11 +22,19 @@ Messages on that socket are those of seqpacket.py:
                      {"do": "persist", "id", "sequence", "request", "patience_s"} with the slot's descriptor, which
                                                                       carries a shared lock on it; perhaps "stage"
                      {"do": "wait", "id"}                             for "idle": nothing of this local rank is written
+                     {"do": "serve", "key", "host", "bytes_s", "folder"}  exchange copies with others (copy_service.py);
+                                                                      no rescue in this folder waits for them any more
+                     {"do": "copy", "id", "sequence", "request", "to", "keep"} with the slot's descriptor, as "persist"
+                     {"do": "tell", "packet"}                         a packet for the agent: "copy", "fetched"
+                     {"do": "forget", "above_step"}                   drop copies of later steps
                      {"do": "read back", "path"}                      a committed snapshot; on a connection of its own
                      {"do": "bye"}                                    a regular end: nothing is rescued
     saver → worker   {"is": "written", "id"}                          this rank's file is durable, its slot is free
                      {"is": "saved", "id", "path"}                    the save is done; on rank 0 it is committed
                      {"is": "failed", "id", "code", "text", "made_good"}
+                     {"is": "serving", "port", "text"}                port 0: it cannot, and why
+                     {"is": "forgotten"}
+                     {"is": "copied", "id", "text"}                   no text: the other node has it
                      {"is": "idle", "id"}
                      {"is": "read back", "code", "text"}              no code: every byte is what was saved
                      {"is": "news", "text"}                           the result of a previous worker's save
@@ -32,6 +42,8 @@ Messages on that socket are those of seqpacket.py:
     saver → agent    {"is": "up"}                                     it listens
                      {"is": "news", "text"}                           for the user
                      {"is": "saved", "path", "step", "took_s"}        a snapshot is committed; perhaps "stall_s"
+                     {"is": "copy", "step", "rank", "to", "size_bytes", "took_s", "why", "kept"}   to another node
+                     {"is": "fetched", "step", "rank", "of", "took_s"}                             from another node
 
 Standard library only."""
 
@@ -40,13 +52,15 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import hmac
 import os
 import re
 import select
 import socket
 import sys
 import time
-from collections.abc import Mapping
+import zlib
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -61,6 +75,7 @@ STALL = "stall_s"
 ROOT = Path("/dev/shm")
 """The only place in memory: a slot on a disk would be a slow snapshot without verification."""
 SOCKET = "saver.sock"
+COPIES, FETCHED, KEY = "copies", "fetched", "key"
 RUN_ID_CHARACTERS_MAX = 32
 """Characters of the run id in the name, for people; a socket's path may have 107 bytes."""
 KEY_BYTES = 8
@@ -172,12 +187,13 @@ def _hold(path: Path, fd: int) -> bool:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a folder that holds plain files and a socket, but no folders. Raises OSError."""
-    with contextlib.suppress(FileNotFoundError):
-        for name in os.listdir(path):
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(path / name)
-        path.rmdir()
+    """Remove a shared-memory folder. Raises OSError."""
+    for place, _, names in os.walk(path, topdown=False):
+        with contextlib.suppress(FileNotFoundError):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(os.path.join(place, name))
+            os.rmdir(place)
 
 
 @dataclass(frozen=True)
@@ -216,6 +232,37 @@ class SaverAddress:
         """Release the folder."""
         if self.held is not None:
             self.held.close()
+
+
+# --- who stages -------------------------------------------------------------------------------------------------------
+
+
+def open_for_writing(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+_claimed: set[Path] = set()
+"""Claims of this process: POSIX locks do not distinguish its own claims, and closing one would drop all."""
+
+
+def claim(folder: Path, local_rank: int) -> int:
+    """Claim this local rank until the descriptor is released. Raises OSError, SnapshotMemoryError."""
+    path = folder / f"{local_rank}.owner"
+    if path in _claimed:
+        raise SnapshotMemoryError(f"other snapshots of this process have the memory slots of local rank {local_rank}.")
+    fd = open_for_writing(path)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a POSIX lock: a forked child does not have it
+    except BlockingIOError as error:
+        os.close(fd)
+        raise SnapshotMemoryError(f"another process has the memory slots of local rank {local_rank}.") from error
+    _claimed.add(path)
+    return fd
+
+
+def unclaim(folder: Path, local_rank: int, fd: int) -> None:
+    os.close(fd)
+    _claimed.discard(folder / f"{local_rank}.owner")
 
 
 # --- the saver: how it is reached and started -------------------------------------------------------------------------
@@ -330,6 +377,24 @@ def saver_argv(folder: Path, *, listening: int, control: int = -1, anchor: int =
         *("-I", "-S", "-c", _PROGRAM.format(root=root)),
         *(str(folder), str(listening), str(control), str(anchor)),
     ]
+
+
+def key_of_life(folder: Path, word: str) -> bytes:
+    """The key of one life of the job. `word`: rank 0's; the agent has left what it derived from the job token in this
+    shared-memory folder. OSError."""
+    held = b"no token"
+    with contextlib.suppress(FileNotFoundError):
+        held = (folder / KEY).read_bytes()
+    return hmac.digest(held, b"holdfast copies " + word.encode(), "sha256")
+
+
+def digest_of_life(folder: Path) -> Callable[[memoryview], str]:
+    """Of chunks on their way to another node: with a job token one that nobody can forge, otherwise a cheap one."""
+    return disk.chunk_digest if (folder / KEY).exists() else _crc
+
+
+def _crc(chunk: memoryview) -> str:
+    return f"{zlib.crc32(chunk):08x}"  # releases the interpreter's lock; 6 GB/s, sha256 with SHA instructions 2
 
 
 def read_back(folder: Path, path: Path, patience_s: float) -> None:

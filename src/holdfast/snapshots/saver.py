@@ -12,6 +12,7 @@ Its promises:
   the newest step that all ranks of the job have in memory, for each snapshot folder, if it is newer than the disk
   (flush.py).
 - On "finish" from the agent it completes the saves in flight and ends. The agent waits memory_folder.FINISH_LIMIT_S.
+- Where the workers ask for it, it sends their slots to another node's saver, and receives others' (copy_service.py).
 - When the agent is gone without "finish", it ends at once, and a save in flight stays an uncommitted attempt.
 - Without an agent it ends, and removes the shared-memory folder, when the anchor is gone, no worker is left and no save
   is in flight.
@@ -40,15 +41,14 @@ from pathlib import Path
 from holdfast import seqpacket
 from holdfast.snapshots import memory_folder, slots
 from holdfast.snapshots.changes import SaveRequest
+from holdfast.snapshots.copy_service import CopyService
 from holdfast.snapshots.flush import Save, Tell, carry_out, pending_flush, read_back
 from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.memory_folder import FINISH_LIMIT_S, STALL
 from holdfast.snapshots.remote import adopt, place_of
 
-SAVES_PER_WORKER_MAX = 8
-"""Saves in flight; there are only two slots, so more is a fault of the caller."""
-NEWS_MAX = 16
-"""Failures of saves whose worker is gone, kept for the next worker of that rank."""
+SAVES_PER_WORKER_MAX = 8  # in flight; there are only three slots, so more is a fault of the caller
+NEWS_MAX = 16  # failures of saves whose worker is gone, kept for the next worker of that rank
 NICENESS = 5
 """Training has priority. Where the kernel schedules by sessions (autogroup), our session has the same share as the
 worker's and is not lowered: a save that is too slow makes the next one wait for a slot."""
@@ -64,8 +64,7 @@ class SaverConnection:
     local_rank: int = -1
     """-1: it has not sent "hello"."""
     generation: int = 0
-    left: bool = False
-    """It has sent "bye"."""
+    left: bool = False  # it has sent "bye"
     failures: list[str] = field(default_factory=list)
     """Failures that were sent to it; if it dies, it may not have read them."""
 
@@ -112,6 +111,9 @@ class Saver:
         """Local rank -> generation, of workers that left or died since the last rescue."""
         self._crashed = False
         self._mappings = Mappings()
+        self._copies = CopyService(folder, self._mappings)
+        self._flushes: dict[str, threading.Event] = {}
+        """By snapshot folder: ends the wait of rescues for other nodes."""
         self._in_flight: dict[int, InFlight] = {}
         self._newest_asked: dict[tuple[str, int], int] = {}
         """Snapshot folder, local rank -> newest step that was handed over since the last rescue, and did not fail."""
@@ -228,6 +230,16 @@ class Saver:
                         self._regrouped(worker.generation)
                 case "persist" if fds and worker.local_rank >= 0:
                     self._persist(worker, packet, fds)
+                case "serve":
+                    self._flushes.pop(memory_folder.field(packet, "folder", str), threading.Event()).set()
+                    _send(worker, self._copies.served(packet))
+                case "copy" if fds:
+                    self._copy(worker, packet, fds)
+                case "tell":
+                    self._tell_agent(memory_folder.field(packet, "packet", dict))
+                case "forget":
+                    above_step = memory_folder.field(packet, "above_step", int)
+                    self._in_thread(partial(self._copies.forget, above_step), tell=partial(_send, worker))
                 case "wait":
                     answer = partial(_send, worker, {"is": "idle", "id": packet.get("id")})
                     self._flights(worker.local_rank).when_written(answer)
@@ -255,6 +267,17 @@ class Saver:
         stage = str(packet.get("stage", ""))
         save = Save(fds.pop(), sequence, request, patience_s, worker.local_rank, self._mappings, stage=stage)
         self._begin(save, lambda answer: self._answer(worker, save, {**answer, "id": number}))
+
+    def _copy(self, worker: SaverConnection, packet: memory_folder.Packet, fds: list[int]) -> None:
+        """Send this slot to another node, in a thread."""
+        number = memory_folder.field(packet, "id", int)
+        work = self._copies.sending(packet, fds)
+
+        def told(copy: memory_folder.Packet) -> None:
+            _send(worker, {"is": "copied", "id": number, "text": copy["why"]})
+            self._tell_agent(copy)
+
+        self._in_thread(work, tell=told)
 
     def _answer(self, worker: SaverConnection, save: Save, answer: memory_folder.Packet) -> None:
         if worker in self._workers:
@@ -336,6 +359,7 @@ class Saver:
                 slot.local_rank,
                 self._mappings,
                 each,
+                needless=self._flushes.setdefault(request.folder, threading.Event()),
             )
             self._begin(save, partial(self._rescued, save))
 

@@ -1,6 +1,6 @@
 """The worker's side of saving: stages a rank's image in memory, and has it written to the disk.
 
-    tier = open_tier(rank=…, world=…)
+    tier = open_tier(rank=…, world=…)                    # in_process.py
     memory = tier.stage(step, size_bytes, wait=False)    # None: both slots are still being written
     ...copy into memory...
     tier.commit(request)                                 # if this process dies, the saver writes it
@@ -8,8 +8,7 @@
     tier.check()                                         # in every step: raises errors of earlier saves
 
 `SaverClient`: a slot in /dev/shm, written by the saver: the copy outlives this process, and so does a save.
-`InProcessStaging`: memory of this process, written by its own thread, where /dev/shm has no room. A save then ends with
-the process.
+Where /dev/shm has no room: in_process.py.
 
 Both keep a staged image unchanged while it is written, and neither waits unless asked. Use them in one thread, except
 `reserving` and `read_back`. A forked child must not use them. Standard library only."""
@@ -17,7 +16,6 @@ Both keep a staged image unchanged while it is written, and neither waits unless
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import select
 import socket
@@ -38,25 +36,25 @@ from holdfast.protocol.errors import (
     SnapshotMemoryError,
     SnapshotWriteError,
 )
-from holdfast.snapshots import changes, disk, folder, memory_folder
+from holdfast.snapshots import disk, folder, memory_folder
 from holdfast.snapshots.changes import PATIENCE_S, SaveRequest
+from holdfast.snapshots.copy_connection import Address
+from holdfast.snapshots.copy_service import State, all_slots, drop_fetched, is_copy
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.remote import RemotePath, absolute
-from holdfast.snapshots.slots import Slot, SlotOwner, Slots, committed_slots, lend, local_ranks
+from holdfast.snapshots.slots import COUNT, COUNT_MAX, Slot, SlotOwner, Slots, lend
 
-RECONNECT_S = 5.0
-"""Between two attempts to start a saver while nothing is to be saved."""
-SLOWEST_BYTES_S = 20e6
-"""A disk that reads more slowly is treated as broken."""
+RECONNECT_S = 5.0  # between two attempts to start a saver while nothing is to be saved
+SLOWEST_BYTES_S = 20e6  # a disk that reads more slowly is treated as broken
 
 
 class Tier(Protocol):
     """See the module's docstring. Every method may raise SnapshotError."""
 
     in_memory: bool
-    place: str
-    """The place where the next worker on this node finds our slots; agents that share a /dev/shm have one each."""
+    place: str  # where the next worker on this node finds our slots; agents that share a /dev/shm have one each
+    states: int  # it has room for so many
 
     def regroup(self, rank: int, world: int, generation: int) -> None:
         """This worker goes on as this rank of another generation: what is staged from now on belongs to that."""
@@ -89,7 +87,8 @@ class Tier(Protocol):
         to wait."""
 
     def held(self, folder: str) -> list[Slot]:
-        """The slots of all local ranks that hold this snapshot folder's states; each with its request."""
+        """The slots of all local ranks that hold this snapshot folder's states, each with its request; with `copies`
+        those of other nodes' ranks after them."""
 
     def forget(self, above_step: int) -> None:
         """Drop states of later steps: training continues from an earlier one."""
@@ -114,12 +113,33 @@ class SaverClient:
     in_memory = True
 
     def __init__(
-        self, address: SaverAddress, *, rank: int = 0, world: int = 1, remote: bool = False, stage: str = ""
+        self,
+        address: SaverAddress,
+        *,
+        rank: int = 0,
+        world: int = 1,
+        remote: bool = False,
+        stage: str = "",
+        copies: bool = False,
     ) -> None:
-        """Connect. Raises SnapshotMemoryError when there is no saver and none can be started."""
+        """Connect. `copies`: other nodes get copies. SnapshotMemoryError when there is no saver and none can be
+        started."""
         self._address, self._remote, self._stage = address, remote, stage
         self.place = str(address.folder)
-        self.slots = Slots(address.folder, SlotOwner(address.local_rank, rank, world, address.generation))
+        owner = SlotOwner(address.local_rank, rank, world, address.generation)
+        self.states = COUNT_MAX if copies else COUNT
+        self.slots = Slots(address.folder, owner, self.states)
+        self.port = 0
+        """Where the saver exchanges copies; 0: nowhere."""
+        self.copy_error = ""
+        """Why one of the last did not arrive, or why the saver cannot exchange copies."""
+        self._serve: memory_folder.Packet | None = None
+        self._copying: set[int] = set()
+        """Ids of copies on their way to another node."""
+        self._kept: tuple[State | None, ...] = ()
+        """The state that all ranks have sent, and the one that is or was sent last."""
+        self._forgotten = True
+        self._copies = copies
         self._committed: Slot | None = None
         self._newest_step = -1
         """The newest step that was held when this life began."""
@@ -158,6 +178,10 @@ class SaverClient:
 
     def stage(self, step: int, size_bytes: int, *, wait: bool = False) -> memoryview | None:
         memory = self.slots.stage(step, size_bytes)
+        if memory is None and wait and self._kept and not self.copying:  # the saver still has one of a previous worker
+            self.slots.hold(self._kept[0])
+            self._kept, self.copy_error = (), "its memory slot was needed for a newer state"
+            memory = self.slots.stage(step, size_bytes)
         deadline = time.monotonic() + PATIENCE_S
         while memory is None and wait:
             if not self.wait_for_slot(max(deadline - time.monotonic(), 0.0)):
@@ -177,8 +201,7 @@ class SaverClient:
             self._making_huge.start()
 
     def held(self, folder: str) -> list[Slot]:
-        at = self._address.folder
-        committed = (slot for local_rank in local_ranks(at) for slot in committed_slots(at, local_rank))
+        committed = (slot for _, slot in all_slots(self._address.folder, beside=self._copies))
         found = [slot for slot in committed if slot.request is not None and slot.request.folder == folder]
         self._newest_step = max((slot.step for slot in found), default=-1)
         return found
@@ -186,6 +209,65 @@ class SaverClient:
     def forget(self, above_step: int) -> None:
         if self._newest_step > above_step:  # a read costs a few milliseconds
             self.slots.forget(above_step=above_step)
+            if self._copies:
+                self._forgotten = False
+                self._send({"do": "forget", "above_step": above_step})
+                self._receive_until(lambda: self._forgotten, PATIENCE_S)  # before a copy of such a step comes
+
+    # --- copies on other nodes ----------------------------------------------------------------------------------------
+
+    def serve(self, key: bytes, host: str, bytes_s: float, folder: str) -> None:
+        """Have the saver exchange copies with others of this key, at this address. See `port`, `copy_error`. A rescue
+        of states in this snapshot folder, which waits for other nodes, ends: this life goes on from memory."""
+        self._serve = {"do": "serve", "key": key.hex(), "host": host, "bytes_s": float(bytes_s), "folder": folder}
+        self.port, self.copy_error = 0, ""
+        with contextlib.suppress(SnapshotError):
+            self._send(self._serve)
+        self._receive_until(lambda: bool(self.port or self.copy_error), PATIENCE_S)
+
+    @property
+    def copying(self) -> bool:
+        """Whether a copy is on its way to another node."""
+        return bool(self._copying)
+
+    def copy(self, to: Address, keep: State | None, slot: Slot | None = None) -> None:
+        """Send a slot of `held`, or the committed state, to the saver there, which keeps the state `keep` as well. See
+        `copying`."""
+        slot = slot or self._committed
+        assert slot is not None
+        assert slot.path is not None
+        request = slot.request
+        assert request is not None
+        try:
+            lent = lend(slot.path.parent, slot)
+        except ValueError as error:
+            self.copy_error = str(error)
+            return
+        try:
+            packet = {"do": "copy", "id": self._next_id(), "sequence": slot.sequence, "to": list(to), "keep": keep}
+            beside = slot.path.parent.name if is_copy(slot.path) else ""
+            self._send({**packet, "request": request.to_json(), "beside": beside}, lent)
+            self.copy_error = self.copy_error if self.copying else ""
+            self._copying.add(self._last_id)
+            # Until all ranks are known to have sent it, and then in place of the other.
+            self.keep(keep, request.identity)
+        except (SnapshotError, ValueError) as error:
+            self.copy_error = str(error)
+        finally:
+            os.close(lent)
+
+    def keep(self, *states: State | None) -> None:
+        """Stage into none of these."""
+        self._kept = states
+        self.slots.hold(*states)
+
+    def tell_agent(self, packet: memory_folder.Packet) -> None:
+        with contextlib.suppress(SnapshotError):
+            self._send({"do": "tell", "packet": packet})
+
+    def drop_fetched(self) -> None:
+        if self._copies:
+            drop_fetched(self._address.folder)
 
     # --- saves --------------------------------------------------------------------------------------------------------
 
@@ -347,6 +429,14 @@ class SaverClient:
             case "failed", number:
                 if self._asked.pop(number, None) is not None:
                     self._failures.append(disk.error_of(str(packet.get("code")), str(packet.get("text"))))
+            case "serving", _:
+                self.port, self.copy_error = int(packet.get("port", 0)), str(packet.get("text", ""))
+            case "forgotten", _:
+                self._forgotten = True
+            case "copied", number:
+                if number in self._copying:
+                    self._copying.discard(number)
+                    self.copy_error = str(packet.get("text")) or self.copy_error
             case "idle", number:
                 if number == self._waiting_for:
                     self._waiting_for = 0
@@ -357,6 +447,10 @@ class SaverClient:
         """The saver has died, and its saves with it."""
         self._drop()
         self._waiting_for = 0
+        if self.copying:
+            self.copy_error = "the process that sent it was killed"
+            self._copying.clear()
+        self.port = 0
         self._lost_at_s = time.monotonic() - RECONNECT_S
         asked, self._asked = self._asked, {}
         for each in asked.values():
@@ -387,114 +481,5 @@ class SaverClient:
             hello |= {"packages": sys.path, "environ": dict(os.environ)}
         with contextlib.suppress(OSError):  # then the next packet fails as well, and reports it
             seqpacket.send(sock, hello)
-
-
-class InProcessStaging:
-    """Memory of this process and a thread that writes."""
-
-    in_memory = False
-    place = ""
-
-    def __init__(self) -> None:
-        self._memory: mmap.mmap | None = None
-        self._size_bytes = 0
-        self._thread: threading.Thread | None = None
-        self._failures: list[SnapshotError] = []
-
-    def regroup(self, rank: int, world: int, generation: int) -> None:
-        """A request names its rank; nothing else here does."""
-
-    def reserving(self, size_bytes: int) -> Generator[int, None, None]:
-        self._reserve(size_bytes)
-        yield 1
-
-    def _reserve(self, size_bytes: int) -> None:
-        if self._memory is None or len(self._memory) < size_bytes:
-            self._memory = mmap.mmap(-1, size_bytes)
-
-    def stage(self, step: int, size_bytes: int, *, wait: bool) -> memoryview | None:  # noqa: ARG002
-        if self.busy and not wait:
-            return None
-        self._join()
-        self._reserve(size_bytes)
-        self._size_bytes = size_bytes
-        assert self._memory is not None
-        return memoryview(self._memory)[:size_bytes]
-
-    def commit(self, request: SaveRequest) -> None:
-        """No other process could write it after our end."""
-
-    def persist(self, request: SaveRequest) -> None:
-        assert self._memory is not None
-        data = request.of_file(memoryview(self._memory)[: self._size_bytes])
-        self._thread = threading.Thread(target=self._write, args=(request, data), name="holdfast-save")
-        self._thread.start()
-
-    def _write(self, request: SaveRequest, data: memoryview) -> None:
-        try:
-            changes.write_rank(request, data)
-            if request.rank == 0:
-                changes.commit(request)
-        except SnapshotError as error:
-            self._failures.append(error)
-        except (OSError, ValueError) as error:
-            self._failures.append(SnapshotWriteError(f"step {request.step} was not saved: {error}"))
-
-    def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
-
-    @property
-    def busy(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def check(self) -> None:
-        if self._failures:
-            raise self._failures.pop(0)
-
-    def wait(self) -> None:
-        self._join()
-        self.check()
-
-    def await_previous_worker(self) -> None:
-        """Nothing to wait for: its saves ended with it."""
-
-    def held(self, folder: str) -> list[Slot]:  # noqa: ARG002
-        return []
-
-    def forget(self, above_step: int) -> None:
-        """Nothing is kept."""
-
-    def read_back(self, snapshot: Snapshot) -> None:
-        if isinstance(snapshot.path, RemotePath):
-            return folder.confirm(snapshot)
-        return folder.verify(snapshot, lambda: None)
-
-    def close(self, *, ahead: bool) -> None:  # noqa: ARG002
-        self._join()
-
-
-def open_tier(*, rank: int, world: int, remote: bool = False, stage: str = "") -> Tier:
-    """The memory tier; where it is not possible, the in-process one with a warning. `remote`: the target is an object
-    store; `stage`: see Snapshots."""
-    try:
-        address = SaverAddress.find()
-        try:
-            return SaverClient(address, rank=rank, world=world, remote=remote, stage=stage)
-        except SnapshotMemoryError:
-            address.close()
-            raise
-    except SnapshotMemoryError as error:
-        warn_of_disk(error)
-        return InProcessStaging()
-
-
-def warn_of_disk(error: SnapshotError) -> None:
-    """Called once for each Snapshots object."""
-    warnings.warn(
-        f"holdfast: no snapshots in memory: {error}\n"
-        "Snapshots go to the disk only; a restart reads them there, and a save ends with its process.",
-        RuntimeWarning,
-        stacklevel=4,
-    )
+            if self._serve is not None and not self.port:
+                seqpacket.send(sock, self._serve)

@@ -1,4 +1,4 @@
-"""Two slots per local rank in /dev/shm: the newest states of a worker, which outlive it and cost one memory copy.
+"""Slots per local rank in /dev/shm: the newest states of a worker, which outlive it and cost one memory copy.
 
     slots = Slots(place)
     for _ in slots.reserving(size_bytes): ...      # once: memory is taken and mapped, or SnapshotMemoryError
@@ -20,7 +20,8 @@ all bytes would make a save several times as slow.
 lock. The lock travels with a descriptor through the saver's socket, so there is no gap during the handover, and the
 kernel drops it when its holder dies. `stage` takes the older slot, unless it is being written out. So the newest
 committed slot is overwritten only while the other one, also committed, is being saved. When both are being saved there
-is none: the caller skips, or waits for the saver. A second process with the same local rank (a launcher inside a worker
+is none: the caller skips, or waits for the saver. A third slot, with copies on other nodes, keeps the state that all
+of them have (`hold`). A second process with the same local rank (a launcher inside a worker
 passes its environment on) is refused by a lock that belongs to one process.
 
 Knows files, locks and bytes. Must not know tensors, or where snapshots go. Standard library only.
@@ -38,6 +39,7 @@ import re
 import shutil
 import sys
 import threading
+import time
 import zlib
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from pathlib import Path
@@ -47,11 +49,12 @@ from holdfast.linux import check_memory
 from holdfast.protocol.errors import SnapshotMemoryError
 from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.mapping import MappedFile, Mappings
+from holdfast.snapshots.memory_folder import claim, open_for_writing, unclaim
 
 HEADER_BYTES = 64 * 1024
 NOTE_BYTES_MAX = HEADER_BYTES - 4096  # bytes of a slot's header for JSON, which holds the request to save it
 MAGIC = 0x0002_544F_4C53_4648  # "HFSLOT", version 2
-COUNT = 2  # slots per local rank
+COUNT, COUNT_MAX = 2, 3  # slots per local rank
 SAMPLES = 128
 SAMPLE_BYTES = 1024
 HUGE_PAUSE = 3.0  # pause until the next huge page is made, in multiples of the time for one
@@ -61,7 +64,7 @@ STAGING_S = 0.02  # the typical time of a copy
 _MAGIC, _COMMIT, _SEQUENCE, _NOTE = range(4)  # _NOTE: length of the JSON in the upper half, its CRC in the lower
 _WORD_BYTES = 8
 _WORDS_BYTES = 4 * _WORD_BYTES
-_NAME = re.compile(r"(\d{1,6})\.([01])")
+_NAME = re.compile(r"(\d{1,6})\.([012])")
 
 
 class Slot(NamedTuple):
@@ -69,7 +72,7 @@ class Slot(NamedTuple):
 
     step: int
     data: memoryview  # the bytes of the rank's snapshot file; good until the slot is staged into again
-    number: int  # 0 or 1
+    number: int  # 0, 1 or 2
     sequence: int  # order of staging: the newest has the highest number, whatever its step
     generation: int
     rank: int
@@ -77,6 +80,7 @@ class Slot(NamedTuple):
     local_rank: int
     request: SaveRequest | None  # how the saver writes it if the worker dies before its own request; None: not at all
     path: Path | None = None  # the slot's file, where it was read by its name
+    unix_s: float = 0.0  # when it was committed
 
 
 class SlotOwner(NamedTuple):
@@ -89,24 +93,25 @@ class SlotOwner(NamedTuple):
 
 
 class Slots:
-    """The two slots of one local rank. Use it in one thread; a forked child must not use it."""
+    """The slots of one local rank. Use it in one thread; a forked child must not use it."""
 
-    def __init__(self, folder: Path, owner: SlotOwner) -> None:
+    def __init__(self, folder: Path, owner: SlotOwner, count: int = COUNT) -> None:
         """`folder`: the shared-memory folder. Nothing is made before the first `reserving` or `stage`."""
         self._folder = folder
-        self._owner = owner
-        self._files = [_File(slot_path(folder, owner.local_rank, index)) for index in range(COUNT)]
+        self.owner = owner
+        self._files = [_File(slot_path(folder, owner.local_rank, index)) for index in range(count)]
         self._sequence = max(file.sequence for file in self._files)
         self._staging: _Staging | None = None
         self._claim = -1  # holds this process's lock, once it has staged
         self._unfinished: dict[int, tuple[int, int]] = {}  # files that grow: size and sequence number before
+        self._held: list[int] = []  # descriptors that protect slots
 
     def regroup(self, rank: int, world: int, generation: int) -> None:
         """This worker goes on as this rank of another generation."""
-        self._owner = self._owner._replace(rank=rank, world=world, generation=generation)
+        self.owner = self.owner._replace(rank=rank, world=world, generation=generation)
 
     def reserving(self, size_bytes: int) -> Generator[int, None, None]:
-        """Take and map memory for two slots of this size, so that no `stage` has to; piece by piece, by any threads in
+        """Take and map memory for all slots, of this size, so that no `stage` has to; piece by piece, by any threads in
         turn. Yields how many slots have room; the one that is staged next is the first. SnapshotMemoryError when there
         is too little memory; `close` gives back what nobody has staged into. Called again, it uses what was taken."""
         with self._errors(size_bytes):
@@ -145,7 +150,7 @@ class Slots:
 
     def _oldest_first(self) -> list[int]:
         """A slot that was never committed is older than any."""
-        return sorted(range(COUNT), key=lambda each: self._files[each].sequence)
+        return sorted(range(len(self._files)), key=lambda each: self._files[each].sequence)
 
     def make_huge(self, stop: threading.Event) -> None:
         """Put the slots into huge pages gradually, in a separate thread, until `stop` is set."""
@@ -161,14 +166,14 @@ class Slots:
         """Memory for the rank's next snapshot, which is valid only after `commit`; drops a staged one that was not
         committed.
 
-        None: the saver is still writing out both slots. Raises SnapshotMemoryError when the slot has to grow and
+        None: the saver is still writing out all slots. Raises SnapshotMemoryError when the slot has to grow and
         cannot.
         """
         self.abandon()
-        older, newer = self._oldest_first()
-        number, held = older, self._lock(older)
-        if held is None and self._files[older].sequence:
-            number, held = newer, self._lock(newer)
+        for number in self._oldest_first():
+            held = self._lock(number)
+            if held is not None or not self._files[number].sequence:
+                break
         if held is None:
             return None
         file = self._files[number]
@@ -199,7 +204,8 @@ class Slots:
             "step": staging.step,
             "size_bytes": staging.size_bytes,
             "sample": sample(data),
-            **self._owner._asdict(),
+            "unix_s": time.time(),
+            **self.owner._asdict(),
             "request": None if request is None else request.to_json(),
         }
         encoded = json.dumps(note).encode()
@@ -221,10 +227,20 @@ class Slots:
             release(self._staging.lock)
             self._staging = None
 
+    def hold(self, *states: tuple[int, int, int] | None) -> None:
+        """Keep the states of these identities (SaveRequest), and no others that were held before."""
+        for fd in self._held:
+            release(fd)
+        self._held = []
+        for slot in self.committed() if any(states) else ():
+            if slot.request is not None and slot.request.identity in states:
+                with contextlib.suppress(ValueError):
+                    self._held.append(lend(self._folder, slot))
+
     def committed(self) -> list[Slot]:
         """All valid slots of this and of previous workers, newest first."""
         self.abandon()
-        return committed_slots(self._folder, self._owner.local_rank)
+        return committed_slots(self._folder, self.owner.local_rank)
 
     def forget(self, *, above_step: int) -> None:
         """Drop slots of later steps: the ranks agreed to continue from this step."""
@@ -234,14 +250,23 @@ class Slots:
                 self._files[slot.number].sequence = 0
                 release(held)
 
+    def discard(self) -> None:
+        """Remove the files. Who has mapped them keeps the memory."""
+        self.abandon()
+        for file in self._files:
+            file.close()
+            file.path.unlink(missing_ok=True)
+            file.sequence = 0
+
     def close(self) -> None:
         """Release files and memory; removes nothing."""
         self.abandon()
+        self.hold()
         self._give_back()
         for file in self._files:
             file.close()
         if self._claim >= 0:
-            _release(self._folder, self._owner.local_rank, self._claim)
+            unclaim(self._folder, self.owner.local_rank, self._claim)
             self._claim = -1
 
     def _lock(self, index: int) -> int | None:
@@ -251,8 +276,8 @@ class Slots:
         """
         try:
             if self._claim < 0:
-                self._claim = _claim(self._folder, self._owner.local_rank)
-            fd = _open_for_writing(self._files[index].path)
+                self._claim = claim(self._folder, self.owner.local_rank)
+            fd = open_for_writing(self._files[index].path)
         except OSError as error:
             raise SnapshotMemoryError(f"{self._folder} cannot be used: {error.strerror}.") from error
         try:
@@ -303,7 +328,7 @@ class _File:
         file is unchanged then."""
         if self.room_bytes >= size_bytes and self.room_bytes:
             return
-        fd = _open_for_writing(self.path)
+        fd = open_for_writing(self.path)
         try:
             before_bytes = os.fstat(fd).st_size
             whole_bytes = max(_whole_bytes(size_bytes), before_bytes)
@@ -363,7 +388,7 @@ def lend(folder: Path, slot: Slot) -> int:
     except BlockingIOError:
         committed = 0
     if committed != slot.sequence:
-        os.close(fd)
+        release(fd)
         raise ValueError(f"the slot of step {slot.step} was staged into since")
     return fd
 
@@ -372,34 +397,6 @@ def release(fd: int) -> None:
     """Unlock and close it. Closing is not enough: a mapping keeps the file open, and so does a forked child."""
     fcntl.flock(fd, fcntl.LOCK_UN)
     os.close(fd)
-
-
-def _open_for_writing(path: Path) -> int:
-    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-
-_claimed: set[Path] = set()
-"""Claims of this process: POSIX locks do not distinguish its own claims, and closing one would drop all."""
-
-
-def _claim(folder: Path, local_rank: int) -> int:
-    """Claim this local rank until the descriptor is released. Raises OSError, SnapshotMemoryError."""
-    path = folder / f"{local_rank}.owner"
-    if path in _claimed:
-        raise SnapshotMemoryError(f"other snapshots of this process have the memory slots of local rank {local_rank}.")
-    fd = _open_for_writing(path)
-    try:
-        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a POSIX lock: a forked child does not have it
-    except BlockingIOError as error:
-        os.close(fd)
-        raise SnapshotMemoryError(f"another process has the memory slots of local rank {local_rank}.") from error
-    _claimed.add(path)
-    return fd
-
-
-def _release(folder: Path, local_rank: int, fd: int) -> None:
-    os.close(fd)
-    _claimed.discard(folder / f"{local_rank}.owner")
 
 
 def slot_path(folder: Path, local_rank: int, index: int) -> Path:
@@ -417,7 +414,7 @@ def local_ranks(folder: Path) -> list[int]:
 
 def committed_slots(folder: Path, local_rank: int) -> list[Slot]:
     """All valid slots of one local rank, newest first; for processes other than its worker."""
-    found = [read_file(slot_path(folder, local_rank, index), index) for index in range(COUNT)]
+    found = [read_file(slot_path(folder, local_rank, index), index) for index in range(COUNT_MAX)]
     return sorted((slot for slot in found if slot is not None), key=lambda slot: -slot.sequence)
 
 
@@ -483,6 +480,7 @@ def _slot_of(note: Mapping[str, Any], data: memoryview, index: int, sequence: in
         note["local_rank"],
         None if request is None else SaveRequest.from_json(request),
         path,
+        note.get("unix_s", 0.0),
     )
 
 

@@ -9,14 +9,11 @@ verdicts.
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import re
 import resource
 import signal
-import socket
-import struct
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -24,7 +21,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from holdfast.linux import GroupLimits
+from holdfast.linux import VIRTUAL, GroupLimits, addresses
 from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure
 from holdfast.protocol.policy import COUNT_MAX
 from holdfast.runtime.run_folder import WorkerStreams
@@ -159,13 +156,10 @@ def left_with_zero(bare: Failure, streams: WorkerStreams) -> Failure:
 
 
 SHM = "/dev/shm"
-SIOCGIFADDR, SIOCGIFFLAGS, IFF_UP = 0x8915, 0x8913, 0x1
 MIB = 2**20
 GIB = 2**30
 FACT_CHARACTERS_MAX = 240
 INTERFACES_SHOWN_MAX = 8
-VIRTUAL = r"^(?:lo|docker|br-|veth|virbr|cni|flannel|cali|tun|tap|wg|tailscale|kube|dummy)"
-"""Interfaces that other nodes do not share."""
 PATH = r"(?<![\w/:.])/[\w.~+=@-]+(?:/[\w.~+=@-]+)+"
 PATHS_MAX = 16
 SLOW_MOUNTS = r"^(?:nfs|cifs|smb|fuse|9p|ceph|autofs|afs|glusterfs)"
@@ -252,27 +246,16 @@ def interfaces() -> str:
     """`eth0 10.0.0.5, docker0 172.17.0.1; try NCCL_SOCKET_IFNAME=eth0`."""
     from holdfast.doctor.facts import default_interface
 
-    up = {name: address for _, name in socket.if_nameindex() if (address := _address(name))}
+    up = addresses()
     if not up:
         return "no network interface is up"
     shown = ", ".join(f"{name} {address}" for name, address in list(up.items())[:INTERFACES_SHOWN_MAX])
-    real = [name for name in up if not re.match(VIRTUAL, name)]
+    real = [name for name in up if name != "lo" and not name.startswith(VIRTUAL)]
     default = default_interface()
     best = default if default in real else (real[0] if real else "")
     return f"interfaces {shown}" + (
         f"; try NCCL_SOCKET_IFNAME={best}" if best else "; none but loopback and virtual ones"
     )
-
-
-def _address(name: str) -> str:
-    """The IPv4 address of an interface that is up; empty otherwise. psutil would list IPv6 too, and cost a tenth of a
-    second."""
-    request = struct.pack("256s", name.encode()[:15])
-    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        flags = struct.unpack_from("<H", fcntl.ioctl(sock, SIOCGIFFLAGS, request), 16)[0]
-        if flags & IFF_UP:
-            return socket.inet_ntoa(fcntl.ioctl(sock, SIOCGIFADDR, request)[20:24])
-    return ""
 
 
 def shm() -> str:

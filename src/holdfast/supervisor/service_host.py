@@ -22,6 +22,7 @@ Knows sockets and the supervisor; must not know torch, nor what a snapshot is.
 from __future__ import annotations
 
 import asyncio
+import hmac
 import select
 import socket
 import sys
@@ -30,6 +31,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from holdfast import seqpacket
+from holdfast.runtime.run_folder import Journal
 from holdfast.snapshots import memory_folder
 from holdfast.snapshots.memory_folder import FINISH_LIMIT_S, SOCKET, MemoryFolder, clean
 from holdfast.supervisor.client import ProcessEnded, SpawnFailed, SupervisorClient, SupervisorEvent
@@ -246,13 +248,15 @@ class SaverHost:
         supervisor: SupervisorClient,
         run_id: str,
         on_notice: Callable[[str], None],
-        on_saved: Callable[[seqpacket.Message], None] = lambda _: None,
+        journal: Journal,
+        token: bytes | None = None,
     ) -> None:
-        """`on_notice` gets messages for the user, `on_saved` the path, step and times of each save."""
+        """`on_notice` gets messages for the user, `journal` an event for each save, and for each copy to another
+        node. `token`: the job's, if it has one."""
         self._saver = ServiceProcess(supervisor, SAVER, self._heard, lambda: self._gone.set())  # noqa: PLW0108
         self._run_id = run_id
         self._on_notice = on_notice
-        self._on_saved = on_saved
+        self._journal, self._token = journal, token
         self._loop = asyncio.get_running_loop()
         self._memory_folder: MemoryFolder | None = None
         self._listening: socket.socket | None = None
@@ -327,6 +331,9 @@ class SaverHost:
         try:
             opened = MemoryFolder.make(self._run_id)
             self._listening = memory_folder.listen(opened.path / SOCKET)
+            if self._token is not None:
+                key = hmac.digest(self._token, b"holdfast snapshots " + self._run_id.encode(), "sha256")
+                (opened.path / memory_folder.KEY).write_bytes(key)
         except OSError:  # /dev/shm is not writable: a worker that needs it gets an error
             if opened is not None:
                 _remove(opened)
@@ -353,7 +360,14 @@ class SaverHost:
         elif packet.get("is") == "news":
             self._on_notice(f"snapshots: {packet.get('text')}")
         elif packet.get("is") == "saved":
-            self._on_saved({name: packet[name] for name in ("path", "step", "took_s", "stall_s") if name in packet})
+            about = {name: packet[name] for name in ("path", "step", "took_s", "stall_s") if name in packet}
+            self._journal.write("snapshot", **about)
+        elif packet.get("is") == "copy":
+            del packet["is"]
+            self._journal.write("snapshot_copy", **packet)
+        elif packet.get("is") == "fetched":
+            del packet["is"]
+            self._journal.write("snapshot_fetched", **packet)
 
     def _ended(self, why: str) -> None:
         self._saver.drop()

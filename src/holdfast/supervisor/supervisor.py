@@ -259,9 +259,10 @@ class Supervisor:
         """Remove the folders that a killed agent could not remove."""
         for folder in self._doomed:
             with contextlib.suppress(OSError):  # usually it is gone already
-                for name in os.listdir(folder):
-                    os.unlink(os.path.join(folder, name))
-                os.rmdir(folder)
+                for place, _, names in os.walk(folder, topdown=False):
+                    for name in names:
+                        os.unlink(os.path.join(place, name))
+                    os.rmdir(place)
 
     def _patience_ms(self) -> int | None:
         if self._kill_deadline is not None:

@@ -10,7 +10,6 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 
-from holdfast import seqpacket
 from holdfast.agent.agent_state import Work
 from holdfast.agent.events import (
     Event,
@@ -96,7 +95,7 @@ class WorkerGroup:
         self._profiles = Profiles(tasks, folder.path, journal.write)
         self._oom: OomWatch | None = None
         self._store: StoreHost | None = None
-        self._saver = SaverHost(self._supervisor, options.job.run_id, on_notice, self._note_saved)
+        self._saver = SaverHost(self._supervisor, options.job.run_id, on_notice, journal, options.token)
         place, run_id, path = options.dashboard, options.job.run_id, str(folder.path or "")
         self._dashboard = DashboardHost(self._supervisor, place, run_id, path, journal, on_notice) if place else None
         self._cpus: dict[int, list[int]] = {}
@@ -242,9 +241,6 @@ class WorkerGroup:
         self._phases.stop()
         if self._supervisor_ready.is_set():
             self._supervisor.kill_tree()
-
-    def _note_saved(self, saved: seqpacket.Message) -> None:
-        self._journal.write("snapshot", **saved)
 
     def serve_dashboard(self) -> None:
         """The coordinator runs here: if a dashboard is wanted, it does too."""

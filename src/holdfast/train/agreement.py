@@ -28,7 +28,14 @@ from typing import Any
 import torch.distributed as dist
 
 from holdfast.linux import boot_id
-from holdfast.protocol.errors import IntervalError, SnapshotBusyError, SnapshotError, SnapshotIncompleteError
+from holdfast.protocol.errors import (
+    IntervalError,
+    RetentionError,
+    SnapshotBusyError,
+    SnapshotError,
+    SnapshotIncompleteError,
+)
+from holdfast.snapshots.changes import Keep
 from holdfast.text import seconds_of
 from holdfast.train.guards import GuardWarning, enabled
 
@@ -130,6 +137,20 @@ def seconds(text: str | float) -> float:
     if value is None:
         raise IntervalError(f"every={text!r}: write a time such as '90s', '2min' or '6h', or steps(500)")
     return value
+
+
+def check_options(
+    memory_every: int | None, failures_max: int, keep: Keep | None, copies: int, copies_bandwidth: float | None
+) -> None:
+    """Of `Snapshots`. IntervalError, RetentionError."""
+    if memory_every is not None and (type(memory_every) is not int or memory_every < 1):
+        raise IntervalError(f"memory_every={memory_every!r}: a number of steps, at least 1, or None")
+    if type(failures_max) is not int or failures_max < 1:
+        raise IntervalError(f"failures_max={failures_max!r}: a number of saves, at least 1")
+    if copies not in (0, 1) or not (copies_bandwidth is None or copies_bandwidth > 0):
+        raise IntervalError(f"copies={copies!r}, copies_bandwidth={copies_bandwidth!r}: 0 or 1; more than 0, or None")
+    if keep is not None and not isinstance(keep, Keep):
+        raise RetentionError(f"keep={keep!r}: write ht.Keep(last=3), or None for all")
 
 
 def crossed(step: int, last: int, every: int | None) -> bool:

@@ -21,10 +21,8 @@ from torch.optim import Optimizer
 from holdfast.protocol.errors import SnapshotMemoryError
 from holdfast.train.sharding import local_tensor
 
-ALL_STATES = 2
-"""States that a tier has room for."""
 PAUSE = 1.0
-"""Pause until the next piece of the second state's memory is taken in the background, in multiples of the processor
+"""Pause until the next piece of the other states' memory is taken in the background, in multiples of the processor
 time for one. For the first state there is none: all the time until the first save may be one short step."""
 
 
@@ -33,9 +31,9 @@ class MemoryReservation:
 
     Not by a thread of low priority: on a busy machine that may not run for seconds, and who needs the memory waits."""
 
-    def __init__(self, pieces: Generator[int, None, None]) -> None:
-        """`pieces`: of `Tier.reserving`."""
-        self._pieces = pieces
+    def __init__(self, pieces: Generator[int, None, None], states: int) -> None:
+        """`pieces`: of `Tier.reserving`; `states`: as many as it has room for."""
+        self._pieces, self.states = pieces, states
         self._turn = threading.Lock()
         self._wanted = threading.Event()
         self._ready = 0
@@ -45,7 +43,7 @@ class MemoryReservation:
 
     def _in_background(self) -> None:
         began_s = time.thread_time()
-        while self._take(ALL_STATES):
+        while self._take(self.states):
             if self._wanted.wait(PAUSE * (time.thread_time() - began_s) * (self._ready > 0)):
                 return
             began_s = time.thread_time()
@@ -56,7 +54,7 @@ class MemoryReservation:
             if self._ready >= states or self._error is not None:
                 return False
             try:
-                self._ready = next(self._pieces, ALL_STATES)
+                self._ready = next(self._pieces, self.states)
             except SnapshotMemoryError as error:
                 self._error = error
             return True
@@ -68,8 +66,9 @@ class MemoryReservation:
         self._pieces.close()
 
     def finish(self, states: int) -> SnapshotMemoryError | None:
-        """Until so many states have room; or the error."""
-        if states >= ALL_STATES:
+        """Until so many states have room, or all; or the error."""
+        states = min(states, self.states)
+        if states == self.states:
             self._wanted.set()
             self._thread.join()
         while self._take(states):

@@ -1,6 +1,7 @@
 """Resuming: all ranks agree on the newest state that every one of them can load, and load it.
 
-Memory first, when it is at least as new as the disk and every rank finds all that it needs on its own node. Otherwise
+Memory first, when it is at least as new as the disk and every rank finds all that it needs on its own node, or, with
+copies on other nodes, anywhere: then it is fetched. Otherwise
 the newest snapshot on the disk whose bytes are all valid; damaged ones are renamed and reported, suspect ones are left
 out (quarantine.py). Rank 0 decides, the others follow (agreement.py); a failure of one rank is reported to all, so that
 no rank waits for it.
@@ -10,11 +11,12 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 from holdfast.protocol.errors import (
     HoldfastError,
@@ -25,12 +27,17 @@ from holdfast.protocol.errors import (
     StateMismatchError,
 )
 from holdfast.snapshots import folder as folders
+from holdfast.snapshots import lease as leases
+from holdfast.snapshots.copy_service import State, is_copy
+from holdfast.snapshots.flush import rescue_attempt
 from holdfast.snapshots.folder import RankFile, Survey
 from holdfast.snapshots.layout import MANIFEST, FolderKind, Key, parse_name
+from holdfast.snapshots.lease import FolderLease
 from holdfast.snapshots.remote import LOOK_S, Place, RemotePath, place_of
 from holdfast.snapshots.saver_client import Tier
 from holdfast.snapshots.slots import Slot
 from holdfast.train.agreement import Peers
+from holdfast.train.copies import Copies, Sources
 from holdfast.train.quarantine import Judged, Patience, end_without_progress, judged
 from holdfast.train.reading import FilePart, ReadPlan, Saved, open_files, parts_of_slot
 from holdfast.train.state import Restored, Tracker
@@ -62,9 +69,8 @@ class Resumed:
     """What was not restored as it was saved, because `strict=False` or `optional=` allowed it."""
 
 
-Inventory = tuple[int, int, int]
-"""A state in memory: its step, the life of the job that left it (the number of its attempt), and its save of that
-life."""
+Held = dict[int, Slot]
+"""A state in memory, as this node has it: the slots by rank, those of its own ranks first."""
 
 
 @dataclass
@@ -78,6 +84,7 @@ class Resumer:
     fresh_ok: bool
     patience: Patience
     choice: Choice = field(default_factory=Choice)
+    copies: Copies | None = None
     life: str = ""
     """A random word, the same on all ranks: notes of this life carry it."""
     origin: Key | None = None
@@ -85,6 +92,8 @@ class Resumer:
     adopted: Saved | None = None
     """Of a state in memory: its `settling` has to be done before anybody stages a new one."""
     skipped: list[str] = field(default_factory=list)
+    _state: State | None = None
+    """In memory, from which training goes on."""
     _misfit: StateMismatchError | None = None
     """Of a state in memory."""
     _judged: Judged | None = None
@@ -100,6 +109,9 @@ class Resumer:
             raise self._misfit  # a beginning from zero would lose that state
         if self._judged is not None:
             self._judged.begin(self.path, self.life, self.origin)
+        self.tier.forget(resumed.step if resumed else -1)
+        if self._state is not None and self.copies is not None:
+            self.copies.send_again(str(self.path), self._state, self.peers)
         for note in resumed.notes if resumed is not None and self.peers.rank == 0 else ():
             warnings.warn(f"holdfast: {note}", RuntimeWarning, stacklevel=4)
         return resumed
@@ -107,26 +119,72 @@ class Resumer:
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def _from_memory(self) -> Resumed | None:
-        held: dict[Inventory, list[Slot]] = {}
-        for each in self.tier.held(str(self.path)):
-            assert each.request is not None
-            held.setdefault((each.step, each.request.attempt, each.request.save), []).append(each)
-        said = self.peers.gather(sorted(held))
+        held = self._held_states()
+        mine = [[state, next(iter(slots.values())).world, list(slots)] for state, slots in held.items()]
+        said = self.peers.gather([mine, [] if self.copies is None else self.copies.report().address])
         word = self.peers.tell(self._first_word(said, held) if said else None)
         if word["over"]:
             end_without_progress(word["over"])
         self.life, self._suspects = word["life"], [(step, why) for step, why in word["suspects"]]
-        for offer in ((each[0], each[1], each[2]) for each in word["offers"]):
-            resumed = self._from_slots(offer[0], held[offer])
+        for step, attempt, save, world, where in word["offers"]:
+            state = (step, attempt, save)
+            sources = Sources(world, {owner: (host, port) for owner, host, port in where})
+            resumed = self._from_slots(step, self._gathered(state, held.get(state, {}), sources))
             if resumed is not None:
-                self.origin = Key(offer[0], offer[1])
+                self.origin = Key(step, attempt)
+                self._state = state
+                if self.copies is not None:
+                    self.copies.keep(state)
                 return resumed
         return None
 
-    def _first_word(self, said: list[list[list[int]]], held: dict[Inventory, list[Slot]]) -> dict[str, Any]:
+    def _held_states(self) -> dict[State, Held]:
+        held: dict[State, Held] = {}
+        for each in self.tier.held(str(self.path)):
+            assert each.request is not None
+            held.setdefault(each.request.identity, {}).setdefault(each.rank, each)
+        return held
+
+    def _gathered(self, state: State, held: Held, sources: Sources) -> list[Slot]:
+        """What this rank loads the state from: its node's own slots, also copies, or what other nodes have as well."""
+        if self.copies is None or not sources.is_complete:
+            return list(held.values())
+        own = {rank: slot for rank, slot in held.items() if slot.path is not None and not is_copy(slot.path)}
+        for use in (own, held):
+            lacks = self._lacks(use, sources)
+            if not any(self.peers.share(lacks)):
+                return list(use.values())
+        for everything in (False, True) if sources.world == self.peers.world else (True,):
+            node = self.copies.report().node
+            wanted = sources.missing(list(held), self.peers, node, lacks=lacks, everything=everything)
+            failed = self.copies.bring(str(self.path), state, wanted, sources.where, own=not everything)
+            self.skipped += [f"step {state[0]} in memory: {failed}"] if failed else []
+            self.peers.share(None)  # the other ranks of this node have fetched theirs
+            held = self._held_states().get(state, held)
+            lacks = self._lacks(held, sources)
+            if not any(self.peers.share(lacks)):
+                break
+        return list((own if not self._lacks(own, sources) else held).values())
+
+    def _lacks(self, held: Held, sources: Sources) -> bool:
+        """Whether this rank needs more than these slots."""
+        if not held or (sources.world == self.peers.world and self.peers.rank not in held):
+            return True
+        try:
+            return bool(self._compare(self._held(list(held.values())))[1].missing)
+        except (ShardingError, SnapshotDamagedError):
+            return True
+
+    def _first_word(self, said: list[Any], held: dict[State, Held]) -> dict[str, Any]:
         """Rank 0: what is suspect, and which states in memory to try."""
         word: dict[str, Any] = {"over": "", "life": os.urandom(8).hex(), "suspects": [], "offers": []}
-        offers = [{(each[0], each[1], each[2]) for each in theirs} for theirs in said]
+        found_at: dict[State, Sources] = {}
+        for theirs, address in said:
+            for (step, attempt, save), world, owners in theirs:
+                where = found_at.setdefault((step, attempt, save), Sources(world, {})).where
+                for owner in owners if address and address[1] else ():
+                    where.setdefault(owner, tuple(address))
+        offers = [{(step, attempt, save) for (step, attempt, save), _, _ in theirs} for theirs, _ in said]
         try:
             self._judged = judged(self.path, self.patience, (Key(each[0], each[1]) for each in set().union(*offers)))
             found = folders.survey(self.path)
@@ -137,18 +195,25 @@ class Resumer:
             "over": self._judged.over,
             "suspects": [(key.step, f"{key.name} is suspect: {why}") for key, why in suspects.items()],
         }
-        return {**word, "offers": self._choose(set.intersection(*offers), held, found)}
+        common = set.intersection(*offers) | {state for state, sources in found_at.items() if sources.is_complete}
+        chosen = [(state, found_at[state]) for state in self._choose(common, held, found)]
+        as_told = [
+            (*state, each.world, [(owner, *address) for owner, address in each.where.items()]) for state, each in chosen
+        ]
+        return {**word, "offers": as_told}
 
-    def _choose(self, common: set[Inventory], held: dict[Inventory, list[Slot]], found: Survey) -> list[Inventory]:
-        """Rank 0: what every rank has something of, newest first, and is not suspect or older than the disk."""
+    def _choose(self, common: set[State], held: dict[State, Held], found: Survey) -> list[State]:
+        """Rank 0: what every rank has something of, or can fetch, newest first, and is not suspect or older than the
+        disk."""
         assert self._judged is not None
         good = {each for each in common if not self._judged.is_suspect(each[0], each[1])}
         if good or found.committed or found.suspects:
             common = good  # else a suspect state is better than none
         newest_step = -1 if found.newest_valid is None else found.newest_valid.step
 
-        def age(offer: Inventory) -> tuple[int, int]:
-            return offer[0], max(each.sequence for each in held[offer])
+        def age(offer: State) -> tuple[int, int]:
+            own = next(iter(held.get(offer, {}).values()), None)
+            return offer[0], 0 if own is None else own.sequence
 
         return sorted((offer for offer in common if offer[0] >= newest_step), key=age, reverse=True)
 
@@ -364,3 +429,40 @@ def _unfinished(found: Survey) -> set[tuple[Place, int]]:
             files.add((path, 0))
             files |= {(each, each.stat().st_size) for each in path.iterdir()}
     return files
+
+
+class TakenFolder(NamedTuple):
+    """The snapshot folder of one life of the job."""
+
+    lease: FolderLease | None
+    """Rank 0's."""
+    number: int
+    """The lease's, for all ranks."""
+    rescue: int
+    """The attempt as which the saver writes what only memory has."""
+    secret: str
+    """For all ranks."""
+
+
+def take_folder(path: Place, peers: Peers, lease: FolderLease | None, lost: int = 0) -> TakenFolder:
+    """Rank 0 takes the folder for this job, unless it has its `lease`. `lost`: see leases.acquire. SnapshotError."""
+    word: dict[str, Any] = {}
+    failure: HoldfastError | None = None
+    before = lease
+    if peers.rank == 0:
+        try:
+            lease = lease or leases.acquire(path, os.environ.get("TORCHELASTIC_RUN_ID", ""), lost=lost)
+            word = {"number": lease.number, "rescue": rescue_attempt(), "secret": secrets.token_hex(32)}
+        except HoldfastError as error:
+            failure, word = error, {"error": str(error)}
+    try:
+        word = peers.tell(word)
+    except BaseException:  # also of an interruption: the caller does not learn of a new one
+        if lease is not None and lease is not before:
+            lease.release()
+        raise
+    if failure is not None:
+        raise failure
+    if "error" in word:
+        raise SnapshotError(f"rank 0: {word['error']}")
+    return TakenFolder(lease, int(word["number"]), int(word["rescue"]), str(word["secret"]))

@@ -20,14 +20,16 @@ import torch
 from holdfast.protocol.errors import HoldfastError, SnapshotError, SnapshotMemoryError, SnapshotWriteError
 from holdfast.snapshots import changes, disk
 from holdfast.snapshots.changes import Keep, SaveRequest, Verified
+from holdfast.snapshots.in_process import InProcessStaging, warn_of_disk
 from holdfast.snapshots.lease import FolderLease
 from holdfast.snapshots.memory_folder import STALL
 from holdfast.snapshots.remote import Place, RemotePath
-from holdfast.snapshots.saver_client import InProcessStaging, Tier, warn_of_disk
+from holdfast.snapshots.saver_client import SaverClient, Tier
 from holdfast.train import sharding
 from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper, node_key
+from holdfast.train.copies import Copies
 from holdfast.train.reading import Saved
-from holdfast.train.reservation import ALL_STATES, MemoryReservation, foreseen_bytes
+from holdfast.train.reservation import MemoryReservation, foreseen_bytes
 from holdfast.train.sharding import TEXT, Layout, Places
 from holdfast.train.state import Collected, Tracker
 
@@ -57,6 +59,7 @@ class _Said(NamedTuple):
     metrics: dict[str, float]
     step: int
     troubles: list[list[str]]
+    copies: list[Any] | None
 
 
 class Saving:
@@ -72,14 +75,16 @@ class Saving:
         clock: Timekeeper,
         failures_max: int,
         lease: FolderLease | None,
+        copies: Copies | None = None,
     ) -> None:
         """`rescue`: the attempt as which the saver writes what is only in memory; the same on all ranks. `lease`:
-        rank 0's."""
+        rank 0's. `copies`: other nodes get copies."""
         self.tier = tier
         self._path, self._tracker, self._peers = path, tracker, peers
         self._begun_at: tuple[int, int] = (-1, 0)
         """In an object store: the step that was begun last, and how often."""
         self._rescue, self._clock, self._lease = rescue, clock, lease
+        self._copies = copies
         self._failed = FailedSaves(failures_max)
         self.troubles: list[SnapshotError] = []
         """What went wrong in the background on this rank, and the others do not know yet."""
@@ -151,7 +156,7 @@ class Saving:
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
         size_bytes = foreseen_bytes(self._tracker.models, self._tracker.optimizers, ranks)
         if size_bytes:
-            self._reservation = MemoryReservation(self.tier.reserving(size_bytes))
+            self._reservation = MemoryReservation(self.tier.reserving(size_bytes), self.tier.states)
 
     def look(self) -> None:
         """Gather what went wrong in the background. The next save reports it to all ranks: one rank alone must not
@@ -185,6 +190,8 @@ class Saving:
             request = self._request(word["attempt"], word["metrics"])
             stall_s = round(time.monotonic() - began_s, 6)
             self._persist(replace(request, note={**request.note, STALL: stall_s}))
+        if self._copies is not None:
+            self._copies.follow(word.get("copies", {}), self._peers.rank, self._tracker.state.step)
         return Done(word["do"] == "persist", failure, word.get("look_at", 0))
 
     def _hear(self, word: Mapping[str, Any] | None) -> str:
@@ -231,7 +238,8 @@ class Saving:
         self.look()
         troubles = [[each.code, str(each)] for each in self.troubles]
         self.troubles.clear()
-        said = self._peers.gather([staged, metrics, self._tracker.state.step, troubles])
+        copied = None if self._copies is None else self._copies.report()
+        said = self._peers.gather([staged, metrics, self._tracker.state.step, troubles, copied])
         word: dict[str, Any] = self._peers.tell(
             self._judge([_Said(*each) for each in said], durable=durable, demanded=demanded) if said else None
         )
@@ -258,6 +266,9 @@ class Saving:
         if any(each.staged == "unplanned" for each in said):
             return {**word, "do": "plan"}
         all_there = all(each.staged == "staged" for each in said)
+        if self._copies is not None:
+            reports = [each.copies or () for each in said]
+            word["copies"] = self._copies.decide(reports, (step, self._rescue, self._saves), staged=all_there)
         if durable or (self._clock.due(now_s) and not self.tier.busy and all_there):
             self._clock.saved(now_s)  # also when it cannot begin: the next attempt comes after another interval
             try:
@@ -342,10 +353,12 @@ class Saving:
 
     def _plan(self, collected: Collected) -> None:
         self._places.clear()
+        if isinstance(self.tier, SaverClient):
+            self.tier.drop_fetched()  # all ranks have settled
         self._layout = _plan(self._peers, f"{node_key()}:{self.tier.place}", collected)
         self._signature = collected.signature()
         self._staged = 0
-        self._reservation = MemoryReservation(self.tier.reserving(self._layout.size_bytes))
+        self._reservation = MemoryReservation(self.tier.reserving(self._layout.size_bytes), self.tier.states)
 
     def _stop_reserving(self) -> None:
         """What was taken counts for the next plan, and what went wrong with the rest will go wrong again."""
@@ -353,12 +366,12 @@ class Saving:
             self._reservation.stop()
             self._reservation = None
 
-    def _await_reserved(self, states: int = ALL_STATES) -> None:
+    def _await_reserved(self, states: int) -> None:
         """Until so many states have room."""
         if self._reservation is None:
             return
         error = self._reservation.finish(states)
-        if error is not None or states >= ALL_STATES:
+        if error is not None or states >= self.tier.states:
             self._reservation = None
         if error is not None:
             self._use_disk_alone(error)
@@ -367,6 +380,8 @@ class Saving:
         warn_of_disk(error)
         self.tier.close(ahead=False)
         self.tier = InProcessStaging()
+        if self._copies is not None:
+            self._copies.end()
 
 
 class Pruner:

@@ -27,9 +27,6 @@ from typing import TYPE_CHECKING, Any
 
 from holdfast import worker
 from holdfast.protocol.errors import (
-    HoldfastError,
-    IntervalError,
-    RetentionError,
     SnapshotError,
     SnapshotWriteError,
     TrackingError,
@@ -37,15 +34,16 @@ from holdfast.protocol.errors import (
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots import lease as leases
 from holdfast.snapshots.changes import Keep
-from holdfast.snapshots.flush import rescue_attempt
+from holdfast.snapshots.in_process import open_tier
 from holdfast.snapshots.memory_folder import SAVER_VARIABLE
 from holdfast.snapshots.remote import RemotePath, absolute
-from holdfast.snapshots.saver_client import Tier, open_tier
-from holdfast.train.agreement import Peers, Schedule, Steps, Timekeeper, seconds
+from holdfast.snapshots.saver_client import Tier
+from holdfast.train.agreement import Peers, Schedule, Steps, Timekeeper, check_options, seconds
+from holdfast.train.copies import Copies
 from holdfast.train.guards import same_loss
 from holdfast.train.quarantine import OwnLife, Patience
 from holdfast.train.reading import Saved
-from holdfast.train.resuming import Resumed, Resumer
+from holdfast.train.resuming import Resumed, Resumer, TakenFolder, take_folder
 from holdfast.train.save import Pruner, Saving
 from holdfast.train.state import Tracker, TrainState
 from holdfast.train.tracked import Choice
@@ -71,6 +69,8 @@ class Snapshots:
                   snapshot suspect; None: the interval of snapshots; 0: never
     no_progress_after  so many restarts may fail before the job's best step; then it ends with exit code 93; None: any
     stage         with a URL: a local folder through which the saver uploads, so that memory is free sooner
+    copies        1: states in memory are also sent to another node, so that a lost node costs no way back to the disk
+    copies_bandwidth  bytes per second that a node may send for that; None: no limit
 
     Raises IntervalError, RetentionError, SnapshotURLError. A context manager; otherwise closed as the process ends."""
 
@@ -87,17 +87,14 @@ class Snapshots:
         suspect_within: int | None = None,
         no_progress_after: int | None = 3,
         stage: str | os.PathLike[str] | None = None,
+        copies: int = 0,
+        copies_bandwidth: float | None = None,
     ) -> None:
         self.path = absolute(folder)
         self._stage = "" if stage is None else os.path.abspath(stage)
         self.stopping = False
         """The launcher asked to stop, and everything is on the disk: leave with exit code 0."""
-        if memory_every is not None and (type(memory_every) is not int or memory_every < 1):
-            raise IntervalError(f"memory_every={memory_every!r}: a number of steps, at least 1, or None")
-        if type(failures_max) is not int or failures_max < 1:
-            raise IntervalError(f"failures_max={failures_max!r}: a number of saves, at least 1")
-        if keep is not None and not isinstance(keep, Keep):
-            raise RetentionError(f"keep={keep!r}: write ht.Keep(last=3), or None for all")
+        check_options(memory_every, failures_max, keep, copies, copies_bandwidth)
         timed = None if every is None or isinstance(every, Steps) else seconds(every)
         self._schedule = Schedule(every if isinstance(every, Steps) else timed, memory_every)
         interval = memory_every or (every.count if isinstance(every, Steps) else None)
@@ -106,6 +103,8 @@ class Snapshots:
         self._clock = Timekeeper(timed)
         self._keep = keep
         self._fresh_ok = fresh_ok
+        self._copies_wanted, self._copies_bytes_s = bool(copies), copies_bandwidth or 0.0
+        self._copies: Copies | None = None
         self._failures_max = failures_max
         self._exit_on_stop = exit_on_stop
         self._tracker = Tracker()
@@ -126,7 +125,7 @@ class Snapshots:
         self._opened: Tier | None = None
         self._saving: Saving | None = None
         self._lease: leases.FolderLease | None = None
-        self._lease_number = 0  # rank 0's
+        self._taken: TakenFolder | None = None
         self._pruner: Pruner | None = None
         self._closed = False
         self._process = 0  # whose these are, once they are open
@@ -204,12 +203,13 @@ class Snapshots:
                 return self._resume_from_survivors()
         with self._closed_by_failure():
             peers, tier = self._open()
-            resumer = Resumer(self.path, self._tracker, peers, tier, self._fresh_ok, self._patience, choice)
+            resumer = Resumer(
+                self.path, self._tracker, peers, tier, self._fresh_ok, self._patience, choice, self._copies
+            )
             resumed = resumer.run()
         self._life = OwnLife(self.path, resumer.life, resumer.origin, self._patience, self._keep)
         if choice.only is not None:
             self._tracker.chosen = tuple(sorted(choice.only))
-        tier.forget(self.state.step if resumed else -1)
         saving = self._begin(peers, tier)
         if resumer.adopted is not None:
             self._settle(saving, resumer.adopted)
@@ -244,28 +244,20 @@ class Snapshots:
 
     def _open_tier(self, rank: int, world: int) -> Tier:
         remote = isinstance(self.path, RemotePath)
-        tier = self._opened = open_tier(rank=rank, world=world, remote=remote, stage=self._stage if remote else "")
+        stage, copies = self._stage if remote else "", self._copies_wanted
+        tier = self._opened = open_tier(rank=rank, world=world, remote=remote, stage=stage, copies=copies)
+        self._copies = Copies(tier, self._copies_bytes_s, str(self.path)) if copies else None
         self._process = os.getpid()
         atexit.register(self._at_exit)
         return tier
 
-    def _take_folder(self, peers: Peers, *, lost: int = 0) -> None:
+    def _take_folder(self, peers: Peers, *, lost: int = 0) -> TakenFolder:
         """Rank 0 gets the folder's lease, also a `lost` one; all learn how the saver writes what only memory has."""
-        word: dict[str, Any] = {}
-        failure: HoldfastError | None = None
-        if peers.rank == 0:
-            try:
-                if self._lease is None:
-                    self._lease = leases.acquire(self.path, os.environ.get("TORCHELASTIC_RUN_ID", ""), lost=lost)
-                word = {"rescue": rescue_attempt(), "lease": self._lease.number}
-            except HoldfastError as error:
-                failure, word = error, {"error": str(error)}
-        word = peers.tell(word)
-        if failure is not None:
-            raise failure
-        if "error" in word:
-            raise SnapshotError(f"rank 0: {word['error']}")
-        self._rescue, self._lease_number = int(word["rescue"]), int(word["lease"])
+        self._taken = taken = take_folder(self.path, peers, self._lease, lost)
+        self._lease = taken.lease
+        if self._copies is not None:
+            self._copies.begin(taken.secret)
+        return taken
 
     # --- other worlds: see survival.py ------------------------------------------------------------------------------
 
@@ -282,26 +274,33 @@ class Snapshots:
         if self._lease is not None and peers.rank:  # it is rank 0's
             self._lease.release()
             self._lease = self._pruner = None
-        self._take_folder(peers, lost=max(peers.share(self._lease_number)))  # it is free, or its owner is lost
-        if self._saving is None:  # a replacement
-            self._begin(peers, self._open_tier(peers.rank, peers.world))
+        # The lease is free, or its owner is lost.
+        lost = max(peers.share(0 if self._taken is None else self._taken.number))
+        tier = self._open_tier(peers.rank, peers.world) if self._saving is None else None  # a replacement
+        rescue = self._take_folder(peers, lost=lost).rescue
+        if tier is not None:
+            self._begin(peers, tier)
         assert self._saving is not None
-        self._saving.regroup(peers, generation, self._rescue, self._lease)
+        self._saving.regroup(peers, generation, rescue, self._lease)
         self._schedule.follow(schedule)  # all ranks save at the same steps
         self._durable_epoch, self._unsaved = durable
         self._optimized = False
         if peers.rank == 0 and self._keep is not None and self._pruner is None:
             self._pruner = Pruner(self.path, self._keep)
+        if self._copies is not None:  # the world's next loss finds this step
+            self._save(self._saving, durable=False)
 
     def _begin(self, peers: Peers, tier: Tier) -> Saving:
+        assert self._taken is not None
         step, self._durable_epoch = self.state.step, self.state.epoch
         worker.at_step(step)
         self._schedule.start(step)
         self._clock.start(step, time.monotonic())
         if peers.rank == 0 and self._keep is not None:
             self._pruner = Pruner(self.path, self._keep)
+        taken, failures_max = self._taken, self._failures_max
         self._saving = Saving(
-            self.path, self._tracker, peers, tier, self._rescue, self._clock, self._failures_max, self._lease
+            self.path, self._tracker, peers, tier, taken.rescue, self._clock, failures_max, self._lease, self._copies
         )
         return self._saving
 

@@ -27,6 +27,9 @@ from torch.distributed.tensor import DTensor
 
 import holdfast.train as ht
 from holdfast.snapshots import lease as leases
+from holdfast.snapshots.copy_service import all_slots
+from holdfast.snapshots.memory_folder import COPIES
+from holdfast.train import copies
 from holdfast.train import save as saving
 from holdfast.worker.regroup import UNINTERRUPTED_S, AgentChannel
 
@@ -53,6 +56,8 @@ class Case:
     """In this step all ranks make another process group."""
     disk: int = -1
     """After this step all ranks save to the disk."""
+    copies: int = 0
+    """1: each rank pretends to be a node, and they keep copies of each other's states."""
     step: int = 0
     """The one that is done now."""
     faults: list[list[Any]] = field(default_factory=list)
@@ -186,6 +191,17 @@ def in_saves() -> None:
     saving.fill = filled
 
 
+def note_copies(snaps: ht.Snapshots) -> None:
+    """What there is before the first step of another world."""
+    tier = snaps._opened
+    while tier.copying:
+        tier.check()
+        time.sleep(0.005)
+    dist.barrier()  # the others' have arrived, too
+    held = sorted((slot.rank, slot.step) for path, slot in all_slots(Path(tier.place)) if path.name == COPIES)
+    (FOLDER / f"copies.{LOCAL_RANK}").write_text(json.dumps([snaps.state.step, tier.copy_error, held]))
+
+
 def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
@@ -202,7 +218,9 @@ def main() -> None:
     in_saves()
     # As on a machine of its own: nobody sees that the owner of the folder's lease is dead. To wait for that never ends.
     leases._machine, leases.LOOK_S = lambda: f"of {os.getpid()}", 3600.0
-    with ht.process_group() as pg, ht.Snapshots(FOLDER / "runs", every=None, memory_every=5) as snaps:
+    copies.node_key = lambda: str(LOCAL_RANK)
+    snaps = ht.Snapshots(FOLDER / "runs", every=None, memory_every=5, copies=case.copies)
+    with ht.process_group() as pg, snaps:
         torch.manual_seed(1)
         net = Net()
         model = fully_shard(net) if case.sharded else ht.ddp(net, pg, bucket_cap_mb=0.001)
@@ -220,6 +238,8 @@ def main() -> None:
         def train() -> None:
             worlds.append(pg.world)
             case.step = state.step
+            if case.copies and state.step:
+                note_copies(snaps)
             for _ in state.epochs(case.epochs):
                 for rows, index in loader:
                     case.step = state.step

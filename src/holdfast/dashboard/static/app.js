@@ -429,11 +429,14 @@ class JobPage {
   showSnapshots(story) {
     const found = story.snapshots ?? [];
     this.snapshots.hidden = !found.length;
-    fill(this.snapshots, [found, story.curve.at(-1)], () => [h("h2", {}, "Snapshots"), found.map((each) => [
+    const copied = story.copies?.survivable_step;
+    const lost = (step) => step != null && story.curve.length ? plural(Math.max(0, story.curve.at(-1)[1] - step), "step") : "–";
+    fill(this.snapshots, [found, story.copies, story.curve.at(-1)], () => [h("h2", {}, "Snapshots"), found.map((each) => [
       h("p", { class: "small dim" }, each.folder),
       each.error ? h("p", {}, each.error) : h("dl", { class: "tiles" }, [
         ["newest", each.newest ? `step ${each.newest.step}` : "none", each.newest ? `saved ${date(each.newest.at)}` : ""],
-        ["lost now", each.newest && story.curve.length ? plural(Math.max(0, story.curve.at(-1)[1] - each.newest.step), "step") : "–", "if all memory were lost"],
+        ["lost now", lost(each.newest?.step), "if all memory were lost"],
+        ...(story.copies ? [["lost with a node", lost(Math.max(copied ?? -1, each.newest?.step ?? -1)), copied == null ? "not copied yet" : `step ${copied} is on two nodes`]] : []),
         ["kept", each.count === null ? "–" : String(each.count), each.count === null ? "in an object store: `holdfast snaps` lists them" : each.problems ? `${each.problems} damaged` : "manifests and sizes are valid"],
         ["training waited", each.newest?.stall_s !== undefined && each.newest?.stall_s !== null ? milliseconds(each.newest.stall_s * 1000) : "–", "for this save, on rank 0"],
         ["writing it took", each.newest?.took_s ? duration(each.newest.took_s) : "–", each.newest?.size ? bytes(each.newest.size) : ""],

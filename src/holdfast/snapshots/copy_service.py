@@ -1,0 +1,352 @@
+"""Copies of memory slots on other nodes: how savers exchange them, and how a rank fetches what its node lacks.
+
+What a saver receives lies in slots below the shared-memory folder: `copies/RANK.0|1`. So a copy that was not received
+whole is never valid, and the one named by `keep`, which all ranks have, stays until all have a newer one. A newcomer
+fetches its rank's state into its own slot; what a job of another size needs beside that lies in `fetched/RANK.0` until
+training has its own pages. Memory that is short refuses a copy, nothing else.
+
+A new key ends all connections of the life before: what it finds here is what stays. Standard library only."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator
+from pathlib import Path
+
+from holdfast.protocol.errors import CopyError, SnapshotMemoryError
+from holdfast.snapshots.changes import SaveRequest
+from holdfast.snapshots.copy_connection import STALL_S, Address, CopyConnection, Digests, errors
+from holdfast.snapshots.copy_paths import SAMPLE, CopyPaths, Pace
+from holdfast.snapshots.mapping import Mappings
+from holdfast.snapshots.memory_folder import COPIES, FETCHED, Packet, digest_of_life, field
+from holdfast.snapshots.slots import (
+    COUNT_MAX,
+    Slot,
+    SlotOwner,
+    Slots,
+    committed_slots,
+    lend,
+    local_ranks,
+    read_descriptor,
+    release,
+)
+
+BACKLOG = CONNECTIONS_MAX = 256
+State = tuple[int, int, int]
+"""SaveRequest.identity."""
+
+
+class CopyService:
+    """The saver's part: receives copies, gives states to ranks that fetch, and sends copies. For any thread."""
+
+    def __init__(self, folder: Path, mappings: Mappings) -> None:
+        """`mappings`: of the node's own slots."""
+        self._folder, self._mappings = folder, mappings
+        self._lock = threading.Lock()
+        self._key, self._digest = b"", digest_of_life(folder)
+        self._paths, self._host, self._pace = CopyPaths(), "", Pace(0)
+        self._listening: socket.socket | None = None
+        self._accepting: threading.Thread | None = None
+        self._open: set[socket.socket] = set()
+        """Sockets of the present key."""
+        self._received: dict[int, tuple[Slots, threading.Lock]] = {}
+        """By rank."""
+        self._digests: dict[tuple[Path, int], dict[int, Digests]] = {}
+        """Of slots that were sent or received, by folder and local rank, then by sequence: who fetches one does not
+        wait for them, and sees what has changed in this memory since."""
+
+    def serve(self, key: bytes, host: str, bytes_s: float) -> int:
+        """Accept connections with this key, and no others any more, at this address of the node. The port. OSError."""
+        with self._lock:
+            if key != self._key:
+                self._key, self._pace = key, Pace(bytes_s)
+                for each in self._open:
+                    with contextlib.suppress(OSError):
+                        each.shutdown(socket.SHUT_RDWR)
+                self._open.clear()
+            if self._listening is None or self._host != host:
+                if self._listening is not None:
+                    self._listening.shutdown(socket.SHUT_RDWR)
+                family, at = socket.AF_INET6 if ":" in host else socket.AF_INET, "" if " " in host else host
+                dual = not at and family == socket.AF_INET6
+                self._listening = socket.create_server((at, 0), family=family, backlog=BACKLOG, dualstack_ipv6=dual)
+                self._host = host
+                self._accepting = threading.Thread(target=self._accept_all, args=(self._listening,), daemon=True)
+                self._accepting.start()
+            port: int = self._listening.getsockname()[1]
+            return port
+
+    def served(self, packet: Packet) -> Packet:
+        """The answer to a worker's "serve"."""
+        key, host = field(packet, "key", str), field(packet, "host", str)
+        try:
+            port, why = self.serve(bytes.fromhex(key), host, field(packet, "bytes_s", float)), ""
+        except OSError as error:
+            port, why = 0, f"{host}: {error.strerror}"
+        return {"is": "serving", "port": port, "text": why}
+
+    def close(self) -> None:
+        """End all connections, and let go of the memory; the copies stay."""
+        with self._lock:
+            accepting, listening = self._accepting, self._listening
+            for each in (*self._open, *([listening] if listening is not None else [])):
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+            received, self._received = self._received, {}
+        if accepting is not None:
+            accepting.join()
+        for slots, turn in received.values():
+            with turn:
+                slots.close()
+
+    def _accept_all(self, listening: socket.socket) -> None:
+        with contextlib.suppress(OSError), listening:  # it was shut down
+            while True:
+                sock, _ = listening.accept()
+                if len(self._open) >= CONNECTIONS_MAX:
+                    sock.close()
+                    continue
+                threading.Thread(target=self._answer, args=(sock,), daemon=True).start()
+
+    def _answer(self, sock: socket.socket) -> None:
+        with contextlib.suppress(CopyError), sock, self._counted(sock) as key:
+            connection = CopyConnection.answer(sock, key, self._digest)
+            asked = connection.hear()
+            try:
+                if asked.get("do") == "put":
+                    self._put(connection, asked)
+                elif asked.get("do") == "measure":
+                    connection.say(**{"is": "found"})
+                    sock.sendall(SAMPLE)
+                else:
+                    self._get(connection, asked)
+            except (OSError, ValueError, SnapshotMemoryError) as error:
+                connection.say(**{"is": "refused", "text": str(error)})
+
+    @contextlib.contextmanager
+    def _counted(self, sock: socket.socket) -> Iterator[bytes]:
+        """While the socket is in use; the key that it is for."""
+        with self._lock:
+            self._open.add(sock)
+            key = self._key
+        try:
+            yield key
+        finally:
+            with self._lock:
+                self._open.discard(sock)
+
+    # --- receiving and giving -----------------------------------------------------------------------------------------
+
+    def _put(self, connection: CopyConnection, asked: Packet) -> None:
+        """CopyError; ValueError, SnapshotMemoryError: refused."""
+        request = SaveRequest.from_json(field(asked, "request", dict))
+        size_bytes, generation = _size(asked), field(asked, "generation", int)
+        keep = None if asked.get("keep") is None else _state(asked["keep"])
+        if keep is not None:
+            self._drop_others((keep[1], request.attempt))
+        with self._slots_of(request.rank) as slots, contextlib.ExitStack() as held:
+            slots.regroup(request.rank, request.world, generation)
+            for slot in slots.committed():
+                if slot.request is not None and slot.request.identity == keep:
+                    held.callback(release, lend(self._folder / COPIES, slot))
+            memory = slots.stage(request.step, size_bytes)
+            if memory is None:
+                raise ValueError("the copies of this rank are being read")
+            try:
+                connection.say(**{"is": "ready"})
+                digests = connection.receive_state(memory)
+                slot = slots.commit(request)
+            finally:
+                slots.abandon()
+            self._remember(self._folder / COPIES, slot, digests)
+            connection.say(**{"is": "kept"})
+
+    @contextlib.contextmanager
+    def _slots_of(self, rank: int, wait_s: float | None = None) -> Iterator[Slots]:
+        """ValueError when it is in use for longer; None: STALL_S."""
+        with self._lock:
+            if rank not in self._received:
+                (self._folder / COPIES).mkdir(mode=0o700, exist_ok=True)
+                self._received[rank] = Slots(self._folder / COPIES, SlotOwner(rank)), threading.Lock()
+            slots, turn = self._received[rank]
+        if not turn.acquire(timeout=STALL_S if wait_s is None else wait_s):
+            raise ValueError("another copy of this rank is being received")
+        try:
+            yield slots
+        finally:
+            turn.release()
+
+    def _get(self, connection: CopyConnection, asked: Packet) -> None:
+        wanted, rank, path = _state(asked.get("state")), field(asked, "rank", int), field(asked, "folder", str)
+        for folder, slot in all_slots(self._folder):
+            request = slot.request
+            if request is None or (request.folder, request.rank, request.identity) != (path, rank, wanted):
+                continue
+            with contextlib.suppress(ValueError), self._lent(folder, slot) as found:
+                said = {"size_bytes": len(found.data), "generation": found.generation, "request": request.to_json()}
+                connection.say(**{"is": "found", **said})
+                connection.send_state(found.data, self._known(folder, slot))
+                return
+        raise ValueError(f"step {wanted[0]} of rank {rank} is not here")
+
+    @contextlib.contextmanager
+    def _lent(self, folder: Path, slot: Slot) -> Iterator[Slot]:
+        """ValueError when it was staged into since."""
+        fd = lend(folder, slot)
+        try:
+            # A mapping that is kept would keep the memory of a copy that is removed.
+            found = read_descriptor(fd, mappings=self._mappings if folder == self._folder else None)
+            if found is None or found.sequence != slot.sequence:
+                raise ValueError("the slot has changed")
+            yield found
+        finally:
+            release(fd)
+
+    def _known(self, folder: Path, slot: Slot) -> Digests:
+        """None where it was neither sent nor received."""
+        return self._digests.get((folder, slot.local_rank), {}).get(slot.sequence, ())
+
+    def _remember(self, folder: Path, slot: Slot, digests: Digests) -> None:
+        known = self._digests.get((folder, slot.local_rank), {})
+        newest = sorted(known)[1 - COUNT_MAX :]
+        self._digests[folder, slot.local_rank] = {**{each: known[each] for each in newest}, slot.sequence: digests}
+
+    def forget(self, above_step: int, tell: Callable[[Packet], None] = lambda _: None) -> None:
+        """Drop copies of later steps: training goes on from this one. May wait; `tell` gets the answer."""
+        for rank in local_ranks(self._folder / COPIES):
+            with contextlib.suppress(ValueError), self._slots_of(rank) as slots:
+                slots.forget(above_step=above_step)
+        tell({"is": "forgotten"})
+
+    def _drop_others(self, lives: Collection[int]) -> None:
+        """Give back the memory of copies that are of none of these lives (attempts): they are needed no more."""
+        for rank in local_ranks(self._folder / COPIES):
+            with contextlib.suppress(ValueError), self._slots_of(rank, wait_s=0) as slots:  # else it is being received
+                if not any(slot.request and slot.request.attempt in lives for slot in slots.committed()):
+                    slots.discard()
+
+    # --- sending ------------------------------------------------------------------------------------------------------
+
+    def sending(self, packet: Packet, fds: list[int]) -> Callable[[Callable[[Packet], None]], None]:
+        """What a worker's "copy" asks for; tells the agent's packet. Takes the last descriptor. ValueError."""
+        request = SaveRequest.from_json(field(packet, "request", dict))
+        sequence, beside, keep = field(packet, "sequence", int), field(packet, "beside", str), packet.get("keep")
+        host, port = field(packet, "to", list)
+        to: Address = (host, port)
+        if beside not in ("", COPIES):
+            raise ValueError(f"beside: {beside!r}"[:200])
+        fd = fds.pop()
+
+        def work(tell: Callable[[Packet], None]) -> None:
+            began_s, size_bytes, why = time.monotonic(), 0, ""
+            way = self._paths.fastest(to, self._key)
+            try:
+                size_bytes = self.send(fd, sequence, request, way, keep, beside)
+            except CopyError as error:
+                why = str(error)
+                self._paths.forget(to)
+            took_s = round(time.monotonic() - began_s, 3)
+            kept = -1 if keep is None else keep[0]
+            about = {"step": request.step, "rank": request.rank, "to": way[0], "kept": kept}
+            tell({"is": "copy", **about, "size_bytes": size_bytes, "took_s": took_s, "why": why})
+
+        return work
+
+    def send(
+        self, fd: int, sequence: int, request: SaveRequest, to: Address, keep: State | None, beside: str = ""
+    ) -> int:
+        """Send a slot to another node's saver; how many bytes. The descriptor is closed. `beside`: COPIES, when it is
+        itself a copy. CopyError."""
+        try:
+            slot = read_descriptor(fd, mappings=None if beside else self._mappings)
+            if slot is None or slot.sequence != sequence:
+                raise CopyError("its memory slot has changed")
+            with CopyConnection.call(to, self._key, self._digest) as connection, self._counted(connection._sock):
+                about = {"size_bytes": len(slot.data), "generation": slot.generation, "keep": keep}
+                connection.say(do="put", request=request.to_json(), **about)
+                connection.hear("ready")
+                known = self._known(self._folder / beside, slot)
+                digests = connection.send_state(slot.data, known, self._pace.spend)
+                connection.hear("kept")
+            self._remember(self._folder / beside, slot, digests)
+            return len(slot.data)
+        finally:
+            release(fd)
+
+
+def fetch(
+    folder: Path,
+    offered: Address,
+    key: bytes,
+    path: str,
+    state: State,
+    rank: int,
+    into: Slots | None = None,
+    paths: CopyPaths | None = None,
+) -> str:
+    """Bring this rank's state from another node into these slots; None: into `FETCHED` of this shared-memory folder.
+    Returns the address that it came from. CopyError, SnapshotMemoryError."""
+    of = (paths or CopyPaths()).fastest(offered, key)
+    with CopyConnection.call(of, key, digest_of_life(folder)) as connection, contextlib.ExitStack() as closing:
+        connection.say(do="get", folder=path, state=state, rank=rank)
+        found = connection.hear("found")
+        with errors(of):
+            request = SaveRequest.from_json(field(found, "request", dict))
+            if (request.rank, request.identity) != (rank, state):
+                raise ValueError("it gives another state than it was asked for")
+            size_bytes, generation = _size(found), field(found, "generation", int)
+        if into is None:
+            (folder / FETCHED).mkdir(mode=0o700, exist_ok=True)
+            slots = Slots(folder / FETCHED, SlotOwner(rank, rank), 1)
+            closing.callback(slots.close)
+        else:
+            slots = into
+            closing.callback(slots.regroup, *into.owner[1:])
+        slots.regroup(rank, request.world, generation)
+        memory = slots.stage(request.step, size_bytes)
+        if memory is None:
+            raise CopyError(f"the memory for rank {rank}'s state is in use")
+        connection.receive_state(memory)
+        slots.commit(request)
+    return of[0]
+
+
+def skipped(step: int) -> Packet:
+    """No rank copies this step: the agent's packet."""
+    why = "the copy before it is still on its way"
+    return {"is": "copy", "step": step, "rank": -1, "to": "", "size_bytes": 0, "took_s": 0.0, "why": why}
+
+
+def all_slots(folder: Path, *, beside: bool = True) -> Iterator[tuple[Path, Slot]]:
+    """The valid slots of this shared-memory folder, each with its own folder. `beside`: also of other nodes' ranks."""
+    for each in ("", COPIES, FETCHED) if beside else ("",):
+        for number in local_ranks(folder / each):
+            for slot in committed_slots(folder / each, number):
+                yield folder / each, slot
+
+
+def is_copy(path: Path) -> bool:
+    """Whether this slot holds a state of another node's rank."""
+    return path.parent.name in (COPIES, FETCHED)
+
+
+def drop_fetched(folder: Path) -> None:
+    """Remove what was fetched; mappings stay valid."""
+    shutil.rmtree(folder / FETCHED, ignore_errors=True)
+
+
+def _size(message: Packet) -> int:
+    size_bytes: int = field(message, "size_bytes", int)
+    if size_bytes <= 0:
+        raise ValueError(f"a state of {size_bytes} bytes")
+    return size_bytes
+
+
+def _state(value: object) -> State:
+    if isinstance(value, list) and len(value) == 3 and all(type(each) is int for each in value):
+        return value[0], value[1], value[2]
+    raise ValueError(f"a state {value!r}"[:200])
