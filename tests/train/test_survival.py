@@ -38,7 +38,7 @@ def jobs(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmJ
 
 def started(jobs: WarmJobs, folder: Path, **case: Any) -> FakeAgent:
     folder.mkdir(exist_ok=True)
-    agent = FakeAgent(jobs, folder, SURVIVOR, folder, json.dumps(case))
+    agent = FakeAgent(jobs, folder, SURVIVOR, folder, json.dumps({"apart": True} | case))
     agent.start(WORLD)
     return agent
 

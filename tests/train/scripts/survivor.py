@@ -56,6 +56,8 @@ class Case:
     """In this step all ranks make another process group."""
     disk: int = -1
     """After this step all ranks save to the disk."""
+    apart: bool = False
+    """Each process has a machine of its own."""
     copies: int = 0
     """1: each rank pretends to be a node, and they keep copies of each other's states."""
     step: int = 0
@@ -216,9 +218,10 @@ def digest(*tensors: torch.Tensor) -> str:
 def main() -> None:
     torch.set_num_threads(1)
     in_saves()
-    # As on a machine of its own: nobody sees that the owner of the folder's lease is dead. To wait for that never ends.
-    leases._machine, leases.LOOK_S = lambda: f"of {os.getpid()}", 3600.0
-    copies.node_key = lambda: str(LOCAL_RANK)
+    if case.apart:  # nobody sees that the owner of the folder's lease is dead, and to wait for that never ends
+        leases._machine, leases.LOOK_S = lambda: f"of {os.getpid()}", 3600.0
+    if case.copies:
+        copies.node_key = lambda: str(LOCAL_RANK)
     snaps = ht.Snapshots(FOLDER / "runs", every=None, memory_every=5, copies=case.copies)
     with ht.process_group() as pg, snaps:
         torch.manual_seed(1)
