@@ -32,9 +32,10 @@ from torch import nn
 import holdfast.train as ht
 from holdfast.snapshots import changes
 from holdfast.snapshots.changes import PHASES
+from holdfast.snapshots.in_process import InProcessStaging
 from holdfast.snapshots.saver_client import SaverClient
 from holdfast.snapshots.slots import Slots
-from holdfast.snapshots import saver_client
+
 from holdfast.train import save as saving, sharding, snapshots
 
 RUN_ID = f"kills{os.getpid()}"
@@ -103,7 +104,7 @@ def arm(point: str, folder: Path, chance: random.Random) -> None:
         reach = lambda phase: reached() if phase == where else None  # noqa: E731
         for name in ("begin", "write_rank", "commit"):
             setattr(changes, name, partial(getattr(changes, name), at=reach))
-        snapshots.open_tier = lambda **_: saver_client.InProcessStaging()
+        snapshots.open_tier = lambda **_: InProcessStaging()
     elif who == "saver":
         threading.Thread(target=_watch, args=(where, folder, reached), daemon=True).start()
     elif where == "half copied":

@@ -70,7 +70,7 @@ def main(what: str, folder: Path, hosts: str, port: str = "0", key: str = "") ->
     else:
         paths = CopyPaths()
         print(paths.fastest(of, KEY)[0])
-        fetch(folder, of, KEY, "/runs", (int(key), 7, int(key)), 0, paths)
+        fetch(folder, of, KEY, "/runs", (int(key), 7, int(key)), 0, paths=paths)
 
 
 main(*[Path(each) if at == 1 else each for at, each in enumerate(sys.argv[1:])])  # type: ignore[arg-type]
