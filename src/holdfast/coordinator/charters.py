@@ -225,7 +225,8 @@ class Charters:
         """Those without a vote to whom something is sent now. A founder without voters has nothing to say."""
         if not self.charter.voters:
             return set()
-        return (self._uninformed | self._witnesses) & (self._links.keys() - self._voters.keys())
+        wanted = self._uninformed | self._witnesses  # few, while links are many
+        return {name for name in wanted if name in self._links and name not in self._voters}
 
     def _renew(self, now: float, voter: VoterRecord, job_s: float, training_s: float) -> Command:
         assert voter.link is not None

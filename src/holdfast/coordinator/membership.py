@@ -208,7 +208,7 @@ class Liveness:
     def next_look_s(self) -> float:
         return min(self.looked_s + self.limits.lease_s / 4, self.next_expiry_s)
 
-    def silent(self, members: Iterable[Member], now: float) -> list[Member]:
+    def silent(self, members: Collection[Member], now: float) -> list[Member]:
         """Members whose lease has expired.
 
         A pause of this process (stopped, or on a starved machine) does not count: messages that members sent
@@ -219,9 +219,13 @@ class Liveness:
         if gap > self.limits.lease_s / 2:
             self.pardoned_s, self.next_expiry_s = now - self.limits.ping_interval_s, inf
             return []
-        expiries = [(max(member.last_heard_s, self.pardoned_s) + self.limits.lease_s, member) for member in members]
-        self.next_expiry_s = min((expiry for expiry, _ in expiries if expiry > now), default=inf)
-        return [member for expiry, member in expiries if expiry <= now]
+        lease_s, found = self.limits.lease_s, []
+        heard_s = min([member.last_heard_s for member in members], default=inf)  # nearly always nobody is silent
+        if max(heard_s, self.pardoned_s) + lease_s <= now:
+            found = [member for member in members if member.last_heard_s + lease_s <= now]
+            heard_s = min((m.last_heard_s for m in members if m.last_heard_s + lease_s > now), default=inf)
+        self.next_expiry_s = max(heard_s, self.pardoned_s) + lease_s
+        return found
 
 
 @dataclass(slots=True)
