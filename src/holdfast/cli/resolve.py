@@ -179,9 +179,11 @@ def served(parsed: Parsed, dest: str) -> Endpoint | None:
 
 def targets(parsed: Parsed) -> tuple[str, ...]:
     """The URLs and commands of --notify, one a line."""
+    found = tuple(line.strip() for line in parsed.values.notify.splitlines() if line.strip())
+    if not found:
+        return ()
     from shutil import which  # it loads the compression modules
 
-    found = tuple(line.strip() for line in parsed.values.notify.splitlines() if line.strip())
     for each in found:
         try:
             words = shlex.split(each)

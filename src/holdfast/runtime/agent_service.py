@@ -109,9 +109,9 @@ class Finished(Struct, frozen=True):
 
 Render = Callable[[Finished], str]
 
-LOAD_AFTER_S = 1.0
+LOAD_AFTER_S = 0.2
 """The imports for the end of a generation run this long after the first start of the workers, if they were not needed
-before. A short job does not pay for them, and the workers have finished most of their own imports."""
+before: a job that ends at once does not pay for them, and a restart does not wait for them."""
 
 
 def run_job(

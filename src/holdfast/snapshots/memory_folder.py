@@ -68,7 +68,6 @@ from typing import Any
 from holdfast import seqpacket
 from holdfast.linux import process_stat
 from holdfast.protocol.errors import SaverLostError, SnapshotError, SnapshotMemoryError
-from holdfast.snapshots import disk
 
 STALL = "stall_s"
 """In a request's note: seconds for which training waited for this save."""
@@ -390,7 +389,9 @@ def key_of_life(folder: Path, word: str) -> bytes:
 
 def digest_of_life(folder: Path) -> Callable[[memoryview], str]:
     """Of chunks on their way to another node: with a job token one that nobody can forge, otherwise a cheap one."""
-    return disk.chunk_digest if (folder / KEY).exists() else _crc
+    from holdfast.snapshots.disk import chunk_digest  # here and below: the agent, which starts at once, needs none
+
+    return chunk_digest if (folder / KEY).exists() else _crc
 
 
 def _crc(chunk: memoryview) -> str:
@@ -415,4 +416,6 @@ def read_back(folder: Path, path: Path, patience_s: float) -> None:
     if got is None:
         raise SaverLostError("the saver has ended meanwhile")
     if got[0].get("code") != "":
-        raise disk.error_of(str(got[0].get("code")), str(got[0].get("text")))
+        from holdfast.snapshots.disk import error_of
+
+        raise error_of(str(got[0].get("code")), str(got[0].get("text")))
