@@ -349,8 +349,10 @@ class ReplicatedCoordinator(CoordinatorMachine):
 
     def _state(self, world: World | None) -> tuple[object, ...]:
         """What shows whether the charter has to be written again; cheap, since every message asks."""
-        budget, members = self.budget, () if world is None else world.order
-        about = self.newest_generation, members, budget.used, budget.streak, self.outcome is None
+        budget = self.budget
+        # The number of the next generation may be known, and the same nodes, before it is known who has workers in it.
+        formed = None if world is None else (world.generation, world.order)
+        about = self.newest_generation, formed, budget.used, budget.streak, self.outcome is None
         return *about, self._charters.counts, self.host_backoff.changes
 
     def _content(self, now: float) -> Charter:
