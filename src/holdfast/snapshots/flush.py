@@ -399,7 +399,7 @@ def _carry_out(save: Save, tell: Tell) -> Place | None:
         path = commit(agreed.request, patience=save.patience_s)
         for each in older:
             if each.key < agreed.request.key:
-                # Whoever still writes it would then wait in vain for the ranks that have handed over nothing.
+                # A thread that still writes it would then wait in vain for the ranks that have handed over nothing.
                 while is_being_written(each.attempt_path):
                     time.sleep(LOOK_AGAIN_S)
                 abandon(each)
