@@ -150,58 +150,6 @@ class PendingFlush:
         except OSError as error:
             raise disk.write_error(error, place_of(request.folder)) from error
 
-    def _meeting_place(self, deadline: float) -> Place:
-        """Rank 0 makes the place, named by its own newest step; the others look for its number. OSError;
-        SnapshotWriteError, _OutrunError."""
-        request = self.request
-        if request.rank == 0:
-            place = _place_of(request)
-            if isinstance(place, Path):
-                place.mkdir()
-            return place
-        folder = place_of(request.folder)
-        while True:
-            listed = folder.sizes() if isinstance(folder, RemotePath) else os.listdir(folder)
-            for name in listed:
-                named = parse_name(name)  # no other attempt has this number
-                if named and named.key.attempt == request.attempt - MEETING_BELOW:
-                    return folder / name
-            if time.monotonic() > deadline:
-                raise SnapshotWriteError(f"step {request.step}: rank 0 has not begun to save it")
-            self._look_again(folder)
-
-    def _inventories(self, place: Place, deadline: float) -> list[Inventory]:
-        """The lists of all ranks. OSError; SnapshotIncompleteError, _OutrunError."""
-        request = self.request
-        inventories: dict[int, Inventory] = {}
-        while True:
-            names = set(disk.names(place))
-            for rank in range(request.world):
-                if rank not in inventories and _inventory_file(rank) in names:
-                    inventories[rank] = Inventory.load(
-                        disk.read_text(place / _inventory_file(rank), INVENTORY_BYTES_MAX)
-                    )
-            if len(inventories) == request.world:
-                return list(inventories.values())
-            if time.monotonic() > deadline:
-                missing = [rank for rank in range(request.world) if rank not in inventories]
-                more = " …" if len(missing) > 8 else ""
-                raise SnapshotIncompleteError(
-                    f"step {request.step}, which is in memory, was not saved: nothing came from rank "
-                    f"{', '.join(map(str, missing[:8]))}{more}"
-                )
-            self._look_again(place)
-
-    def _look_again(self, place: Place) -> None:
-        """Pause. _OutrunError."""
-        step = max(self.inventory.on_disk + 1, self.request.step)
-        if isinstance(place, RemotePath):
-            time.sleep(LOOK_S)
-        elif newest_on_disk(self.request.folder) >= step:
-            raise _OutrunError
-        else:
-            time.sleep(LOOK_AGAIN_S)
-
     def end_meeting(self) -> None:
         """Rank 0 removes the meeting place, when the others have read it, or must see that nothing is written."""
         if self.request.rank == 0 and self.alone is None:
