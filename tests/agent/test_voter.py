@@ -345,20 +345,26 @@ def test_it_joins_no_coordinator_that_founded_the_job_again() -> None:
 def test_a_founder_hears_of_the_charter() -> None:
     desk = three()
     voter = desk.voters["b"]
-    waiting, joining = (voter.recall(desk.now + after_s, "a#2", 1, founded=True) for after_s in (0.0, LIMITS.elect_s))
+    waiting, joining = (
+        voter.recall(desk.now + after_s, "a#2", 1, founded=True, forms=True) for after_s in (0.0, LIMITS.elect_s)
+    )
     assert waiting is not None
     assert joining is not None
     assert (waiting.charter, waiting.patience_s) == (voter.charter, LIMITS.elect_s)
     assert (joining.patience_s, joining.lost_s) == (0.0, LIMITS.elect_s)
-    assert voter.recall(desk.now, "a", 1, founded=True) is None, "the one that wrote it"
-    assert voter.recall(desk.now, "d", 2, founded=False) is None, "one that was elected"
+    assert voter.recall(desk.now, "a", 1, founded=True, forms=True) is None, "the one that wrote it"
+    assert voter.recall(desk.now, "d", 2, founded=False, forms=False) is None, "one that was elected"
+    assert voter.recall(desk.now, "a#2", 1, founded=True, forms=False) is None, "it trains already"
+    over = voter.recall(desk.now, "a#2", 1, founded=False, forms=True)
+    assert over is not None, "it waits for nobody, and may know of an older charter only"
+    assert over.patience_s == 0.0
 
 
 def test_who_has_no_vote_tells_a_founder_once() -> None:
     desk = three()
     voter = desk.voters["x"] = Voter("x", LIMITS, desk.now, stands=True)
     voter.charter = desk.voters["b"].charter
-    assert [voter.recall(desk.now, "a#2", 1, founded=True) is None for _ in range(2)] == [False, True]
+    assert [voter.recall(desk.now, "a#2", 1, founded=True, forms=True) is None for _ in range(2)] == [False, True]
 
 
 def test_it_gives_the_job_up_when_a_majority_has_ended() -> None:
@@ -447,6 +453,33 @@ def test_what_only_a_witness_has_reaches_a_candidate() -> None:
     desk.lose("b", "c", "w")
     desk.elect()
     assert desk.led["b"].charter == charter("abcw", number=2)
+
+
+def test_what_only_a_witness_has_reaches_a_voter_that_does_not_know_of_its_seat() -> None:
+    desk = Desk("abw", charter("abw"))
+    desk.boot("c")
+    del desk.voters["a"]
+    desk.renew("w", charter("acw", number=2))
+    desk.lose("b", "w")
+    desk.elect()
+    assert list(desk.led) == ["c"]
+    assert desk.led["c"].charter == charter("acw", number=2)
+
+
+def test_a_charter_is_passed_on_once_for_each_question() -> None:
+    desk = Desk("abw", charter("abw"))
+    desk.boot("c")
+    desk.renew("w", charter("acw", number=2))
+    desk.lose("b", "w")
+    desk.wait(1.0)
+    desk.ask(to="w")
+    desk.answer()
+    passed_on = [ballot for ballot in desk.ballots if ballot.poll.charter is not None]
+    assert sorted(ballot.to for ballot in passed_on) == ["a", "c"]
+    desk.ballots = passed_on
+    desk.ask(to="c")
+    desk.answer()
+    assert all(ballot.poll.charter is None for ballot in desk.ballots if ballot not in passed_on)
 
 
 def test_the_end_of_an_older_link_says_nothing_about_a_newer_coordinator() -> None:

@@ -289,8 +289,22 @@ def test_the_founder_waits_for_no_voters_that_have_ended() -> None:
     desk.gone = {"n11#1", "n12#1"}
     recalled(desk, 1, 2, 3)
     assert not desk.machine.founded, "those that know the older job may join it"
+    assert desk.machine.forms, "and tell it what they know before they do"
     desk.wait(LIMITS.fence_s + LIMITS.kill_s - 1.0)
     assert desk.machine.generation == 5
+
+
+def test_a_founder_that_waits_no_longer_still_hears_of_a_newer_charter() -> None:
+    desk = Desk()
+    desk.gone = {"n11#1", "n12#1"}
+    recalled(desk, 1, 2)
+    newer = structs.replace(charter_of(11, 12, 13), led_from=None, position=CharterPosition(3, 10), restarts=2)
+    desk.give(LinkOpened(3, "10.0.0.3", "10.0.0.1"))
+    desk.give(Heard(3, msg.Recall(newer, 4, 1.0, 0.0)))
+    desk.join(3)
+    desk.wait(LIMITS.fence_s + LIMITS.kill_s)
+    assert not desk.machine.forms
+    assert desk.machine.budget.used == 2
 
 
 def test_the_founder_asks_the_witnesses() -> None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from enum import Enum
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from holdfast.protocol.charter import (
     NO_CHARTER,
@@ -234,11 +234,11 @@ class Voter:
         known = self.charter is not None and any(seat.name == name for seat in self.charter.seats)
         return founded and not known and self._may_elect(now, self._gone | with_it)
 
-    def recall(self, now: float, name: str, term: int, *, founded: bool) -> Recall | None:
+    def recall(self, now: float, name: str, term: int, *, founded: bool, forms: bool) -> Recall | None:
         """What the coordinator of this term in the process of this name should know, before a Join or in its place: one
-        that founded the job again, and may not know of this voter's."""
+        that forms the job anew (`forms`), and may not know of this voter's."""
         charter = self.charter
-        if not founded or charter is None or charter.outcome is not None or charter.leader == name:
+        if not forms or charter is None or charter.outcome is not None or charter.leader == name:
             return None
         left_s = self._lost_s + self.limits.elect_s - now
         patience_s = left_s if self.ignores(now, name, term, founded=founded) else 0.0
@@ -362,6 +362,8 @@ class Voter:
     # ---------------------------------------------------------------- votes for others
 
     def _on_poll(self, now: float, number: int, poll: Poll) -> None:
+        if poll.charter is not None and self.stage is VoterState.ALONE:
+            self._learn(now, poll.charter)
         granted = self._would_vote(poll)
         follows = self.term if self.stage in (VoterState.FOLLOWING, VoterState.LEADING) else 0
         silent_s, closed = max(0.0, now - self._bound_s), self._closed
@@ -407,11 +409,20 @@ class Voter:
         if poll == self._poll:
             self._answers[name] = polled
         newer = None if polled is None else polled.charter
-        if newer is not None and newer.position > self.held and any(seat.name == self.name for seat in newer.seats):
-            self.charter = newer
-            if self._poll is not None:
-                self._fail(now)
-                self._stand_at_s = now
+        if newer is not None and not self._learn(now, newer) and poll == self._poll and newer.position > self.held:
+            # Only those can stand that have taken its place, and they may not know that they have.
+            passed_on = structs.replace(poll, final=False, charter=newer)
+            self._out += [AskVote(seat, passed_on) for seat in newer.seats if not seat.witness]
+
+    def _learn(self, now: float, charter: Charter) -> bool:
+        """Take this charter if it is newer and this voter has a seat in it: others deny their votes to an older one."""
+        if charter.position <= self.held or all(seat.name != self.name for seat in charter.seats):
+            return False
+        self.charter = charter
+        if self._poll is not None:
+            self._fail(now)
+        self._stand_at_s = now
+        return True
 
     def _count(self, now: float) -> None:
         """Whether the votes decide."""

@@ -128,6 +128,11 @@ class ReplicatedCoordinator(CoordinatorMachine):
         return not (self._elected or self._older.over)
 
     @property
+    def forms(self) -> bool:
+        """It was elected by nobody and has formed nothing."""
+        return not self._elected and self.newest_generation == 0
+
+    @property
     def older(self) -> Charter | None:
         """The charter that a founder continues."""
         return self._older.charter
@@ -192,13 +197,13 @@ class ReplicatedCoordinator(CoordinatorMachine):
                 elif renewed.term > self.term:
                     return self._step_down(StepDown(f"the voters have elected another one (term {renewed.term})"))
                 self._charters.renewed(link, renewed)
-            case Heard(_, Join(term=term)) if term > self.term and not self._founds:
+            case Heard(_, Join(term=term)) if term > self.term and not self.forms:
                 return self._step_down(StepDown(f"a node knows of a newer coordinator (term {term})"))
             case Heard(link, Supersede() as call):
                 return self._called(link, call)
-            case Heard(_, Recall() as recall) if self._founds:
+            case Heard(_, Recall() as recall) if self.forms:
                 self._recalled(now, recall)
-            case Heard(link, Polled() as polled) if self._founds and link in self._witnesses:
+            case Heard(link, Polled() as polled) if self.forms and link in self._witnesses:
                 self._witnessed(now, polled)
         return self._settle(now, super().handle(now, event))
 
@@ -210,7 +215,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
             return None
         prove_s = self._prove_at_s if self._provable() else inf
         due_s = min(inf if deadline is None else deadline, prove_s, self._charters.due_s(self._now))
-        if self._founds:
+        if self.forms:
             return min(due_s, self._older.due_s(self._now), self._ask_at_s if self._witnesses else inf)
         return due_s
 
@@ -253,14 +258,9 @@ class ReplicatedCoordinator(CoordinatorMachine):
 
     # ---------------------------------------------------------------- authority
 
-    @property
-    def _founds(self) -> bool:
-        """It was elected by nobody and has formed nothing."""
-        return not self._elected and self.newest_generation == 0
-
     def _called(self, link: int, call: Supersede) -> list[Command]:
         """The coordinator of another term calls this endpoint."""
-        if call.term > self.term or self._founds:
+        if call.term > self.term or self.forms:
             where = StepDown("the job goes on elsewhere", call.term, call.address, call.port)
             return self._step_down(where)
         own = next((seat for seat in self.charter.seats if seat.name == self._charters.name), None)
@@ -323,7 +323,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
                     out.append(command)
         if charters.settled and self._held:
             out, self._held = self._held + out, []
-        if self._founds:
+        if self.forms:
             out += self._older.advance(now) + self._ask_witnesses(now)
         job_s, training_s = now - self._job_began_s, self._monitor.training_s
         return out + charters.advance(now, job_s, training_s) + self._prove_missing(now)
@@ -331,7 +331,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
     def _propose(self, now: float) -> None:
         """Bring the charter up to date."""
         charters, world = self._charters, self.world
-        if not (self._elected or self._founds) and charters.term <= self._older.term:  # it continues after them
+        if not (self._elected or self.forms) and charters.term <= self._older.term:  # it continues after them
             charters.take_term(self._older.term + 1)
             for member in self.members.values():
                 if member.revision >= REVISION_OF_VOTES:
@@ -427,7 +427,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
             self._charters.linked(member.node.agent, member.link)
         if member.node.hosts_coordinator:
             self._local_name = member.name
-        if self._founds:
+        if self.forms:
             self._older.term = max(self._older.term, join.term)
         self._came.add(member.node.agent)
         ended = self._previous_leader.ended
@@ -447,7 +447,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
         super()._on_leave(now, member, reason, drain=drain)
 
     def _advance_gathering(self, now: float) -> None:
-        if self._founds and self._older.charter is not None:
+        if self.forms and self._older.charter is not None:
             older, gathering = self._older, self._gathering
             gathering.not_before_s, gathering.pause, gathering.extends = (
                 older.not_before_s,

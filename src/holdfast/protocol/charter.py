@@ -149,6 +149,8 @@ class Poll(Struct, frozen=True, array_like=True, tag="poll"):
     """The position of its charter. A voter with a newer one denies its vote."""
     final: bool = False
     """False: would you vote for me? Nothing changes. True: the vote itself, given once per term."""
+    charter: Charter | None = None
+    """A newer one in which the candidate has no seat: the voter that is asked has one, and may not know of it."""
 
 
 class Polled(Struct, frozen=True, array_like=True, tag="polled"):

@@ -99,7 +99,9 @@ class Accepted(Struct, frozen=True, array_like=True, tag="accepted"):
     term: int = 0
     """Of the coordinator here."""
     founded: bool = False
-    """It was not elected: the node at the endpoint founded the job."""
+    """It was not elected: the node at the endpoint founded the job, and the voters of an older start may elect."""
+    forms: bool = False
+    """It was not elected and has formed nothing yet: it has to know of any older start."""
 
 
 T = TypeVar("T")

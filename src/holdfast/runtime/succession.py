@@ -191,7 +191,9 @@ class SuccessionClient:
         self._place = None
         self._link = WatchedLink(self.service.connect_locally(), self._voter)
         replicated, voter = self.service.replicated, self._voter.machine
-        recall = voter.recall(self._loop.time(), "", replicated.term, founded=replicated.founded)
+        recall = voter.recall(
+            self._loop.time(), "", replicated.term, founded=replicated.founded, forms=replicated.forms
+        )
         if recall is not None:
             self._link.send(recall)
         return self._link
@@ -283,7 +285,7 @@ class SuccessionClient:
         accepted, voter = connection.accepted, self._voter
         assert voter is not None
         now, founder = self._loop.time(), (accepted.name, accepted.term)
-        recall = voter.machine.recall(now, *founder, founded=accepted.founded)
+        recall = voter.machine.recall(now, *founder, founded=accepted.founded, forms=accepted.forms)
         if recall is not None:
             connection.send(recall)
         if voter.machine.ignores(now, *founder, founded=accepted.founded):
@@ -355,7 +357,9 @@ class SuccessionClient:
         )
         service = self.service = ReplicatedService(machine, self._journal, self._say, self)
         self._reception.connected = service.connected
-        self._reception.leading = lambda accepted: structs.replace(accepted, term=machine.term, founded=machine.founded)
+        self._reception.leading = lambda accepted: structs.replace(
+            accepted, term=machine.term, founded=machine.founded, forms=machine.forms
+        )
         self._journal.write("leads", term=succession.term, founds=succession.charter is None)
         for endpoint in (options.endpoint, *options.more_endpoints):
             if endpoint not in self._bound:

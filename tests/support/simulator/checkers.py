@@ -118,12 +118,15 @@ class SuccessionChecker(WorldChecker):
         self,
         apart: Callable[[str, str], bool] = lambda _, __: False,
         living: Callable[[int], Collection[str]] = lambda _: (),
+        leads: Callable[[int], bool] = lambda _: False,
     ) -> None:
         """`apart`: whether these hosts cannot hear each other, or could not a moment ago. `living`: voters of the newest
-        charter that this founder can know of, and that could go on without it."""
+        charter that this founder can know of, and that could go on without it. `leads`: whether this coordinator is
+        alive and has not stepped down."""
         super().__init__()
         self._apart = apart
         self._living = living
+        self._leads = leads
         self._job_of: dict[int, int] = {}
         """The first coordinator of the job, by coordinator."""
         self._line_of: dict[int, int] = {}
@@ -242,7 +245,9 @@ class SuccessionChecker(WorldChecker):
         if recalled is None:
             return
         if newest is not None and self._job_of[coordinator] == self._present and recalled >= newest.position:
-            return
+            before = self._decided[self._present]
+            if before == coordinator or not self._leads(before):
+                return  # else that one is its only voter, cut off from this founder: from now on there are two jobs
         if newest is not None and newest.outcome is None and len(newest.seats) >= VOTERS_MIN:
             living = self._living(coordinator)
             text = f"coordinator {coordinator} founds a second job while {sorted(living)} could continue the one before"

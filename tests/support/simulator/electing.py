@@ -22,6 +22,7 @@ from holdfast.protocol.charter import Charter, Poll, Polled, Renew, Renewed, Sea
 from holdfast.protocol.errors import CoordinatorUnreachableError
 from holdfast.protocol.messages import FromCoordinator, Joined, Moved, Supersede
 from holdfast.protocol.policy import NodeSpec
+from holdfast.protocol.session import Accepted
 from tests.support.simulator.drawn import DrawnAgent
 from tests.support.simulator.network import FakeEnd
 from tests.support.simulator.nodes import Shell, SimCoordinator
@@ -312,15 +313,16 @@ class ElectingAgent(DrawnAgent):
             self.handle(ev.DialFailed(error.code, error.exit_code, "nobody leads there", final=False))
 
     def _ignores(self, coordinator: SimReplicated) -> bool:
-        name, term, founded = coordinator.introduction()
-        return bool(self.voter.machine.ignores(self.world.clock.now, name, term, founded=founded))
+        about = coordinator.introduction()
+        now = self.world.clock.now
+        return bool(self.voter.machine.ignores(now, about.name, about.term, founded=about.founded))
 
     def _recall(self, coordinator: SimReplicated, end: FakeEnd | None = None) -> None:
         """`end`: of the link by which it joins; None: it does not join."""
-        name, term, founded = coordinator.introduction()
-        if coordinator is self.coordinator:
-            name = ""  # as in the runtime
-        recall = self.voter.machine.recall(self.world.clock.now, name, term, founded=founded)
+        about = coordinator.introduction()
+        name = "" if coordinator is self.coordinator else about.name  # as in the runtime
+        now, voter = self.world.clock.now, self.voter.machine
+        recall = voter.recall(now, name, about.term, founded=about.founded, forms=about.forms)
         if recall is None:
             return
         if end is None:
@@ -400,9 +402,12 @@ class SimReplicated(SimCoordinator):
             if host != self.host:
                 world.on_host(self.host, partial(self._watch, host))
 
-    def introduction(self) -> tuple[str, int, bool]:
-        """What an agent that connects learns of it, as in Accepted: the process, the term, and whether it founded."""
-        return self.agent.voter.machine.name, self.machine.term, self.machine.founded
+    def introduction(self) -> Accepted:
+        """What an agent that connects learns of it."""
+        machine = self.machine
+        return Accepted(
+            1, name=self.agent.voter.machine.name, term=machine.term, founded=machine.founded, forms=machine.forms
+        )
 
     def announce(self, message: Moved) -> None:
         for end in self._ends.values():
@@ -432,7 +437,7 @@ class SimReplicated(SimCoordinator):
         self._look_back()
         machine = self.machine
         charter = machine.charter
-        if charter is not self._committed and not machine._founds and machine._charters.counts:
+        if charter is not self._committed and not machine.forms and machine._charters.counts:
             self._committed = charter
             self.cluster.jobs.committed(self.number, machine.term, charter)
 

@@ -13,6 +13,7 @@ from msgspec import structs
 
 from holdfast.agent import voter as vote
 from holdfast.coordinator.coordinator_state import Phase
+from holdfast.coordinator.formation import BACK_OFF
 from holdfast.coordinator.replicated import ReplicatedCoordinator
 from holdfast.protocol.charter import VOTERS_MIN, Charter, Poll, Polled, Succession
 from holdfast.protocol.outcome import Outcome
@@ -74,7 +75,7 @@ class SuccessionCluster(SimCluster):
         self.torn: dict[str, float] = {}
         """When a host's link was broken while both ends lived, or its agent was killed."""
         self.calm_since_s = self._ran_s = 0.0
-        self.jobs = SuccessionChecker(self._apart, self._could_go_on)
+        self.jobs = SuccessionChecker(self._apart, self._could_go_on, self._leads)
         self.leaders: dict[int, SimReplicated] = {}
         super().__init__(seed, nodes, options, story_lines_max=story_lines_max)
         self.checker = self.jobs
@@ -265,6 +266,11 @@ class SuccessionCluster(SimCluster):
     def _apart(self, a: str, b: str) -> bool:
         return not self.network.connected(a, b) or self.clock.now < self.calm_since_s + CALM_S
 
+    def _leads(self, coordinator: int) -> bool:
+        leader = self.leaders[coordinator]
+        here = any(getattr(process, "coordinator", None) is leader for process in self.processes.values())
+        return here and not leader.machine.stepped_down
+
     def disturbed(self) -> None:
         self.calm_since_s = self.clock.now
 
@@ -276,7 +282,7 @@ class SuccessionCluster(SimCluster):
         if charter is not None and self.clock.now - self.calm_since_s >= CALM_S and len(charter.seats) >= VOTERS_MIN:
             together = self._together(charter)
             if together and charter.outcome is None:
-                if any(self._runs(self.processes[host]) for host in together):
+                if any(self._goes_on(self.processes[host]) for host in together):
                     self._ran_s = self.clock.now
                 text = f"{sorted(together)} hear each other for {CALM_S + PAUSE_S:g} s, and no job runs there"
                 self.jobs.goes_on(text, running=self.clock.now - max(self._ran_s, self.calm_since_s + CALM_S) < PAUSE_S)
@@ -341,6 +347,15 @@ class SuccessionCluster(SimCluster):
         return all(self.network.connected(a, b) for a, b in combinations(sorted(hosts), 2)) and not any(
             host in self.frozen for host in hosts
         )
+
+    def _goes_on(self, process: Process) -> bool:
+        """It runs, or only waits because it was restarted often: for up to `backoff_max_s`."""
+        coordinator = getattr(process, "coordinator", None)
+        if coordinator is None or self._runs(process):
+            return coordinator is not None
+        gathering = coordinator.machine._gathering
+        enough = gathering.present >= self.options.min_nodes
+        return enough and gathering.pause == BACK_OFF and self.clock.now < gathering.not_before_s
 
     @staticmethod
     def _runs(process: Process) -> bool:
