@@ -43,7 +43,8 @@ from holdfast.protocol.errors import HoldfastError, ProcessGroupError
 from holdfast.train.accumulation import forget_pending
 from holdfast.train.agreement import Peers
 from holdfast.train.boundary import Boundary
-from holdfast.train.group import Order, ProcessGroup, Reducers, open_group, regroup
+from holdfast.train.buckets import Order
+from holdfast.train.group import ProcessGroup, open_group, regroup
 from holdfast.train.reading import Saved, parts_of_slot
 from holdfast.train.save import image
 from holdfast.train.state import Tracker, set_random_state
@@ -115,7 +116,7 @@ class Survivor:
         self._generation = 0
         """0: the one in which this process was started, whose number it does not know."""
         self._boundary = Boundary(snaps._tracker, snaps.memory_place)
-        self._reducers = Reducers(snaps._tracker.models)
+        self._reducers = snaps._tracker.reducers
         self._stepping = False
         """An optimizer has begun to step since the last boundary: the state is not that of a completed step."""
         self._first = True
