@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +14,7 @@ import torch
 from torch import nn
 
 import holdfast.train as ht
-from holdfast.train.boundary import Boundary, Buffers, NumpysGenerator, PythonsGenerator, TorchRecord, TorchsGenerator
+from holdfast.train.boundary import Boundary, Buffers, RandomNumbers, TorchRecord, TorchsGenerator, noted_forward
 
 pytestmark = pytest.mark.xdist_group("torch")
 
@@ -38,13 +40,12 @@ def test_whatever_is_drawn_of_pythons_numbers_is_noticed(
 ) -> None:
     random.seed(4)
     before()
-    generator = PythonsGenerator()
-    generator.read()
+    numbers = RandomNumbers()
     draw()
     state = random.getstate()
-    generator.read()
+    numbers.read()
     random.seed(6)
-    generator.restore()
+    numbers.restore()
     assert random.getstate() == state
 
 
@@ -55,13 +56,12 @@ def test_whatever_is_drawn_of_pythons_numbers_is_noticed(
 )
 def test_whatever_is_drawn_of_numpys_numbers_is_noticed(draw: Callable[[], object]) -> None:
     np.random.seed(4)
-    generator = NumpysGenerator()
-    generator.read()
+    numbers = RandomNumbers()
     draw()
     expected = np.random.get_state()
-    generator.read()
+    numbers.read()
     np.random.seed(6)
-    generator.restore()
+    numbers.restore()
     assert repr(np.random.get_state()) == repr(expected)
 
 
@@ -125,6 +125,44 @@ def test_the_schedule_and_the_numbers_of_a_step_that_was_interrupted_come_back(t
     assert [each.state_dict() for each in schedules] == expected[0]
     assert optimizer.param_groups[0]["lr"] == expected[1]
     assert torch.equal(torch.get_rng_state(), expected[2])
+
+
+def test_the_options_come_back_also_when_a_state_was_loaded(tmp_path: Path) -> None:
+    """torch puts other dictionaries in the place of an optimizer's groups then."""
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
+    snaps = ht.Snapshots(tmp_path, every=None, memory_every=None)
+    state = snaps.track(model=model, optimizer=optimizer, schedule=schedule)
+    boundary = Boundary(snaps._tracker, "")
+    optimizer.load_state_dict(optimizer.state_dict())
+    boundary.mark(1)
+    optimizer.param_groups[0]["lr"] = 7.0
+    boundary.rewind(state)
+    assert optimizer.param_groups[0]["lr"] == 1.0
+    assert schedule.optimizer is optimizer
+
+
+@pytest.mark.parametrize("replaced", [False, True], ids=["", "of a program that has replaced it"])
+def test_a_forward_pass_is_noted_and_that_of_a_copy_is_not(replaced: bool) -> None:
+    model, rows = nn.Linear(2, 2), torch.randn(3, 2)
+    if replaced:
+        model.forward = lambda _, plain=model.forward: plain(rows)  # type: ignore[method-assign]
+    noted = []
+    with noted_forward(model, lambda: noted.append(1)):
+        expected = model(rows)
+        copies = [copy.deepcopy(model)] if replaced else [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+        assert noted == [1]
+        for each in copies:
+            with torch.no_grad():
+                each.weight.zero_()
+                each.bias.zero_()
+            assert torch.equal(each(rows), torch.zeros(3, 2)) or replaced
+        assert torch.equal(model(rows), expected)
+        assert noted == [1, 1]
+    assert torch.equal(model(rows), expected)
+    assert noted == [1, 1]
+    assert ("forward" in model.__dict__) == replaced
 
 
 def test_a_replacement_finds_the_numbers_of_the_last_three_steps(tmp_path: Path) -> None:

@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import mmap
 import os
 import random
 import struct
 import sys
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Iterator, Sequence
 from operator import is_
 from typing import Any
 
@@ -50,8 +52,9 @@ class Boundary:
         """Random numbers and buffers when the rank was interrupted."""
         self._record = TorchRecord.at(place, len(self._random.torch))
         self._schedulers = [each for each in tracker.others.values() if isinstance(each, LRScheduler)]
+        self._schedules_now = [_schedule_of(each) for each in self._schedulers]
         self._schedules: list[dict[str, Any]] = []
-        self._groups = [group for each in tracker.optimizers for group in each.param_groups] if self._schedulers else []
+        self._optimizers = tracker.optimizers
         self._options: list[dict[str, Any]] = []
         self._buffers = Buffers(tracker.models)
 
@@ -62,14 +65,15 @@ class Boundary:
         if self._record is not None:
             self._record.write(step, self._random.torch, complete=True)
         if self._schedulers:
-            self._schedules = [_schedule(each) for each in self._schedulers]
-            self._options = [group.copy() for group in self._groups]
-        self._buffers.keep()
+            self._schedules = [now() for now in self._schedules_now]
+            self._options = [group.copy() for each in self._optimizers for group in each.param_groups]
+        if self._buffers.any:
+            self._buffers.keep()
 
-    def forward_done(self, *_: Any) -> None:
-        """A model's forward pass is done; a hook. What a step draws it has drawn by now: should this rank be lost
-        before its step is complete, and others complete theirs with its gradients, its replacement needs this."""
-        if self._record is not None and not is_compiling():
+    def forward_done(self) -> None:
+        """A model's forward pass is done. What a step draws it has drawn by now: should this rank be lost before its
+        step is complete, and others complete theirs with its gradients, its replacement needs this."""
+        if self._record is not None:
             # Micro-batches are counted, too; of an optimizer step the last one counts.
             self._record.write(self._tracker.state.step + 1, self._random.of_torch.state(), complete=False)
 
@@ -78,10 +82,12 @@ class Boundary:
         self._interrupted = RandomNumbers(), self._buffers.copies()
         state.step = self.step
         self._random.restore()
-        for scheduler, schedule in zip(self._schedulers, self._schedules, strict=True):
-            scheduler.load_state_dict(schedule)
-        for group, options in zip(self._groups, self._options, strict=True):
-            group.update(options)
+        if self._schedulers:
+            for scheduler, schedule in zip(self._schedulers, self._schedules, strict=True):
+                scheduler.load_state_dict({name: each for name, each in schedule.items() if name != "optimizer"})
+            groups = [group for each in self._optimizers for group in each.param_groups]
+            for group, options in zip(groups, self._options, strict=True):
+                group.update(options)
         self._buffers.restore()
 
     def complete(self, step: int) -> None:
@@ -109,13 +115,54 @@ class Boundary:
         return hashlib.sha256(self._random.of_torch.official(self._random.torch)).hexdigest()
 
 
-def _schedule(scheduler: LRScheduler) -> dict[str, Any]:
-    """What its `load_state_dict` takes. Most keep torch's `state_dict`, which leaves out one attribute in a loop."""
-    if type(scheduler).state_dict is not LRScheduler.state_dict:
-        return dict(scheduler.state_dict())
-    schedule: dict[str, Any] = scheduler.__dict__.copy()
-    del schedule["optimizer"]
-    return schedule
+def _schedule_of(scheduler: LRScheduler) -> Callable[[], dict[str, Any]]:
+    """What gives its state. Most schedulers keep torch's `state_dict`: all attributes but the optimizer, in a loop."""
+    keeps_it = type(scheduler).state_dict is LRScheduler.state_dict
+    now: Callable[[], dict[str, Any]] = vars(scheduler).copy if keeps_it else scheduler.state_dict
+    return now
+
+
+_after_forward: dict[int, Callable[[], object]] = {}
+"""By the identity of a model: what is called when its forward pass is done."""
+
+
+@contextlib.contextmanager
+def noted_forward(model: nn.Module, note: Callable[[], object]) -> Iterator[None]:
+    """Call `note` at the end of each forward pass in this block, except in one that is being compiled.
+
+    Not by torch's hook: with one, a call of a module takes 8 µs more. A copy of the model, or one that is pickled, has
+    its own forward pass, and notes nothing."""
+    if "forward" in model.__dict__:  # somebody has replaced it already
+        _after_forward[id(model)] = note
+        hook = model.register_forward_hook(_note)
+        try:
+            yield
+        finally:
+            hook.remove()
+            del _after_forward[id(model)]
+        return
+    forward = type(model).forward
+
+    @functools.wraps(forward)
+    def noted(module: nn.Module, *arguments: Any, **keywords: Any) -> Any:
+        output = forward(module, *arguments, **keywords)
+        _note(module)
+        return output
+
+    _after_forward[id(model)] = note
+    # Bound to the model: a copy's is bound to the copy.
+    model.__dict__["forward"] = ours = types.MethodType(noted, model)
+    try:
+        yield
+    finally:
+        if model.__dict__.get("forward") is ours:
+            del model.__dict__["forward"]
+        del _after_forward[id(model)]
+
+
+def _note(module: nn.Module, *_: Any) -> None:
+    if not is_compiling() and (note := _after_forward.get(id(module))) is not None:
+        note()
 
 
 class Buffers:
@@ -129,6 +176,7 @@ class Buffers:
             for name, each in module._buffers.items()
             if each is not None
         ]
+        self.any = bool(self._places)
         self._met: list[torch.Tensor | None] = []
         """The tensors that were there at the last `keep`."""
         self._theirs: list[torch.Tensor] = []
@@ -138,8 +186,6 @@ class Buffers:
         self._copy: Callable[[], object] = list
 
     def keep(self) -> None:
-        if not self._places:
-            return
         self._find()
         self._copy()
 
@@ -176,14 +222,19 @@ class RandomNumbers:
         self.of_torch = TorchsGenerator()
         self._of_python = PythonsGenerator()
         self._of_numpy = NumpysGenerator()
+        self._looks = [*self._of_python.looks, *self._of_numpy.looks]
+        self._seen: list[object] = []
         self.read()
 
     def read(self) -> None:
         self.torch = self.of_torch.state()
         if self._may_use_cuda and torch.cuda.is_initialized():
             self._cuda = torch.cuda.get_rng_state()
-        self._of_python.read()
-        self._of_numpy.read()
+        seen = [look() for look in self._looks]
+        if seen != self._seen:
+            self._seen = seen
+            self._of_python.read()
+            self._of_numpy.read()
 
     def restore(self) -> None:
         self.of_torch.restore(self.torch)
@@ -191,6 +242,18 @@ class RandomNumbers:
             torch.cuda.set_rng_state(self._cuda)
         self._of_python.restore()
         self._of_numpy.restore()
+
+
+Look = Callable[[], object]
+"""Tells something of a generator that differs whenever somebody has drawn from it."""
+
+# To read the whole state of a generator takes 2 to 30 µs, and few training loops draw from all of them. A few words of
+# it show whether it is another one: the position, and a word that no two states have in common. A look at them is one
+# call of compiled code.
+
+
+def _look_at(address: int, size_bytes: int) -> Callable[[], bytes]:
+    return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B").tobytes
 
 
 class TorchsGenerator:
@@ -203,10 +266,16 @@ class TorchsGenerator:
     STATE = struct.Struct(f"=QiiQ{2 * WORDS_BYTES}s8xd8xi4xf?3x")
     """The same as `get_state` has it: eight bytes for each of the numbers, and double precision first."""
     WORDS_AT = 20
+    FIRST_BYTES = WORDS_AT + 3 * 4
+    LAST_AT = WORDS_AT + WORDS_BYTES
     SEARCHED = 256
 
     def __init__(self) -> None:
-        self._memory: ctypes.Array[ctypes.c_char] | None = None
+        self._memory: Callable[[], bytes] | None = None
+        self._first: Look = object
+        self._last: Look = object
+        self._seen: object = None
+        self._state = b""
         model = torch.Generator()
         told = list(self.STATE.unpack(_state(model)))
         told[5:] = 0.5, 1, 0.25, True
@@ -214,7 +283,9 @@ class TorchsGenerator:
         at = self._begin(model)
         if at is not None and self._translated(ctypes.string_at(at, self.MEMORY.size)) == _state(model):
             begin = torch.default_generator._cdata + at - model._cdata
-            self._memory = (ctypes.c_char * self.MEMORY.size).from_address(begin)
+            self._memory = _look_at(begin, self.MEMORY.size)
+            self._first = _look_at(begin, self.FIRST_BYTES)
+            self._last = _look_at(begin + self.LAST_AT, self.MEMORY.size - self.LAST_AT)
 
     def _begin(self, generator: torch.Generator) -> int | None:
         """The address of its state; None: it is not where we look."""
@@ -224,8 +295,12 @@ class TorchsGenerator:
         return at + found - self.WORDS_AT if found >= self.WORDS_AT else None
 
     def state(self) -> bytes:
-        """For `restore` and `official`."""
-        return self._memory.raw if self._memory is not None else _state(torch.default_generator)
+        """For `restore` and `official`; the same object as long as nobody draws."""
+        seen = self._first(), self._last()
+        if seen != self._seen:
+            self._seen = seen
+            self._state = _state(torch.default_generator) if self._memory is None else self._memory()
+        return self._state
 
     def restore(self, state: bytes) -> None:
         _set_state(torch.default_generator, self.official(state))
@@ -249,29 +324,19 @@ def _set_state(generator: torch.Generator, state: bytes) -> None:
     generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
 
-# To read the whole state of the generators of Python and numpy takes 10 to 30 µs, and few training loops draw from
-# them. A few words of it show whether it is another one: the position, and a word that no two states have in common.
-
-
 class PythonsGenerator:
     """`random`'s global generator."""
 
     def __init__(self) -> None:
         self._state = random.getstate()
-        self._generator: random.Random = random._inst
+        generator: random.Random = random._inst
         # CPython's layout: the object's head, the position, the words. The first word is the same whatever the seed.
-        memory = (ctypes.c_char * 12).from_address(id(self._generator) + object.__basicsize__)
+        look = _look_at(id(generator) + object.__basicsize__, 12)
         words = self._state[1]
-        known = memory.raw == struct.pack("=3I", words[WORDS], *words[:2])
-        self._memory = memory if known else None
-        self._seen: object = None
+        known = look() == struct.pack("=3I", words[WORDS], *words[:2])
+        self.looks: list[Look] = [look, functools.partial(getattr, generator, "gauss_next")] if known else [object]
 
     def read(self) -> None:
-        if self._memory is not None:
-            seen = (self._memory.raw, self._generator.gauss_next)  # type: ignore[attr-defined]
-            if seen == self._seen:
-                return
-            self._seen = seen
         self._state = random.getstate()
 
     def restore(self) -> None:
@@ -284,24 +349,17 @@ class NumpysGenerator:
     def __init__(self) -> None:
         self._random: Any = None
         self._state: Any = None
-        self._memory: ctypes.Array[ctypes.c_char] | None = None
-        self._seen: object = None
+        self.looks: list[Look] = []
         if "numpy" in sys.modules:
             self._random = sys.modules["numpy"].random
             generator = self._random.mtrand._rand._bit_generator
-            if type(generator) is self._random.MT19937:
-                # The words, and behind the last one the position.
-                self._memory = (ctypes.c_char * 8).from_address(generator.ctypes.state_address + WORDS_BYTES - 4)
+            # The words, and behind the last one the position.
+            at = generator.ctypes.state_address + WORDS_BYTES - 4 if type(generator) is self._random.MT19937 else 0
+            self.looks = [_look_at(at, 8) if at else object]
 
     def read(self) -> None:
-        if self._random is None:
-            return
-        if self._memory is not None:
-            seen = self._memory.raw
-            if seen == self._seen:
-                return
-            self._seen = seen
-        self._state = self._random.get_state()
+        if self._random is not None:
+            self._state = self._random.get_state()
 
     def restore(self) -> None:
         if self._random is not None:
@@ -325,7 +383,9 @@ class TorchRecord:
         self._steps = memory[:head_bytes].cast("Q")
         """Of each state, plus 1; 0: there is none."""
         self._states = [memory[at : at + state_bytes] for at in range(head_bytes, size_bytes, state_bytes)]
-        self._newest = -1, b""
+        self._held = [b""] * RECORDS
+        """What this process has written there: to compare objects is enough to see that nobody has drawn."""
+        self._newest = -1
         self._number, self._complete = 0, True
         """Where the newest one is, and whether its step is complete."""
 
@@ -339,21 +399,24 @@ class TorchRecord:
 
     def write(self, step: int, state: bytes, *, complete: bool) -> None:
         """What is written for a step that is not complete the next call replaces."""
-        newest, kept = self._newest
+        newest = self._newest
         if self._complete and newest != step:
             self._number = (self._number + 1) % RECORDS
         self._complete = complete
-        if newest == step and kept == state:
+        number, steps = self._number, self._steps
+        is_there = self._held[number] is state
+        if newest == step and is_there:
             return
-        steps = self._steps
         if step < newest:  # the job went back: what was done since then is no longer true
-            for number in range(RECORDS):
-                if steps[number] > step:
-                    steps[number] = 0
-        steps[self._number] = 0
-        self._states[self._number][:] = state
-        steps[self._number] = step + 1
-        self._newest = step, state
+            for each in range(RECORDS):
+                if steps[each] > step:
+                    steps[each] = 0
+        if not is_there:
+            steps[number] = 0
+            self._states[number][:] = state
+            self._held[number] = state
+        steps[number] = step + 1
+        self._newest = step
 
     def read(self, step: int) -> bytes | None:
         """None: the states after this step were not recorded."""

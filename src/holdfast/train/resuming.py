@@ -37,6 +37,7 @@ from holdfast.snapshots.remote import LOOK_S, Place, RemotePath, place_of
 from holdfast.snapshots.saver_client import Tier
 from holdfast.snapshots.slots import Slot
 from holdfast.train.agreement import Peers
+from holdfast.train.buckets import Order
 from holdfast.train.copies import Copies, Sources
 from holdfast.train.quarantine import Judged, Patience, end_without_progress, judged
 from holdfast.train.reading import FilePart, ReadPlan, Saved, open_files, parts_of_slot
@@ -92,6 +93,8 @@ class Resumer:
     adopted: Saved | None = None
     """Of a state in memory: its `settling` has to be done before anybody stages a new one."""
     skipped: list[str] = field(default_factory=list)
+    _orders: list[Order] = field(default_factory=list)
+    """Of the gradients, in the state that was loaded."""
     _state: State | None = None
     """In memory, from which training goes on."""
     _misfit: StateMismatchError | None = None
@@ -109,6 +112,8 @@ class Resumer:
             raise self._misfit  # a beginning from zero would lose that state
         if self._judged is not None:
             self._judged.begin(self.path, self.life, self.origin)
+        if resumed is not None:
+            self.tracker.reducers.resume(self._orders, resumed.world_then, self.peers)
         self.tier.forget(resumed.step if resumed else -1)
         if self._state is not None and self.copies is not None:
             self.copies.send_again(str(self.path), self._state, self.peers)
@@ -384,6 +389,7 @@ class Resumer:
 
     def _resumed(self, step: int, source: Literal["memory", "disk"], restored: Restored, fit: Fit) -> Resumed:
         """An optional object that refused its state on some rank keeps its initial state on all."""
+        self._orders = restored.orders
         refused: dict[str, str] = {}
         for each in self.peers.share(restored.refused) if fit.optional else ():
             refused = {**each, **refused}

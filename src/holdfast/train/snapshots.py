@@ -129,7 +129,7 @@ class Snapshots:
         self._pruner: Pruner | None = None
         self._closed = False
         self._process = 0  # whose these are, once they are open
-        self._until_first_step: list[Any] = []  # hooks of the optimizers
+        self._until_first_step: list[Callable[[], object]] = []  # ends of what only that needs
         self._survivor: Survivor | None = None  # while the training function runs in `ht.survive`
 
     @property
@@ -230,8 +230,8 @@ class Snapshots:
     def _settle(self, saving: Saving, adopted: Saved) -> None:
         """In the background, beside the first batch; the first optimizer step waits for it."""
         saving.settle(adopted)
-        hooks = [each.register_step_pre_hook(lambda *_: saving.await_settled()) for each in self._tracker.optimizers]
-        self._until_first_step = hooks
+        for each in self._tracker.optimizers:
+            self._until_first_step.append(each.register_step_pre_hook(lambda *_: saving.await_settled()).remove)
 
     def _open(self) -> tuple[Peers, Tier]:
         """The other ranks, the memory, and the folder for this job alone."""
@@ -298,6 +298,8 @@ class Snapshots:
         self._clock.start(step, time.monotonic())
         if peers.rank == 0 and self._keep is not None:
             self._pruner = Pruner(self.path, self._keep)
+        self._tracker.reducers.observe()
+        self._until_first_step.append(self._tracker.reducers.observed)
         taken, failures_max = self._taken, self._failures_max
         self._saving = Saving(
             self.path, self._tracker, peers, tier, taken.rescue, self._clock, failures_max, self._lease, self._copies
@@ -347,7 +349,7 @@ class Snapshots:
         if self._life is not None:
             self._life.step(self.state.step, metrics)
         while self._until_first_step:  # not by the hook itself: torch is iterating over its hooks then
-            self._until_first_step.pop().remove()
+            self._until_first_step.pop()()
         if self._survivor is not None:
             self._survivor.at_boundary()
         if self._keep is not None and self._keep.best is not None and self._keep.best[0] in metrics:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import hashlib
 import inspect
 import operator
@@ -32,6 +33,7 @@ from torch.utils.data import DataLoader
 from holdfast import worker
 from holdfast.protocol.errors import ShardingError, TrackingError
 from holdfast.train import state_codec as codec
+from holdfast.train.buckets import Order, Reducers
 from holdfast.train.reading import Saved
 from holdfast.train.sharding import OWN, TIED
 from holdfast.train.tracked import Choice, Compared, Fit, Shared, Targets, TrackedModel, TrackedOptimizer, check_tied
@@ -110,6 +112,8 @@ class Restored:
     """Optional objects that did not take their state, and why."""
     before: dict[str, Any] = field(default_factory=dict)
     """States that optional objects had."""
+    orders: list[Order] = field(default_factory=list)
+    """Of the gradients, by DDP module; empty: the snapshot does not tell."""
 
 
 @dataclass
@@ -249,6 +253,11 @@ class Tracker:
     def models(self) -> list[nn.Module]:
         return [each.module for each in self._models]
 
+    @functools.cached_property
+    def reducers(self) -> Reducers:
+        """Of the models; once all of them are tracked."""
+        return Reducers(self.models)
+
     @property
     def others(self) -> Mapping[str, Any]:
         """Objects that are neither models nor torch's optimizers, by name."""
@@ -305,6 +314,7 @@ class Tracker:
             "kinds": self._kinds(),
             "only": self.chosen,
             "random": encoder.encode(random_state(), "random"),
+            "orders": [] if rank else self.reducers.orders,
             TIED: parts.tied,
         }
         return Collected(parts.tensors, encoder.tensors, codec.dumps(tree))
@@ -387,7 +397,7 @@ class Tracker:
         for optimizer in self._optimizers:
             if optimizer.name in fit.restored:
                 optimizer.restore(_merged(saved, text, optimizer.name), text["models"], filled, saved.fresh)
-        done = Restored(world_then)
+        done = Restored(world_then, orders=codec.expect(text.get("orders", []), list, "orders"))
         for name, each in self._others.items():
             if name in fit.restored:
                 state = codec.decode(text["others"][name], saved.fresh)

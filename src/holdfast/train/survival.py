@@ -42,8 +42,9 @@ from holdfast.protocol.board_layout import REPLACEMENT_VARIABLE
 from holdfast.protocol.errors import HoldfastError, ProcessGroupError
 from holdfast.train.accumulation import forget_pending
 from holdfast.train.agreement import Peers
-from holdfast.train.boundary import Boundary
-from holdfast.train.group import Order, ProcessGroup, Reducers, open_group, regroup
+from holdfast.train.boundary import Boundary, noted_forward
+from holdfast.train.buckets import Order
+from holdfast.train.group import ProcessGroup, open_group, regroup
 from holdfast.train.reading import Saved, parts_of_slot
 from holdfast.train.save import image
 from holdfast.train.state import Tracker, set_random_state
@@ -112,10 +113,11 @@ class Survivor:
         self._snaps = snaps
         self._group = group
         self._channel = channel
+        self._uninterrupted = channel.uninterrupted
         self._generation = 0
         """0: the one in which this process was started, whose number it does not know."""
         self._boundary = Boundary(snaps._tracker, snaps.memory_place)
-        self._reducers = Reducers(snaps._tracker.models)
+        self._reducers = snaps._tracker.reducers
         self._stepping = False
         """An optimizer has begun to step since the last boundary: the state is not that of a completed step."""
         self._first = True
@@ -129,7 +131,7 @@ class Survivor:
             for optimizer in self._snaps._tracker.optimizers:
                 hooks.callback(optimizer.register_step_pre_hook(self._note_stepping).remove)
             for model in self._snaps._tracker.models:
-                hooks.callback(model.register_forward_hook(self._boundary.forward_done).remove)
+                hooks.enter_context(noted_forward(model, self._boundary.forward_done))
             hooks.callback(self._leave)
             self._snaps._survivor = self
             assert self._group.connection is not None
@@ -163,8 +165,9 @@ class Survivor:
         self._channel.close()
 
     def _note_stepping(self, *_: Any) -> None:
-        with self._channel.uninterrupted:
-            self._stepping = True
+        if not self._stepping:
+            with self._uninterrupted:
+                self._stepping = True
 
     def at_boundary(self) -> None:
         """A step is complete. Raises Released when the training function is to be left here."""

@@ -58,7 +58,8 @@ class AgentChannel:
         """While the main thread holds it no interruption begins. It takes this lock itself, and not by the condition,
         whose `with` is Python code: an interruption there would leave it locked."""
         self._changed = threading.Condition(self.uninterrupted)
-        self._release: Release | None = None
+        self.released: Release | None = None
+        """The order to come to the gate, until its "go" was taken. An attribute: it is read in each step."""
         self._go: Go | None = None
         self._lost = False
         self._at_gate = True
@@ -120,21 +121,16 @@ class AgentChannel:
         except OSError as error:
             raise ChannelLostError(f"the agent cannot be reached: {error.strerror}") from error
 
-    @property
-    def released(self) -> Release | None:
-        """The order to come to the gate, until its "go" was taken. A read of one attribute: called in each step."""
-        return self._release
-
     def catch_up(self) -> Release | None:
         """As `released`, after every message that has arrived."""
         self._receive()
-        return self._release
+        return self.released
 
     def await_release(self, limit_s: float) -> Release | None:
         """Wait for the order to come to the gate; None: it has not come."""
         with self._changed:
-            self._changed.wait_for(lambda: self._release is not None or self._lost, limit_s)
-            return self._release
+            self._changed.wait_for(lambda: self.released is not None or self._lost, limit_s)
+            return self.released
 
     def await_go(self) -> Go:
         """Wait at the gate for the new place; answers each release. Raises ChannelLostError."""
@@ -143,11 +139,11 @@ class AgentChannel:
             while self._go is None:
                 if self._lost:
                     raise ChannelLostError("the agent is gone")
-                if self._release is not None and self._release is not answered:
-                    answered = self._release
+                if self.released is not None and self.released is not answered:
+                    answered = self.released
                     self.say("gate", generation=answered.generation)
                 self._changed.wait()
-            go, self._go, self._release = self._go, None, None
+            go, self._go, self.released = self._go, None, None
             return go
 
     # --- the thread -------------------------------------------------------------------------------------------------
@@ -157,9 +153,9 @@ class AgentChannel:
         poller.register(self._connection, select.POLLIN)
         while not self._lost:
             poller.poll()
-            before = self._release
+            before = self.released
             self._receive()
-            release = self._release
+            release = self.released
             if release is not None and release is not before and release.cut:
                 self._free_main_thread(release)
 
@@ -182,7 +178,7 @@ class AgentChannel:
     def _take(self, message: Mapping[str, Any]) -> None:
         match message.get("do"), message.get("generation"):
             case "release", int(generation):
-                self._release = Release(generation, message.get("cut") is True)
+                self.released = Release(generation, message.get("cut") is True)
                 self._go = None  # of a generation that was given up
             case "go", int(generation):
                 places = message.get("environment")
@@ -191,14 +187,14 @@ class AgentChannel:
 
     def _free_main_thread(self, release: Release) -> None:
         with self._changed:  # otherwise the main thread might have joined a new group before the old one is cut
-            if self._at_gate or self._release is not release:
+            if self._at_gate or self.released is not release:
                 return
             self._cut()
         deadline_s = time.monotonic() + UNINTERRUPTED_S
         while True:
             with self._changed:
                 left_s = deadline_s - time.monotonic()
-                over = self._at_gate or self._lost or self._release is not release
+                over = self._at_gate or self._lost or self.released is not release
                 if over or (left_s <= 0 and self._may_interrupt()):
                     if not over:
                         _interrupt(self._main, self._exception)
