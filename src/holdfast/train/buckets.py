@@ -88,10 +88,11 @@ class Reducers:
             self.connect(told)
 
     def _can_begin_with(self, orders: Sequence[Order]) -> bool:
-        """Whether no module had a backward pass in this process, or is of a kind that has no such buckets."""
+        """Whether no module had a backward pass in this process, or is of a kind that has no such buckets. Never on a
+        GPU: an ordinary restart must not depend on what was not tried there."""
         return len(orders) == len(self._wrappers) and all(
             sorted(order) == list(range(len(parameters := _parameters(wrapper))))
-            and all(each.grad is None for each in parameters)
+            and all(each.grad is None and each.device.type == "cpu" for each in parameters)
             and not any(getattr(wrapper, name, None) for name in OTHER_KINDS)
             for order, wrapper in zip(orders, self._wrappers, strict=True)
         )
