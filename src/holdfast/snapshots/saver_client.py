@@ -221,6 +221,7 @@ class SaverClient:
         """Have the saver exchange copies with others of this key, at this address; see `await_served`. A rescue of
         states in this snapshot folder, which waits for other nodes, ends: this life goes on from memory."""
         self._serve = {"do": "serve", "key": key.hex(), "host": host, "bytes_s": float(bytes_s), "folder": folder}
+        self.await_served()
         self.port, self.copy_error, self._serve_unanswered = 0, "", True
         with contextlib.suppress(SnapshotError):
             self._send(self._serve)
