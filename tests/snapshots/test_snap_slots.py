@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import fcntl
 import os
 import signal
@@ -18,7 +17,7 @@ import pytest
 from holdfast import linux
 from holdfast.linux import group_room_bytes
 from holdfast.protocol.errors import SnapshotMemoryError
-from holdfast.snapshots import mapping, memory_folder, slots
+from holdfast.snapshots import memory_folder, slots
 from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.slots import HEADER_BYTES, SlotOwner, Slots
 from tests.support.limits import limit_s
@@ -488,44 +487,3 @@ def test_a_state_is_held_without_a_look_into_the_files(
         put(successor, 6, 6)
     assert [slot.step for slot in successor.committed()] == [6, 4, 1]
     successor.close()
-
-
-def test_memory_can_be_filled_while_the_rest_of_it_is_taken(tmp_path: Path, own: Slots) -> None:
-    put(own, 1, 1)
-    put(own, 2, 2)
-    size = 9 << 20
-    parts = own.staging(3, size)
-    first = next(parts)
-    assert 0 < len(first) < size
-    assert [slot.step for slot in slots.committed_slots(tmp_path, 0)] == [2], "not valid from the first part on"
-    first[:] = bytes([3]) * len(first)
-    *_, whole = parts
-    assert bytes(whole[: len(first)]) == bytes(first), "the parts are the beginning of the whole"
-    whole[:] = bytes([3]) * size
-    assert len(whole) == size
-    own.commit()
-    assert [(slot.step, len(slot.data)) for slot in slots.committed_slots(tmp_path, 0)] == [(3, size), (2, SIZE)]
-
-
-@pytest.mark.parametrize("end", ["stopped", "no memory"])
-def test_memory_that_was_not_taken_whole_leaves_no_valid_slot(
-    tmp_path: Path, own: Slots, end: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def full(*_: int) -> None:
-        raise OSError(errno.ENOSPC, "no space")
-
-    put(own, 1, 1)
-    put(own, 2, 2)
-    parts = own.staging(3, 9 << 20)
-    next(parts)
-    with monkeypatch.context() as broken:
-        if end == "stopped":
-            parts.close()
-        else:
-            broken.setattr(os, "posix_fallocate", full)
-            broken.setattr(mapping, "_write_zeros", full)
-            with pytest.raises(SnapshotMemoryError, match="no room for a copy of 9 MB"):
-                list(parts)
-    assert [slot.step for slot in slots.committed_slots(tmp_path, 0)] == [2]
-    put(own, 4, 4, 9 << 20)  # nothing is locked
-    assert [slot.step for slot in slots.committed_slots(tmp_path, 0)] == [4, 2]
