@@ -18,7 +18,7 @@ import pytest
 
 from holdfast.cli import main
 from holdfast.protocol.errors import CopyError, SnapshotMemoryError
-from holdfast.snapshots import copy_connection, copy_service, memory_folder, slots
+from holdfast.snapshots import copy_connection, copy_service, disk, growing, mapping, memory_folder, slots
 from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.copy_connection import CopyConnection
 from holdfast.snapshots.copy_paths import Pace
@@ -322,12 +322,55 @@ def test_without_memory_a_copy_is_refused(pair: tuple[Node, Node], monkeypatch: 
         raise OSError(12, "too little memory is available")
 
     slot = a.stage(2)
-    monkeypatch.setattr(slots, "check_memory", none)
+    monkeypatch.setattr(growing, "check_memory", none)
     with pytest.raises(CopyError, match=r"refused: .* no room for a copy of 9 MB: too little memory"):
         a.send(slot, b.port)
     assert b.copied(0) == [1]
     with pytest.raises(SnapshotMemoryError):
         fetch(b.folder, (HOST, a.port), OURS, "/runs", (2, 7, 2), 0)
+
+
+def test_a_newcomer_receives_while_its_memory_is_being_taken(
+    pair: tuple[Node, Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, _ = pair
+    a.stage(3)
+    staging, filled = Slots.staging, []
+
+    def waiting(own: Slots, step: int, size_bytes: int) -> Iterator[memoryview]:
+        for part in staging(own, step, size_bytes):
+            yield part
+            if disk.CHUNK_BYTES <= len(part) < size_bytes:  # no more of it before this is filled
+                until(lambda part=part: bytes(part[: disk.CHUNK_BYTES]) == content(3, disk.CHUNK_BYTES), "it is filled")
+                filled.append(len(part))
+
+    monkeypatch.setattr(Slots, "staging", waiting)
+    fetch(tmp_path, (HOST, a.port), OURS, "/runs", (3, 7, 3), 0)
+    assert filled
+    ((_, found),) = all_slots(tmp_path)
+    assert bytes(found.data) == content(3, SIZE)
+
+
+def test_memory_that_ends_while_a_state_is_fetched_leaves_none(
+    pair: tuple[Node, Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a, _ = pair
+    a.stage(3)
+    take = mapping.MappedFile.take
+
+    def short(self: mapping.MappedFile, fd: int, begin: int, size_bytes: int) -> Iterator[int]:
+        yield next(take(self, fd, begin, size_bytes))
+        raise OSError(28, "no space left")
+
+    own = Slots(tmp_path, SlotOwner(0, 0, 2))
+    with monkeypatch.context() as full:
+        full.setattr(mapping.MappedFile, "take", short)
+        with pytest.raises(SnapshotMemoryError, match="no space left"):
+            fetch(tmp_path, (HOST, a.port), OURS, "/runs", (3, 7, 3), 0, own)
+    assert own.committed() == []
+    fetch(tmp_path, (HOST, a.port), OURS, "/runs", (3, 7, 3), 0, own)
+    assert [bytes(each.data) for each in own.committed()] == [content(3, SIZE)]
+    own.close()
 
 
 def test_the_bandwidth_is_what_all_threads_have_together(monkeypatch: pytest.MonkeyPatch) -> None:

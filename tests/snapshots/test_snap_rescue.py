@@ -186,6 +186,7 @@ def test_a_rescue_that_waits_for_another_node_ends_when_the_next_life_goes_on_fr
     assert own._lock(slot.number) is None
     following = SaverClient(address)
     following.serve(b"k" * 32, "127.0.0.1", 0, str(tmp_path / "another"))
+    following.await_served()
     assert own._lock(slot.number) is None
     following.serve(b"k" * 32, "127.0.0.1", 0, str(folder))
     fd = until(lambda: own._lock(slot.number), "the slot is free", PATIENCE_S / 3)

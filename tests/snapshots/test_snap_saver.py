@@ -145,6 +145,28 @@ def test_a_stopped_saver_stalls_nobody(bench: Bench) -> None:
     assert content(bench.folder, 2) == b"\2" * SIZE
 
 
+def test_a_saver_that_just_starts_is_waited_for_only_by_who_needs_its_address(bench: Bench) -> None:
+    saver = bench.saver
+    os.kill(saver, signal.SIGSTOP)
+    bench.client.serve(b"k" * 32, "127.0.0.1", 0, str(bench.folder))
+    assert bench.client.port == 0
+    os.kill(saver, signal.SIGCONT)
+    bench.client.await_served()
+    port = bench.client.port
+    assert port > 0
+    bench.client.serve(b"n" * 32, "127.0.0.1", 0, str(bench.folder))
+    bench.client.await_served()
+    assert (bench.client.port, bench.client.copy_error) == (port, "")
+    bench.client.serve(b"n" * 32, "256.0.0.1", 0, str(bench.folder))
+    bench.client.await_served()
+    assert bench.client.port == 0
+    assert "256.0.0.1" in bench.client.copy_error
+    os.kill(saver, signal.SIGKILL)
+    until(lambda: saver not in savers(bench.place.folder), "it is gone")
+    bench.client.check()
+    bench.client.await_served()  # nobody will answer
+
+
 def test_a_successor_waits_for_its_previous_leader_s_saves(bench: Bench) -> None:
     saver = bench.saver
     os.kill(saver, signal.SIGSTOP)

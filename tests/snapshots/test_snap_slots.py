@@ -361,7 +361,7 @@ def test_memory_that_is_not_taken_to_its_end_is_given_back(tmp_path: Path, own: 
 
 def test_memory_that_was_taken_for_another_size_counts(tmp_path: Path, own: Slots) -> None:
     """The size was foreseen, and the plan then says another one."""
-    whole = slots._whole_bytes
+    whole = own._files[0].whole_bytes
 
     def sizes() -> list[int]:
         return [path.stat().st_size for path in sorted(tmp_path.glob("0.[01]"))]
@@ -465,3 +465,25 @@ def test_a_memory_folder_about_to_be_cleaned_is_not_taken(tmp_path: Path) -> Non
         memory_folder.MemoryFolder.at("x", tmp_path)
     os.close(fd)
     memory_folder.MemoryFolder.at("x", tmp_path).remove()
+
+
+def test_a_state_is_held_without_a_look_into_the_files(
+    tmp_path: Path, own: Slots, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In each save with copies, while training waits."""
+    put(own, 1, 1)
+    own.close()
+    successor = Slots(tmp_path, SlotOwner(0), slots.COUNT_MAX)
+
+    def read(*_: object) -> None:
+        raise AssertionError("a slot was read")
+
+    with monkeypatch.context() as guarded:
+        guarded.setattr(slots, "read", read)
+        successor.hold(request(1).identity)
+        for step in (2, 3, 4, 5):
+            put(successor, step, step)
+        successor.hold(request(1).identity, request(4).identity)
+        put(successor, 6, 6)
+    assert [slot.step for slot in successor.committed()] == [6, 4, 1]
+    successor.close()

@@ -136,14 +136,16 @@ class CopyConnection:
                 left -= got
         return size_bytes - left
 
-    def receive_state(self, memory: memoryview) -> Digests:
-        """Fill this memory. Returns the digests of its chunks, which were checked."""
+    def receive_state(self, size_bytes: int, room: Callable[[int], memoryview]) -> Digests:
+        """Fill memory. Returns the digests of its chunks, which were checked. `room`: is called with a number of bytes,
+        and returns the memory as soon as so much of it, or more, can be used."""
         digests: list[str] = []
         with ThreadPoolExecutor(disk.hash_threads()) as pool:
             found = []
-            for begin in disk.chunk_begins(len(memory)):
+            for begin in disk.chunk_begins(size_bytes):
                 digests.append(str(self.hear().get("digest")))
-                chunk = memory[begin : begin + disk.CHUNK_BYTES]
+                end = min(begin + disk.CHUNK_BYTES, size_bytes)
+                chunk = room(end)[begin:end]
                 with errors():
                     _fill(self._sock, chunk)
                 found.append(pool.submit(self._digest, chunk))

@@ -14,10 +14,12 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from holdfast.protocol.errors import CopyError, SnapshotMemoryError
+from holdfast.snapshots import disk
 from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.copy_connection import STALL_S, Address, CopyConnection, Digests, errors
 from holdfast.snapshots.copy_paths import SAMPLE, CopyPaths, Pace
@@ -158,7 +160,7 @@ class CopyService:
                 raise ValueError("the copies of this rank are being read")
             try:
                 connection.say(**{"is": "ready"})
-                digests = connection.receive_state(memory)
+                digests = connection.receive_state(size_bytes, lambda _: memory)
                 slot = slots.commit(request)
             finally:
                 slots.abandon()
@@ -278,6 +280,50 @@ class CopyService:
             release(fd)
 
 
+class Room:
+    """Memory of a slot that one thread takes while another fills it. Use it as a context manager."""
+
+    def __init__(self, parts: Generator[memoryview, None, None]) -> None:
+        """`parts`: of `Slots.staging`."""
+        self._parts, self._there = parts, memoryview(b"")
+        self._changed = threading.Condition()
+        self._left = False
+        self._pool = ThreadPoolExecutor(1, "holdfast-room")
+        self._taking: Future[None] | None = None
+
+    def __enter__(self) -> Room:
+        self._taking = disk.submit(self._pool, self._take)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._left = True
+        self._pool.shutdown()
+        self._parts.close()
+
+    def _take(self) -> None:
+        try:
+            for part in self._parts:
+                with self._changed:
+                    self._there = part
+                    self._changed.notify_all()
+                if self._left:
+                    return
+        finally:
+            with self._changed:
+                self._left = True
+                self._changed.notify_all()
+
+    def of(self, size_bytes: int) -> memoryview:
+        """At least so much of it, as soon as it is there. SnapshotMemoryError; CopyError: the slots are in use."""
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._there) >= size_bytes or self._left)
+        if len(self._there) < size_bytes:
+            assert self._taking is not None
+            self._taking.result()
+            raise CopyError("the memory for it is in use")
+        return self._there
+
+
 def fetch(
     folder: Path,
     offered: Address,
@@ -307,11 +353,10 @@ def fetch(
             slots = into
             closing.callback(slots.regroup, *into.owner[1:])
         slots.regroup(rank, request.world, generation)
-        memory = slots.stage(request.step, size_bytes)
-        if memory is None:
-            raise CopyError(f"the memory for rank {rank}'s state is in use")
-        connection.receive_state(memory)
-        slots.commit(request)
+        closing.callback(slots.abandon)
+        with Room(slots.staging(request.step, size_bytes)) as room:
+            connection.receive_state(size_bytes, room.of)
+            slots.commit(request)
     return of[0]
 
 

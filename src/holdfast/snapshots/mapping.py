@@ -80,19 +80,19 @@ class MappedFile:
         """Whether a file of this size needs no new mapping."""
         return size_bytes <= len(self._room)
 
-    def populate(self, end: int | None = None) -> Iterator[None]:
+    def populate(self, end: int | None = None) -> Iterator[int]:
         """Make all pages present, piece by piece. On a kernel without this, the first access to each page waits for it.
 
-        The file's memory is taken already, up to `end`."""
+        The file's memory is taken already, up to `end`. Yields how many bytes are present."""
         size_bytes = len(self.memory) if end is None else end
         for at in range(self._present_bytes, size_bytes, _POPULATE_BYTES):
             self._advise(at, min(_POPULATE_BYTES, size_bytes - at), _POPULATE_READ)
             self._present_bytes = min(at + _POPULATE_BYTES, size_bytes)
-            yield
+            yield self._present_bytes
 
-    def take(self, fd: int, begin: int, size_bytes: int) -> Iterator[None]:
+    def take(self, fd: int, begin: int, size_bytes: int) -> Iterator[int]:
         """Take memory for the file from `begin` to this size, and make all its pages present, piece by piece. The file
-        grows with it. OSError."""
+        grows with it. Yields how many bytes are present. OSError."""
         unit_bytes = max(self._unit_bytes, _POPULATE_BYTES)
         at, small, pause = begin, 0, _SMALL_MIN
         self.memory = self._room[:size_bytes]
@@ -114,7 +114,7 @@ class MappedFile:
                 _write_zeros(fd, at, end - at)
                 self._advise(at, end - at, _POPULATE_READ)
             at = self._present_bytes = end
-            yield
+            yield end
 
     def make_huge(self) -> Iterator[float]:
         """Turn its pages into huge ones, one by one, as far as the kernel can: yields the seconds each took.

@@ -92,7 +92,10 @@ FINISH_LIMIT_S = 120.0
 """At the agent's end: how long to wait for saves in flight. A save that is not done then is an uncommitted attempt."""
 Packet = dict[str, Any]
 
-_PROGRAM = "import sys; sys.path.insert(0, {root!r}); from holdfast.snapshots.saver import main; main()"
+_PROGRAM = (
+    "import os, sys; sys.argv[3] == '-1' and os.fork() and os._exit(0); sys.path.insert(0, {root!r}); "
+    "from holdfast.snapshots.saver import main; main()"
+)
 
 
 class MemoryFolder:
@@ -367,7 +370,8 @@ def listen(path: Path) -> socket.socket:
 def saver_argv(folder: Path, *, listening: int, control: int = -1, anchor: int = 0) -> list[str]:
     """The saver's command line: `listening` is a descriptor's number in it, and so is `control`, the agent's socket.
 
-    Without an agent, `anchor` is the process after whose end the saver ends.
+    Without an agent, `anchor` is the process after whose end the saver ends. The worker that starts it waits only until
+    it is no child of its own: the imports take 0.1 s and more.
     """
     # Only our package is on its path: no site-packages, no PYTHONPATH, no folder of the user.
     root = str(Path(__file__).resolve().parents[2])

@@ -481,8 +481,6 @@ def main() -> None:
     folder, listening_fd, control_fd, anchor = Path(sys.argv[1]), *map(int, sys.argv[2:5])
     anchor_fd = None
     if control_fd < 0:
-        if os.fork():
-            os._exit(os.EX_OK)  # the worker that started us waits for this, and then has no child
         with contextlib.suppress(ProcessLookupError):
             anchor_fd = os.pidfd_open(anchor)
     with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:

@@ -134,6 +134,7 @@ class SaverClient:
         self.copy_error = ""
         """Why one of the last did not arrive, or why the saver cannot exchange copies."""
         self._serve: memory_folder.Packet | None = None
+        self._serve_unanswered = False
         self._copying: set[int] = set()
         """Ids of copies on their way to another node."""
         self._kept: tuple[State | None, ...] = ()
@@ -217,13 +218,19 @@ class SaverClient:
     # --- copies on other nodes ----------------------------------------------------------------------------------------
 
     def serve(self, key: bytes, host: str, bytes_s: float, folder: str) -> None:
-        """Have the saver exchange copies with others of this key, at this address. See `port`, `copy_error`. A rescue
-        of states in this snapshot folder, which waits for other nodes, ends: this life goes on from memory."""
+        """Have the saver exchange copies with others of this key, at this address; see `await_served`. A rescue of
+        states in this snapshot folder, which waits for other nodes, ends: this life goes on from memory."""
         self._serve = {"do": "serve", "key": key.hex(), "host": host, "bytes_s": float(bytes_s), "folder": folder}
-        self.port, self.copy_error = 0, ""
+        self.await_served()
+        self.port, self.copy_error, self._serve_unanswered = 0, "", True
         with contextlib.suppress(SnapshotError):
             self._send(self._serve)
-        self._receive_until(lambda: bool(self.port or self.copy_error), PATIENCE_S)
+
+    def await_served(self) -> None:
+        """Until the saver has answered the last `serve`: `port` or `copy_error` is known then."""
+        if self._serve_unanswered:  # it may just have been started
+            self._receive_until(lambda: not self._serve_unanswered, PATIENCE_S)
+            self._serve_unanswered = False
 
     @property
     def copying(self) -> bool:
@@ -431,6 +438,7 @@ class SaverClient:
                     self._failures.append(disk.error_of(str(packet.get("code")), str(packet.get("text"))))
             case "serving", _:
                 self.port, self.copy_error = int(packet.get("port", 0)), str(packet.get("text", ""))
+                self._serve_unanswered = False
             case "forgotten", _:
                 self._forgotten = True
             case "copied", number:

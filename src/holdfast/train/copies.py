@@ -177,11 +177,17 @@ class Copies:
         """There is no memory for slots any more."""
         self._client = None
 
+    @property
+    def node(self) -> str:
+        """As in its report."""
+        return self._node
+
     def report(self) -> CopyReport:
         """For rank 0."""
         client, domain = self._client, self._domain
         if client is None:
             return CopyReport(self._node, domain, "", 0, False, "it has no memory for snapshots")
+        client.await_served()
         return CopyReport(self._node, domain, self._host, client.port, client.copying, client.copy_error)
 
     def decide(self, said: Sequence[Sequence[Any]], state: State, *, staged: bool) -> dict[str, Any]:

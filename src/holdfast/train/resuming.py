@@ -126,7 +126,8 @@ class Resumer:
     def _from_memory(self) -> Resumed | None:
         held = self._held_states()
         mine = [[state, next(iter(slots.values())).world, list(slots)] for state, slots in held.items()]
-        said = self.peers.gather([mine, [] if self.copies is None else self.copies.report().address])
+        # Nobody fetches from a node that has nothing: a newcomer does not wait for its saver, which just starts.
+        said = self.peers.gather([mine, self.copies.report().address if mine and self.copies is not None else []])
         word = self.peers.tell(self._first_word(said, held) if said else None)
         if word["over"]:
             end_without_progress(word["over"])
@@ -160,8 +161,7 @@ class Resumer:
             if not any(self.peers.share(lacks)):
                 return list(use.values())
         for everything in (False, True) if sources.world == self.peers.world else (True,):
-            node = self.copies.report().node
-            wanted = sources.missing(list(held), self.peers, node, lacks=lacks, everything=everything)
+            wanted = sources.missing(list(held), self.peers, self.copies.node, lacks=lacks, everything=everything)
             failed = self.copies.bring(str(self.path), state, wanted, sources.where, own=not everything)
             self.skipped += [f"step {state[0]} in memory: {failed}"] if failed else []
             self.peers.share(None)  # the other ranks of this node have fetched theirs
