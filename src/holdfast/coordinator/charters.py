@@ -16,14 +16,13 @@ from holdfast.coordinator.coordinator_state import Command, Member, ProveVoterGo
 from holdfast.coordinator.formation import FENCE
 from holdfast.protocol.charter import (
     NO_CHARTER,
-    VOTERS_MAX,
-    VOTERS_MIN,
     Charter,
     CharterPosition,
     Renew,
     Renewed,
     Seat,
     Succession,
+    electorate,
     majority,
 )
 from holdfast.protocol.messages import Recall
@@ -339,8 +338,7 @@ def voters_of(
     members: Sequence[Member], witnesses: Iterable[Seat], present: Sequence[Seat], local: Member
 ) -> tuple[Seat, ...]:
     """The voters that a coordinator should have: its own agent first, then those that it has already, then the others
-    in the order of `members`, those that leave last, then the witnesses. Fewer than VOTERS_MIN elect nobody: then it is
-    its only voter."""
+    in the order of `members`, those that leave last, then the witnesses. How many of each: `electorate`."""
     known = next((seat for seat in present if seat.name == local.node.agent), None)
     own = seat_of(local, members) or known
     seats = {own.name: own} if own is not None else {}
@@ -349,17 +347,11 @@ def voters_of(
     for member in sorted(able, key=lambda m: (bool(m.leaving), m.node.agent not in names)):  # stable
         if (seat := seat_of(member, members)) is not None:
             seats.setdefault(seat.name, seat)
+    if own is None:
+        return ()
     watching = tuple(witnesses)
-    agents = list(seats.values())[: VOTERS_MAX - len(watching)]
-    if (len(agents) + len(watching)) % 2 == 0:  # an even number of voters survives no more losses than one voter less
-        if len(agents) > 2 or not watching:
-            agents = agents[:-1]
-        else:  # a witness never stands: the other agent is needed
-            watching = watching[:-1]
-    chosen = (*agents, *watching)
-    if own is None or len(agents) < 2 or len(chosen) < VOTERS_MIN:
-        return () if own is None else (own,)
-    return chosen
+    count = electorate(len(seats), len(watching))
+    return (*tuple(seats.values())[: count.agents], *watching[: count.witnesses])
 
 
 def seat_of(member: Member, members: Iterable[Member]) -> Seat | None:
