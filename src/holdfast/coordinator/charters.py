@@ -207,7 +207,7 @@ class Charters:
             voters = [voter for voter in self._voters.values() if voter.link is not None] if self.elects else []
             out += [self._renew(now, voter, job_s, training_s) for voter in voters]
             for name in sorted(self._others()):
-                charter = self.charter if name in self._uninformed else None
+                charter = self._told(name) if name in self._uninformed else None
                 out.append(Tell(self._links[name], Renew(self.term, 0, charter, job_s, training_s)))
             self._uninformed.clear()
         if not self.elects:
@@ -226,6 +226,13 @@ class Charters:
             return set()
         wanted = self._uninformed | self._witnesses  # few, while links are many
         return {name for name in wanted if name in self._links and name not in self._voters}
+
+    def _told(self, name: str) -> Charter:
+        """What somebody without a vote is told. An agent asks the voters, and a founder what to continue: without the
+        roster, of which a large job would send as many as it has agents."""
+        if name in self._witnesses:
+            return self.charter
+        return structs.replace(self.charter, nodes=(), listeners=())
 
     def _renew(self, now: float, voter: VoterRecord, job_s: float, training_s: float) -> Command:
         assert voter.link is not None
@@ -261,7 +268,10 @@ class OlderJob:
     """What a coordinator that founded the job learns of an earlier start of it, from agents and witnesses that took
     part. It waits while the voters of that one may elect, and then continues the newest charter."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, now: float, places: Iterable[tuple[str, int]] = ()) -> None:
+        """`places`: where witnesses may be. Their first answers are waited for, from now on for a short time."""
+        self._unheard = set(places)
+        self._asks_until_s = now + limits.poll_s
         self.charter: Charter | None = None
         """The newest one; None: there was no earlier start, as far as it knows."""
         self.term = 0
@@ -276,6 +286,20 @@ class OlderJob:
         self.alive = False
         """The sender of the newest Recall hears its coordinator."""
         self._prove_at_s = inf
+
+    @property
+    def asks_until_s(self) -> float:
+        """Until then there may be news of an older start; -inf: everybody has answered."""
+        return self._asks_until_s if self._unheard else -inf
+
+    def asked(self, place: tuple[str, int], now: float) -> None:
+        """A witness at this place gets a first question."""
+        if place in self._unheard and now < self._asks_until_s:
+            self._asks_until_s = now + self._limits.poll_s
+
+    def answered(self, place: tuple[str, int]) -> None:
+        """A witness at this place has answered, or there is none."""
+        self._unheard.discard(place)
 
     @property
     def over(self) -> bool:
