@@ -4,9 +4,10 @@ costs as JSON.
 On a busy machine the processes of agents may be late: a second argument is the time, in seconds, for which the
 coordinator waits for an agent that is silent, joins, prepares or stops.
 
-The coordinator is the product's own, alone in its process. The agents share a few processes; each is a connection that
-speaks the product's protocol by hand and starts no worker, but reports the progress of some. The story: all join and
-form a generation, all train for a while, one is lost, the others form the next generation.
+The coordinator is the product's own, as with c10d: it has voters, and one of the agents in its process. The others
+share a few processes; each is a connection that speaks the product's protocol by hand and starts no worker, but reports
+the progress of some. The story: all join and form a generation, all train for a while, one is lost, the others form the
+next generation.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ from typing import Any
 
 from benchmarks.harness import cpu_s
 from benchmarks.simulated import judge
-from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.coordinator.coordinator_state import StepDown
+from holdfast.coordinator.replicated import ReplicatedCoordinator
+from holdfast.protocol.charter import NO_CHARTER, Renew, Renewed, Seat, Succession
 from holdfast.protocol.codec import decode_from_coordinator
 from holdfast.protocol.messages import (
     REVISION,
@@ -56,8 +59,9 @@ from holdfast.protocol.session import ClientHandshake, Session
 from holdfast.rendezvous.bind import claim
 from holdfast.runtime.connection import fresh_nonce, tune
 from holdfast.runtime.inherited import raise_limit
-from holdfast.runtime.rendezvous_client import CoordinatorService
+from holdfast.runtime.replicated_service import ReplicatedService
 from holdfast.runtime.run_folder import Journal
+from holdfast.runtime.succession import SuccessionClient
 
 PROCESSES = 2
 """Among which the agents are shared out: with the coordinator's, all are busy while a generation is formed."""
@@ -74,8 +78,8 @@ LIMIT_S = 600.0
 """Until all agents are in a generation."""
 DIALLED_AT_ONCE = 250
 """Agents of a process that have dialled and have not joined."""
-STORE_PORT = 1
-"""Stands for the store's port; nobody connects."""
+STORE_PORT = AGENT_PORT = 1
+"""Stand for the ports of the store and of the agents; nobody connects."""
 
 
 @dataclass
@@ -101,18 +105,18 @@ class Traffic:
 # --- agents ---------------------------------------------------------------------------------------------------------
 
 
-class LightAgent(asyncio.Protocol):
-    """One agent: its connection, and what it must remember to answer."""
+def light(number: int) -> NodeSpec:
+    return NodeSpec(member=f"node{number}#{number:08x}", host=f"node{number}", nproc=RANKS)
 
-    transport: asyncio.Transport
 
-    def __init__(self, crowd: Crowd, number: int) -> None:
+class LightAgent:
+    """What one agent must remember to answer."""
+
+    def __init__(self, crowd: Crowd, node: NodeSpec, send: Callable[[FromAgent], None]) -> None:
         self._crowd = crowd
-        spec = NodeSpec(member=f"node{number}#{number:08x}", host=f"node{number}", nproc=RANKS)
-        self._node = spec
-        self._session = Session(ClientHandshake(crowd.job, spec, None, fresh_nonce()), decode_from_coordinator)
+        self._node = node
+        self._send = send
         self.joined = asyncio.Event()
-        self._asked = False
         self._generation = 0
         self._started_s = 0.0
         self._loop = asyncio.get_running_loop()
@@ -120,37 +124,12 @@ class LightAgent(asyncio.Protocol):
         self._ping_interval_s = 0.0
         self._pinged_s = 0.0
         self._pings = 0
+        self._held = NO_CHARTER
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self.transport = transport
-        tune(transport.get_extra_info("socket"))
-        transport.write(self._session.opening())
+    def join(self) -> None:
+        self._send(Join(self._node, revision=REVISION, port=AGENT_PORT))
 
-    def data_received(self, data: bytes) -> None:
-        self._crowd.traffic.down_bytes += len(data)
-        answer = self._session.feed(data)
-        if answer:
-            self.transport.write(answer)
-        if self._session.error is not None:
-            raise self._session.error
-        if self._session.established and not self._asked:
-            self._asked = True
-            self._send(Join(self._node, revision=REVISION))
-        for message in self._session.take():
-            self._hear(message)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if not self.lost:
-            self._crowd.broke(f"{self._node.member} lost the coordinator: {exc}")
-
-    def _send(self, message: FromAgent) -> None:
-        data, traffic = self._session.pack(message), self._crowd.traffic
-        traffic.up[type(message).__name__] += 1
-        traffic.up_bytes += len(data)
-        self.transport.write(data)
-
-    def _hear(self, message: FromCoordinator) -> None:
+    def hear(self, message: FromCoordinator) -> None:
         traffic = self._crowd.traffic
         traffic.down[type(message).__name__] += 1
         match message:
@@ -169,6 +148,9 @@ class LightAgent(asyncio.Protocol):
                 self._send(Stopped(generation))
                 if following is not None:
                     self._prepare(following)
+            case Renew(term, probe, charter) if probe:
+                self._held = self._held if charter is None else charter.position
+                self._send(Renewed(term, probe, self._held))
             case _:
                 pass
 
@@ -200,6 +182,48 @@ class LightAgent(asyncio.Protocol):
         self._loop.call_later(interval_s, self._report, generation, interval_s)
 
 
+class RemoteAgent(asyncio.Protocol):
+    """An agent with its connection."""
+
+    transport: asyncio.Transport
+
+    def __init__(self, crowd: Crowd, number: int) -> None:
+        self._crowd = crowd
+        node = light(number)
+        self._session = Session(ClientHandshake(crowd.job, node, None, fresh_nonce()), decode_from_coordinator)
+        self.agent = LightAgent(crowd, node, self._send)
+        self._asked = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        tune(transport.get_extra_info("socket"))
+        transport.write(self._session.opening())
+
+    def data_received(self, data: bytes) -> None:
+        self._crowd.traffic.down_bytes += len(data)
+        answer = self._session.feed(data)
+        if answer:
+            self.transport.write(answer)
+        if self._session.error is not None:
+            raise self._session.error
+        if self._session.established and not self._asked:
+            self._asked = True
+            self.agent.join()
+        for message in self._session.take():
+            self.agent.hear(message)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if not self.agent.lost:
+            self._crowd.broke(f"an agent lost the coordinator: {exc}")
+
+    def _send(self, message: FromAgent) -> None:
+        data, traffic = self._session.pack(message), self._crowd.traffic
+        traffic.up[type(message).__name__] += 1
+        traffic.up_bytes += len(data)
+        self.transport.write(data)
+
+
 class Crowd:
     """The agents of one process. Speaks with the story by its pipe."""
 
@@ -208,7 +232,7 @@ class Crowd:
         self.traffic = Traffic()
         self._port = port
         self._pipe = pipe
-        self._agents = [LightAgent(self, number) for number in numbers]
+        self._agents = [RemoteAgent(self, number) for number in numbers]
         self._numbers = numbers
         self._living = len(numbers)
         self._starts: Counter[int] = Counter()
@@ -228,9 +252,9 @@ class Crowd:
                 self._dialling = asyncio.ensure_future(self._dial())
             case "lose":
                 self._living -= 1
-                agent = self._agents.pop()
-                agent.lost = True
-                agent.transport.abort()
+                remote = self._agents.pop()
+                remote.agent.lost = True
+                remote.transport.abort()
             case _:
                 self._pipe.send(("traffic", self.traffic))
                 self.traffic = Traffic()
@@ -239,17 +263,17 @@ class Crowd:
         """All agents dial, each from an address of its own, as on as many machines."""
         gate = asyncio.Semaphore(DIALLED_AT_ONCE)
 
-        async def dial(number: int, agent: LightAgent) -> None:
+        async def dial(number: int, remote: RemoteAgent) -> None:
             address = f"127.{1 + (number >> 16)}.{number >> 8 & 255}.{number & 255}"
             async with gate:
                 await asyncio.get_running_loop().create_connection(
-                    lambda: agent, "127.0.0.1", self._port, local_addr=(address, 0)
+                    lambda: remote, "127.0.0.1", self._port, local_addr=(address, 0)
                 )
-                await agent.joined.wait()
+                await remote.agent.joined.wait()
 
         async with asyncio.TaskGroup() as tasks:
-            for number, agent in zip(self._numbers, self._agents, strict=True):
-                tasks.create_task(dial(number, agent))
+            for number, remote in zip(self._numbers, self._agents, strict=True):
+                tasks.create_task(dial(number, remote))
 
 
 async def crowd(job: JobSpec, port: int, numbers: range, pipe: Pipe) -> None:
@@ -263,11 +287,29 @@ async def crowd(job: JobSpec, port: int, numbers: range, pipe: Pipe) -> None:
 # --- the coordinator ------------------------------------------------------------------------------------------------
 
 
+class Alone(SuccessionClient):
+    """In place of the client around a coordinator: nobody else could become one."""
+
+    def __init__(self) -> None:
+        pass
+
+    def stepped_down(self, command: StepDown) -> None:
+        sys.exit(f"the coordinator stepped down: {command.reason}")
+
+    async def prove_gone(self, seat: Seat) -> bool:  # noqa: ARG002 - one agent is lost, by the end of its process
+        return True
+
+
 async def coordinate(job: JobSpec, limits: Limits, port: int, pipe: Pipe, journal: Path) -> None:
     """Serve for ever."""
-    machine = CoordinatorMachine(job, limits, judge, asyncio.get_running_loop().time())
-    service = CoordinatorService(machine, Journal(journal), lambda text: print(text, file=sys.stderr))
+    now, node = asyncio.get_running_loop().time(), light(0)
+    machine = ReplicatedCoordinator(job, limits, judge, now, node, Succession())
+    service = ReplicatedService(machine, Journal(journal), lambda text: print(text, file=sys.stderr), Alone())
     await service.listen(claim(Endpoint(host="127.0.0.1", port=port), is_host=True), None, static=False)
+    link = service.connect_locally()
+    own = LightAgent(Crowd(job, port, range(0), pipe), node, link.send)
+    link.start(own.hear, lambda reason: sys.exit(f"the coordinator left its own agent: {reason}"))
+    own.join()
     pipe.send("listens")
     await asyncio.Event().wait()
 
@@ -306,8 +348,9 @@ class Story:
                 )
             )
             assert pipe.recv() == "listens"
-            processes = min(PROCESSES, self._count)
-            share = [self._count * n // processes for n in range(processes + 1)]
+            others = self._count - 1
+            processes = min(PROCESSES, others)
+            share = [others * n // processes for n in range(processes + 1)]
             for first, last in pairwise(share):
                 numbers = range(first + 1, last + 1)
                 self._pipes.append(

@@ -15,6 +15,7 @@ from holdfast.cli.grammar import parse
 from holdfast.cli.option_table import OPTIONS
 from holdfast.cli.plan import HEAD, render
 from holdfast.cli.resolve import resolve
+from tests.support.tables import tables
 
 
 @pytest.fixture(autouse=True)
@@ -36,19 +37,43 @@ def plan(line: str, **environ: str) -> str:
         ("--nnodes 2", "two nodes have no majority"),
         (
             "--nnodes 2 --rdzv-endpoint a,w:9",
-            "1 of 2 nodes, the coordinator's too, if a witness is at w:9; it trains when 2",
+            "if a witness is at w:9: 2 of 3 voters elect another; it trains when 2 are here",
         ),
         ("--nnodes 3 --rdzv-conf succession=off", "succession is off"),
-        ("--nnodes 3", "1 of 3 nodes at one time, the coordinator's too: a majority elects another; it trains when 3"),
-        ("--nnodes 1:6", "2 of 6 nodes"),
+        (
+            "--nnodes 3",
+            "1 of 3 nodes at one time, the coordinator's too: 2 of 3 voters elect another; it trains when 3 are here",
+        ),
         ("--nnodes 1:100", "3 of 100 nodes"),
     ],
 )
 def test_the_plan_states_what_the_job_survives_and_why(line: str, said: str) -> None:
     if "train.py" not in line:
         line = f"--rdzv-backend c10d {line if 'endpoint' in line else f'--rdzv-endpoint a {line}'} train.py"
+    assert said in survived(line)
+
+
+def survived(line: str) -> str:
     (told,) = [row for row in plan(line).splitlines() if row.startswith("survives ")]
-    assert said in told
+    return told.removeprefix("survives").strip()
+
+
+@pytest.mark.parametrize(("nodes", "others", "said"), tables(__file__)["survives"])
+def test_how_many_losses_a_job_survives(nodes: int, others: int, said: str) -> None:
+    places = ",".join(("a", "v:8", "w:9")[: 1 + others])
+    fixed = "any node but the coordinator's: with static rendezvous the others wait for it"
+    elsewhere = "any node, the coordinator's too: another one is elected through etcd"
+    for options, why in (
+        (f"--rdzv-backend c10d --rdzv-endpoint {places} --nnodes 1:{nodes}", said),
+        (f"--rdzv-backend static --rdzv-endpoint a:9 --nnodes {nodes}", fixed),
+        (f"--rdzv-backend etcd --rdzv-endpoint a:9 --nnodes 1:{nodes}", elsewhere),
+    ):
+        assert survived(f"{options} train.py") == f"the loss of {why}"
+
+
+@pytest.mark.parametrize("options", ["--standalone", "--rdzv-backend c10d --rdzv-endpoint a", "--rdzv-backend etcd"])
+def test_one_node_survives_no_loss(options: str) -> None:
+    assert survived(f"{options} --nnodes 1 train.py") == "the loss of no node: it has one"
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections.abc import Sequence
 
 from msgspec import structs
 
@@ -44,12 +44,21 @@ def seats(*links: int) -> tuple[Seat, ...]:
 class Desk:
     """A coordinator on n1, and the agents behind the links 1, 2, 3 …; link 1 is its own agent's."""
 
-    def __init__(self, succession: Succession | None = None, *, least: int = 1, most: int = 3, own: int = 1) -> None:
+    def __init__(
+        self,
+        succession: Succession | None = None,
+        *,
+        least: int = 1,
+        most: int = 3,
+        own: int = 1,
+        places: Sequence[tuple[str, int]] = (),
+    ) -> None:
         job = JobSpec(run_id="t", min_nodes=least, max_nodes=most, backend="c10d", max_restarts=2)
         self.now = 100.0
         self.own = own
         self.limits: Limits = LIMITS
-        self.machine = ReplicatedCoordinator(job, LIMITS, simple_judge, self.now, node(own), succession or Succession())
+        about = LIMITS, simple_judge, self.now, node(own), succession or Succession()
+        self.machine = ReplicatedCoordinator(job, *about, places=places)
         self.told: list[tuple[int, msg.FromCoordinator]] = []
         self.kept: list[Renew] = []  # by the witness
         self.commands: list[Command] = []
@@ -270,71 +279,6 @@ def recalled(desk: Desk, *links: int, patience_s: float = 20.0) -> None:
     desk.join(*links)
 
 
-def test_the_founder_waits_for_the_voters_of_an_older_job_and_continues_it() -> None:
-    desk = Desk()
-    recalled(desk, 1, 2, 3)
-    desk.wait(19.9)
-    assert desk.machine.phase is Phase.GATHERING
-    assert re.search("n11, n12, n13 may go on with it.* another --rdzv-id .* s at most", desk.waits())
-    assert desk.machine.founded
-    desk.wait(0.2)
-    assert desk.machine.phase is Phase.PREPARING
-    assert desk.machine.generation == 5
-    assert desk.machine.budget.used == 1
-    assert desk.machine.term == 5, "after every term that anybody knows"
-
-
-def test_the_founder_waits_for_no_voters_that_have_ended() -> None:
-    desk = Desk()
-    desk.gone = {"n11#1", "n12#1"}
-    recalled(desk, 1, 2, 3)
-    assert not desk.machine.founded, "those that know the older job may join it"
-    assert desk.machine.forms, "and tell it what they know before they do"
-    desk.wait(LIMITS.fence_s + LIMITS.kill_s - 1.0)
-    assert desk.machine.generation == 5
-
-
-def test_a_founder_that_waits_no_longer_still_hears_of_a_newer_charter() -> None:
-    desk = Desk()
-    desk.gone = {"n11#1", "n12#1"}
-    recalled(desk, 1, 2)
-    newer = structs.replace(charter_of(11, 12, 13), led_from=None, position=CharterPosition(3, 10), restarts=2)
-    desk.give(LinkOpened(3, "10.0.0.3", "10.0.0.1"))
-    desk.give(Heard(3, msg.Recall(newer, 4, 1.0, 0.0)))
-    desk.join(3)
-    desk.wait(LIMITS.fence_s + LIMITS.kill_s)
-    assert not desk.machine.forms
-    assert desk.machine.budget.used == 2
-
-
-def test_the_founder_asks_the_witnesses() -> None:
-    desk = Desk()
-    desk.give(WitnessOpened(9, WITNESS))
-    assert isinstance(desk.to(9, msg.Poll)[-1], msg.Poll)
-    older = charter_of(11, 12, 13)
-    desk.give(Heard(9, msg.Polled(4, False, 1.0, False, "w#1", 0, older)))
-    desk.join(1, 2, 3)
-    desk.wait(LIMITS.elect_s - 1.1)
-    assert desk.machine.phase is Phase.GATHERING
-    desk.wait(0.2)
-    assert desk.machine.generation == 5
-
-
-def test_the_founder_waits_while_a_witness_hears_the_lone_coordinator() -> None:
-    desk = Desk()
-    desk.give(WitnessOpened(9, WITNESS))
-    lone = charter_of(11)
-    desk.give(Heard(9, msg.Polled(4, False, 0.1, False, "w#1", 4, lone)))
-    desk.join(1, 2, 3)
-    desk.wait(LIMITS.elect_s - 1.0)
-    assert desk.machine.phase is Phase.GATHERING
-    assert "hears this job's coordinator, and this node does not: see the network between it and n11" in desk.waits()
-    assert "at most" not in desk.waits()
-    desk.give(Heard(9, msg.Polled(4, False, LIMITS.fence_s, False, "w#1", 0, lone)))
-    desk.wait(LIMITS.elect_s)
-    assert desk.machine.generation == 5
-
-
 def test_who_has_formed_a_generation_continues_no_other() -> None:
     desk = Desk().started(1, 2, 3)
     recalled(desk)
@@ -437,6 +381,31 @@ def test_no_fence_for_a_node_that_has_ended() -> None:
     assert desk.to(3, msg.Abandon) == [msg.Abandon(4)]
     desk.give(Heard(3, msg.Stopped(4)))
     assert desk.machine.phase is Phase.PREPARING
+
+
+def test_who_has_no_vote_is_told_who_has_and_not_the_roster() -> None:
+    desk = Desk(least=2, most=4)
+    desk.silent = {4}
+    desk.started(1, 2, 3, 4)
+    told = [renew.charter for renew in desk.to(4, Renew) if renew.charter]  # type: ignore[attr-defined]
+    newest = desk.machine.charter
+    assert newest.nodes == ("n1#1", "n2#1", "n3#1", "n4#1")
+    assert {(charter.seats, charter.nodes, charter.listeners) for charter in told} == {(newest.seats, (), ())}
+
+
+def test_the_charter_is_made_when_something_has_changed_and_not_for_each_message(monkeypatch) -> None:
+    """While the first generation is prepared no voter can be chosen. In a job of 10,000 each one costs milliseconds."""
+    made = []
+    content = ReplicatedCoordinator._content
+    monkeypatch.setattr(ReplicatedCoordinator, "_content", lambda *args: made.append(args) or content(*args))
+    desk = Desk(least=2, most=12)
+    desk.join(*range(1, 13))
+    made.clear()
+    desk.prepare(*range(1, 12))
+    assert made == []
+    desk.prepare(12)
+    assert desk.machine.phase is Phase.RUNNING
+    assert len(made) <= 6
 
 
 def test_a_node_that_leaves_gives_its_vote_to_another_one() -> None:

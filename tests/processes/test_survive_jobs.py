@@ -112,6 +112,38 @@ def test_without_a_restart_left_the_job_ends(site: Site) -> None:
     assert list(site.folder.glob("end.*")) == []
 
 
+@pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
+def test_the_others_go_on_when_the_coordinators_node_is_lost(site: Site, endpoint: str, where: str) -> None:
+    """Everything on the coordinator's node is killed at once. The others elect a successor and go on in their processes:
+    a list of each one has both worlds. No step is lost, and each sample counts once."""
+    line = ("--nnodes", "2:3", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    line = (*line, "--rdzv-conf", "settle=60", "--preload", "torch", SURVIVOR, site.folder)
+
+    def start(number: int) -> Agent:
+        return site.start(*line, json.dumps({"node": number, "faults": [[0, where, 20, "wait"]]}))
+
+    lost = start(0)
+    lost.says("waiting: 1 of 2 to 3 nodes are here")
+    others = [start(number) for number in (1, 2)]
+    until((site.folder / "fault.0").exists, lambda: lost.text, LIMIT_S)
+    assert lost.events("coordinator.started")
+    kill_all_of(lost)
+    for agent in others:
+        assert agent.end(LIMIT_S) == 0, agent.text
+    assert sum("this node is the coordinator now" in agent.text for agent in others) == 1
+    assert [len(list(agent.folder.glob("attempt_*"))) for agent in others] == [1, 1], "nobody was started again"
+    found = [json.loads((site.folder / f"end.{number}").read_text()) for number in (1, 2)]
+    assert [(each["worlds"], each["counts"], each["step"]) for each in found] == [([3, 2], [-2], 32)] * 2
+    assert len({each["parameters"] for each in found}) == 1
+
+
+def kill_all_of(agent: Agent) -> None:
+    """A node without power."""
+    for process in [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+
+
 # --- copies of states in memory on other nodes ------------------------------------------------------------------------
 
 COPIED = SURVIVOR.with_name("copied_job.py")
@@ -156,9 +188,7 @@ def test_a_lost_node_s_state_comes_from_another_node_s_memory(site: Site, endpoi
     agents = [site.start(*line) for _ in range(2)]
     until(lambda: len(steps_of(site, 3)) > 40, "the job trains", LIMIT_S)
     lost = next(each for each in agents if not each.events("coordinator.joined"))
-    for process in [psutil.Process(lost.pid), *psutil.Process(lost.pid).children(recursive=True)]:
-        with contextlib.suppress(psutil.NoSuchProcess):
-            process.kill()
+    kill_all_of(lost)
     newcomer = site.start(*line)
     assert newcomer.end(LIMIT_S) == 0, newcomer.text
     before: dict[int, str] = {}

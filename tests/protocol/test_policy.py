@@ -24,8 +24,10 @@ def test_it_is_said_at_growing_pauses_up_to_a_minute() -> None:
     [
         (Limits(), 1, 1.0, 1.0),
         (Limits(), 200, 1.0, 1.0),
-        (Limits(), 1_000, 1.0, 5.0),
-        (Limits(), 6_000, 1.2, 10.0),
+        (Limits(), 750, 1.0, 3.75),
+        (Limits(), 900, 1.2, 4.5),
+        (Limits(), 1_000, 4 / 3, 5.0),
+        (Limits(), 6_000, 4 / 3, 10.0),
         (Limits(), 100_000, 4 / 3, 10.0),
         (Limits(lease_s=3.0, fence_s=2.0, ping_interval_s=0.5), 100_000, 2 / 3, 10.0),
         (Limits(hang_report_s=3.0), 100_000, 4 / 3, 2.5),

@@ -7,9 +7,10 @@ import contextlib
 from collections.abc import AsyncIterator
 
 import pytest
+from msgspec import structs
 
 from holdfast.agent.voter import AskVote, PolledCame, PollFailed, Unlinked, VoterState
-from holdfast.coordinator.coordinator_state import Deposed
+from holdfast.coordinator.coordinator_state import Deposed, Phase
 from holdfast.protocol.charter import Charter, CharterPosition, Poll, Polled, Renew, Seat
 from holdfast.protocol.errors import CoordinatorUnreachableError, PortInUseError, RefusedError
 from holdfast.protocol.messages import REVISION, FromCoordinator, Join, Joined, Moved, Supersede
@@ -32,12 +33,19 @@ PATIENT = Limits(lease_s=3600.0, fence_s=2400.0)
 class Agent:
     """A SuccessionClient that has joined, and what its coordinator sent."""
 
-    def __init__(self, name: str, endpoints: list[Endpoint], token: bytes | None = None, port: int = 0) -> None:
+    def __init__(
+        self,
+        name: str,
+        endpoints: list[Endpoint],
+        token: bytes | None = None,
+        port: int = 0,
+        limits: Limits = PATIENT,
+    ) -> None:
         first, *more = endpoints
         self.node = NodeSpec(member=f"{name}#1", host=name, nproc=1)
         self.options = RunOptions(
             job=JOB,
-            limits=PATIENT,
+            limits=limits,
             nproc=1,
             command=WorkerCommand(kind=CommandKind.PROGRAM, target="true"),
             logs=LogOptions(log_dir=None),
@@ -305,6 +313,59 @@ async def test_a_founder_hears_of_an_older_job_and_is_joined_when_its_voters_hav
             assert b.client.service is None
         finally:
             await b.client.close()
+
+
+@contextlib.asynccontextmanager
+async def far_away(place: Endpoint, arrives: asyncio.Event) -> AsyncIterator[Endpoint]:
+    """The same witness, whose second message arrives late: the first one accepts the connection."""
+
+    async def copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, waits: asyncio.Event | None) -> None:
+        first = True
+        while data := await reader.read(65536):
+            if waits is not None and not first:
+                await waits.wait()
+            writer.write(data)
+            first = False
+        writer.close()
+
+    async def relay(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        inner, outer = await asyncio.open_connection(place.host, place.port)
+        await asyncio.gather(copy(reader, outer, None), copy(inner, writer, arrives))
+
+    async with service(relay) as there:
+        yield Endpoint(host=there.host, port=there.port)
+
+
+async def test_a_founder_waits_for_a_slow_witness_before_it_forms_a_generation() -> None:
+    place, arrives = claim(Endpoint(host="127.0.0.1", port=0)), asyncio.Event()
+    witness = Witness(place, None, PATIENT, "w", lambda _: None)
+    await witness.start()
+    async with far_away(place.endpoint, arrives) as slow:
+        endpoint = free_endpoint()
+        made = [Agent(name, [endpoint, slow], limits=structs.replace(PATIENT, poll_s=3600.0)) for name in "abc"]
+        try:
+            lone = Seat("a#0", "a", endpoint.host, endpoint.port)
+            older = Charter(CharterPosition(3, 9), (lone,), generation=7, restarts=2)
+            before = await dial_agent(place.endpoint, JOB, made[0].node)
+            kept: list[FromCoordinator] = []
+            before.start(kept.append, lambda _: None)
+            before.send(Renew(3, 1, older))  # type: ignore[arg-type]
+            await settled(lambda: bool(kept))
+            before.close()
+            for each in made:
+                await each.join()
+            assert made[0].client.service is not None
+            machine = made[0].client.service.replicated
+            assert len(machine.members) == JOB.max_nodes
+            assert (machine.phase, machine.older) == (Phase.GATHERING, None)
+            arrives.set()
+            await settled(lambda: machine.older is not None)
+            assert (machine.older, machine.generation, machine.budget.used) == (older, 0, 2)
+        finally:
+            arrives.set()
+            for each in made:
+                await each.client.close()
+            witness.close()
 
 
 async def test_a_witness_votes_for_many_jobs_and_knows_their_coordinators() -> None:

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from holdfast.agent.voter import Voter, VoterState
-from holdfast.coordinator.coordinator_state import Command, Tell
+from holdfast.coordinator.coordinator_state import Command
 from holdfast.coordinator.replicated import ReplicatedCoordinator
 from holdfast.protocol.charter import Charter, CharterPosition, Poll, majority
-from holdfast.protocol.messages import Pong
 from holdfast.protocol.policy import Grow, Limits, Note
 from tests.support.simulator.checkers import BrokenPromiseError, SuccessionChecker
 from tests.support.simulator.cluster import SimOptions
@@ -143,14 +142,8 @@ class NeverStepsDown(ReplicatedCoordinator):
 class AnswersWithoutAge(ReplicatedCoordinator):
     """Its answers prolong what it has started, although no majority confirms it."""
 
-    def _settle(self, now: float, commands: list[Command]) -> list[Command]:
-        out = super()._settle(now, commands)
-        return [
-            Tell(each.link, Pong(each.message.number))
-            if isinstance(each, Tell) and isinstance(each.message, Pong)
-            else each
-            for each in out
-        ]
+    def _aged(self, command: Command, now: float) -> Command:
+        return command
 
 
 class CountsTheNewOnly(ReplicatedCoordinator):

@@ -11,7 +11,7 @@ import stat
 import uuid
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.protocol.charter import VOTERS_MAX, losses
+from holdfast.protocol.charter import Electorate, electorate
 from holdfast.protocol.errors import EndpointError, NodesError, RendezvousConfigError
 from holdfast.protocol.options import Endpoint, EtcdOptions, ThirdPartyOptions
 from holdfast.protocol.policy import Grow, JobSpec, Limits, Survive
@@ -135,15 +135,44 @@ def survives(options: RunOptions) -> str:
     if not options.succession:
         why = "with static rendezvous the others wait for it" if job.fixed_ranks else "succession is off"
         return f"the loss of any node but the coordinator's: {why}"
-    count = losses(min(job.max_nodes, VOTERS_MAX))
-    if count == 0 and not others:
+    alone = electorate(job.max_nodes, 0)
+    best, number = alone, 0  # each of the others may be a witness, or a node's
+    for witnesses in range(1, len(others) + 1):
+        voters = electorate(job.max_nodes, witnesses)
+        if voters.losses > best.losses:
+            best, number = voters, witnesses
+    if not best.losses:
         why = "two nodes have no majority without the other; a witness gives one (holdfast witness)"
         return f"the loss of any node but the coordinator's: {why}"
-    text = f"the loss of {count} of {job.max_nodes} nodes at one time, the coordinator's too: a majority elects another"
-    if count == 0:
-        count = 1
-        text = f"the loss of 1 of 2 nodes, the coordinator's too, if a witness is at {' or '.join(map(str, others))}"
-    return text if job.max_nodes - count >= job.min_nodes else f"{text}; it trains when {job.min_nodes} are here"
+    text = f"the loss of {alone.losses or best.losses} of {job.max_nodes} nodes at one time, the coordinator's too"
+    if alone.losses:
+        text += f": {votes(alone)} elect another"
+    if number:
+        where = witnesses_at(number, list(map(str, others)))
+        text += (
+            f"; of {best.losses} if {where}: {votes(best)}"
+            if alone.losses
+            else f", if {where}: {votes(best)} elect another"
+        )
+    enough = job.max_nodes - best.losses >= job.min_nodes
+    return text if enough else f"{text}; it trains when {job.min_nodes} are here"
+
+
+def votes(voters: Electorate) -> str:
+    return f"{voters.majority} of {sum(voters)} voters"
+
+
+def witnesses_at(number: int, places: list[str]) -> str:
+    """The condition that so many of these places are witnesses'.
+
+    >>> witnesses_at(1, ["v:1", "w:1"]), witnesses_at(2, ["v:1", "w:1"])
+    ('a witness is at v:1 or w:1', 'witnesses are at v:1 and w:1')
+    """
+    if number == 1:
+        return f"a witness is at {' or '.join(places)}"
+    if number == len(places):
+        return f"witnesses are at {' and '.join(places)}"
+    return f"{number} of {', '.join(places)} are witnesses"
 
 
 def report_open_token(path: str | None, notices: list[str]) -> None:

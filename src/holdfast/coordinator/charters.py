@@ -16,14 +16,13 @@ from holdfast.coordinator.coordinator_state import Command, Member, ProveVoterGo
 from holdfast.coordinator.formation import FENCE
 from holdfast.protocol.charter import (
     NO_CHARTER,
-    VOTERS_MAX,
-    VOTERS_MIN,
     Charter,
     CharterPosition,
     Renew,
     Renewed,
     Seat,
     Succession,
+    electorate,
     majority,
 )
 from holdfast.protocol.messages import Recall
@@ -208,7 +207,7 @@ class Charters:
             voters = [voter for voter in self._voters.values() if voter.link is not None] if self.elects else []
             out += [self._renew(now, voter, job_s, training_s) for voter in voters]
             for name in sorted(self._others()):
-                charter = self.charter if name in self._uninformed else None
+                charter = self._told(name) if name in self._uninformed else None
                 out.append(Tell(self._links[name], Renew(self.term, 0, charter, job_s, training_s)))
             self._uninformed.clear()
         if not self.elects:
@@ -227,6 +226,13 @@ class Charters:
             return set()
         wanted = self._uninformed | self._witnesses  # few, while links are many
         return {name for name in wanted if name in self._links and name not in self._voters}
+
+    def _told(self, name: str) -> Charter:
+        """What somebody without a vote is told. An agent asks the voters, and a founder what to continue: without the
+        roster, of which a large job would send as many as it has agents."""
+        if name in self._witnesses:
+            return self.charter
+        return structs.replace(self.charter, nodes=(), listeners=())
 
     def _renew(self, now: float, voter: VoterRecord, job_s: float, training_s: float) -> Command:
         assert voter.link is not None
@@ -262,7 +268,10 @@ class OlderJob:
     """What a coordinator that founded the job learns of an earlier start of it, from agents and witnesses that took
     part. It waits while the voters of that one may elect, and then continues the newest charter."""
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, now: float, places: Iterable[tuple[str, int]] = ()) -> None:
+        """`places`: where witnesses may be. Their first answers are waited for, from now on for a short time."""
+        self._unheard = set(places)
+        self._asks_until_s = now + limits.poll_s
         self.charter: Charter | None = None
         """The newest one; None: there was no earlier start, as far as it knows."""
         self.term = 0
@@ -277,6 +286,20 @@ class OlderJob:
         self.alive = False
         """The sender of the newest Recall hears its coordinator."""
         self._prove_at_s = inf
+
+    @property
+    def asks_until_s(self) -> float:
+        """Until then there may be news of an older start; -inf: everybody has answered."""
+        return self._asks_until_s if self._unheard else -inf
+
+    def asked(self, place: tuple[str, int], now: float) -> None:
+        """A witness at this place gets a first question."""
+        if place in self._unheard and now < self._asks_until_s:
+            self._asks_until_s = now + self._limits.poll_s
+
+    def answered(self, place: tuple[str, int]) -> None:
+        """A witness at this place has answered, or there is none."""
+        self._unheard.discard(place)
 
     @property
     def over(self) -> bool:
@@ -339,8 +362,7 @@ def voters_of(
     members: Sequence[Member], witnesses: Iterable[Seat], present: Sequence[Seat], local: Member
 ) -> tuple[Seat, ...]:
     """The voters that a coordinator should have: its own agent first, then those that it has already, then the others
-    in the order of `members`, those that leave last, then the witnesses. Fewer than VOTERS_MIN elect nobody: then it is
-    its only voter."""
+    in the order of `members`, those that leave last, then the witnesses. How many of each: `electorate`."""
     known = next((seat for seat in present if seat.name == local.node.agent), None)
     own = seat_of(local, members) or known
     seats = {own.name: own} if own is not None else {}
@@ -349,17 +371,11 @@ def voters_of(
     for member in sorted(able, key=lambda m: (bool(m.leaving), m.node.agent not in names)):  # stable
         if (seat := seat_of(member, members)) is not None:
             seats.setdefault(seat.name, seat)
+    if own is None:
+        return ()
     watching = tuple(witnesses)
-    agents = list(seats.values())[: VOTERS_MAX - len(watching)]
-    if (len(agents) + len(watching)) % 2 == 0:  # an even number of voters survives no more losses than one voter less
-        if len(agents) > 2 or not watching:
-            agents = agents[:-1]
-        else:  # a witness never stands: the other agent is needed
-            watching = watching[:-1]
-    chosen = (*agents, *watching)
-    if own is None or len(agents) < 2 or len(chosen) < VOTERS_MIN:
-        return () if own is None else (own,)
-    return chosen
+    count = electorate(len(seats), len(watching))
+    return (*tuple(seats.values())[: count.agents], *watching[: count.witnesses])
 
 
 def seat_of(member: Member, members: Iterable[Member]) -> Seat | None:

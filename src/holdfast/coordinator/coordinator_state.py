@@ -56,6 +56,13 @@ class WitnessOpened(Struct, frozen=True):
     seat: Seat
 
 
+class NoWitness(Struct, frozen=True):
+    """It was found that there is none at this place of the job now."""
+
+    host: str
+    port: int
+
+
 class VoterGone(Struct, frozen=True):
     """It was proved that the process of this voter has ended."""
 
@@ -85,7 +92,19 @@ class SaveAsked(Struct, frozen=True):
     by: str
 
 
-Event = LinkOpened | LinkClosed | Heard | QuitAsked | HostAsked | SaveAsked | WitnessOpened | VoterGone | Deposed | Tick
+Event = (
+    LinkOpened
+    | LinkClosed
+    | Heard
+    | QuitAsked
+    | HostAsked
+    | SaveAsked
+    | WitnessOpened
+    | NoWitness
+    | VoterGone
+    | Deposed
+    | Tick
+)
 
 
 class Tell(Struct, frozen=True):

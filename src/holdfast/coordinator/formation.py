@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from math import inf
 
 from msgspec import Struct
 
@@ -14,6 +15,7 @@ from holdfast.text import spans
 
 BACK_OFF = "a pause before the restart"
 FENCE = "workers that were started before may still run, and end by themselves"
+ASKS = "asking the witness whether this job was started before"
 
 
 class Candidate(Struct, frozen=True):
@@ -39,6 +41,8 @@ class Gathering(Struct, kw_only=True):
     """What it waits for until not_before_s, for users."""
     extends: bool = False
     """It may wait longer than that."""
+    asks_until_s: float = -inf
+    """Whether this job was started before is asked until then at most."""
 
     def count(self, present: int, min_nodes: int, now: float) -> None:
         """Note the number of candidates that are present now."""
@@ -76,6 +80,7 @@ def decide(job: JobSpec, limits: Limits, gathering: Gathering, now: float) -> De
     |--------------------------|------------------------------------------------------------|
     | fewer than min           | wait, no longer than join_s                                |
     | any, back-off running    | wait for its end                                           |
+    | any, a witness is asked  | wait for its answer, no longer than asks_until_s           |
     | max or more              | form                                                       |
     | min or more, regrouping  | form                                                       |
     | all that are left of the | form                                                       |
@@ -86,9 +91,12 @@ def decide(job: JobSpec, limits: Limits, gathering: Gathering, now: float) -> De
         deadline = gathering.began_s + limits.join_s
         if now >= deadline:
             return NoQuorum(f"{gathering.present} of at least {job.min_nodes} nodes came within {limits.join_s:g} s")
-        return WaitUntil(deadline, f"{gathering.present} of {_range(job)} nodes are here", gives_up=True)
+        also = f"; {gathering.pause}" if now < gathering.not_before_s and gathering.pause != BACK_OFF else ""
+        return WaitUntil(deadline, f"{gathering.present} of {_range(job)} nodes are here{also}", gives_up=True)
     if now < gathering.not_before_s:
         return WaitUntil(gathering.not_before_s, gathering.pause, at_most=not gathering.extends)
+    if now < gathering.asks_until_s:
+        return WaitUntil(gathering.asks_until_s, ASKS, at_most=True)
     if gathering.present >= job.max_nodes:
         return FormNow(f"all {job.max_nodes} nodes are here")
     if gathering.regroup:

@@ -11,6 +11,7 @@ ordinary loss of one node.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import inf
 
 from msgspec import structs
@@ -26,6 +27,7 @@ from holdfast.coordinator.coordinator_state import (
     Heard,
     LinkClosed,
     Member,
+    NoWitness,
     Phase,
     ProveVoterGone,
     StepDown,
@@ -74,12 +76,14 @@ class ReplicatedCoordinator(CoordinatorMachine):
         succession: Succession,
         *,
         examine: Examine = cannot_tell,
+        places: Iterable[tuple[str, int]] = (),
     ) -> None:
-        """`node`: the agent in this process."""
+        """`node`: the agent in this process. `places`: host and port where a witness may be. WitnessOpened or NoWitness
+        follows for each; a founder waits a short time for them, and for the first answers."""
         super().__init__(job, limits, judge, now, examine=examine)
         self._charters = Charters(limits, now, node.agent, succession)
         self._elected = succession.charter is not None
-        self._older = OlderJob(limits)
+        self._older = OlderJob(limits, now, places)
         self._ask_at_s = now
         """While it founds the job: when to ask the witnesses."""
         self._floor = 0
@@ -107,6 +111,8 @@ class ReplicatedCoordinator(CoordinatorMachine):
         self._hosts: tuple[int, tuple[HostRecord, ...]] = (0, ())
         self._written: tuple[object, ...] = ()
         """What the newest charter was made of."""
+        self._own_due_s = -inf
+        """When something besides `_due_s` is due; -inf: it has to be found again."""
         self._held: list[Command] = []
         """Orders that wait until the charter counts."""
         self.stepped_down = False
@@ -174,6 +180,13 @@ class ReplicatedCoordinator(CoordinatorMachine):
         """Decide nothing without authority: this process may have slept, and there may be a successor."""
         if self.stepped_down:
             return []
+        if now < self._own_due_s and not self._held and self._is_routine(now, event):
+            commands = super().handle(now, event)
+            if self._due_s > -inf:  # one of thousands per second: nothing has changed, and nothing is due
+                return [self._aged(command, now) for command in commands]
+            self._own_due_s = -inf
+            return self._settle(now, commands)
+        self._own_due_s = -inf
         if now >= self._charters.authority_s(now) + self.limits.fence_s:
             return self._step_down(StepDown(f"no majority of the nodes has answered for {self.limits.fence_s:g} s"))
         match event:
@@ -188,6 +201,9 @@ class ReplicatedCoordinator(CoordinatorMachine):
                 self._witnesses[link] = seat
                 self._charters.linked(seat.name, link, witness=True)
                 self._reseat, self._ask_at_s = True, now
+                self._older.asked((seat.host, seat.port), now)
+            case NoWitness(host, port):
+                self._older.answered((host, port))
             case LinkClosed(link):
                 self._charters.unlinked(link, now)
                 self._reseat = self._witnesses.pop(link, None) is not None or self._reseat
@@ -204,6 +220,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
             case Heard(_, Recall() as recall) if self.forms:
                 self._recalled(now, recall)
             case Heard(link, Polled() as polled) if self.forms and link in self._witnesses:
+                self._older.answered((self._witnesses[link].host, self._witnesses[link].port))
                 self._witnessed(now, polled)
         return self._settle(now, super().handle(now, event))
 
@@ -213,11 +230,20 @@ class ReplicatedCoordinator(CoordinatorMachine):
         deadline = super().next_deadline()
         if deadline is None and not self._held:
             return None
-        prove_s = self._prove_at_s if self._provable() else inf
-        due_s = min(inf if deadline is None else deadline, prove_s, self._charters.due_s(self._now))
-        if self.forms:
-            return min(due_s, self._older.due_s(self._now), self._ask_at_s if self._witnesses else inf)
-        return due_s
+        if self._own_due_s == -inf:
+            prove_s = self._prove_at_s if self._provable() else inf
+            self._own_due_s = min(prove_s, self._charters.due_s(self._now))
+            if self.forms:
+                asks_s = self._ask_at_s if self._witnesses else inf
+                self._own_due_s = min(self._own_due_s, self._older.due_s(self._now), asks_s)
+        return min(inf if deadline is None else deadline, self._own_due_s)
+
+    def _aged(self, command: Command, now: float) -> Command:
+        """An answer to a ping carries the age of this coordinator's authority."""
+        if isinstance(command, Tell) and isinstance(command.message, Pong):
+            age_s = max(0.0, now - self._charters.authority_s(now))
+            return Tell(command.link, Pong(command.message.number, age_s))
+        return command
 
     def check_invariants(self) -> None:
         super().check_invariants()
@@ -307,14 +333,11 @@ class ReplicatedCoordinator(CoordinatorMachine):
         charters = self._charters
         self._propose(now)
         commands, self._out = commands + self._out, []
-        age_s = max(0.0, now - charters.authority_s(now))
         out: list[Command] = []
         for command in commands:
             match command:
-                case Tell(link, Pong(number)):
-                    out.append(Tell(link, Pong(number, age_s)))
                 case Tell(_, Pong() | Joined() | Moved()):
-                    out.append(command)
+                    out.append(self._aged(command, now))
                 case Tell(_, Start() | Resume() | Finish()) | Conclude() if not charters.settled:
                     self._held.append(command)
                 case Tell() | DropLink() if self._held:
@@ -336,7 +359,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
             for member in self.members.values():
                 if member.revision >= REVISION_OF_VOTES:
                     self._tell(member, Renew(self.term, 0))
-        if self._state(world) == self._written and not (self._reseat and charters.counts):
+        if self._state(world) == self._written and self._may_reseat() is None:
             return
         while charters.propose(now, self._content(now), self._seats()):
             newest = charters.charter
@@ -352,7 +375,8 @@ class ReplicatedCoordinator(CoordinatorMachine):
         budget = self.budget
         # The number of the next generation may be known, and the same nodes, before it is known who has workers in it.
         formed = None if world is None else (world.generation, world.order)
-        about = self.newest_generation, formed, budget.used, budget.streak, self.outcome is None
+        spent = budget.used, budget.streak, budget.identical, budget.last_signature
+        about = self.newest_generation, self._floor, formed, spent, self.outcome is None
         return *about, self._charters.counts, self.host_backoff.changes
 
     def _content(self, now: float) -> Charter:
@@ -398,15 +422,21 @@ class ReplicatedCoordinator(CoordinatorMachine):
 
     def _seats(self) -> tuple[Seat, ...] | None:
         """The voters that the charter should have; None: no change."""
-        local = self._local()
-        if not self._reseat or local is None or self.phase is Phase.OVER or self.newest_generation == 0:
+        local = self._may_reseat()
+        if local is None:
             return None
-        if self.charter.before or not self._charters.counts:
-            return None  # one change at a time
         self._reseat = False
         order = {name: number for number, name in enumerate(self.world.order if self.world is not None else ())}
         members = sorted(self.members.values(), key=lambda m: (order.get(m.name, len(order)), m.arrival))
         return voters_of(members, self._witnesses.values(), self.charter.voters, local)
+
+    def _may_reseat(self) -> Member | None:
+        """The member in this process, if the voters may have to change and can; every message asks."""
+        if not self._reseat or self.phase is Phase.OVER or self.newest_generation == 0:
+            return None
+        if self.charter.before or not self._charters.counts:
+            return None  # one change at a time
+        return self._local()
 
     def _local(self) -> Member | None:
         return self.members.get(self._local_name)
@@ -447,13 +477,11 @@ class ReplicatedCoordinator(CoordinatorMachine):
         super()._on_leave(now, member, reason, drain=drain)
 
     def _advance_gathering(self, now: float) -> None:
-        if self.forms and self._older.charter is not None:
-            older, gathering = self._older, self._gathering
-            gathering.not_before_s, gathering.pause, gathering.extends = (
-                older.not_before_s,
-                older.wait(now),
-                older.alive,
-            )
+        older, gathering = self._older, self._gathering
+        gathering.asks_until_s = older.asks_until_s if self.forms else -inf
+        if self.forms and older.charter is not None:
+            gathering.not_before_s, gathering.extends = older.not_before_s, older.alive
+            gathering.pause = older.wait(now)
         if self.world is None and self._alone and self._left and not self._missing():
             self._gathering.not_before_s = min(self._gathering.not_before_s, now)  # nobody else runs workers
         super()._advance_gathering(now)

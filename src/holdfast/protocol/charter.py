@@ -190,6 +190,30 @@ class Succession(Struct, frozen=True):
     """As in JobView, as far as this voter knows."""
 
 
-def losses(voters: int) -> int:
-    """How many voters may be lost at one time without the loss of the job."""
-    return (voters - 1) // 2 if voters >= VOTERS_MIN else 0
+class Electorate(NamedTuple):
+    """How many of a job's agents and witnesses are voters."""
+
+    agents: int
+    witnesses: int
+
+    @property
+    def majority(self) -> int:
+        return sum(self) // 2 + 1
+
+    @property
+    def losses(self) -> int:
+        """How many nodes may be lost at one time, whichever they are, while the witnesses are there. A witness never
+        stands, so an agent must be left."""
+        return min(sum(self) - self.majority, self.agents - 1)
+
+
+def electorate(agents: int, witnesses: int) -> Electorate:
+    """The voters that a coordinator chooses from so many. One agent and no witness: nobody is elected."""
+    witnesses = min(witnesses, VOTERS_MAX // 2)
+    agents = min(agents, VOTERS_MAX - witnesses)
+    if (agents + witnesses) % 2 == 0:  # an even number of voters survives no more losses than one voter less
+        if agents > witnesses:
+            agents -= 1
+        else:
+            witnesses -= 1
+    return Electorate(agents, witnesses) if agents >= 2 and agents + witnesses >= VOTERS_MIN else Electorate(1, 0)

@@ -140,7 +140,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     """An agent whose last acknowledged ping is older than this kills its workers, by its own clock."""
     ping_interval_s: float = 1.0
     """See `ping_interval_of`."""
-    pings_per_s_max: int = 5000
+    pings_per_s_max: int = 750
     """Of all agents together, as long as each sends PINGS_PER_FENCE in fence_s."""
     renew_interval_s: float = 0.5
     """How often the coordinator renews its authority with its voters."""

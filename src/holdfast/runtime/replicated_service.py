@@ -10,6 +10,7 @@ from holdfast.agent.voter import HeardOf, Linked, Unlinked
 from holdfast.coordinator.coordinator_state import (
     Command,
     Deposed,
+    NoWitness,
     ProveVoterGone,
     StepDown,
     VoterGone,
@@ -18,6 +19,7 @@ from holdfast.coordinator.coordinator_state import (
 from holdfast.coordinator.replicated import ReplicatedCoordinator
 from holdfast.protocol.charter import Poll, Renew, Seat
 from holdfast.protocol.messages import FromAgent, FromCoordinator, Joined, Moved
+from holdfast.protocol.options import Endpoint
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.rendezvous_client import CoordinatorService, LocalLink
 from holdfast.runtime.run_folder import Journal
@@ -61,6 +63,9 @@ class ReplicatedService(CoordinatorService):
 
         connection.start(lambda message: self._witness_heard(number, message), closed)
         self._driver.feed(WitnessOpened(number, seat))
+
+    def no_witness(self, endpoint: Endpoint) -> None:
+        self._driver.feed(NoWitness(endpoint.host, endpoint.port))
 
     def _witness_heard(self, number: int, message: FromCoordinator) -> None:
         if isinstance(message, FromAgent):

@@ -352,8 +352,16 @@ class SuccessionClient:
     def _host(self, node: NodeSpec, succession: Succession) -> None:
         assert self._reception is not None
         options = self._options
+        others = [each for each in (options.endpoint, *options.more_endpoints) if each not in self._bound]
         machine = ReplicatedCoordinator(
-            options.job, options.limits, self._judge, self._loop.time(), node, succession, examine=self._examine
+            options.job,
+            options.limits,
+            self._judge,
+            self._loop.time(),
+            node,
+            succession,
+            examine=self._examine,
+            places=[(each.host, each.port) for each in others],
         )
         service = self.service = ReplicatedService(machine, self._journal, self._say, self)
         self._reception.connected = service.connected
@@ -361,9 +369,8 @@ class SuccessionClient:
             accepted, term=machine.term, founded=machine.founded, forms=machine.forms
         )
         self._journal.write("leads", term=succession.term, founds=succession.charter is None)
-        for endpoint in (options.endpoint, *options.more_endpoints):
-            if endpoint not in self._bound:
-                service.errands.start(self._watch(service, endpoint))
+        for endpoint in others:
+            service.errands.start(self._watch(service, endpoint))
 
     def stepped_down(self, command: StepDown) -> None:
         """The coordinator in this process has no authority any more."""
@@ -413,6 +420,7 @@ class SuccessionClient:
         while True:
             try:
                 if await self._bind(endpoint):
+                    service.no_witness(endpoint)
                     return
                 connection = await self._dial_agent(endpoint)
                 try:
@@ -420,11 +428,12 @@ class SuccessionClient:
                 finally:
                     connection.close()
             except RefusedError as error:
+                service.no_witness(endpoint)
                 if str(error) != told:
                     told = str(error)
                     self._say(f"nobody votes for this job at {endpoint}: {told}")
             except (HoldfastError, OSError):
-                pass  # nobody is there yet
+                service.no_witness(endpoint)  # nobody is there yet
             often = self._loop.time() < began_s + CALL_OFTEN_S
             await asyncio.sleep(CALL_FIRST_S if often else CALL_S)
 
@@ -441,6 +450,7 @@ class SuccessionClient:
             service.witness_opened(connection, seat, end)
             await closed
             return
+        service.no_witness(endpoint)
         connection.start(partial(self._answered, service, connection), end)
         address = self._options.local_addr or connection.local_address
         connection.send(Supersede(service.replicated.term, address, self.port))

@@ -465,6 +465,8 @@ class SimReplicated(SimCoordinator):
         self.cluster.on_host(self.host, lambda: self._watch(host), CALL_FIRST_S if often else CALL_S)
 
     def _reached(self, host: str, process: Process | str) -> None:
+        if self.alive and not isinstance(process, SimWitness):
+            self.handle(cstate.NoWitness(host, ENDPOINT_PORT))
         if isinstance(process, str) or not self.alive or host in self._watched:
             return
         link = self.cluster.network.connect(self.host, host)

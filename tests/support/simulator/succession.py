@@ -21,7 +21,7 @@ from holdfast.protocol.policy import NodeSpec, Note
 from tests.support.simulator.checkers import SuccessionChecker
 from tests.support.simulator.cluster import SimCluster, SimOptions
 from tests.support.simulator.drawn import DrawnAgent
-from tests.support.simulator.electing import ElectingAgent, Place, Process, SimReplicated, SimWitness
+from tests.support.simulator.electing import ENDPOINT_PORT, ElectingAgent, Place, Process, SimReplicated, SimWitness
 from tests.support.simulator.nodes import LINGER_S, simple_judge
 from tests.support.simulator.stalls import simple_examine
 
@@ -244,7 +244,10 @@ class SuccessionCluster(SimCluster):
 
     def replicated(self, node: NodeSpec, succession: Succession) -> ReplicatedCoordinator:
         judge, now = simple_judge, self.clock.now
-        return self.coordinator_class(self.job, self.limits, judge, now, node, succession, examine=simple_examine)
+        places = [(host, ENDPOINT_PORT) for host in (*self.endpoints, *self.witnesses) if host != node.host]
+        return self.coordinator_class(
+            self.job, self.limits, judge, now, node, succession, examine=simple_examine, places=places
+        )
 
     def new_voter(self, name: str, *, stands: bool) -> vote.Voter:
         return self.voter_class(name, self.limits, self.clock.now, stands=stands)

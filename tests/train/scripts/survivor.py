@@ -60,6 +60,8 @@ class Case:
     """Each process has a machine of its own."""
     copies: int = 0
     """1: each rank pretends to be a node, and they keep copies of each other's states."""
+    node: int = -1
+    """Each node has one worker, and this is its number among them, in place of the local rank."""
     step: int = 0
     """The one that is done now."""
     faults: list[list[Any]] = field(default_factory=list)
@@ -67,6 +69,8 @@ class Case:
 
 
 case = Case(**json.loads(sys.argv[2]))
+if case.node >= 0:
+    LOCAL_RANK = case.node
 
 
 def reach(where: str, number: int | None = None) -> None:
