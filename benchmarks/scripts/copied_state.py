@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import statistics
 import subprocess
 import sys
@@ -40,7 +41,7 @@ def start(what: str, folder: Path, port: int, rank: int, run: str) -> subprocess
 
 def life(what: str, folder: Path, run: str) -> list[dict[str, float]]:
     """What both ranks found."""
-    with __import__("socket").create_server(("127.0.0.1", 0)) as probe:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     ranks = [start(what, folder, port, rank, run) for rank in range(NODES)]
     said = [each.communicate()[0].strip().rpartition("\n")[2] for each in ranks]

@@ -22,7 +22,7 @@ from holdfast.protocol.errors import (
     SnapshotGoneError,
 )
 from holdfast.snapshots import changes, folder, slots
-from holdfast.snapshots import flush as saving
+from holdfast.snapshots import read_back as reading
 from holdfast.snapshots.changes import Keep, SaveRequest, Verified, prune
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.layout import Manifest, RankEntry, rank_file
@@ -284,17 +284,17 @@ def test_what_a_dead_rank_had_begun_holds_up_nobody(bench: Bench) -> None:
 
 
 def test_it_gives_way_for_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(saving, "GIVE_WAY_S_MAX", 0.05)
+    monkeypatch.setattr(reading, "GIVE_WAY_S_MAX", 0.05)
     asked: list[int] = []
 
     def always() -> bool:
         asked.append(1)
         return True
 
-    give_way = saving.GiveWay(always)
+    give_way = reading.GiveWay(always)
     give_way()
     assert asked
     before = len(asked)
     give_way()
     assert len(asked) == before
-    saving.GiveWay(lambda: False)()
+    reading.GiveWay(lambda: False)()

@@ -225,11 +225,13 @@ def test_where_nothing_can_be_written(saved, tmp_path: Path, capsys: pytest.Capt
 
 
 JOB = """
-import os, signal, sys
+import os, signal, sys, time
 from pathlib import Path
 import torch
 import holdfast.train as ht
 from holdfast.snapshots import folder as folders
+
+KINDS = "safetensors", "checked"
 
 folder, what = Path(sys.argv[1]), sys.argv[2]
 model = torch.nn.Linear(3, 4)
@@ -258,8 +260,11 @@ with ht.Snapshots(folder, every=None, memory_every=None, keep=ht.Keep(last=2)) a
         snaps.step()
         snaps.save(wait=True)
         if step == 3 and what == "damage":
-            file = next(folder.glob("step_000000003.*/*.safetensors"))
+            file, checked = (next(folder.glob("step_000000003.*")) / f"rank_00000.{kind}" for kind in KINDS)
+            while not checked.exists():
+                time.sleep(0.01)
             file.write_bytes(bytes(file.stat().st_size))
+            checked.write_text("what its writer would have found")
         if step == 4 and what == "kill":
             os.kill(saver(), signal.SIGKILL)
         snaps._pruner.finish()
@@ -289,5 +294,7 @@ def test_what_stays(warm: Warm, job: Path, tmp_path: Path, what: str, left: list
     assert f"after 4 {' '.join(left)}" in done.stdout, done.stdout
     assert f"read here {read_here}" in done.stdout, "the saver reads, unless there is none"
     assert sorted(path.name for path in (tmp_path / "snaps").glob("step_*")) == left
+    if what == "nothing":
+        assert len(list((tmp_path / "snaps").glob("step_*/rank_00000.checked"))) == 2, "their writer has read them"
     assert ("step_000000003.0001 was set aside" in done.stderr) == (what == "damage")
     assert len(list((tmp_path / "snaps").glob("bad.*"))) == (what == "damage")

@@ -7,14 +7,14 @@
     rank 0       commit        when all records are there: MANIFEST.json, fsync, rename; fsync of the folder;
                                rename of the folder to its committed name; fsync of the snapshot folder
 
-The rename commits. Nothing is written inside a committed folder, ever. It cannot replace another snapshot: no two
-attempts have one number, and the kernel renames no folder onto one that holds anything.
+The rename commits. Nothing but the files of read_back.py is written inside a committed folder, ever. It cannot replace
+another snapshot: no two attempts have one number, and the kernel renames no folder onto one that holds anything.
 
 The ranks' sizes and digests are exchanged in record files in the attempt folder, not in torch's store: the saver must
 be able to finish after the trainer and its store have died. Hence all ranks must see one folder.
 
 **Deleting**, by `prune`. `Keep` decides from manifests alone which snapshots are kept. `prune` counts a snapshot only
-after it has read it back whole, and deletes only snapshots that are superfluous given the verified ones: a damaged
+after it was read back whole, and deletes only snapshots that are superfluous given the verified ones: a damaged
 newest one never costs a good older one. Deletion renames first: after a crash the folder's name shows that it is being
 deleted, and no reader finds half a snapshot.
 

@@ -27,11 +27,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotIncompleteError, SnapshotWriteError
-from holdfast.snapshots import disk, folder, memory_folder, slots
+from holdfast.snapshots import disk, memory_folder, slots
 from holdfast.snapshots.changes import SaveRequest, abandon, commit, write_rank
 from holdfast.snapshots.folder import attempt_place, being_written, entries, inspect, is_being_written
 from holdfast.snapshots.layout import FolderKind, Key, parse_name
 from holdfast.snapshots.mapping import Mappings
+from holdfast.snapshots.read_back import READ_BACK, Original, ReadBacks, Written
 from holdfast.snapshots.remote import LOOK_S, Place, RemotePath, place_of
 
 ATTEMPT_MIN, ATTEMPT_MAX = 500_000_000, 899_999_999
@@ -268,7 +269,6 @@ def pending_flush(
 
 
 Tell = Callable[[memory_folder.Packet], None]
-GIVE_WAY_S_MAX = 60.0
 
 
 class Save(NamedTuple):
@@ -289,39 +289,30 @@ class Save(NamedTuple):
     """Set when the next life goes on from memory: it needs this slot more than the disk does."""
 
 
-def carry_out(save: Save, tell: Tell) -> None:
-    """In its own thread: write this rank's file, and commit if it is rank 0's."""
+def carry_out(save: Save, read_backs: ReadBacks, tell: Tell) -> None:
+    """In its own thread: write this rank's file, and commit if it is rank 0's. Then read it back, if that is wanted."""
+    written: list[Written] = []
     try:
-        path = str(_carry_out(save, tell) or "")
+        path = _carry_out(save, written, tell)
     except SnapshotError as error:
         tell(_failed(save, error.code, str(error)))
     except Exception as error:  # noqa: BLE001 - one failed save must not end the others
         text = f"step {save.request.step} was not saved: {type(error).__name__}: {error}"
         tell(_failed(save, SnapshotWriteError.code, text))
     else:
-        tell({"is": "saved", "path": path})
+        if path is not None and READ_BACK in save.request.note:
+            read_backs.committed(path)
+        tell({"is": "saved", "path": str(path or "")})
+        while written:
+            read_backs.own(written.pop())
+    for each in written:
+        each.close()
 
 
-class GiveWay:
-    """Called before each piece of background work: returns when no rank of this node stages or writes a state.
-
-    Waits at most GIVE_WAY_S_MAX in all, because a worker that died while staging leaves a slot that looks busy.
-    """
-
-    def __init__(self, is_busy: Callable[[], bool]) -> None:
-        self._is_busy = is_busy
-        self._left_s = GIVE_WAY_S_MAX
-
-    def __call__(self) -> None:
-        while self._left_s > 0 and self._is_busy():
-            time.sleep(LOOK_AGAIN_S)
-            self._left_s -= LOOK_AGAIN_S
-
-
-def read_back(path: Place, is_busy: Callable[[], bool], tell: Tell) -> None:
-    """In its own thread: read a committed snapshot, check every byte, and report any damage."""
+def read_back(path: Place, read_backs: ReadBacks, tell: Tell) -> None:
+    """In its own thread: see that every byte of a committed snapshot was read back, and report any damage."""
     try:
-        folder.verify(inspect(path), GiveWay(is_busy))
+        read_backs.rest(inspect(path))
     except SnapshotError as error:
         tell({"is": "read back", "code": error.code, "text": str(error)})
     except Exception as error:  # noqa: BLE001 - the requester must get the error
@@ -331,9 +322,9 @@ def read_back(path: Place, is_busy: Callable[[], bool], tell: Tell) -> None:
         tell({"is": "read back", "code": "", "text": ""})
 
 
-def _carry_out(save: Save, tell: Tell) -> Place | None:
+def _carry_out(save: Save, written: list[Written], tell: Tell) -> Place | None:
     if save.pending_flush is None:
-        _write(save, tell)
+        _write(save, written, tell)
         return commit(save.request, patience=save.patience_s) if save.request.rank == 0 else None
     # Listed now, before the next life of the workers has any attempts.
     older = _older_attempts(save.request)
@@ -341,7 +332,7 @@ def _carry_out(save: Save, tell: Tell) -> Place | None:
         agreed = _agree(save, save.pending_flush)
         if agreed is None:
             return None
-        _write(agreed, tell)
+        _write(agreed, written, tell)
         if save.request.rank:
             return None
         path = commit(agreed.request, patience=save.patience_s)
@@ -396,8 +387,9 @@ def _older_attempts(request: SaveRequest) -> list[SaveRequest]:
     ]
 
 
-def _write(save: Save, tell: Tell) -> None:
-    """Write the slot. It is free when this returns, whether the save succeeded or not. `tell`: it is free."""
+def _write(save: Save, written: list[Written], tell: Tell) -> None:
+    """Write the slot. It is free when this returns, whether the save succeeded or not. `tell`: it is free. `written`:
+    gets what is to be read back."""
     with contextlib.ExitStack() as slot_s:
         slot_s.callback(slots.release, save.fd)
         slot = slots.read_descriptor(save.fd, mappings=save.mappings)
@@ -413,8 +405,12 @@ def _write(save: Save, tell: Tell) -> None:
             data = _staged(data, save.stage)
             slot_s.close()
             tell({"is": "written"})
-        with being_written(save.request.attempt_path):
-            write_rank(save.request, data)
+        with being_written(save.request.attempt_path) as folder_fd:
+            record = write_rank(save.request, data)
+            if READ_BACK in save.request.note and folder_fd >= 0:
+                with contextlib.suppress(OSError):  # then rank 0's process reads it
+                    original = None if save.stage else Original(save.fd, save.sequence)
+                    written.append(Written(folder_fd, record, original))
     if not save.stage:
         tell({"is": "written"})
 

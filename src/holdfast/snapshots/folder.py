@@ -161,8 +161,11 @@ class RankFile:
             raise unreadable(self.path.parent, error) from error
         if filled < len(into):
             raise self._damaged(f"it ends after {begin + filled} of {self.size_bytes} bytes")
-        if chunk_digest(into) != self.record.chunks[number]:
+        if not self._is_saved(number, into):
             raise self._damaged(f"bytes {begin} to {begin + filled} are not what was saved")
+
+    def _is_saved(self, number: int, data: memoryview) -> bool:
+        return chunk_digest(data) == self.record.chunks[number]
 
     def _damaged(self, why: str) -> SnapshotDamagedError:
         return SnapshotDamagedError(f"{self.path}: {why}")
@@ -436,23 +439,17 @@ def rename_aside(path: Place, key: Key, kind: FolderKind) -> Place | None:
 
 
 @contextlib.contextmanager
-def being_written(path: Place) -> Iterator[None]:
-    """Mark this attempt as being written: with a lock that ends with the process, visible on this machine. An object
-    store has none."""
-    if isinstance(path, RemotePath):
-        yield
-        return
-    try:
-        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    except OSError:  # the writer itself reports the error
-        yield
-        return
-    try:
-        with contextlib.suppress(OSError):  # a file system without locks
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(fd)
+def being_written(path: Place) -> Iterator[int]:
+    """Mark this attempt as being written: with a lock that ends with the process, visible on this machine. Yields its
+    descriptor; -1: an object store has none, or there is no folder, which the writer reports."""
+    with contextlib.ExitStack() as held:
+        fd = -1
+        with contextlib.suppress(OSError):
+            if isinstance(path, Path):
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                held.callback(os.close, fd)
+                fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # which a file system may lack
+        yield fd
 
 
 def is_being_written(path: Place) -> bool:

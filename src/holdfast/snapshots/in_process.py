@@ -10,11 +10,11 @@ import warnings
 from collections.abc import Generator
 
 from holdfast.protocol.errors import SnapshotError, SnapshotMemoryError, SnapshotWriteError
-from holdfast.snapshots import changes, folder
+from holdfast.snapshots import changes
 from holdfast.snapshots.changes import SaveRequest
-from holdfast.snapshots.folder import Snapshot
+from holdfast.snapshots.folder import Snapshot, being_written
 from holdfast.snapshots.memory_folder import SaverAddress
-from holdfast.snapshots.remote import RemotePath
+from holdfast.snapshots.read_back import READ_BACK, ReadBacks, Written
 from holdfast.snapshots.saver_client import SaverClient, Tier
 from holdfast.snapshots.slots import Slot
 
@@ -31,6 +31,7 @@ class InProcessStaging:
         self._size_bytes = 0
         self._thread: threading.Thread | None = None
         self._failures: list[SnapshotError] = []
+        self._read_backs = ReadBacks(lambda: self.busy)
 
     def regroup(self, rank: int, world: int, generation: int) -> None:
         """A request names its rank; nothing else here does."""
@@ -63,9 +64,16 @@ class InProcessStaging:
 
     def _write(self, request: SaveRequest, data: memoryview) -> None:
         try:
-            changes.write_rank(request, data)
-            if request.rank == 0:
-                changes.commit(request)
+            with being_written(request.attempt_path) as folder_fd:
+                record = changes.write_rank(request, data)
+                written = Written(folder_fd, record) if READ_BACK in request.note and folder_fd >= 0 else None
+            path = changes.commit(request) if request.rank == 0 else None
+            if path is not None and written is not None:
+                self._read_backs.committed(path)
+            if written is not None:
+                threading.Thread(
+                    target=self._read_backs.own, args=(written,), name="holdfast-check", daemon=True
+                ).start()
         except SnapshotError as error:
             self._failures.append(error)
         except (OSError, ValueError) as error:
@@ -98,9 +106,7 @@ class InProcessStaging:
         """Nothing is kept."""
 
     def read_back(self, snapshot: Snapshot) -> None:
-        if isinstance(snapshot.path, RemotePath):
-            return folder.confirm(snapshot)
-        return folder.verify(snapshot, lambda: None)
+        self._read_backs.rest(snapshot)
 
     def close(self, *, ahead: bool) -> None:  # noqa: ARG002
         self._join()

@@ -5,6 +5,7 @@
         MANIFEST.json                        what belongs to it, with sizes and digests
         rank_00000.safetensors               one file per rank
         rank_00000.json                      that rank's record: size, digest, digests of its chunks
+        rank_00000.checked                   its file was read back (read_back.py)
       attempt.step_000000140.0001/           being written, or debris of a save that did not end
       bad.step_000000100.0001/               found damaged and set aside
       gone.step_000000080.0001/              being deleted

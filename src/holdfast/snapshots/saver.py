@@ -11,6 +11,7 @@ Its promises:
 - When a worker of this node has died without "bye" and no other worker of its generation is left, the saver also writes
   the newest step that all ranks of the job have in memory, for each snapshot folder, if it is newer than the disk
   (flush.py).
+- Where retention needs it, a save is then read back, which nobody waits for but rank 0's (read_back.py).
 - On "finish" from the agent it completes the saves in flight and ends. The agent waits memory_folder.FINISH_LIMIT_S.
 - Where the workers ask for it, it sends their slots to another node's saver, and receives others' (copy_service.py).
 - When the agent is gone without "finish", it ends at once, and a save in flight stays an uncommitted attempt.
@@ -27,6 +28,7 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
+import select
 import selectors
 import signal
 import socket
@@ -45,6 +47,7 @@ from holdfast.snapshots.copy_service import CopyService
 from holdfast.snapshots.flush import Save, Tell, carry_out, pending_flush, read_back
 from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.memory_folder import FINISH_LIMIT_S, STALL
+from holdfast.snapshots.read_back import ReadBacks
 from holdfast.snapshots.remote import adopt, place_of
 
 SAVES_PER_WORKER_MAX = 8  # in flight; there are only three slots, so more is a fault of the caller
@@ -112,6 +115,7 @@ class Saver:
         self._crashed = False
         self._mappings = Mappings()
         self._copies = CopyService(folder, self._mappings)
+        self._read_backs = ReadBacks(self._is_busy)
         self._flushes: dict[str, threading.Event] = {}
         """By snapshot folder: ends the wait of rescues for other nodes."""
         self._in_flight: dict[int, InFlight] = {}
@@ -246,7 +250,7 @@ class Saver:
                 case "read back":
                     path = place_of(memory_folder.field(packet, "path", str))
                     # If the saver ends first, the requester checks the snapshot itself.
-                    self._in_thread(partial(read_back, path, self._is_busy), tell=partial(_send, worker))
+                    self._in_thread(partial(read_back, path, self._read_backs), tell=partial(_send, worker))
                 case "bye":
                     worker.left = True
                 case other:
@@ -259,10 +263,8 @@ class Saver:
         number = memory_folder.field(packet, "id", int)
         if self._flights(worker.local_rank).saves >= SAVES_PER_WORKER_MAX:
             raise ValueError(f"more than {SAVES_PER_WORKER_MAX} saves at once")
-        sequence, patience_s = (
-            memory_folder.field(packet, "sequence", int),
-            memory_folder.field(packet, "patience_s", float),
-        )
+        sequence = memory_folder.field(packet, "sequence", int)
+        patience_s = memory_folder.field(packet, "patience_s", float)
         request = SaveRequest.from_json(memory_folder.field(packet, "request", dict))
         stage = str(packet.get("stage", ""))
         save = Save(fds.pop(), sequence, request, patience_s, worker.local_rank, self._mappings, stage=stage)
@@ -399,7 +401,7 @@ class Saver:
             flights.changed()
             tell(answer)
 
-        self._in_thread(partial(carry_out, save), tell=told)
+        self._in_thread(partial(carry_out, save, self._read_backs), tell=told)
 
     def _is_busy(self) -> bool:
         """For any thread: whether a state is being staged or written, which has priority."""
@@ -469,8 +471,6 @@ def _send(worker: SaverConnection, packet: memory_folder.Packet) -> None:
 
 
 def _is_ready(fd: int) -> bool:
-    import select
-
     poller = select.poll()
     poller.register(fd, select.POLLIN)
     return bool(poller.poll(0))

@@ -164,11 +164,8 @@ class Slots:
 
     def stage(self, step: int, size_bytes: int) -> memoryview | None:
         """Memory for the rank's next snapshot, which is valid only after `commit`; drops a staged one that was not
-        committed.
-
-        None: the saver is still writing out all slots. Raises SnapshotMemoryError when the slot has to grow and
-        cannot.
-        """
+        committed. None: the saver is still writing out all slots. Raises SnapshotMemoryError when the slot has to grow
+        and cannot."""
         number, held = self._lock_next()
         if held is None:
             return None
@@ -369,13 +366,18 @@ def lend(folder: Path, slot: Slot) -> int:
         raise ValueError(f"the slot of step {slot.step} is gone") from None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        committed = int.from_bytes(os.pread(fd, _WORD_BYTES, _COMMIT * _WORD_BYTES), sys.byteorder)
+        committed = committed_sequence(fd)
     except BlockingIOError:
         committed = 0
     if committed != slot.sequence:
         release(fd)
         raise ValueError(f"the slot of step {slot.step} was staged into since")
     return fd
+
+
+def committed_sequence(fd: int) -> int:
+    """The sequence number of the committed bytes in this slot's file; 0: none, or they are being replaced. OSError."""
+    return int.from_bytes(os.pread(fd, _WORD_BYTES, _COMMIT * _WORD_BYTES), sys.byteorder)
 
 
 def release(fd: int) -> None:
@@ -430,10 +432,9 @@ def read_descriptor(fd: int, index: int = 0, mappings: Mappings | None = None, p
     """The slot in this open file; None when it is invalid. The caller keeps the descriptor."""
     if os.fstat(fd).st_size < HEADER_BYTES:
         return None
-    try:
+    with contextlib.suppress(OSError):
         return read((mappings or Mappings()).of(fd).memory, index, path)
-    except OSError:
-        return None
+    return None
 
 
 def read(memory: memoryview, index: int, path: Path | None = None) -> Slot | None:

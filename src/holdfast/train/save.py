@@ -23,6 +23,7 @@ from holdfast.snapshots.changes import Keep, SaveRequest, Verified
 from holdfast.snapshots.in_process import InProcessStaging, warn_of_disk
 from holdfast.snapshots.lease import FolderLease
 from holdfast.snapshots.memory_folder import STALL
+from holdfast.snapshots.read_back import READ_BACK
 from holdfast.snapshots.remote import Place, RemotePath
 from holdfast.snapshots.saver_client import SaverClient, Tier
 from holdfast.train import sharding
@@ -85,6 +86,8 @@ class Saving:
         """In an object store: the step that was begun last, and how often."""
         self._rescue, self._clock, self._lease = rescue, clock, lease
         self._copies = copies
+        self.retention = False
+        """Whether each rank reads back what it wrote; equal on all."""
         self._failed = FailedSaves(failures_max)
         self.troubles: list[SnapshotError] = []
         """What went wrong in the background on this rank, and the others do not know yet."""
@@ -325,7 +328,9 @@ class Saving:
 
     def _request(self, number: int, metrics: Mapping[str, float]) -> SaveRequest:
         assert self._layout is not None
-        note = {"save": self._saves}
+        note: dict[str, Any] = {"save": self._saves}
+        if self.retention:
+            note[READ_BACK] = True
         if self._layout.beside is not None:
             note["file_bytes"] = self._layout.file_bytes
         peers, state = self._peers, self._tracker.state

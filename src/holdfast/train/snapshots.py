@@ -304,6 +304,7 @@ class Snapshots:
         self._saving = Saving(
             self.path, self._tracker, peers, tier, taken.rescue, self._clock, failures_max, self._lease, self._copies
         )
+        self._saving.retention = self._keep is not None
         return self._saving
 
     def _begun(self) -> Saving:
