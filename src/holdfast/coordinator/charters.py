@@ -207,7 +207,7 @@ class Charters:
             voters = [voter for voter in self._voters.values() if voter.link is not None] if self.elects else []
             out += [self._renew(now, voter, job_s, training_s) for voter in voters]
             for name in sorted(self._others()):
-                charter = self._told(name) if name in self._uninformed else None
+                charter = self._shown_to(name) if name in self._uninformed else None
                 out.append(Tell(self._links[name], Renew(self.term, 0, charter, job_s, training_s)))
             self._uninformed.clear()
         if not self.elects:
@@ -227,9 +227,9 @@ class Charters:
         wanted = self._uninformed | self._witnesses  # few, while links are many
         return {name for name in wanted if name in self._links and name not in self._voters}
 
-    def _told(self, name: str) -> Charter:
-        """What somebody without a vote is told. An agent asks the voters, and a founder what to continue: without the
-        roster, of which a large job would send as many as it has agents."""
+    def _shown_to(self, name: str) -> Charter:
+        """The charter for an agent or witness without a vote. An agent needs it to find the voters, and a founder's
+        budget, and not the roster: a large job would send that as often as it has agents."""
         if name in self._witnesses:
             return self.charter
         return structs.replace(self.charter, nodes=(), listeners=())

@@ -300,12 +300,10 @@ class Snapshots:
             self._pruner = Pruner(self.path, self._keep)
         self._tracker.reducers.observe()
         self._until_first_step.append(self._tracker.reducers.observed)
-        taken, failures_max = self._taken, self._failures_max
-        self._saving = Saving(
-            self.path, self._tracker, peers, tier, taken.rescue, self._clock, failures_max, self._lease, self._copies
-        )
-        self._saving.retention = self._keep is not None
-        return self._saving
+        rescue, clock, failures_max = self._taken.rescue, self._clock, self._failures_max
+        saving = Saving(self.path, self._tracker, peers, tier, rescue, clock, failures_max, self._lease, self._copies)
+        self._saving, saving.retention = saving, self._keep is not None
+        return saving
 
     def _begun(self) -> Saving:
         """What saves; begins anew when resume() was never called and there is nothing to resume from."""

@@ -313,8 +313,7 @@ class ElectingAgent(DrawnAgent):
             self.handle(ev.DialFailed(error.code, error.exit_code, "nobody leads there", final=False))
 
     def _ignores(self, coordinator: SimReplicated) -> bool:
-        about = coordinator.introduction()
-        now = self.world.clock.now
+        about, now = coordinator.introduction(), self.world.clock.now
         return bool(self.voter.machine.ignores(now, about.name, about.term, founded=about.founded))
 
     def _recall(self, coordinator: SimReplicated, end: FakeEnd | None = None) -> None:
@@ -404,10 +403,8 @@ class SimReplicated(SimCoordinator):
 
     def introduction(self) -> Accepted:
         """What an agent that connects learns of it."""
-        machine = self.machine
-        return Accepted(
-            1, name=self.agent.voter.machine.name, term=machine.term, founded=machine.founded, forms=machine.forms
-        )
+        name, machine = self.agent.voter.machine.name, self.machine
+        return Accepted(1, name=name, term=machine.term, founded=machine.founded, forms=machine.forms)
 
     def announce(self, message: Moved) -> None:
         for end in self._ends.values():
