@@ -358,7 +358,7 @@ class SuccessionCluster(SimCluster):
             return coordinator is not None
         gathering = coordinator.machine._gathering
         enough = gathering.present >= self.options.min_nodes
-        return enough and gathering.pause == BACK_OFF and self.clock.now < gathering.not_before_s
+        return bool(enough and gathering.pause == BACK_OFF and self.clock.now < gathering.not_before_s)
 
     @staticmethod
     def _runs(process: Process) -> bool:
