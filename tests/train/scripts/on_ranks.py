@@ -8,6 +8,7 @@ MODULES, separated by commas, are imported once for all; they may lie beside the
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import runpy
 import sys
@@ -26,6 +27,8 @@ def run(script: str, arguments: list[str], plain: bool) -> None:
     if plain:
         for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
             del os.environ[name]
+    assert isinstance(sys.stdout, io.TextIOWrapper)
+    sys.stdout.reconfigure(write_through=False)  # else a line and its end are written separately
     sys.argv[:] = [script, *arguments]
     runpy.run_path(script, run_name="__main__")
     sys.stdout.flush()
