@@ -56,7 +56,7 @@ class GrowingFile:
                 mapped = self._growing or self.mapped
                 if mapped is None or not mapped.reaches(whole_bytes):
                     if before_bytes:
-                        os.posix_fallocate(fd, 0, before_bytes)  # who died while it grew has left holes
+                        os.posix_fallocate(fd, 0, before_bytes)  # a process that died while it grew has left holes
                     mapped = MappedFile(fd, whole_bytes, writable=True)
                 self._growing = mapped
                 for pieces in (mapped.populate(before_bytes), mapped.take(fd, before_bytes, whole_bytes)):

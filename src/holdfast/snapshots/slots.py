@@ -180,9 +180,11 @@ class Slots:
         return self._begin(_Staging(number, held, step, size_bytes), size_bytes)
 
     def staging(self, step: int, size_bytes: int) -> Generator[memoryview, None, None]:
-        """`stage`, for who fills the memory from its beginning while the rest is being taken: yields what can be used
-        by now, at last all of it. Nothing at all: the saver is still writing out all slots. For any threads in turn.
-        SnapshotMemoryError. What the slot held is lost at the first part, also if the next one is an error."""
+        """`stage`, for a caller that fills the memory from its beginning while the rest is being taken.
+
+        Yields what can be used by now, at last all of it. Nothing at all: the saver is still writing out all slots. For
+        any threads in turn. SnapshotMemoryError. What the slot held is lost at the first part, also if the next one is
+        an error."""
         number, held = self._lock_next()
         if held is None:
             return
