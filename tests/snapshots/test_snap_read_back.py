@@ -233,6 +233,7 @@ def test_a_snapshot_that_goes_meanwhile(saved: tuple[Snapshot, list[Written]]) -
     for each in written:
         each.check(idle)
         each.leave("anything")
+    assert not snapshot.path.exists()
 
 
 def test_killed_while_it_reads_back(tmp_path: Path) -> None:

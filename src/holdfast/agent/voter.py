@@ -235,8 +235,8 @@ class Voter:
         return founded and not known and self._may_elect(now, self._gone | with_it)
 
     def recall(self, now: float, name: str, term: int, *, founded: bool, forms: bool) -> Recall | None:
-        """What the coordinator of this term in the process of this name should know, before a Join or in its place: one
-        that forms the job anew (`forms`), and may not know of this voter's."""
+        """What to send to the coordinator of this term in the process of this name, before a Join or instead; None:
+        nothing. `forms`: that coordinator starts the job again, and may not know the charter that this voter has."""
         charter = self.charter
         if not forms or charter is None or charter.outcome is not None or charter.leader == name:
             return None
