@@ -133,6 +133,12 @@ def test_what_a_killed_saver_has_not_read_the_next_life_reads(nodes: list[Bench]
     flip(path / rank_file(1))
     with pytest.raises(SnapshotDamagedError, match="are not what was saved"):
         memory_folder.read_back(nodes[0].place.folder, path, WAIT_S)
+    until(lambda: _has_another_saver(nodes[1]), "rank 1 has a saver again, which removes its memory in the end")
+
+
+def _has_another_saver(node: Bench) -> bool:
+    node.client.check()
+    return bool(saves.savers(node.place.folder))
 
 
 def _is_read_by_another(node: Bench, path: Path) -> bool:
