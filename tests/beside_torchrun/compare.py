@@ -11,6 +11,7 @@ from tests.beside_torchrun.beside import Probe, Side
 INTENDED = {
     "env HOLDFAST_BOARD": "new: where should_stop() asks and steps are counted",
     "env HOLDFAST_SAVER": "new: where memory snapshots are kept and written out",
+    "env HOLDFAST_JOB_UID": "new: identifies the job through all its generations",
     "env HOLDFAST_PREVIOUS_END": "new: after a restart, how the workers before ended",
     "env NODE_RANK": "new: what Lightning and others read as the node's number",
     "env MASTER_ADDR": "an address that answers, where torchrun gives getfqdn()'s guess",

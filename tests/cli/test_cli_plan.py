@@ -119,6 +119,7 @@ notice        --nnode taken as --nnodes
 variables of every worker here
   GROUP_RANK=1
   GROUP_WORLD_SIZE=2
+  HOLDFAST_JOB_UID=<assigned>
   LOCAL_WORLD_SIZE=2
   MASTER_ADDR=<assigned>
   MASTER_PORT=<assigned>

@@ -28,7 +28,7 @@ def test_members_that_prepared_what_was_announced_are_started_without_an_assignm
     desk.say(1, msg.Stopped(1))
     assert desk.machine.phase is Phase.PREPARING, "the first one is not prepared yet"
     desk.say(1, msg.Prepared(2, 40_001))
-    assert desk.last(2) == msg.Start(2, "10.0.0.1", 40_001, before="failed 0 exit code 1")
+    assert desk.last(2) == msg.Start(2, "10.0.0.1", 40_001, before="failed 0 exit code 1", job_uid="n1#1")
     assert not [message for _, message in desk.told if isinstance(message, msg.Assign) and message.generation == 2]
 
 
@@ -45,7 +45,9 @@ def test_an_agent_of_the_first_version_is_assigned_its_place_when_all_have_stopp
     desk.say(2, msg.Stopped(1))
     assert [link for link, message in desk.told if isinstance(message, msg.Assign) and message.generation == 2] == [2]
     desk.say(2, msg.Prepared(2))
-    assert desk.last(1) == desk.last(2) == msg.Start(2, "10.0.0.1", 40_001, before="failed 0 exit code 1")
+    assert (
+        desk.last(1) == desk.last(2) == msg.Start(2, "10.0.0.1", 40_001, before="failed 0 exit code 1", job_uid="n1#1")
+    )
 
 
 def one_joins(desk: Desk) -> None:
@@ -116,7 +118,7 @@ def test_what_was_announced_waits_for_the_back_off() -> None:
             desk.say(link, msg.Prepared(desk.machine.generation + (desk.machine.phase is Phase.GATHERING), 40_001))
     assert desk.machine.phase is Phase.GATHERING
     desk.wait(LIMITS.backoff_first_s)
-    assert desk.last(2) == msg.Start(3, "10.0.0.1", 40_001, before="failed 0 exit code 1")
+    assert desk.last(2) == msg.Start(3, "10.0.0.1", 40_001, before="failed 0 exit code 1", job_uid="n1#1")
 
 
 @pytest.mark.parametrize("options", [{"max_restarts": 0}, {"max_restarts": 1, "exclude_after": 1}])

@@ -69,7 +69,7 @@ def all_here(desk: Desk) -> None:
 
 def all_prepared(desk: Desk) -> None:
     desk.prepare(2, 1)
-    assert desk.last(2) == msg.Start(1, "10.0.0.1", 40_000)
+    assert desk.last(2) == msg.Start(1, "10.0.0.1", 40_000, job_uid="n1#1")
 
 
 def dies_in_phase_one(desk: Desk) -> None:
@@ -123,7 +123,7 @@ def a_rank_is_lost(desk: Desk) -> None:
 
 def all_are_prepared_again(desk: Desk) -> None:
     desk.prepare(1, 2)
-    assert desk.last(1) == msg.Start(desk.machine.generation, "10.0.0.1", 40_000)
+    assert desk.last(1) == msg.Start(desk.machine.generation, "10.0.0.1", 40_000, job_uid="n1#1")
 
 
 def nobody_is_prepared_in_time(desk: Desk) -> None:

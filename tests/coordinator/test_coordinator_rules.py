@@ -175,7 +175,7 @@ def test_a_world_on_one_machine_is_local(addresses: str, local: bool, master: st
     assert isinstance(assign, msg.Assign)
     assert assign.local_world is local
     desk.prepare(1, 2)
-    assert desk.last(1) == msg.Start(1, master, 40_000)
+    assert desk.last(1) == msg.Start(1, master, 40_000, job_uid="n1#1")
 
 
 def test_members_are_told_the_lease() -> None:
@@ -191,7 +191,7 @@ def test_the_more_agents_the_rarer_their_pings_and_reports() -> None:
     assert [message.ping_interval_s for message in joined] == [1.0] * 6 + [7 / 6]
     desk.wait(2.0)
     desk.prepare(*range(1, 8))
-    assert desk.last(7) == msg.Start(1, "10.0.0.1", 40_000, 3.5)
+    assert desk.last(7) == msg.Start(1, "10.0.0.1", 40_000, 3.5, job_uid="n1#1")
 
 
 # --- draining -----------------------------------------------------------------------------------------------------

@@ -453,7 +453,7 @@ def test_a_new_node_starts_its_workers_beside_the_others() -> None:
     assert isinstance(place, Assign)
     assert (place.generation, place.local_ranks, place.world_size) == (1, (), 2)
     desk.say(3, Prepared(1))
-    assert [message for to, message in desk.told if to == 3][-2:] == [Start(1, "10.0.0.1", 40_000), Replace(1, (0,))]
+    assert desk.told_to(3)[-2:] == [Start(1, "10.0.0.1", 40_000, job_uid="n1#1"), Replace(1, (0,))]
     desk.say(3, ReplacementReady(1, (0,)))
     assert isinstance(desk.last(1), Drain)
     for link in (1, 2):

@@ -244,6 +244,23 @@ def test_voters_that_are_proved_dead_are_left_out() -> None:
     assert len(desk.to(1, msg.Start)) == 2
 
 
+def test_the_job_uid_goes_on_with_a_successor() -> None:
+    desk = Desk(Succession(3, structs.replace(charter_of(), job_uid="n1#1"), closed=True), own=2)
+    desk.join(2, 3, last=4)
+    desk.prepare(2, 3)
+    assert desk.to(2, msg.Start)[0].job_uid == desk.machine.charter.job_uid == "n1#1"
+
+
+def test_a_founder_that_continues_an_older_charter_may_be_another_job() -> None:
+    """The older one may live on the other side of a cut: its snapshot folder is not free."""
+    desk = Desk()
+    desk.join(1)
+    recalled(desk, 2)
+    desk.wait(25.0)
+    desk.prepare(1, 2)
+    assert desk.to(1, msg.Start)[0].job_uid == "n1#1"
+
+
 def test_lost_voters_that_may_live_are_not_left_out() -> None:
     desk = Desk().started(1, 2, 3)
     desk.silent = {2, 3}
@@ -273,7 +290,7 @@ def test_the_founder_steps_down_for_the_job_that_lives() -> None:
 
 def recalled(desk: Desk, *links: int, patience_s: float = 20.0) -> None:
     """An agent that knows of an older job of the nodes 11, 12 and 13 connects, and then these agents join."""
-    older = structs.replace(charter_of(11, 12, 13), led_from=None, position=CharterPosition(3, 9))
+    older = structs.replace(charter_of(11, 12, 13), led_from=None, position=CharterPosition(3, 9), job_uid="n11#1")
     desk.give(LinkOpened(9, "10.0.0.12", "10.0.0.1"))
     desk.give(Heard(9, msg.Recall(older, 4, 1.0, patience_s)))
     desk.join(*links)

@@ -50,6 +50,35 @@ def test_every_process_of_the_coordinators_node_is_killed(fleet) -> None:
     job.check()
 
 
+TAKES_THE_FOLDER = """
+import os
+
+from holdfast.snapshots import lease
+
+if os.environ["RANK"] == "0":
+    waits = []
+    held = lease.acquire(os.environ["SITE"] + "/runs", "none", job_uid=os.environ["HOLDFAST_JOB_UID"], wait=waits.append)
+    with open(os.environ["SITE"] + "/waits", "a") as file:
+        print(len(waits), file=file)
+"""
+
+
+def test_the_snapshot_folder_of_a_lost_rank_0_is_taken_at_once(fleet) -> None:
+    """Its node dies with the coordinator, so nobody gives the folder back. The job is the same one for the successor."""
+    job: Fleet = fleet(3)
+    job.script.write_text(TAKES_THE_FOLDER + WORKER)
+    job.c10d("2:3", conf=LONG_LEASE)
+    job.start_all([1, 2, 3])
+    first = job.trains([1, 2, 3])
+    assert first.place("node1") == [0]
+    since_s = time.monotonic()
+    job.hosts[1].kill()
+    job.trains([2, 3], since_s)
+    finish(job, 2, 3)
+    assert (job.folder / "waits").read_text().split() == ["0", "0"]
+    job.check()
+
+
 def test_the_coordinators_node_becomes_silent(fleet) -> None:
     """Its cable is pulled: it steps down, its workers are dead before the others go on, and it comes back."""
     job, first = started(fleet, 3, "2:3")

@@ -59,7 +59,7 @@ def test_a_free_folder_is_taken_at_once_and_given_back(tmp_path: Path) -> None:
     for number in (1, 2, 3):
         with acquire(tmp_path / "runs", "a", wait=waits) as held:
             held.check()
-            assert lease.owner(tmp_path / "runs") == LeaseOwner.me("a")
+            assert lease.owner(tmp_path / "runs") == LeaseOwner.me("a", "")
             assert numbers(tmp_path / "runs") == [f"lease.{number:06d}"]
         assert lease.owner(tmp_path / "runs") is None
     assert waits.count == 0
@@ -94,13 +94,35 @@ def test_who_is_known_to_be_lost_is_not_waited_for(tmp_path: Path) -> None:
         assert waits.count == lease.LOOKS, "another job has taken it since"
 
 
+def test_an_earlier_generation_of_the_same_job_is_not_waited_for(tmp_path: Path) -> None:
+    """holdfast starts one when none of the others is left."""
+    waits = Waits()
+    write(tmp_path, 7, replace(ELSEWHERE, job_uid="node7#1"), 1)
+    with acquire(tmp_path, "mine", job_uid="node7#1", wait=waits):
+        assert waits.count == 0
+    for owner, job_uid in ((ELSEWHERE, ""), (replace(ELSEWHERE, job_uid="node7#1"), "node7#2")):
+        waits = Waits()
+        path = tmp_path / (job_uid or "none")
+        path.mkdir()
+        write(path, 7, owner, 1)
+        with acquire(path, "mine", job_uid=job_uid, wait=waits):
+            assert waits.count == lease.LOOKS
+
+
+def test_a_lease_of_another_version_names_its_owner(tmp_path: Path) -> None:
+    known = {"run_id": "old", "host": "far", "pid": 4711, "machine": "another boot", "started": "1"}
+    for number, more in ((1, {}), (2, {"job_uid": "node7#1", "of_a_later_version": 3})):
+        (tmp_path / f"lease.{number:06d}").write_text(json.dumps({**known, **more}) + "\n" + lease.COUNTER.format(1))
+        assert str(lease.owner(tmp_path)) == "job 'old' (process 4711 on far)"
+
+
 def test_the_same_run_takes_over_sooner(tmp_path: Path) -> None:
     """A restart on another node, whose previous leader's node was lost. One late sign of that is no life."""
     write(tmp_path, 7, ELSEWHERE, 1)
     waits = Waits(lambda count: count == 2 and write(tmp_path, 7, ELSEWHERE, 2))
     with acquire(tmp_path, "other", wait=waits):
         assert waits.count == 2 + lease.LOOKS_SAME_RUN
-    write(tmp_path, 9, replace(LeaseOwner.me("other"), pid=2**22 + 1), 1)
+    write(tmp_path, 9, replace(LeaseOwner.me("other", ""), pid=2**22 + 1), 1)
     waits = Waits()
     with acquire(tmp_path, "other", wait=waits):
         assert waits.count == 0
@@ -119,9 +141,9 @@ def test_the_same_run_does_not_rob_who_beats(tmp_path: Path) -> None:
 @pytest.mark.parametrize("run_id", ["mine", "other"])
 def test_a_living_process_of_this_machine_is_not_robbed(tmp_path: Path, run_id: str) -> None:
     """Stopped, it beats no more, and would write where another does when it goes on."""
-    write(tmp_path, 7, LeaseOwner.me("mine"), 1)
+    write(tmp_path, 7, LeaseOwner.me("mine", "node7#1"), 1)
     with pytest.raises(SnapshotBusyError, match=f"process {os.getpid()} on"):
-        acquire(tmp_path, run_id, wait=Waits())
+        acquire(tmp_path, run_id, job_uid="node7#1", wait=Waits())
     assert numbers(tmp_path) == ["lease.000007"]
 
 
@@ -152,7 +174,7 @@ def test_a_live_and_then_killed_owner_on_this_machine(tmp_path: Path) -> None:
 
 
 def test_a_pid_that_is_used_again_is_not_the_owner(tmp_path: Path) -> None:
-    write(tmp_path, 1, replace(LeaseOwner.me("other"), started="1"), 1)
+    write(tmp_path, 1, replace(LeaseOwner.me("other", ""), started="1"), 1)
     with acquire(tmp_path, "mine", wait=Waits()):
         assert numbers(tmp_path) == ["lease.000002"]
 

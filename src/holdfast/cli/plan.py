@@ -269,7 +269,7 @@ def environment(parsed: Parsed, options: RunOptions, environ: Mapping[str, str],
     variables = worker_environment(
         options,
         assign,
-        Start(generation=1, master_addr=ASSIGNED, master_port=0),
+        Start(generation=1, master_addr=ASSIGNED, master_port=0, job_uid=ASSIGNED),
         local_rank,
         error_file=os.path.join(folder, str(local_rank), "error.json") if folder is not None else "",
         parent=environ,

@@ -79,6 +79,8 @@ class CoordinatorActs:
         self._monitor = Monitor(limits, self._membership.members, examine)
         self.world: World | None = None
         self.generation = 0
+        self.job_uid = ""
+        """As in Start; empty until the first generation is formed."""
         self._announced: Formation | None = None
         """The next generation, announced with the stop of the present one; None: there was no announcement."""
         self._previous_leader = PreviousLeader()
@@ -225,6 +227,7 @@ class CoordinatorActs:
             formation, announced = self._next_formation(announced.world.generation, self.budget.used), None
         world = self.world = formation.world
         self.generation = world.generation
+        self.job_uid = self.job_uid or world.order[0]  # names an agent's join, which happens once
         self._enter(now, Phase.PREPARING)
         for name, assign in formation.places.items():
             if announced is None or not self.members[name].revision:
@@ -272,7 +275,7 @@ class CoordinatorActs:
         self._membership.set_busy(member, world.generation)
         member.first_started_s = member.first_started_s or now
         interval_s = self.limits.progress_interval_of(len(world.order))
-        self._tell(member, Start(world.generation, *world.master, interval_s, self._endings.before))
+        self._tell(member, Start(world.generation, *world.master, interval_s, self._endings.before, self.job_uid))
 
     def _admit(self, newcomers: Collection[Member]) -> None:
         """Let these join the running generation without a worker in it, as far as there is room."""

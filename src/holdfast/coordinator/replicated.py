@@ -5,8 +5,7 @@ down when no majority has confirmed it for a fence. Then everything that it has 
 pings carry the age of its authority, and the agents' fences count from there.
 
 A successor continues from the charter. It forms nothing while workers of the old generation may live. It continues that
-generation if all its nodes come with living workers; if only the old coordinator's own node is missing, that is an
-ordinary loss of one node.
+generation if all its nodes come with living workers; if only the old coordinator's own node is missing, that is lost.
 """
 
 from __future__ import annotations
@@ -145,8 +144,8 @@ class ReplicatedCoordinator(CoordinatorMachine):
 
     def _continue(self, now: float, charter: Charter) -> None:
         budget = self.budget
-        budget.used, budget.streak, budget.identical = charter.restarts, charter.streak, charter.identical
-        budget.last_signature = charter.signature
+        budget.used, budget.streak = charter.restarts, charter.streak
+        budget.identical, budget.last_signature = charter.identical, charter.signature
         self.host_backoff.take_over(charter.hosts, now)
         self._floor = charter.generation
 
@@ -154,7 +153,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
         self._continue(now, charter)
         self._job_began_s = now - succession.job_s
         self._monitor.take_over(succession.training_s)
-        self._leader_before = charter.leader
+        self._leader_before, self.job_uid = charter.leader, charter.job_uid
         if charter.generation:
             self._previous_leader.generation = charter.generation
             self._left = set(charter.nodes)
@@ -400,6 +399,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
             hosts=self._hosts[1],
             outcome=self.outcome,
             leader=self._charters.name,
+            job_uid=self.job_uid,
         )
 
     def _nodes(self, world: World) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:

@@ -96,6 +96,8 @@ class Charter(Struct, frozen=True, array_like=True):
     """The agent in whose process the coordinator is."""
     listeners: Annotated[tuple[tuple[str, PortOrNone], ...], Meta(max_length=NODES_MAX)] = ()
     """Address and port at which each of `nodes` listens, in the same order; port 0: unknown."""
+    job_uid: str = ""
+    """As in Start."""
 
     @property
     def seats(self) -> tuple[Seat, ...]:

@@ -306,6 +306,8 @@ class Start(CoordinatorMessage, frozen=True, tag="start"):
     """How often the node reports Progress. It grows with the job, so that the coordinator's load stays bounded."""
     before: str = ""
     """How the generation before it ended: see `coordinator.ending.previous_end`. Empty: unknown, or it is the first."""
+    job_uid: str = ""
+    """Identifies the job, through all its generations; unlike the run id it is never used twice."""
 
 
 class Regroup(CoordinatorMessage, frozen=True, tag="regroup"):

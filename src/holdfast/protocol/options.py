@@ -235,6 +235,8 @@ def worker_environment(
         "TORCHELASTIC_SIGNALS_TO_HANDLE": options.signals_text,
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": parent.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }
+    if start.job_uid:
+        environment["HOLDFAST_JOB_UID"] = start.job_uid
     if start.before:
         environment["HOLDFAST_PREVIOUS_END"] = start.before
     if options.omp_num_threads is not None:

@@ -5,10 +5,11 @@ The file with the highest number is the lease. A job takes it by creating the ne
 contenders wins, and an owner that sees a higher number than its own knows that it has lost.
 
 When another job may take the lease over:
-- at once: it was given back; or its owner was a process of this machine that has ended; or the caller knows that the
-  owner is lost (in `ht.survive` the other ranks have gone on, so the launcher has made sure of it);
+- at once: it was given back; or its owner was a process of this machine that has ended; or it was a process of an
+  earlier generation of the same job, none of which is left when holdfast starts another one; or the caller knows that
+  the owner is lost (in `ht.survive` the other ranks have gone on, so the launcher has made sure of it);
 - after LOOKS reads of an unchanged counter, LOOK_S apart, or LOOKS_SAME_RUN when the owner has the same run id: the
-  owner is dead. (holdfast lets one generation of a run live at a time; but two jobs may have one run id);
+  owner is dead. (Two jobs may have one run id: the newer one may be a node that came back alone);
 - otherwise never: a counter that moves, or a living process of this machine, is a SnapshotBusyError.
 
 In an object store the file is an object: a conditional put creates it, and the counter advances by writing it again,
@@ -28,7 +29,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import NamedTuple
 
@@ -70,11 +71,13 @@ class LeaseOwner:
     """The boot and the process namespace: if both are equal here, the pid means the same process."""
     started: str = ""
     """When the process started, in the kernel's ticks: a pid is reused, a pid with its start is not."""
+    job_uid: str = ""
+    """Of the job under holdfast; empty: it is started by something else."""
 
     @classmethod
-    def me(cls, run_id: str) -> LeaseOwner:
+    def me(cls, run_id: str, job_uid: str) -> LeaseOwner:
         """The owner that this process is."""
-        return cls(run_id, os.uname().nodename, os.getpid(), _machine(), _started(os.getpid()))
+        return cls(run_id, os.uname().nodename, os.getpid(), _machine(), _started(os.getpid()), job_uid)
 
     def same_run(self, other: LeaseOwner) -> bool:
         """Whether both belong to one run that has an identity."""
@@ -96,6 +99,10 @@ class LeaseOwner:
             return False
         return _started(self.pid) != self.started
 
+    def ended_before(self, other: LeaseOwner) -> bool:
+        """Whether it was a process of an earlier generation of the same job: rank 0 of this one is on one machine."""
+        return bool(self.job_uid) and self.job_uid == other.job_uid and not self.is_here()
+
     def __str__(self) -> str:
         run = "a job without a name" if self.run_id in NO_IDENTITY else f"job {self.run_id!r}"
         return f"{run} (process {self.pid} on {self.host})" if self.host else "another job"
@@ -111,7 +118,8 @@ class _Seen(NamedTuple):
     def owner(self) -> LeaseOwner:
         """The writer of the lease; an empty owner when that is unreadable (it was being written)."""
         try:
-            return LeaseOwner(**json.loads(self.text.partition("\n")[0]))
+            found = json.loads(self.text.partition("\n")[0])
+            return LeaseOwner(**{each.name: found[each.name] for each in fields(LeaseOwner) if each.name in found})
         except (ValueError, TypeError):
             return LeaseOwner()
 
@@ -252,10 +260,11 @@ def acquire(
     look_s: float | None = None,
     looks: int = LOOKS,
     lost: int = 0,
+    job_uid: str = "",
     wait: Callable[[float], object] = time.sleep,
 ) -> FolderLease:
     """Take the folder for the job with this run id; only its rank 0 does. `lost`: the number of a lease whose owner is
-    known to have ended.
+    known to have ended. `job_uid`: as in `Start`, if this process was started by holdfast.
 
     Waits up to `looks` × `look_s` seconds for the counter of an owner that may be dead.
     SnapshotBusyError when a live job has it; SnapshotWriteError when it cannot be written."""
@@ -263,7 +272,7 @@ def acquire(
     remote = isinstance(path, RemotePath)
     beat_s = beat_s or (REMOTE_BEAT_S if remote else BEAT_S)
     look_s = look_s or (REMOTE_LOOK_S if remote else LOOK_S)
-    me = LeaseOwner.me(run_id)
+    me = LeaseOwner.me(run_id, job_uid)
     try:
         disk.make_folder(path)
         while True:
@@ -289,7 +298,7 @@ def _await_turn(
     before, stood, moves = None, 0, 0
     while True:
         seen = _newest(folder)
-        if seen is None or seen.free or seen.number == lost or seen.owner.is_dead():
+        if seen is None or seen.free or seen.number == lost or seen.owner.is_dead() or seen.owner.ended_before(me):
             return seen
         same_run = seen.owner.same_run(me)
         if before is not None and seen != before:

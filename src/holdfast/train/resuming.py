@@ -457,7 +457,8 @@ def take_folder(path: Place, peers: Peers, lease: FolderLease | None, lost: int 
     before = lease
     if peers.rank == 0:
         try:
-            lease = lease or leases.acquire(path, os.environ.get("TORCHELASTIC_RUN_ID", ""), lost=lost)
+            run_id, job_uid = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("HOLDFAST_JOB_UID", "")
+            lease = lease or leases.acquire(path, run_id, lost=lost, job_uid=job_uid)
             word = {"number": lease.number, "rescue": rescue_attempt(), "secret": secrets.token_hex(32)}
         except HoldfastError as error:
             failure, word = error, {"error": str(error)}
