@@ -272,10 +272,12 @@ class DrawnAgent(SimAgent):
             self._look_at_gate(self.assign)
 
     def _look_at_gate(self, assign: Assign) -> None:
-        """All workers that take part have come: the node is prepared."""
+        """All workers that take part have come, or will end there because the node leaves: it is prepared."""
         generation, port = assign.generation, 40_000 + assign.generation if assign.hosts_store else None
-        if self._gate >= self.taking_part(assign) and self.machine.work is Work.REGROUPING:
-            if self.workers:
+        if self._gate >= self.taking_part(assign) | self.workers and self.machine.work is Work.REGROUPING:
+            if not self.taking_part(assign):
+                self.cluster.checker.ended(self.host)
+            elif self.workers:
                 self.cluster.checker.gathered(self.host, generation)
             self.cluster.agenda.after(0.001, lambda: self.handle(ev.NodePrepared(generation, port)))
 
@@ -329,6 +331,7 @@ class DrawnAgent(SimAgent):
             return
         failure = self.failure(local_rank, exit_code) if exit_code else None
         self.workers.discard(local_rank)
+        self._gate.discard(local_rank)
         self._process.pop(local_rank, None)
         if not self.workers:
             self.cluster.checker.ended(self.host)
@@ -336,9 +339,11 @@ class DrawnAgent(SimAgent):
             return
         if failure is None or local_rank in self._raised:
             self.handle(ev.WorkerEnded(generation, local_rank, failure, drained))
-            return
-        self._begin_reading(generation, failure)
-        self.handle(ev.WorkerEnded(generation, local_rank, failure, evidence_follows=True))
+        else:
+            self._begin_reading(generation, failure)
+            self.handle(ev.WorkerEnded(generation, local_rank, failure, evidence_follows=True))
+        if self.assign is not None:
+            self._look_at_gate(self.assign)
 
     def failure(self, local_rank: int, exit_code: int) -> Failure:
         return structs.replace(super().failure(local_rank, exit_code), pid=self._process.get(local_rank, 0))
