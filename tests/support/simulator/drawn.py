@@ -249,7 +249,7 @@ class DrawnAgent(SimAgent):
 
     def _comes(self, assign: Assign, local_rank: int, delay_s: float, *, at_once: bool) -> None:
         cluster, generation = self.cluster, assign.generation
-        left_s = self._ends_s.get(local_rank, inf) - cluster.clock.now
+        left_s = max(self._ends_s.get(local_rank, inf) - cluster.clock.now, 0.01)  # its time may be over in a stall
         fate = cluster.random.random() if cluster.options.faults.gate_faults else 1.0
         if not at_once and left_s < delay_s:
             self._worker_ends_soon(local_rank, 0, left_s)
