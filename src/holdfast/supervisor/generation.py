@@ -40,6 +40,7 @@ from holdfast.supervisor.channel import (
 )
 from holdfast.supervisor.client import ProcessEnded, ProcessStarted, SpawnFailed, SupervisorClient
 from holdfast.supervisor.ends import EXIT_AFTER_EXCEPTION, Ends, Worker
+from holdfast.supervisor.release import Lateness, allowed_s
 from holdfast.supervisor.worker_command import worker_argv, worker_fds
 
 ENDING = (Work.STOPPING, Work.KILLING)
@@ -105,6 +106,10 @@ class RunningGeneration:
         """The workers are on their way to the gate, or wait there."""
         self._cut = False
         """They were told to come at once, and not at a safe point."""
+        self._released_s = 0.0
+        """When they were told."""
+        self._late: dict[str, Lateness] = {}
+        """Those that were missing when somebody looked, by key."""
         self._replacing = self.number
         """The generation in which the newest replacements were ordered."""
         self._left: list[int] = []
@@ -208,6 +213,7 @@ class RunningGeneration:
         self.assign = assign
         self.number = self._ends.generation = assign.generation
         self._gathering, self._cut = True, not safe_point
+        self._released_s, self._late = self._loop.time(), {}
         for local_rank in self._taking_part:
             self._ranks[local_rank] = assign.rank_base + assign.place(local_rank)
         while self._left:
@@ -237,13 +243,21 @@ class RunningGeneration:
         here = self._gathering and self._workers.keys() >= set(self._taking_part)
         return here and all(worker.gate == self.number for worker in self._workers.values() if self._comes(worker))
 
-    def kill_missing(self, supervisor: SupervisorClient) -> None:
-        """Kill the workers that are not at the gate."""
-        for worker in self._workers.values():
-            if worker.generation and worker.gate != self.number:
-                worker.facts = {"unreleased": f"not released within {self._options.limits.release_s:g} s"}
-                self._journal.write("not_released", **self._place(worker), pid=worker.pid)
+    def kill_missing(self, supervisor: SupervisorClient) -> float:
+        """Kill the workers that are not at the gate although their time is over. Returns in how many seconds that of
+        another one may be; 0: there is none."""
+        took_s, limit_s, left_s = self._loop.time() - self._released_s, self._options.limits.release_s, list[float]()
+        for worker in [each for each in self._workers.values() if each.generation and each.gate != self.number]:
+            late = self._late.setdefault(worker.key, Lateness(worker.pid))
+            waited_s = late.waited_s()
+            if took_s < allowed_s(limit_s, waited_s):
+                left_s.append(allowed_s(limit_s, waited_s) - took_s)
+            elif not worker.facts:
+                worker.facts = {"unreleased": f"not released within {took_s:.1f} s"}
+                waited = {"seconds": round(took_s, 3), "waited_s": round(waited_s, 3)}
+                self._journal.write("not_released", **self._place(worker), pid=worker.pid, **waited)
                 supervisor.signal(worker.key, signal.SIGKILL)
+        return min(left_s, default=0.0)
 
     def kill_suspended(self, supervisor: SupervisorClient) -> None:
         """Kill the workers in `ht.survive` that somebody has suspended for too long while others of this node run. If
