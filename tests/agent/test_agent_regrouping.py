@@ -5,12 +5,17 @@ from __future__ import annotations
 import signal
 
 import pytest
+from msgspec import structs
 
 from holdfast.agent.agent_state import Work
 from holdfast.agent.commands import (
+    Exit,
     HoldWorkers,
     KillTree,
+    RegroupWorkers,
     ReleaseWorkers,
+    Say,
+    SignalWorkers,
     StartReplacements,
 )
 from holdfast.agent.events import (
@@ -25,21 +30,26 @@ from holdfast.agent.events import (
     WorkersAble,
     WorkersHeld,
 )
+from holdfast.protocol.errors import EXIT_REQUEUE
 from holdfast.protocol.messages import (
     DrainTo,
     Join,
     Joined,
     Leave,
+    Prepared,
     Regroup,
     Replace,
     ReplacementFailed,
     ReplacementReady,
     Start,
+    Stop,
     Stopped,
+    StopReason,
     WorkersFailed,
 )
 from tests.agent.agent_desk import (
     LIMITS,
+    Desk,
     able,
     assign,
     bare,
@@ -67,6 +77,56 @@ def test_a_node_that_wanted_to_leave_before_its_workers_regrouped_asks_for_a_saf
     desk.give(NodePrepared(2, 40_002))
     desk.hear(Start(2, "10.0.0.1", 40_002))
     assert desk.has(HoldWorkers)
+    desk.give(WorkersHeld(2, 1))
+    assert Leave("SIGTERM", drain=True) in desk.sent()
+
+
+def parting() -> Desk:
+    """This node leaves, and its workers are on their way to the safe point from which the others go on without it."""
+    desk = leaving_drained()
+    desk.hear(Regroup(structs.replace(assign(2), local_ranks=(), world_size=4), 7, "a leaves; 4 ranks go on"))
+    assert desk.done == [Say("a leaves; 4 ranks go on"), RegroupWorkers(desk.machine.current.assign, 7)]
+    return desk
+
+
+def test_the_workers_of_a_node_that_leaves_wait_for_the_order_to_stop_and_get_their_grace() -> None:
+    desk = parting()
+    desk.give(NodePrepared(2, None))
+    assert desk.sent() == [Prepared(2)]
+    desk.hear(Stop(2, StopReason.MEMBER_LEFT))
+    assert desk.done == [SignalWorkers(signal.SIGTERM)]
+    for local_rank in (0, 1):
+        desk.give(WorkerEnded(2, local_rank, failure(after_stop=True)))
+    assert desk.has(KillTree)
+    desk.give(TreeGone(2))
+    assert Stopped(2) in desk.sent()
+    (end,) = [command.outcome for command in desk.done if isinstance(command, Exit)]
+    assert end.exit_code == EXIT_REQUEUE, "nothing that they have done is lost"
+
+
+def test_a_worker_that_is_lost_on_the_way_there_is_reported() -> None:
+    desk = parting()
+    desk.give(WorkerEnded(2, 1, killed()))
+    assert desk.sent() == [WorkersFailed(2, (killed(),))]
+    desk.hear(Regroup(structs.replace(assign(3), local_ranks=(), world_size=3), 0, "rank 1 was lost"))
+    desk.give(NodePrepared(3, None))
+    desk.hear(Stop(3, StopReason.MEMBER_LEFT))
+    desk.give(WorkerEnded(3, 0, failure(after_stop=True)))
+    assert desk.has(KillTree)
+
+
+def test_a_signal_while_the_workers_regroup_is_heeded_when_they_have_gone_on() -> None:
+    """They would lose their last step otherwise. They have just gone on: the first safe point is waited for."""
+    desk = held()
+    desk.hear(Regroup(assign(2), 8, "z leaves"))
+    desk.give(Signalled(signal.SIGTERM, "SIGTERM"))
+    assert desk.sent() == [Leave("SIGTERM", drain=True)]
+    desk.give(NodePrepared(2, 40_002))
+    desk.hear(Start(2, "10.0.0.1", 40_002))
+    for _ in range(3):
+        assert desk.has(HoldWorkers)
+        assert not desk.has(SignalWorkers)
+        desk.give(WorkersHeld(2, 0))
     desk.give(WorkersHeld(2, 1))
     assert Leave("SIGTERM", drain=True) in desk.sent()
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import psutil
 import pytest
 
+from holdfast.protocol.errors import EXIT_REQUEUE
 from tests.processes.conftest import Agent, Site, holdfast
 from tests.support.limits import until
 from tests.warm import Warm
@@ -135,6 +138,80 @@ def test_the_others_go_on_when_the_coordinators_node_is_lost(site: Site, endpoin
     found = [json.loads((site.folder / f"end.{number}").read_text()) for number in (1, 2)]
     assert [(each["worlds"], each["counts"], each["step"]) for each in found] == [([3, 2], [-2], 32)] * 2
     assert len({each["parameters"] for each in found}) == 1
+
+
+def three_nodes(site: Site, endpoint: str, leaver: int, *options: str, **case: Any) -> list[Agent]:
+    """One rank on each. In step 20 the leaver's waits in its forward pass, and its agent gets SIGTERM."""
+    line = ("--nnodes", "1:3", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    line = (*line, *options, "--rdzv-conf", "settle=60", "--preload", "torch", SURVIVOR, site.folder)
+
+    def start(number: int) -> Agent:
+        return site.start(*line, json.dumps({"node": number, "faults": [[leaver, "forward", 20, "wait"]], **case}))
+
+    agents = [start(0)]
+    agents[0].says("waiting: 1 of 1 to 3 nodes are here")
+    agents += [start(number) for number in (1, 2)]
+    until((site.folder / "fault.0").exists, lambda: agents[leaver].text, LIMIT_S)
+    agents[leaver].signal(signal.SIGTERM)
+    return agents
+
+
+def left(agents: Sequence[Agent]) -> bool:
+    """A safe point is agreed at which the others go on without a node."""
+    return any(each["safe_point"] for agent in agents for each in agent.events("coordinator.regroup_begun"))
+
+
+@pytest.mark.parametrize("leaver", [0, 2], ids=["the coordinator's", "another"])
+def test_a_node_that_leaves_ends_no_other_process(site: Site, endpoint: str, leaver: int) -> None:
+    agents = three_nodes(site, endpoint, leaver)
+    until(lambda: left(agents), lambda: agents[0].text, LIMIT_S)
+    (site.folder / "go on after 20").touch()
+    assert agents[leaver].end(LIMIT_S) == EXIT_REQUEUE, agents[leaver].text
+    others = [number for number in range(3) if number != leaver]
+    for number in others:
+        assert agents[number].end(LIMIT_S) == 0, agents[number].text
+    assert [len(agents[number].events("worker_started")) for number in others] == [1, 1]
+    found = [json.loads((site.folder / f"end.{number}").read_text()) for number in others]
+    assert [(each["worlds"], each["counts"], each["step"]) for each in found] == [([3, 2], [-2], 32)] * 2
+    assert len({each["parameters"] for each in found}) == 1
+    assert {each["steps_lost"] for number in others for each in agents[number].events("went_on")} == {0}
+    assert not (site.folder / f"end.{leaver}").exists()
+
+
+def test_a_node_that_is_killed_while_it_leaves_is_lost_and_no_more(site: Site, endpoint: str) -> None:
+    """Its rank has not done the step that the others wait for."""
+    agents = three_nodes(site, endpoint, 2)
+    until(lambda: left(agents), lambda: agents[0].text, LIMIT_S)
+    kill_all_of(agents[2])
+    for agent in agents[:2]:
+        assert agent.end(LIMIT_S) == 0, agent.text
+    assert [len(agent.events("worker_started")) for agent in agents[:2]] == [1, 1]
+    found = [json.loads((site.folder / f"end.{number}").read_text()) for number in range(2)]
+    assert [(each["worlds"], each["counts"], each["step"]) for each in found] == [([3, 2], [-2], 32)] * 2
+
+
+def test_a_worker_that_is_killed_while_another_node_leaves_is_replaced_at_no_cost(site: Site, endpoint: str) -> None:
+    """As it was when all were stopped for that node. No restart is allowed here."""
+    agents = three_nodes(site, endpoint, 2)
+    until(lambda: left(agents), lambda: agents[0].text, LIMIT_S)
+    os.kill(agents[1].events("worker_started")[0]["pid"], signal.SIGKILL)
+    assert agents[2].end(LIMIT_S) == EXIT_REQUEUE, agents[2].text
+    for agent in agents[:2]:
+        assert agent.end(LIMIT_S) == 0, agent.text
+    assert len(agents[0].events("worker_started")) == 1
+    found = json.loads((site.folder / "end.0").read_text())
+    assert (found["worlds"][:2], found["counts"], found["step"]) == ([3, 1], [-2], 32)
+
+
+def test_where_too_few_are_left_all_save_at_the_safe_point_and_start_again(site: Site, endpoint: str) -> None:
+    agents = three_nodes(site, endpoint, 2, "--min-ranks", "3")
+    until(lambda: any(agent.events("coordinator.drain_to") for agent in agents), "a safe point is agreed", LIMIT_S)
+    (site.folder / "go on after 20").touch()
+    assert agents[2].end(LIMIT_S) == EXIT_REQUEUE, agents[2].text
+    for agent in agents[:2]:
+        assert agent.end(LIMIT_S) == 0, agent.text
+    found = [json.loads((site.folder / f"end.{number}").read_text()) for number in range(2)]
+    assert [(each["worlds"], each["counts"], each["step"]) for each in found] == [([2], [-2], 32)] * 2
 
 
 def kill_all_of(agent: Agent) -> None:

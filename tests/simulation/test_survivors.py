@@ -29,6 +29,11 @@ SURVIVING = SimOptions(
     faults=FaultOptions(worker_kills=6, agent_kills=1, link_resets=1, partitions=2, gate_faults=True),
 )
 
+LEAVING = replace(
+    SURVIVING, faults=FaultOptions(signals=6, near_leaves=True), limits=Limits(join_s=120.0, stop_grace_s=5.0)
+)
+"""Nodes leave on purpose, and something else happens at the same time."""
+
 
 def stories(options: SimOptions) -> str:
     told: list[str] = []
@@ -46,6 +51,15 @@ def test_everything_happens_that_may_happen() -> None:
         *("coordinator: regrouped", "coordinator: replaced", "coordinator: replacement_failed", "ranks go on"),
         *("rank 1 joined", "was lost (killed by SIGKILL)", "a second loss while regrouping", "its memory grew"),
         *("not every worker was ready within 5 s", "ended by itself", "'safe_point': 3"),
+    ):
+        assert words in told, words
+
+
+def test_the_others_go_on_when_nodes_leave() -> None:
+    told = stories(LEAVING)
+    for words in (
+        *("n1 leaves; ", " leave; ", " is leaving (SIGTERM); ", " has left; ", "1 rank goes on"),
+        "is leaving with the coordinator, and nobody can succeed it",
     ):
         assert words in told, words
 
@@ -73,9 +87,17 @@ def test_survivors_that_do_not_wait_for_each_other_are_found(monkeypatch: pytest
     assert "its workers are in" in first_broken_promise(surviving)
 
 
+def test_survivors_that_do_not_wait_for_a_node_that_leaves_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def without_those_that_leave(world: World) -> bool:
+        return world.store_port is not None and world.prepared >= world.places.keys() - world.parting.keys()
+
+    monkeypatch.setattr(World, "all_prepared", property(without_those_that_leave))
+    assert "still runs generation" in first_broken_promise(lambda seed: surviving(seed, LEAVING))
+
+
 def test_a_safe_point_that_a_worker_has_passed_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     def too_early(self: Regrouping, world: World, drain: Draining) -> Plan | None:
-        return self._with_ready(world, drain.newest) if drain.grows and world.all_able else None
+        return self._with_ready(world, drain.newest) if drain.regroups and world.all_able else None
 
     monkeypatch.setattr(Regrouping, "at_safe_point", too_early)
     assert "which it may have passed" in first_broken_promise(surviving)

@@ -38,6 +38,7 @@ from holdfast.supervisor import processes
 from holdfast.supervisor.channel import SaysReady, WorkerChannel
 from holdfast.supervisor.console import Console
 from holdfast.supervisor.log_router import LogRouter
+from holdfast.supervisor.release import allowed_s
 from holdfast.supervisor.supervisor import exec_supervisor
 from holdfast.supervisor.worker_group import WorkerGroup
 from tests.support.limits import limit_s, settled, until
@@ -225,6 +226,20 @@ async def test_a_worker_that_is_not_at_the_gate_in_time_is_killed_and_the_others
     assert cause_of(read.failure).code == "HF240", "holdfast has killed it, nobody outside"
     await crew.regroup(3, 0)
     assert crew.lines("0")[-2:] == ["released 3 now", "goes on 3 0 1 0 1"]
+    await crew.end()
+
+
+@pytest.mark.parametrize("crew", [{"how": ["2=starved"], "release_s": limit_s(0.5)}], indirect=True)
+async def test_the_time_for_which_a_worker_waits_for_a_processor_does_not_count(crew: Any) -> None:
+    await crew.begin()
+    await crew.lose(1)
+    crew.group.regroup(place(2, 0, 2), 0)
+    await crew.next(WorkerEnded)
+    (note,) = crew.noted("not_released")
+    assert note["local_rank"] == 2
+    assert note["waited_s"] > 0
+    assert note["seconds"] + 0.001 >= allowed_s(limit_s(0.5), note["waited_s"])
+    await crew.regroup(3, 0)
     await crew.end()
 
 

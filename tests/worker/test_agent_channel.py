@@ -71,7 +71,7 @@ def test_a_worker_is_released_waits_at_the_gate_and_goes_on(agent: AgentEnd) -> 
     assert agent.next() == {"is": "able", "generation": 0}
     assert channel.released is None
     agent.order(do="release", generation=2, cut=True)
-    assert channel.await_release(limit_s(30)) == Release(2, cut=True)
+    assert channel.await_cut(limit_s(30)) == Release(2, cut=True)
     places: list[Go] = []
     waiting = threading.Thread(target=lambda: places.append(channel.await_go()))
     waiting.start()
@@ -100,9 +100,19 @@ def test_a_message_that_has_arrived_is_found_without_the_thread(agent: AgentEnd)
     assert agent.channel.catch_up() == Release(2, cut=False)
 
 
+def test_a_loss_on_the_way_to_a_safe_point_is_waited_for(agent: AgentEnd) -> None:
+    """The peer is gone before the news of it comes: what its loss raises here is no fault of this worker."""
+    agent.order(do="release", generation=2, cut=False)
+    until(lambda: agent.channel.released == Release(2, cut=False), "the first order has come")
+    later = threading.Timer(0.05, lambda: agent.order(do="release", generation=3, cut=True))
+    later.start()
+    assert agent.channel.await_cut(limit_s(30)) == Release(3, cut=True)
+    later.join()
+
+
 def test_the_end_of_the_agent_ends_the_waits(agent: AgentEnd) -> None:
     agent.connection.close()
-    assert agent.channel.await_release(limit_s(30)) is None
+    assert agent.channel.await_cut(limit_s(30)) is None
     with pytest.raises(ChannelLostError):
         agent.channel.await_go()
 
@@ -136,7 +146,7 @@ def test_a_thread_that_is_late_does_not_cut_the_next_group(agent: AgentEnd) -> N
     """The main thread has been to the gate and trains in the next generation before the thread gets the processor."""
     channel, cut = agent.channel, threading.Event()
     agent.order(do="release", generation=2, cut=True)
-    late = channel.await_release(limit_s(30))
+    late = channel.await_cut(limit_s(30))
     agent.order(do="go", generation=2, environment={})
     assert channel.await_go() == Go(2, {})
     channel.train(cut.set, lambda: False, Interrupted)
@@ -149,7 +159,7 @@ def test_a_regroup_without_a_loss_cuts_nothing(agent: AgentEnd) -> None:
     cut = threading.Event()
     agent.channel.train(cut.set, lambda: False, Interrupted)
     agent.order(do="release", generation=2, cut=False)
-    assert agent.channel.await_release(limit_s(30)) == Release(2, cut=False)
+    until(lambda: agent.channel.released == Release(2, cut=False), "the order has come")
     agent.channel.arrive()
     agent.channel.close()  # waits for the thread, which has handled the message
     assert not cut.is_set()

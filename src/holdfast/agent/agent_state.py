@@ -211,6 +211,12 @@ class LocalGeneration:
     """Local ranks that take part."""
     able: tuple[int, ...] = ()
     """Of these, the ones that can go on in another generation."""
+    parting: frozenset[int] = frozenset()
+    """Local ranks of running workers without a place in it, because this node leaves. They come to the gate, too."""
+    parted: bool = False
+    """These wait there: all that the others needed of them is done."""
+    asks: bool = False
+    """Its workers are known to ask for safe points, though perhaps not in this generation yet."""
     replacements: LocalReplacements = field(default_factory=LocalReplacements)
     ended: set[int] = field(default_factory=set)
     """Local ranks whose leader process has ended."""
@@ -243,12 +249,14 @@ class LocalGeneration:
         local_ranks = self.assign.local_ranks
         self.active = frozenset(range(self.nproc) if local_ranks is None else local_ranks)
 
-    def regrouped(self, assign: Assign) -> LocalGeneration:
-        """This node's part in the next generation, which its running workers form."""
+    def regrouped(self, assign: Assign, safe_point: int) -> LocalGeneration:
+        """This node's part in the next generation, which its running workers form at this safe point; 0: at once."""
         current = LocalGeneration(assign, self.nproc)
+        current.parting = self._own - current.active - self.ended
         current.ended, current.done, current.raised = (
-            known & current.active for known in (self.ended, self.done, self.raised)
+            known & current._own for known in (self.ended, self.done, self.raised)
         )
+        current.asks = self.asks or bool(self.reached) or safe_point > 0
         current.replacements = self.replacements
         current.replacements.living -= current.active
         current.replacements.ready -= current.active
@@ -259,17 +267,23 @@ class LocalGeneration:
         return self.assign.generation
 
     @property
+    def _own(self) -> frozenset[int]:
+        """Local ranks of the workers that were started for it, or for a generation before it."""
+        return self.active | self.parting
+
+    @property
     def all_ended(self) -> bool:
-        return self.ended >= self.active
+        return self.ended >= self._own
 
     @property
     def left_at_safe_point(self) -> bool:
-        """All workers are done or have left at the safe point, and at least one has left there."""
-        return bool(self.drained) and self.drained | self.done >= self.active
+        """All workers are done or have left at the safe point, and at least one has left there; or the others go on
+        without them."""
+        return self.parted or (bool(self.drained) and self.drained | self.done >= self.active)
 
     @property
     def all_done(self) -> bool:
-        return bool(self.active) and self.done >= self.active
+        return bool(self._own) and self.done >= self._own
 
     def running(self) -> Running:
         """For a new coordinator."""

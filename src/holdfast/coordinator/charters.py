@@ -6,7 +6,7 @@ Bookkeeping only: `replicated.py` says what the charter contains, holds orders b
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
@@ -171,6 +171,10 @@ class Charters:
             self._witnesses.discard(name)
             if name in self._voters:
                 self._voters[name].link, self._voters[name].prove_at_s = None, now
+
+    def carried_without(self, names: Collection[str]) -> bool:
+        """Whether the voters that have a link are a majority without these: they can elect a successor."""
+        return self.charter.carried_by(self._links.keys() - set(names))
 
     def confirmed_by(self, link: int) -> bool:
         """Whether the voter behind this link has acknowledged a Renew of this coordinator."""

@@ -256,6 +256,9 @@ class CoordinatorActs:
     def _start(self, now: float, world: World) -> None:
         assert world.store_port is not None
         regrouped = self.phase is Phase.REGROUPING
+        parting = [self.members[name] for name in world.parting]
+        for member in parting:
+            world.drop(member.name)
         members = [self.members[name] for name in world.order]
         world.started_s = now
         world.master = self._fixed_master or (master_address(members), world.store_port)
@@ -264,12 +267,14 @@ class CoordinatorActs:
         self._monitor.begin(world)
         for member in members:
             self._start_member(now, member, world)
+        for member in parting:  # the others do not need them any more
+            self._tell(member, Stop(world.generation, StopReason.MEMBER_LEFT))
         self._note("started", generation=world.generation, master="{}:{}".format(*world.master))
         self._out += self._regrouping.started(now, world)
         if regrouped:
             leaving = next((member for member in members if member.leaving), None)
             if leaving is not None:
-                self._drain(now, StopReason.MEMBER_LEFT, f"{leaving.node.host} is leaving ({leaving.leaving})")
+                self._drain_for(now, leaving)
 
     def _start_member(self, now: float, member: Member, world: World) -> None:
         self._membership.set_busy(member, world.generation)
@@ -305,14 +310,20 @@ class CoordinatorActs:
             text=plan.text,
         )
 
-    def _drain(self, now: float, reason: StopReason, text: str, *, grows: bool = False, saves: bool = False) -> None:
+    def _drain_for(self, now: float, leaving: Member) -> None:
+        """Drain because this member leaves. If the whole job is to end, nobody goes on without it."""
+        text = f"{leaving.node.host} is leaving ({leaving.leaving})"
+        regroups = self._quit is None and (self._world().able_count > 0 or self._regrouping.settling)
+        self._drain(now, StopReason.MEMBER_LEFT, text, regroups=regroups)
+
+    def _drain(self, now: float, reason: StopReason, text: str, *, regroups: bool = False, saves: bool = False) -> None:
         """Ask all agents how far their workers are. The safe point to stop at follows from the answers."""
         world = self._world()
         world.drain = Draining(
             reason,
             text,
             awaited={name for name in world.order if name in self.members and not world.finished(name)},
-            grows=grows,
+            regroups=regroups,
             saves=saves,
         )
         self._enter(now, Phase.DRAINING)

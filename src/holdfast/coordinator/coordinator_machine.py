@@ -327,9 +327,24 @@ class CoordinatorMachine(CoordinatorActs):
         self._abandon(self._previous_leader.lost(member))
         self._forgo_answer(member)
         current = self._at_work() and self._is_current(member, generation)
+        if current and member.name in self._world().parting:
+            self._parted(now, member, f"{member.node.host} has left")
+            return
         if current and not self._world().drain_agreed and not self._world().finished(member.name):
             self._stop(now, StopReason.FENCED, f"{member.node.host} had to stop its workers")
         self._forget(member)
+
+    def _needs(self, member: Member) -> bool:
+        """Whether the others cannot leave their generation without the workers of this member, which leaves."""
+        return not self._regrouping.cut and member.name not in self._world().prepared
+
+    def _parted(self, now: float, member: Member, text: str) -> None:
+        """A node that leaves has no worker any more. If the others still need them for their last step, they cannot do
+        it: they go on from the one before."""
+        needed = self._needs(member) and bool(self._world().parting[member.name])
+        self._forget(member)
+        if needed:
+            self._gone_early(now, member, text)
 
     def _forget(self, member: Member) -> None:
         """This node is gone or has no processes any more. If it had no rank, it is not in the generation any more."""
@@ -351,6 +366,8 @@ class CoordinatorMachine(CoordinatorActs):
         if new:
             self._note("workers_failed", member=member.name, ranks=[f.rank for f in failures])
             world.lose(member.name, [failure.local_rank for failure in failures])
+            if member.name in world.parting and not self._needs(member):
+                return
             ranks = spans(failure.rank for failure in failures)
             refused = self._survive(now, f"rank {ranks} on {member.node.host} was lost ({how(failures[0])})")
             if refused is None:
@@ -398,10 +415,22 @@ class CoordinatorMachine(CoordinatorActs):
             self._forget(member)
             return
         text = f"{member.node.host} is leaving ({reason})"
-        if not drain or (self.phase is Phase.REGROUPING and self._regrouping.waits(self._world())):
+        if self.phase is Phase.REGROUPING and self._regrouping.waits(self._world()):
             self._member_gone(now, StopReason.MEMBER_LEFT, text)
+        elif not drain:
+            self._gone_early(now, member, text)
         elif self.phase is Phase.RUNNING:
-            self._drain(now, StopReason.MEMBER_LEFT, text)
+            self._drain_for(now, member)
+
+    def _gone_early(self, now: float, member: Member, text: str) -> None:
+        """The workers of a node that leaves end now, and not where all can do without them. A coordinator that is there
+        ends before the others could have gone on."""
+        if not self._at_work() or self._quit is not None or member.node.hosts_coordinator:
+            self._member_gone(now, StopReason.MEMBER_LEFT, text)
+        elif member.name not in self._world().parting or self._needs(member):
+            refused = self._survive(now, text)
+            if refused is not None:
+                self._member_gone(now, StopReason.MEMBER_LEFT, text + refused)
 
     def _on_quit(self, quit_: Quit) -> None:
         """Every agent ends, as if the scheduler had sent each node a signal. The outcome follows from their reports."""
@@ -448,7 +477,7 @@ class CoordinatorMachine(CoordinatorActs):
         if leaving is not None:
             self._let_go(now)
             self._out.append(SaveAgreed(0, f"{leaving.node.host} is leaving: the workers save for that, if they can"))
-            self._drain(now, StopReason.MEMBER_LEFT, f"{leaving.node.host} is leaving ({leaving.leaving})")
+            self._drain_for(now, leaving)
         elif drain.awaited and now < self._phase_since_s + self.limits.drain_s:
             pass
         elif drain.newest and drain.all_save and not drain.awaited:
@@ -473,9 +502,12 @@ class CoordinatorMachine(CoordinatorActs):
             self._forgo_answer(member)
             self._forget(member)
             return
-        world = self._world()
+        world, text = self._world(), f"{member.node.host} was lost: {reason}"
+        if member.name in world.parting:
+            self._parted(now, member, text)
+            return
         world.lost(member.name, member.node.host, reason)
-        self._member_gone(now, StopReason.MEMBER_LOST, f"{member.node.host} was lost: {reason}")
+        self._member_gone(now, StopReason.MEMBER_LOST, text)
 
     def _member_gone(self, now: float, reason: StopReason, text: str) -> None:
         if self.phase is Phase.PREPARING:
@@ -600,7 +632,7 @@ class CoordinatorMachine(CoordinatorActs):
             return
         self._follow(now, self._regrouping.replace(now, world))
         if self._regrouping.grows(now, world):
-            self._drain(now, StopReason.MEMBER_JOINED, "regrouping with the new workers", grows=True)
+            self._drain(now, StopReason.MEMBER_JOINED, "regrouping with the new workers", regroups=True)
         elif not self._has_room() or not self._newcomers():
             self._gather_until_s = None
         elif self._gather_until_s is None:
@@ -643,7 +675,7 @@ class CoordinatorMachine(CoordinatorActs):
                 self._stop(now, drain.reason, drain.text)
         elif not drain.awaited and (plan := self._regrouping.at_safe_point(world, drain)) is not None:
             self._regroup(now, plan)
-        elif not drain.awaited and drain.grows and not self._regrouping.somebody_leaves(world):
+        elif not drain.awaited and drain.regroups and not self._regrouping.leaving(world):
             self._let_go(now)
         elif not drain.awaited and drain.newest == 0:
             self._stop(now, drain.reason, drain.text)

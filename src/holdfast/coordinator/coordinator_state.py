@@ -191,7 +191,10 @@ TRANSITIONS: dict[tuple[Phase, Phase], str] = {
     (Phase.RUNNING, Phase.OVER): "every rank is done",
     (Phase.RUNNING, Phase.REGROUPING): "ranks were lost, and the others can go on without them; Regroup is sent",
     (Phase.DRAINING, Phase.RUNNING): "a worker ended meanwhile, so no other can join: the workers are let go",
-    (Phase.DRAINING, Phase.REGROUPING): "replacements join at a safe point that all can reach; or ranks were lost",
+    (
+        Phase.DRAINING,
+        Phase.REGROUPING,
+    ): "replacements join, or a node leaves, at a safe point that all can reach; or ranks were lost",
     (Phase.REGROUPING, Phase.REGROUPING): "more ranks were lost; or those for which the others wait are ready",
     (Phase.REGROUPING, Phase.RUNNING): "every member is prepared, and its workers wait; Start is sent",
     (Phase.REGROUPING, Phase.STOPPING): "the workers cannot go on, or do not come in time; a member left",
@@ -265,8 +268,9 @@ class Draining:
     """The newest safe point that any worker has reached; 0: none has asked for one."""
     safe_point: int | None = None
     """Where all workers stop; None: not decided yet."""
-    grows: bool = False
-    """The workers do not end there: they form the next generation together with new ones."""
+    regroups: bool = False
+    """If they can, the workers do not end there: they form the next generation with new ones, or without a node that
+    leaves."""
     saves: bool = False
     """The workers do not end there: they save and go on."""
     all_save: bool = True
@@ -287,6 +291,8 @@ class World:
     """Member names by group rank."""
     places: dict[str, tuple[int, ...]]
     """The local ranks of each member that take part, sorted. None of them: its workers are being replaced."""
+    parting: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    """Workers without a place in it, by member that leaves: until it begins they do what the others still need."""
     size: int = field(init=False)
     """Number of all ranks."""
     prepared: set[str] = field(default_factory=set)
@@ -343,7 +349,7 @@ class World:
 
     def mark_done(self, member: str, local_rank: int, left: Failure | None = None) -> None:
         ranks = self.done.setdefault(member, set())
-        if local_rank in self.places[member] and local_rank not in ranks:
+        if local_rank in self.workers_of(member) and local_rank not in ranks:
             ranks.add(local_rank)
             self.done_count += 1
             if left is not None and len(self.left) < LEFT_MAX:
@@ -356,7 +362,7 @@ class World:
 
     def lose(self, member: str, local_ranks: Iterable[int]) -> None:
         """These ranks failed."""
-        lost = set(local_ranks).intersection(self.places[member])
+        lost = set(local_ranks).intersection(self.workers_of(member))
         if lost:
             self.gone.setdefault(member, set()).update(lost)
 
@@ -372,6 +378,7 @@ class World:
         """Remove a member without a rank."""
         assert not self.places[member]
         del self.places[member]
+        self.parting.pop(member, None)
         self.order = tuple(name for name in self.order if name != member)
         self.prepared.discard(member)
 
@@ -433,9 +440,18 @@ class World:
         """The workers know their last safe point: no exit status after that counts as a failure."""
         return self.drain is not None and self.drain.safe_point is not None
 
+    @property
+    def free(self) -> bool:
+        """What its workers end with costs no restart: a node leaves, and the others may be stopped for that."""
+        return self.drain_agreed or bool(self.parting)
+
+    def workers_of(self, member: str) -> tuple[int, ...]:
+        """Local ranks of the workers of this member that take part, or did until now."""
+        return (*self.places[member], *self.parting.get(member, ()))
+
     def finished(self, member: str) -> bool:
-        """Whether all workers of this member that take part ended with 0."""
-        return len(self.done.get(member, ())) == len(self.places[member])
+        """Whether all these workers ended with 0."""
+        return len(self.done.get(member, ())) == len(self.workers_of(member))
 
 
 @dataclass(slots=True)

@@ -108,7 +108,7 @@ def after_stop(world: World, budget: Budget, judge: Judge) -> Again | Outcome:
     | a node was lost                         | again, free: it explains the failures of its peers |
     | the store host died                     | again, free, with back-off                        |
     | no worker failed (arrival, leave)       | again, free                                       |
-    | it was drained                          | again, free, whatever its workers ended with      |
+    | it was drained, or a node was leaving   | again, free, whatever its workers ended with      |
     | others could not go on after a loss     | again: the loss has been charged                  |
     | a worker failed, or all stood still     | again if the budget allows, else over             |
     """
@@ -121,7 +121,7 @@ def after_stop(world: World, budget: Budget, judge: Judge) -> Again | Outcome:
     if any(failure.exit_code == EXIT_NO_PROGRESS for failure in own):
         return Outcome(kind=OutcomeKind.FAILED, exit_code=EXIT_NO_PROGRESS, code=verdict.code, verdict=verdict)
     decision: Retry | GiveUp = Retry(0.0)
-    if not (world.lost_nodes or world.drain_agreed or world.charged):
+    if not (world.lost_nodes or world.free or world.charged):
         if world.stop_reason is StopReason.STORE_LOST:
             decision = budget.pause("the store host died", lived_s)
         elif own or world.stop_reason is StopReason.HUNG:
@@ -258,7 +258,7 @@ class Endings:
     def _excluded(self, now: float, world: World, verdict: Verdict) -> tuple[Waiting, ...]:
         """Count the end of this generation against the host that caused it. Returns the hosts that are excluded now."""
         culprits = set(world.lost_hosts)
-        if not culprits and verdict.culprit is not None and not world.drain_agreed:
+        if not culprits and verdict.culprit is not None and not world.free:
             culprits = {verdict.culprit.host}
         excluded: list[Waiting] = []
         for host in sorted(culprits):

@@ -1,5 +1,5 @@
 """Decides when workers that are already running form the next generation, and which ones: those that are left after a
-loss, at once; or together with replacements that are ready, at a common safe point.
+loss, at once; or with replacements that are ready, or without nodes that leave, at a common safe point.
 
 The machine owns it, passes events to it and carries out the plans and commands it returns. It changes no phase.
 """
@@ -7,7 +7,7 @@ The machine owns it, passes events to it and carries out the plans and commands 
 from __future__ import annotations
 
 import signal
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from math import inf
 
@@ -36,7 +36,7 @@ from holdfast.protocol.messages import (
 )
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.policy import Grow, JobSpec, Limits, Note, Survive
-from holdfast.text import plural, spans
+from holdfast.text import listed, plural, spans
 
 ATTEMPTS_MAX = 3
 """So many generations in a row may be formed of running workers without that one of them is started."""
@@ -44,6 +44,8 @@ PAST_MAX = 8
 """The evidence of failures in so many earlier generations is expected."""
 REVISION_NEEDED = 2
 """From this revision of the messages on, a node can belong to a generation without a worker in it."""
+REVISION_OF_PARTING = 5
+"""From this revision on, its running workers come to the gate all the same."""
 
 
 class Plan(Struct, frozen=True):
@@ -79,6 +81,8 @@ class Regrouping:
     """Generations since the last one that was gathered, by number: the evidence of a failure may still arrive."""
     judged: bool = True
     """The verdict on the newest loss was given."""
+    succeeded: Callable[[Collection[str]], bool] = lambda _: False
+    """Whether another coordinator would continue the job without these agents, of which one has the coordinator."""
     arriving: set[str] = field(default_factory=set)
     """Members that join the running generation without a worker in it, and are not prepared yet."""
     plan: Plan | None = None
@@ -107,15 +111,17 @@ class Regrouping:
 
     def without(self, now: float, world: World, phase: Phase, what: str) -> Plan | str:
         """How the others go on without the ranks that were lost, or why they cannot. Empty: nobody expects them to."""
-        growing = phase is Phase.DRAINING and world.drain is not None and (world.drain.grows or world.drain.saves)
-        between = phase is Phase.REGROUPING or growing
+        drain = world.drain if phase is Phase.DRAINING else None
+        goes_on = drain is not None and (drain.saves or (drain.regroups and drain.safe_point is None))
+        between = phase is Phase.REGROUPING or goes_on
         expected = between or (phase is Phase.RUNNING and (world.able_count or self.settling))
         if self.job.survive is Survive.OFF or not expected:
             return ""
+        members = self.membership.members
+        leaving = set(self.leaving(world))
+        stay = {name: world.places[name] if name not in leaving else () for name in world.order if name in members}
         places = {
-            name: tuple(each for each in world.places[name] if each not in world.gone.get(name, ()))
-            for name in world.order
-            if name in self.membership.members
+            name: tuple(each for each in ranks if each not in world.gone.get(name, ())) for name, ranks in stay.items()
         }
         if not any(places.values()):
             return ""
@@ -137,27 +143,31 @@ class Regrouping:
             return f"{ATTEMPTS_MAX} losses in a row while regrouping"
         if world.done_count:
             return f"rank {spans(world.done_ranks())} has ended"
-        leaving = next((members[name].node.host for name in places if members[name].leaving), "")
-        if leaving:
-            return f"{leaving} is leaving"
+        leaving = [members[name] for name in self.leaving(world)]
+        if old := next((each for each in leaving if each.revision < REVISION_OF_PARTING), None):
+            return f"{old.node.host} is leaving, and has an older holdfast"
+        led = next((each for each in leaving if each.node.hosts_coordinator), None)
+        if led is not None and not self.succeeded([each.node.agent for each in leaving]):
+            return f"{led.node.host} is leaving with the coordinator, and nobody can succeed it"
         able = all(world.able.get(name, set()).issuperset(ranks) for name, ranks in places.items())
         if not able and phase is not Phase.REGROUPING:
             return "a second loss while regrouping" if self.settling else "not every rank runs in ht.survive"
         size = sum(map(len, places.values()))
         if size < self.job.min_ranks:
             return f"{size} of at least {self.job.min_ranks} ranks left"
-        if len(places) < self.job.min_nodes:
-            return f"{len(places)} of at least {plural(self.job.min_nodes, 'node')} left"
+        nodes = len(places) - len(leaving)
+        if nodes < self.job.min_nodes:
+            return f"{nodes} of at least {plural(self.job.min_nodes, 'node')} left"
         if self.job.fixed_ranks and () in places.values():
             return "with static rendezvous each node needs a rank"
-        room = sum(members[name].node.nproc for name in places)
+        room = sum(members[name].node.nproc for name in places if not members[name].leaving)
         if self.job.survive is Survive.WAIT and room < max(world.size, self._wanted):
             return "the nodes that are left have no place for the lost ranks"
         return ""
 
     def _charge(self, now: float, world: World) -> str:
         """Charge the loss to the restart budget, once, as a restart is. A lost node is free. Why it cannot be."""
-        if world.charged or world.lost_nodes or not world.failures:
+        if world.charged or world.free or world.lost_nodes or not world.failures:
             return ""
         # A worker that is killed from outside again and again does no harm as long as the job makes steps in between.
         harmless = world.stepped and all(each.exit_code == -signal.SIGKILL for each in world.failures)
@@ -195,6 +205,10 @@ class Regrouping:
         self.past.pop(before.generation - PAST_MAX, None)
         self.arriving.clear()
         world = World(generation, plan.order, plan.places)
+        for name in self.leaving(before):
+            gone = before.gone.get(name, set()) | before.done.get(name, set())
+            world.parting[name] = tuple(each for each in before.workers_of(name) if each not in gone)
+            self.forget(now, name)
         world.failures, world.unread, world.charged = before.failures, before.unread, before.charged
         world.lost_nodes, world.lost_hosts, world.lost_ranks = before.lost_nodes, before.lost_hosts, before.lost_ranks
         if plan.fresh:
@@ -204,10 +218,10 @@ class Regrouping:
 
     def all_done(self, world: World) -> bool:
         """All ranks have ended with 0 instead of reaching the safe point at which others would have joined them."""
-        return not self._cut and world.done_count == self.past[max(self.past)].size
+        return not self.cut and world.done_count == self.past[max(self.past)].size
 
     @property
-    def _cut(self) -> bool:
+    def cut(self) -> bool:
         """The workers were told to leave their generation at once, and not at a safe point."""
         return self.plan is None or not self.plan.safe_point
 
@@ -243,7 +257,7 @@ class Regrouping:
     def advance(self, now: float, world: World, since_s: float) -> list[Order]:
         """What follows while the workers leave their generation, which they were told at `since_s`."""
         due_s = self.due_s(world)
-        if world.done_count and self._cut:
+        if world.done_count and self.cut:
             return self._refusal(world, f"rank {spans(world.done_ranks())} has ended")
         if now >= since_s + due_s:
             what = "no replacement" if world.all_prepared else "not every worker"
@@ -261,7 +275,7 @@ class Regrouping:
         """For how long the start of the next generation may take."""
         if self.waits(world) and world.all_prepared:
             return self.limits.join_s
-        return self.limits.regroup_s if self._cut else self.limits.drain_s
+        return self.limits.regroup_s if self.cut else self.limits.drain_s
 
     def _refusal(self, world: World, why: str) -> list[Order]:
         reason = StopReason.MEMBER_LOST if world.lost_nodes else StopReason.WORKER_FAILED
@@ -333,27 +347,39 @@ class Regrouping:
 
     def at_safe_point(self, world: World, drain: Draining) -> Plan | None:
         """How they join at the next safe point that all can reach; at once if no worker asks for safe points."""
-        if not drain.grows or not world.all_able:
+        if not drain.regroups or not world.all_able:
             return None
         return self._with_ready(world, drain.newest + 1 if drain.newest else 0)
 
-    def somebody_leaves(self, world: World) -> bool:
+    def leaving(self, world: World) -> list[str]:
+        """The members of this world that leave."""
         members = self.membership.members
-        return any(name not in members or members[name].leaving for name in world.order)
+        return [name for name in world.order if name in members and members[name].leaving]
 
     def _with_ready(self, world: World, safe_point: int) -> Plan | None:
-        ready = self.replacements.ready()
-        if self.somebody_leaves(world):
+        ready, leaving = self.replacements.ready(), set(self.leaving(world))
+        places = {
+            name: () if name in leaving else tuple(sorted((*world.places[name], *ready.get(name, ()))))
+            for name in world.order
+        }
+        if leaving and not self._may_part(world, places):
             return None
-        places = {name: tuple(sorted((*world.places[name], *ready.get(name, ())))) for name in world.order}
         order = _with_ranks_first(places)
         base, fresh, joined = 0, list[int](), False
         for name in order:
             fresh += [base + n for n, each in enumerate(places[name]) if each not in world.places[name]]
             joined = joined or (name in self._newcomers and not world.places[name])
             base += len(places[name])
-        new = f"rank {spans(fresh)} {'joined' if joined else 'was replaced'}; " if fresh else ""
-        return Plan(order, places, f"{new}{plural(base, 'rank')} go on", safe_point, tuple(fresh))
+        hosts = [self.membership.members[name].node.host for name in world.order if name in leaving]
+        new = f"{listed(hosts)} {'leaves' if len(hosts) == 1 else 'leave'}; " if hosts else ""
+        new += f"rank {spans(fresh)} {'joined' if joined else 'was replaced'}; " if fresh else ""
+        return Plan(order, places, f"{new}{self._go_on(base)}", safe_point, tuple(fresh))
+
+    def _may_part(self, world: World, places: Mapping[str, tuple[int, ...]]) -> bool:
+        """Whether the others can go on without the nodes that leave. With --survive wait they need as many ranks."""
+        size = sum(map(len, places.values()))
+        enough = size >= max(world.size, self._wanted) or self.job.survive is Survive.SHRINK
+        return enough and size > 0 and not self._problem(world, Phase.REGROUPING, places)
 
     def next_change_s(self, now: float, world: World) -> float:
         """When replacements have to be ordered, or join, while a generation runs."""

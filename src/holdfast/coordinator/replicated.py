@@ -77,10 +77,10 @@ class ReplicatedCoordinator(CoordinatorMachine):
         examine: Examine = cannot_tell,
         places: Iterable[tuple[str, int]] = (),
     ) -> None:
-        """`node`: the agent in this process. `places`: host and port where a witness may be. WitnessOpened or NoWitness
-        follows for each; a founder waits a short time for them, and for the first answers."""
+        """`node`: the agent here. `places`: where witnesses may be, by host and port. Each is found or not."""
         super().__init__(job, limits, judge, now, examine=examine)
-        self._charters = Charters(limits, now, node.agent, succession)
+        charters = self._charters = Charters(limits, now, node.agent, succession)
+        self._regrouping.succeeded = charters.carried_without
         self._elected = succession.charter is not None
         self._older = OlderJob(limits, now, places)
         self._ask_at_s = now
@@ -347,8 +347,8 @@ class ReplicatedCoordinator(CoordinatorMachine):
             out, self._held = self._held + out, []
         if self.forms:
             out += self._older.advance(now) + self._ask_witnesses(now)
-        job_s, training_s = now - self._job_began_s, self._monitor.training_s
-        return out + charters.advance(now, job_s, training_s) + self._prove_missing(now)
+        job_s = now - self._job_began_s
+        return out + charters.advance(now, job_s, self._monitor.training_s) + self._prove_missing(now)
 
     def _propose(self, now: float) -> None:
         """Bring the charter up to date."""
@@ -404,7 +404,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
 
     def _nodes(self, world: World) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
         """As in Charter: nodes and listeners."""
-        names = [name for name in world.order if world.places[name]]
+        names = [name for name in world.order if world.workers_of(name)]
         if len(names) > NODES_MAX:
             return (), ()
         nodes = tuple(map(agent_of, names))
@@ -416,7 +416,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
 
     def _led_from(self, world: World) -> LedFrom | None:
         local = self._local()
-        if local is None or not world.places.get(local.name):
+        if local is None or local.name not in world.places or not world.workers_of(local.name):
             return None
         return LedFrom(local.node, world.order.index(local.name), world.places[local.name])
 

@@ -35,11 +35,12 @@ OF_ONE_NODE = Meta(max_length=WORKERS_PER_NODE_MAX)
 LocalRanks: TypeAlias = Annotated[tuple[LocalRank, ...], OF_ONE_NODE]
 
 
-REVISION = 4
+REVISION = 5
 """Revision of these messages, in `Joined.revision` and `Join.revision`. From 1 on, an agent reports a failure before it
 has read the evidence, and prepares the generation that a Stop announces. From 2 on, it reports which workers can go on
 after a loss (`Able`). From 3 on, it can vote for a successor of the coordinator (`Renew`, `Poll`). From 4 on, it takes
-profiles, and its workers can save at a safe point and go on."""
+profiles, and its workers can save at a safe point and go on. From 5 on, the workers of a node that leaves do their last
+step with the others, which go on without it (`Regroup`)."""
 
 
 class StopReason(Enum):
@@ -312,7 +313,8 @@ class Start(CoordinatorMessage, frozen=True, tag="start"):
 
 class Regroup(CoordinatorMessage, frozen=True, tag="regroup"):
     """Phase one of a generation of workers that are already running. Answered by Prepared, which here also says that
-    all workers of the node that take part wait for Start."""
+    all workers of the node that take part wait for Start. At a node that leaves no worker takes part: they wait for
+    Stop."""
 
     assign: Assign
     safe_point: Count = 0

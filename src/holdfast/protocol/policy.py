@@ -186,7 +186,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     """How long the first exclusion of a host lasts; each later one doubles."""
     exclude_max_s: float = 3600.0
     release_s: float = 2.0
-    """From the order to regroup until every worker has left its collective; then it is killed."""
+    """From the order to regroup until every worker has left its collective; then it is killed. One that waits for a
+    processor has up to twice as long."""
     regroup_s: float = 5.0
     """From the order to regroup until every node is prepared; then all workers are stopped and started again."""
     rejoin_s: float = 30.0

@@ -40,6 +40,7 @@ from holdfast.supervisor.channel import (
 )
 from holdfast.supervisor.client import ProcessEnded, ProcessStarted, SpawnFailed, SupervisorClient
 from holdfast.supervisor.ends import EXIT_AFTER_EXCEPTION, Ends, Worker
+from holdfast.supervisor.release import Lateness, allowed_s
 from holdfast.supervisor.worker_command import worker_argv, worker_fds
 
 ENDING = (Work.STOPPING, Work.KILLING)
@@ -81,8 +82,8 @@ class RunningGeneration:
         parent: Mapping[str, str],
         variables: Variables,
     ) -> None:
-        """`streams`: by local rank. `on_gate`: one more worker waits at the gate. `parent`: the environment that
-        workers inherit; `variables`: what they get beside their place."""
+        """`streams`: by local rank. `on_gate`: one more worker waits at the gate, or comes no more. `parent`: the
+        environment that workers inherit; `variables`: what they get beside their place."""
         self.number = assign.generation
         self.board = Board(options.nproc)
         self._options = options
@@ -103,6 +104,12 @@ class RunningGeneration:
         """The newest rank of each local rank, whether it takes part now or not."""
         self._gathering = False
         """The workers are on their way to the gate, or wait there."""
+        self._cut = False
+        """They were told to come at once, and not at a safe point."""
+        self._released_s = 0.0
+        """When they were told."""
+        self._late: dict[str, Lateness] = {}
+        """Those that were missing when somebody looked, by key."""
         self._replacing = self.number
         """The generation in which the newest replacements were ordered."""
         self._left: list[int] = []
@@ -201,21 +208,26 @@ class RunningGeneration:
         }
 
     def regroup(self, supervisor: SupervisorClient, assign: Assign, safe_point: int) -> None:
-        """Release the workers that take part in this generation, at this safe point; 0: at once. They come to the
-        gate."""
+        """Release the workers that take part in this generation, at this safe point; 0: at once. They come to the gate,
+        and so do those without a place in it, which end there: their node leaves."""
         self.assign = assign
         self.number = self._ends.generation = assign.generation
-        self._gathering = True
+        self._gathering, self._cut = True, not safe_point
+        self._released_s, self._late = self._loop.time(), {}
         for local_rank in self._taking_part:
             self._ranks[local_rank] = assign.rank_base + assign.place(local_rank)
         while self._left:
             supervisor.kill_session(self._left.pop())
         for worker in self._workers.values():
             worker.able, worker.gate = False, 0
-            if worker.local_rank in self._taking_part and self._channel is not None:
+            if self._comes(worker) and self._channel is not None:
                 cut = not safe_point and worker.generation > 0
                 self._channel.send(worker.local_rank, {"do": "release", "generation": self.number, "cut": cut})
         self.board.release(safe_point)  # after the messages: a worker that stops there finds its own
+
+    def _comes(self, worker: Worker) -> bool:
+        """Whether it is on its way to the gate: a replacement without a place is not."""
+        return worker.generation > 0 or worker.local_rank in self._taking_part
 
     def survivors(self) -> dict[str, object]:
         """Fields of the event `generation` for workers that went on: who takes part, and where each writes its logs."""
@@ -227,17 +239,25 @@ class RunningGeneration:
 
     @property
     def at_gate(self) -> bool:
-        """Whether all workers that take part wait there."""
-        waiting = {rank for rank, worker in self._workers.items() if worker.gate == self.number}
-        return self._gathering and waiting.issuperset(self._taking_part)
+        """Whether all workers that come wait there."""
+        here = self._gathering and self._workers.keys() >= set(self._taking_part)
+        return here and all(worker.gate == self.number for worker in self._workers.values() if self._comes(worker))
 
-    def kill_missing(self, supervisor: SupervisorClient) -> None:
-        """Kill the workers that take part and are not at the gate."""
-        for worker in self._workers.values():
-            if worker.generation and worker.local_rank in self._taking_part and worker.gate != self.number:
-                worker.facts = {"unreleased": f"not released within {self._options.limits.release_s:g} s"}
-                self._journal.write("not_released", **self._place(worker), pid=worker.pid)
+    def kill_missing(self, supervisor: SupervisorClient) -> float:
+        """Kill the workers that are not at the gate although their time is over. Returns in how many seconds that of
+        another one may be; 0: there is none."""
+        took_s, limit_s, left_s = self._loop.time() - self._released_s, self._options.limits.release_s, list[float]()
+        for worker in [each for each in self._workers.values() if each.generation and each.gate != self.number]:
+            late = self._late.setdefault(worker.key, Lateness(worker.pid))
+            waited_s = late.waited_s()
+            if took_s < allowed_s(limit_s, waited_s):
+                left_s.append(allowed_s(limit_s, waited_s) - took_s)
+            elif not worker.facts:
+                worker.facts = {"unreleased": f"not released within {took_s:.1f} s"}
+                waited = {"seconds": round(took_s, 3), "waited_s": round(waited_s, 3)}
+                self._journal.write("not_released", **self._place(worker), pid=worker.pid, **waited)
                 supervisor.signal(worker.key, signal.SIGKILL)
+        return min(left_s, default=0.0)
 
     def kill_suspended(self, supervisor: SupervisorClient) -> None:
         """Kill the workers in `ht.survive` that somebody has suspended for too long while others of this node run. If
@@ -302,7 +322,8 @@ class RunningGeneration:
                     self._set_able(worker, able=True)
             case SaysUnable():
                 self._set_able(worker, able=False)
-                if self._gathering and local_rank in self._taking_part and worker.generation:
+                # One that is done before the safe point is done for all: they end.
+                if self._gathering and self._cut and local_rank in self._taking_part and worker.generation:
                     self._refused(worker, "its training function has ended")
             case SaysReady():
                 self._ready(worker)
@@ -377,6 +398,8 @@ class RunningGeneration:
             # A stop sends SIGTERM: a SIGKILL that we did not send is a cause of its own, even when it is seen late.
             others = event.exit_code == -signal.SIGKILL and work is not Work.KILLING
             self._report(worker, event.exit_code, stopped=work in ENDING and not others)
+            if self._gathering:
+                self._on_gate()  # all that come may be there now
 
     def lost(self) -> Callable[[], None] | None:
         """Call this when the supervisor was killed, and the workers with it. Returns a function that reports their

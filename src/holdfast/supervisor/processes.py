@@ -298,6 +298,17 @@ def wanted_s(pid: int, *, all_threads: bool) -> float:
     return found_ns / 1e9
 
 
+def waited_ns(pid: int) -> dict[str, int]:
+    """For how long each thread of a process has waited for a processor so far. Empty where that is unknown."""
+    tasks, found = list[str](), dict[str, int]()
+    with contextlib.suppress(OSError):
+        tasks = os.listdir(f"/proc/{pid}/task")[:TASKS_MAX]
+    for task in tasks:
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/task/{task}/schedstat", "rb") as file:
+            found[task] = int(file.read().split()[1])
+    return found
+
+
 def moved_bytes(pid: int) -> int:
     """Bytes that a process has read and written so far, as system calls and as disks count them: one of the two grows
     while it copies. 0 where this cannot be read."""

@@ -37,6 +37,7 @@ from holdfast.supervisor.generation import RunningGeneration, taking_part
 from holdfast.supervisor.log_router import LogRouter
 from holdfast.supervisor.node_load import LoadReader
 from holdfast.supervisor.profiles import Profiles
+from holdfast.supervisor.release import FIRST_LOOK
 from holdfast.supervisor.service_host import SaverHost, StoreHost, free_port
 from holdfast.supervisor.supervisor import SupervisorHandle
 from holdfast.supervisor.worker_command import binding_for, order_for, script_argv
@@ -144,12 +145,16 @@ class WorkerGroup:
         self._progress_notes.close()
         running.regroup(self._supervisor, assign, safe_point)
         if not safe_point:
-            self._release_timer = self._loop.call_later(self._options.limits.release_s, self._release_is_over, running)
+            self._look_at_missing(running, FIRST_LOOK * self._options.limits.release_s)
         self._at_gate()  # of a node without workers nobody comes
 
-    def _release_is_over(self, running: RunningGeneration) -> None:
-        self._release_timer = None
-        running.kill_missing(self._supervisor)
+    def _look_at_missing(self, running: RunningGeneration, in_s: float) -> None:
+        def look() -> None:
+            self._release_timer = None
+            if (left_s := running.kill_missing(self._supervisor)) > 0:
+                self._look_at_missing(running, left_s)
+
+        self._release_timer = self._loop.call_later(in_s, look)
 
     def _cancel_release(self) -> None:
         """Nobody waits for the gate any more."""

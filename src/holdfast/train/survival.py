@@ -212,8 +212,8 @@ class Survivor:
         if isinstance(error, torch.OutOfMemoryError):
             return False
         release = self._channel.catch_up()
-        if release is None and _is_of_the_group(error):
-            release = self._channel.await_release(NEWS_S)
+        if (release is None or not release.cut) and _is_of_the_group(error):
+            release = self._channel.await_cut(NEWS_S)
         return release is not None and release.cut
 
     # --- entering the new one ---------------------------------------------------------------------------------------

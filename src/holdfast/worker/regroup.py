@@ -126,10 +126,10 @@ class AgentChannel:
         self._receive()
         return self.released
 
-    def await_release(self, limit_s: float) -> Release | None:
-        """Wait for the order to come to the gate; None: it has not come."""
+    def await_cut(self, limit_s: float) -> Release | None:
+        """Wait for the order to come to the gate at once, which may follow another one. Returns the newest one."""
         with self._changed:
-            self._changed.wait_for(lambda: self.released is not None or self._lost, limit_s)
+            self._changed.wait_for(lambda: self._lost or (self.released is not None and self.released.cut), limit_s)
             return self.released
 
     def await_go(self) -> Go:

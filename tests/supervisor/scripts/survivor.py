@@ -1,8 +1,8 @@
 """A worker that goes on in other generations, without torch: the worker's side of the channel.
 
-Arguments: RANK=WORD …, how a local rank behaves: `deaf` never comes to the gate, `refuses` says that it cannot go on,
-`returns` that its function has returned; `family` has a child that outlives it. A replacement behaves well. Prints a
-line for each thing that it does.
+Arguments: RANK=WORD …, how a local rank behaves: `deaf` never comes to the gate, `starved` neither, since it computes
+beside another process on one processor; `refuses` says that it cannot go on, `returns` that its function has returned;
+`family` has a child that outlives it. A replacement behaves well. Prints a line for each thing that it does.
 """
 
 import json
@@ -47,6 +47,11 @@ while packet := channel.recv(65536):
         say("released", message["generation"], "now" if message["cut"] else "later")
         if word == "deaf":
             time.sleep(1000)
+        elif word == "starved":
+            os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+            subprocess.Popen([sys.executable, "-c", "while True: pass"])
+            while True:
+                pass
         elif word == "refuses":
             tell(**{"is": "refuse", "why": "it grew"})
         elif word == "returns":

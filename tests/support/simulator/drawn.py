@@ -249,7 +249,7 @@ class DrawnAgent(SimAgent):
 
     def _comes(self, assign: Assign, local_rank: int, delay_s: float, *, at_once: bool) -> None:
         cluster, generation = self.cluster, assign.generation
-        left_s = self._ends_s.get(local_rank, inf) - cluster.clock.now
+        left_s = max(self._ends_s.get(local_rank, inf) - cluster.clock.now, 0.01)  # its time may be over in a stall
         fate = cluster.random.random() if cluster.options.faults.gate_faults else 1.0
         if not at_once and left_s < delay_s:
             self._worker_ends_soon(local_rank, 0, left_s)
@@ -272,10 +272,12 @@ class DrawnAgent(SimAgent):
             self._look_at_gate(self.assign)
 
     def _look_at_gate(self, assign: Assign) -> None:
-        """All workers that take part have come: the node is prepared."""
+        """All workers that take part have come, or will end there because the node leaves: it is prepared."""
         generation, port = assign.generation, 40_000 + assign.generation if assign.hosts_store else None
-        if self._gate >= self.taking_part(assign) and self.machine.work is Work.REGROUPING:
-            if self.workers:
+        if self._gate >= self.taking_part(assign) | self.workers and self.machine.work is Work.REGROUPING:
+            if not self.taking_part(assign):
+                self.cluster.checker.ended(self.host)
+            elif self.workers:
                 self.cluster.checker.gathered(self.host, generation)
             self.cluster.agenda.after(0.001, lambda: self.handle(ev.NodePrepared(generation, port)))
 
@@ -329,6 +331,7 @@ class DrawnAgent(SimAgent):
             return
         failure = self.failure(local_rank, exit_code) if exit_code else None
         self.workers.discard(local_rank)
+        self._gate.discard(local_rank)
         self._process.pop(local_rank, None)
         if not self.workers:
             self.cluster.checker.ended(self.host)
@@ -336,9 +339,11 @@ class DrawnAgent(SimAgent):
             return
         if failure is None or local_rank in self._raised:
             self.handle(ev.WorkerEnded(generation, local_rank, failure, drained))
-            return
-        self._begin_reading(generation, failure)
-        self.handle(ev.WorkerEnded(generation, local_rank, failure, evidence_follows=True))
+        else:
+            self._begin_reading(generation, failure)
+            self.handle(ev.WorkerEnded(generation, local_rank, failure, evidence_follows=True))
+        if self.assign is not None:
+            self._look_at_gate(self.assign)
 
     def failure(self, local_rank: int, exit_code: int) -> Failure:
         return structs.replace(super().failure(local_rank, exit_code), pid=self._process.get(local_rank, 0))

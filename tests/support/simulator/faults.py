@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,8 @@ class FaultOptions:
     partitions: int = 0
     signals: int = 0
     """SIGTERM to an agent: a graceful leave."""
+    near_leaves: bool = False
+    """Something else happens within moments of a signal: there, or elsewhere."""
     store_deaths: int = 0
     requeues: int = 0
     """A worker exits with 75."""
@@ -139,11 +142,27 @@ class Faults:
             self.cluster.log(host, "gets SIGTERM")
             agent.handle(Signalled(15, "SIGTERM"))
             self._reboot_later(host)
+        random = self.cluster.random
+        if self.options.near_leaves and random.random() < 0.6:
+            other = random.choice([host, self._some_host()])
+            what = random.choice([self.kill_worker, self.kill_store, self.leave, self._crash, self._reset, self._fail])
+            act = partial(what, other) if what in (self._crash, self._reset, self._fail) else what
+            self._at(self.cluster.clock.now + random.choice([0.01, 0.03, 0.1, 0.5, 1.5]), act)
 
-    def reset(self) -> None:
-        host = self._some_host()
+    def _crash(self, host: str) -> None:
+        self.cluster.crash(host, silent=self.cluster.random.random() < 0.3)
+        self._reboot_later(host)
+
+    def _reset(self, host: str) -> None:
         self.cluster.log("network", f"resets {host}")
         self.cluster.reset(host)
+
+    def _fail(self, host: str) -> None:
+        if host in self.cluster.agents:
+            self.cluster.agents[host].fail_worker(self.cluster.random.choice([-9, -9, -15, 1]))
+
+    def reset(self) -> None:
+        self._reset(self._some_host())
 
     def partition(self) -> None:
         cluster = self.cluster

@@ -338,8 +338,9 @@ class SimAgent(Shell):
     def failure(self, local_rank: int, exit_code: int) -> Failure:
         """The bare one."""
         assert self.assign is not None
+        places = self.taking_part(self.assign)  # not if this node leaves
         return Failure(
-            rank=self.assign.rank_base + self.assign.place(local_rank),
+            rank=self.assign.rank_base + (self.assign.place(local_rank) if local_rank in places else local_rank),
             local_rank=local_rank,
             host=self.host,
             pid=1000 + local_rank,

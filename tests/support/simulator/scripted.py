@@ -23,6 +23,8 @@ from tests.support.simulator.network import FakeNetwork
 from tests.support.simulator.nodes import SimAgent, World
 from tests.support.simulator.stalls import WAITING
 
+LOOK_AGAIN_S = 1.0
+"""From an answer to the agent that no worker is at a safe point until the next one."""
 Trace = Callable[[str, object], None]
 """Called with (host or "coordinator", command, message or phase) for all that is said and done."""
 
@@ -40,6 +42,8 @@ class ScriptedAgent(SimAgent):
         """The newest safe point its workers have reached; 0: they ask for none."""
         self.safe_point = 0
         """Where they were told to stop; 0: nowhere."""
+        self._held = 0
+        """The generation whose workers are held."""
         self.places: dict[int, str] = {}
         """The function in which a worker is, by local rank; else where all wait for their peers."""
         self.replacements: set[int] = set()
@@ -65,9 +69,10 @@ class ScriptedAgent(SimAgent):
             case do.StartReplacements(_, local_ranks):
                 self.replacements.update(local_ranks)
             case do.HoldWorkers(generation):
-                self._soon(lambda: self.handle(ev.WorkersHeld(generation, self.reached)))
+                pause_s, self._held = LOOK_AGAIN_S if self._held == generation else 0.0, generation
+                self.world.agenda.after(pause_s, lambda: self.handle(ev.WorkersHeld(generation, self.reached)))
             case do.ReleaseWorkers(_, safe_point):
-                self.safe_point = safe_point
+                self.safe_point, self._held = safe_point, 0
             case do.LookAtWorkers(generation, number, store):
                 seen = ev.WorkersSeen(generation, number, self._samples(), self.reach if store else ())
                 self._soon(lambda: self.handle(seen))

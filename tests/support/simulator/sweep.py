@@ -99,6 +99,8 @@ def draw(seed: int) -> Draw:
         options = _stalling(random, options)
     if random.random() < 0.6:
         options = _surviving(random, options)
+    if random.random() < 0.25:
+        options = _leaving(random, options, nodes)
     return Draw(seed, nodes, options, must_succeed)
 
 
@@ -124,6 +126,29 @@ def _surviving(random: Random, options: SimOptions) -> SimOptions:
             worker_failures=random.choice([0, options.faults.worker_failures]),
             worker_kills=random.choice([1, 3, 5]),
             gate_faults=random.random() < 0.5,
+        ),
+    )
+
+
+def _leaving(random: Random, options: SimOptions, nodes: int) -> SimOptions:
+    """The same job with survivors whose nodes leave on purpose, again and again."""
+    return replace(
+        options,
+        min_nodes=random.choice([1, 1, 2]) if nodes > 1 else 1,
+        max_nodes=nodes,
+        fixed_ranks=False,
+        work_s=random.choice([10.0, 30.0, 90.0]),
+        survives=True,
+        survive=random.choice([Survive.SHRINK, Survive.SHRINK, Survive.SHRINK, Survive.WAIT]),
+        asks=True,
+        faults=replace(
+            options.faults,
+            worker_failures=0,
+            worker_kills=random.choice([0, 1]),
+            agent_kills=random.choice([0, options.faults.agent_kills]),
+            signals=random.choice([2, 4, 8]),
+            near_leaves=random.random() < 0.6,
+            gate_faults=random.random() < 0.3,
         ),
     )
 
@@ -158,7 +183,7 @@ def draw_succession(seed: int, *, story_lines_max: int | None, build: Build = Su
         agent_kills=few,
         power_losses=random.choice([0, 0, 1, 2]),
         link_resets=random.choice([0, 0, 1, 3]),
-        signals=random.choice([0, 0, 0, 1]),
+        signals=random.choice([0, 0, 1, 3]),
         leader_crashes=random.choice([0, 1, 1, 2, 4]),
         leader_moments=random.choice([0, 10, 30]),
         leader_cuts=random.choice([0, 0, 1, 2]),
@@ -166,6 +191,7 @@ def draw_succession(seed: int, *, story_lines_max: int | None, build: Build = Su
         freezes=random.choice([0, 0, 1, 3]),
         lags=random.choice([0, 0, 1, 2]),
         gate_faults=random.random() < 0.3,
+        near_leaves=random.random() < 0.3,
     )
     options = SimOptions(
         min_nodes=nodes // 2 + 1,

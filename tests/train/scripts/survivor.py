@@ -284,7 +284,9 @@ def main() -> None:
             "random": digest(torch.get_rng_state()),
             "rates": schedule.get_last_lr(),
         }
-        (FOLDER / f"end.{LOCAL_RANK}").write_text(json.dumps(end))
+        whole_file = FOLDER / f"end of {os.getpid()}"  # two nodes may have a worker of this number
+        whole_file.write_text(json.dumps(end))
+        whole_file.rename(FOLDER / f"end.{LOCAL_RANK}")
 
 
 main()
