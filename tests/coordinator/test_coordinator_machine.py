@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.coordinator.coordinator_state import (
     TRANSITIONS,
     Event,
@@ -17,6 +18,7 @@ from holdfast.coordinator.coordinator_state import (
     QuitAsked,
     SaveAsked,
 )
+from holdfast.coordinator.formation import FENCE
 from holdfast.protocol import messages as msg
 from holdfast.protocol.charter import Charter, CharterPosition, Poll, Seat
 from holdfast.protocol.outcome import Failure, OutcomeKind
@@ -283,3 +285,49 @@ def test_left_alone_it_ends_or_waits_for_workers(phase: Phase) -> None:
     desk = IN_PHASE[phase]()
     desk.wait(300.0)
     assert desk.machine.phase is (Phase.RUNNING if phase is Phase.RUNNING else Phase.OVER)
+
+
+def test_the_state_is_examined_once_for_many_messages_that_wait_for_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ten thousand agents send each of them, and to examine all transitions costs as much as the rest of a message."""
+    examined: list[float] = []
+    advance = CoordinatorMachine._advance
+
+    def count(machine: CoordinatorMachine, now: float) -> None:
+        examined.append(now)
+        advance(machine, now)
+
+    monkeypatch.setattr(CoordinatorMachine, "_advance", count)
+    desk, links = Desk(least=8, most=8, max_restarts=1), range(1, 9)
+
+    def examinations(event: Callable[[int], Event], phase: Phase) -> int:
+        """After each but the last event the phase is the same."""
+        examined.clear()
+        for link in links:
+            assert desk.machine.phase is phase
+            desk.machine.next_deadline()  # as the shell does
+            desk.give(event(link))
+        return len(examined)
+
+    desk.give(Tick())
+    assert examinations(lambda link: LinkOpened(link, f"10.0.0.{link}", "10.0.0.9"), Phase.GATHERING) == 0
+    specs = {link: NodeSpec(member=f"n{link}#1", host=f"n{link}", nproc=1) for link in links}
+    joins = {link: msg.Join(specs[link], revision=msg.REVISION) for link in links}
+    assert examinations(lambda link: Heard(link, joins[link]), Phase.GATHERING) == 8
+    prepared = {link: msg.Prepared(1, 40_000 if link == 1 else None) for link in links}
+    assert examinations(lambda link: Heard(link, prepared[link]), Phase.PREPARING) == 1
+    assert examinations(lambda link: Heard(link, msg.Ping(1)), Phase.RUNNING) == 0
+    desk.fail(1)
+    assert examinations(lambda link: Heard(link, msg.Stopped(1)), Phase.STOPPING) == 1
+    assert desk.machine.phase is Phase.PREPARING
+
+
+def test_the_reason_for_a_wait_changes_when_a_link_opens_after_its_pause() -> None:
+    desk = Desk(least=3, most=3)
+    desk.join(1, last_generation=7)
+    assert desk.noted("gathering")[-1] == {"reason": f"1 of 3 nodes are here; {FENCE}"}
+    desk.now = LIMITS.fence_s + LIMITS.kill_s - 0.1
+    desk.give(Tick())
+    desk.now += 0.2
+    assert desk.machine.next_deadline() > desk.now, "no Tick comes in between"
+    desk.give(LinkOpened(2, "10.0.0.2", "10.0.0.9"))
+    assert desk.noted("gathering")[-1] == {"reason": "1 of 3 nodes are here"}

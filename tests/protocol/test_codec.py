@@ -409,6 +409,19 @@ def test_frames_come_back_whatever_the_chunks(payloads: list[bytes], cuts: list[
     assert not reader.torn
 
 
+@given(st.lists(st.binary(max_size=30), max_size=8), st.lists(st.integers(0, 300), max_size=20))
+def test_a_chunk_that_is_one_frame_needs_no_buffer(payloads: list[bytes], cuts: list[int]) -> None:
+    reader = FrameReader(HELLO_BYTES_MAX)
+    found: list[bytes] = []
+    for chunk in chunks(b"".join(map(frame, payloads)), cuts):
+        only = reader.only(chunk)
+        found += reader.feed(chunk) if only is None else [only]
+    assert found == payloads
+    assert reader.only(frame(b"abc")) == b"abc"
+    assert reader.only(frame(bytes(HELLO_BYTES_MAX + 1))) is None
+    assert not reader.torn
+
+
 @given(st.binary(max_size=500), st.lists(st.integers(0, 500), max_size=10))
 def test_any_bytes_are_frames_or_a_protocol_error(data: bytes, cuts: list[int]) -> None:
     reader = FrameReader(100)

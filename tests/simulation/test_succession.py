@@ -17,6 +17,7 @@ from holdfast.agent.voter import Voter, VoterState
 from holdfast.coordinator.coordinator_state import Command
 from holdfast.coordinator.replicated import ReplicatedCoordinator
 from holdfast.protocol.charter import Charter, CharterPosition, Poll, majority
+from holdfast.protocol.messages import Pong
 from holdfast.protocol.policy import Grow, Limits, Note
 from tests.support.simulator.checkers import BrokenPromiseError, SuccessionChecker
 from tests.support.simulator.cluster import SimOptions
@@ -142,8 +143,8 @@ class NeverStepsDown(ReplicatedCoordinator):
 class AnswersWithoutAge(ReplicatedCoordinator):
     """Its answers prolong what it has started, although no majority confirms it."""
 
-    def _aged(self, command: Command, now: float) -> Command:
-        return command
+    def _pong(self, number: int) -> Pong:
+        return Pong(number)
 
 
 class CountsTheNewOnly(ReplicatedCoordinator):

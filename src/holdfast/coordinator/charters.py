@@ -93,14 +93,14 @@ class Charters:
 
     def authority_s(self, now: float) -> float:
         """Since when a majority confirms this coordinator, at the latest."""
-        if not self.elects:
-            return now
         if self._confirmed_s is None:
             self._confirmed_s = self._find_confirmed_s()
         return min(now, self._confirmed_s)
 
     def _find_confirmed_s(self) -> float:
-        """inf: its own vote is a majority."""
+        """inf: its own vote is a majority, or nobody else has one."""
+        if not self.elects:
+            return inf
         # While the voters change, nobody is elected without a majority of those before.
         voters = self.charter.before or self.charter.voters
         times = {seat.name: inf if seat.name == self.name else self._voters[seat.name].confirmed_s for seat in voters}
@@ -210,9 +210,15 @@ class Charters:
             self._send_at_s = now + self._limits.renew_interval_s
             voters = [voter for voter in self._voters.values() if voter.link is not None] if self.elects else []
             out += [self._renew(now, voter, job_s, training_s) for voter in voters]
+            # An agent without a vote needs the charter to find the voters, and for a founder's budget, and not the
+            # roster: a large job would send that as often as it has agents.
+            brief = Renew(self.term, 0, structs.replace(self.charter, nodes=(), listeners=()), job_s, training_s)
             for name in sorted(self._others()):
-                charter = self._shown_to(name) if name in self._uninformed else None
-                out.append(Tell(self._links[name], Renew(self.term, 0, charter, job_s, training_s)))
+                renew = brief
+                if name in self._witnesses:
+                    charter = self.charter if name in self._uninformed else None
+                    renew = Renew(self.term, 0, charter, job_s, training_s)
+                out.append(Tell(self._links[name], renew))
             self._uninformed.clear()
         if not self.elects:
             return out
@@ -230,13 +236,6 @@ class Charters:
             return set()
         wanted = self._uninformed | self._witnesses  # few, while links are many
         return {name for name in wanted if name in self._links and name not in self._voters}
-
-    def _shown_to(self, name: str) -> Charter:
-        """The charter for an agent or witness without a vote. An agent needs it to find the voters, and a founder's
-        budget, and not the roster: a large job would send that as often as it has agents."""
-        if name in self._witnesses:
-            return self.charter
-        return structs.replace(self.charter, nodes=(), listeners=())
 
     def _renew(self, now: float, voter: VoterRecord, job_s: float, training_s: float) -> Command:
         assert voter.link is not None

@@ -86,6 +86,13 @@ NO_SAVES = (
     "`snaps.step()` of ht.Snapshots does, and holdfast.worker.should_save()"
 )
 
+FREQUENT = frozenset({Ping, Progress, Prepared, Stopped})
+
+
+def is_frequent(event: Event) -> bool:
+    """A large job has thousands of these per second, and nearly always no transition follows."""
+    return type(event.message) in FREQUENT if isinstance(event, Heard) else isinstance(event, LinkOpened)
+
 
 class CoordinatorMachine(CoordinatorActs):
     """Decides membership, generations, ranks and the end of one job."""
@@ -94,7 +101,20 @@ class CoordinatorMachine(CoordinatorActs):
 
     def handle(self, now: float, event: Event) -> list[Command]:
         self._now = now
-        before, routine = self.phase, self._is_routine(now, event)
+        if isinstance(event, Heard) and isinstance(event.message, Ping) and self._is_quiet(now):
+            member = self._membership.by_link(event.link)
+            if member is None:
+                return []
+            member.last_heard_s = now
+            return [Tell(event.link, self._pong(event.message.number))]
+        return self._handle(now, event)
+
+    def _is_quiet(self, now: float) -> bool:
+        """Whether nothing is due, and no claim waits for a sign of life."""
+        return now < self._due_s and not self._admission.claims
+
+    def _handle(self, now: float, event: Event) -> list[Command]:
+        before, quiet = self.phase, CoordinatorMachine._is_quiet(self, now)
         match event:
             case LinkOpened(link, address, reached_at, local):
                 too_many = self._membership.open_link(link, Pending(address, reached_at, local, now))
@@ -111,23 +131,39 @@ class CoordinatorMachine(CoordinatorActs):
                 self._on_save_asked(now, by)
             case _:  # a Tick, or an event of succession
                 pass
-        if not routine or self.phase is not before:
+        frequent = quiet and self.phase is before and is_frequent(event)
+        if not (frequent and self._nothing_follows(now, event)):
             self._due_s = -inf
             self._advance(now)
-        elif before is Phase.RUNNING:
-            self._due_s = min(self._due_s, self._monitor.due_s())
         out, self._out = self._out, []
         return out
 
-    def _is_routine(self, now: float, event: Event) -> bool:
-        """Whether no transition can follow from this event, of which a large job has thousands per second: a Ping or a
-        Progress before the next deadline, while no claim waits for a sign of life."""
-        return (
-            now < self._due_s
-            and isinstance(event, Heard)
-            and isinstance(event.message, Ping | Progress)
-            and not self._admission.claims
-        )
+    def _nothing_follows(self, now: float, event: Event) -> bool:
+        """Whether no transition can follow from this frequent event, which came while all was quiet and has left the
+        phase as it was."""
+        if isinstance(event, Heard) and isinstance(event.message, Ping | Progress):
+            if self.phase is Phase.RUNNING:
+                self._due_s = min(self._due_s, self._monitor.due_s())
+            return True
+        if not self._membership.knows_candidates(now):
+            return False
+        if isinstance(event, LinkOpened):
+            self._due_s = min(self._due_s, now + self.limits.unjoined_s)
+            return not (event.local or self._out) and self._waits_as_before(now)
+        match self.phase:
+            case Phase.PREPARING:
+                return not self._world().all_prepared
+            case Phase.STOPPING:
+                return self._membership.anybody_busy
+            case _:
+                return False
+
+    def _waits_as_before(self, now: float) -> bool:
+        """Whether it waits for members, for the same reason as at the last event, and not for a time or a stop."""
+        gathering = self._gathering
+        if self.phase is not Phase.GATHERING or self._membership.anybody_busy or now < gathering.not_before_s:
+            return False
+        return decide(self.job, self.limits, gathering, now).reason == self._reason
 
     def next_deadline(self) -> float | None:
         """When the next Tick is due; None once the job is over."""
@@ -205,7 +241,7 @@ class CoordinatorMachine(CoordinatorActs):
         member.last_heard_s = now
         match message:
             case Ping(number):
-                self._tell(member, Pong(number))
+                self._tell(member, self._pong(number))
             case Prepared(generation, store_port):
                 self._on_prepared(now, member, generation, store_port)
             case Held(generation, reached, saves):
@@ -283,6 +319,9 @@ class CoordinatorMachine(CoordinatorActs):
                 self._out.append(DropLink(link, problem))
             case None:
                 pass
+
+    def _pong(self, number: int) -> Pong:
+        return Pong(number)
 
     def _joined(self) -> Joined:
         limits = self.limits

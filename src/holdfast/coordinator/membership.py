@@ -137,6 +137,10 @@ class Membership:
     def anybody_busy(self) -> bool:
         return bool(self._busy)
 
+    def knows_candidates(self, now: float) -> bool:
+        """Whether no candidates but those that came or were lost have changed since they were asked for."""
+        return now < self._fresh_until_s
+
     def candidates(self, now: float) -> Collection[Member]:
         """Members that may take part in a world formed now, in order of arrival."""
         self._refresh(now)

@@ -16,7 +16,7 @@ from math import inf
 from msgspec import structs
 
 from holdfast.coordinator.charters import REVISION_OF_VOTES, Charters, OlderJob, seat_of, voters_of
-from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.coordinator.coordinator_machine import CoordinatorMachine, is_frequent
 from holdfast.coordinator.coordinator_state import (
     Command,
     Conclude,
@@ -175,14 +175,17 @@ class ReplicatedCoordinator(CoordinatorMachine):
 
     # ---------------------------------------------------------------- surface
 
-    def handle(self, now: float, event: Event) -> list[Command]:
+    def _is_quiet(self, now: float) -> bool:
+        return now < self._own_due_s and not (self._held or self.stepped_down) and super()._is_quiet(now)
+
+    def _handle(self, now: float, event: Event) -> list[Command]:
         """Decide nothing without authority: this process may have slept, and there may be a successor."""
         if self.stepped_down:
             return []
-        if now < self._own_due_s and not self._held and self._is_routine(now, event):
-            commands = super().handle(now, event)
-            if self._due_s > -inf:  # one of thousands per second: nothing has changed, and nothing is due
-                return [self._aged(command, now) for command in commands]
+        if now < self._own_due_s and not self._held and is_frequent(event):
+            commands = super()._handle(now, event)
+            if self._due_s > -inf:  # nothing has changed, and nothing is due
+                return commands
             self._own_due_s = -inf
             return self._settle(now, commands)
         self._own_due_s = -inf
@@ -221,12 +224,10 @@ class ReplicatedCoordinator(CoordinatorMachine):
             case Heard(link, Polled() as polled) if self.forms and link in self._witnesses:
                 self._older.answered((self._witnesses[link].host, self._witnesses[link].port))
                 self._witnessed(now, polled)
-        return self._settle(now, super().handle(now, event))
+        return self._settle(now, super()._handle(now, event))
 
     def next_deadline(self) -> float | None:
-        if self.stepped_down:
-            return None
-        deadline = super().next_deadline()
+        deadline = None if self.stepped_down else super().next_deadline()
         if deadline is None and not self._held:
             return None
         if self._own_due_s == -inf:
@@ -237,12 +238,9 @@ class ReplicatedCoordinator(CoordinatorMachine):
                 self._own_due_s = min(self._own_due_s, self._older.due_s(self._now), asks_s)
         return min(inf if deadline is None else deadline, self._own_due_s)
 
-    def _aged(self, command: Command, now: float) -> Command:
-        """An answer to a ping carries the age of this coordinator's authority."""
-        if isinstance(command, Tell) and isinstance(command.message, Pong):
-            age_s = max(0.0, now - self._charters.authority_s(now))
-            return Tell(command.link, Pong(command.message.number, age_s))
-        return command
+    def _pong(self, number: int) -> Pong:
+        """With the age of this coordinator's authority."""
+        return Pong(number, self._now - self._charters.authority_s(self._now))
 
     def check_invariants(self) -> None:
         super().check_invariants()
@@ -336,7 +334,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
         for command in commands:
             match command:
                 case Tell(_, Pong() | Joined() | Moved()):
-                    out.append(self._aged(command, now))
+                    out.append(command)
                 case Tell(_, Start() | Resume() | Finish()) | Conclude() if not charters.settled:
                     self._held.append(command)
                 case Tell() | DropLink() if self._held:
@@ -453,15 +451,16 @@ class ReplicatedCoordinator(CoordinatorMachine):
 
     def _observe_previous_leader(self, now: float, member: Member, join: Join) -> None:
         self._reseat = True
+        agent = member.node.agent
         if join.revision >= REVISION_OF_VOTES:
-            self._charters.linked(member.node.agent, member.link)
+            self._charters.linked(agent, member.link)
         if member.node.hosts_coordinator:
             self._local_name = member.name
         if self.forms:
             self._older.term = max(self._older.term, join.term)
-        self._came.add(member.node.agent)
+        self._came.add(agent)
         ended = self._previous_leader.ended
-        if ended is not None and ended.node.agent == member.node.agent:  # only the coordinator on it has ended
+        if ended is not None and ended.node.agent == agent:  # only the coordinator on it has ended
             self._previous_leader.ended = None
         super()._observe_previous_leader(now, member, join)
 

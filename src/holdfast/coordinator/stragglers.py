@@ -90,12 +90,12 @@ class Stragglers:
             self._courses[pace.rank] = _Course(pace, pace.mark)
             self._open.add(pace.rank)
             return
-        mark = pace.mark
-        if mark.steps < course.since.steps:  # it counts optimizer steps now instead of beats
-            course.since = mark
-        if mark.steps - course.since.steps >= STEPS_MIN and mark.at_s - course.since.at_s >= self._window_s:
-            course.step_s, course.own_s = course.since.per_step(mark)
-            course.since = mark
+        since = course.since
+        if pace.steps < since.steps:  # it counts optimizer steps now instead of beats
+            course.since = pace.mark
+        elif pace.steps - since.steps >= STEPS_MIN and pace.newest_s - since.at_s >= self._window_s:
+            course.since = pace.mark
+            course.step_s, course.own_s = since.per_step(course.since)
             self._open.discard(pace.rank)
 
     def ended(self, rank: int) -> None:
@@ -171,11 +171,11 @@ def _median_without(ordered: list[float], one: float) -> float:
     (1.5, 1.0)
     """
     left_out, count = bisect_left(ordered, one), len(ordered) - 1
-
-    def at(index: int) -> float:
-        return ordered[index if index < left_out else index + 1]
-
-    return at(count // 2) if count % 2 else (at(count // 2 - 1) + at(count // 2)) / 2
+    middle = count // 2
+    upper = ordered[middle + (middle >= left_out)]
+    if count % 2:
+        return upper
+    return (ordered[middle - 1 + (middle > left_out)] + upper) / 2
 
 
 def _ms(seconds: float) -> str:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from holdfast.protocol.messages import Progress
 from holdfast.protocol.rank_progress import RankProgress, Stage
@@ -49,9 +49,10 @@ class RankThroughput:
     steps: int = 0
     beats: int = 0
     own_s: float = 0.0
-    window_steps_s: array[float] = field(default_factory=lambda: array("d"))
-    """Seconds per step in each of the last WINDOWS_MAX windows, oldest first. Arrays: a job may have 100,000 ranks."""
-    window_owns_s: array[float] = field(default_factory=lambda: array("d"))
+    window_steps_s: array[float] | None = None
+    """Seconds per step in each of the last WINDOWS_MAX windows, oldest first. Arrays, made for the first window: a job
+    may have 100,000 ranks, all of which begin at once."""
+    window_owns_s: array[float] | None = None
     """The own parts of these."""
     _first: Mark | None = None
     """The first step that was reported. Used until a step after the warm-up has been measured."""
@@ -76,7 +77,7 @@ class RankThroughput:
     def _begin_anew(self) -> None:
         """Start to count optimizer steps: up to now only beats were counted."""
         self.steps, self._first, self._from = 0, None, None
-        del self.window_steps_s[:], self.window_owns_s[:]
+        self.window_steps_s = self.window_owns_s = None
 
     @property
     def counts(self) -> bool:
@@ -101,11 +102,13 @@ class RankThroughput:
         return next((mark.per_step(self.mark) for mark in begins), (0.0, 0.0))
 
     def _measure(self) -> None:
-        mark = self.mark
         if self._from is None:
-            self._from = mark
-        elif mark.at_s - self._from.at_s >= WINDOW_S:
+            self._from = self.mark
+        elif self.newest_s - self._from.at_s >= WINDOW_S:
+            mark = self.mark
             step_s, own_s = self._from.per_step(mark)
+            if self.window_steps_s is None or self.window_owns_s is None:
+                self.window_steps_s, self.window_owns_s = array("d"), array("d")
             self.window_steps_s.append(step_s)
             self.window_owns_s.append(own_s)
             del self.window_steps_s[:-WINDOWS_MAX], self.window_owns_s[:-WINDOWS_MAX]
@@ -144,9 +147,9 @@ class Throughput:
 
     def heard(self, member: str, ranks: Iterable[RankProgress], now: float) -> bool:
         """Take an agent's report. True if a rank made a step or reached a new stage."""
-        moved = False
+        moved, own = False, self._by_member.get(member, {})
         for report in ranks:
-            pace = self.of(member, report.local_rank)
+            pace = own.get(report.local_rank)
             if pace is None or pace.stage is Stage.DONE:
                 continue
             at_s = max(self._began_s, now - max(0.0, report.age_s))

@@ -109,6 +109,13 @@ class FrameReader:
         """Whether the newest frame is incomplete."""
         return bool(self._buffer)
 
+    def only(self, data: bytes) -> bytes | None:
+        """The payload of these new bytes if they are exactly one frame, as nearly always; None: they must be pushed."""
+        length = len(data) - LENGTH_BYTES
+        if self._buffer or not 0 <= length <= self.limit_bytes_max:
+            return None
+        return data[LENGTH_BYTES:] if int.from_bytes(data[:LENGTH_BYTES], "big") == length else None
+
     def push(self, data: bytes) -> None:
         self._buffer += data
 

@@ -399,6 +399,9 @@ class Session(Generic[Received]):
             return b""
         out = bytearray()
         try:
+            if self.established and (payload := self._reader.only(data)) is not None:
+                self._hear(payload, out)
+                return b""
             if not self.met:
                 self._first += data
                 data = self._meet(out)

@@ -159,7 +159,7 @@ class Connection(asyncio.BufferedProtocol, Generic[Received]):
         if answer:
             transport.write(answer)
         self._waiting.extend(self._session.take())
-        if self._session.established:
+        if self._on_handshake is not None and self._session.established:
             self._tell_handshake(None)
         if self._on_message is None and self._waiting:
             transport.pause_reading()
@@ -196,8 +196,11 @@ class Connection(asyncio.BufferedProtocol, Generic[Received]):
         """Deliver the received messages, once the connection is started."""
         if self._on_message is None:
             return
-        while self._waiting:
-            _call(self._on_message, self._waiting.popleft())
+        try:
+            while self._waiting:
+                self._on_message(self._waiting.popleft())
+        except OSError as error:
+            raise _fault(error) from error
         if self._lost and self._on_closed is not None:
             on_closed, self._on_closed = self._on_closed, None
             _call(on_closed, self._reason)
@@ -223,7 +226,11 @@ def _call(callback: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> Non
     try:
         callback(*args, **kwargs)
     except OSError as error:
-        raise InternalError(f"holdfast failed at a message of a peer: {describe(error)}") from error
+        raise _fault(error) from error
+
+
+def _fault(error: OSError) -> InternalError:
+    return InternalError(f"holdfast failed at a message of a peer: {describe(error)}")
 
 
 async def dial(

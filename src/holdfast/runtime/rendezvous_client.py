@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from holdfast.agent.events import Dialed, DialFailed
@@ -321,7 +322,7 @@ class CoordinatorService:
         number = self._add(connection)
         self._remote.add(number)
         self._alone.clear()
-        connection.start(lambda message: self.heard(number, message), lambda reason: self.link_closed(number, reason))
+        connection.start(partial(self.heard, number), partial(self.link_closed, number))
         self._driver.feed(LinkOpened(number, connection.peer_address, connection.local_address))
 
     def heard(self, number: int, message: FromAgent) -> None:

@@ -48,11 +48,10 @@ class ReplicatedService(CoordinatorService):
         super().__init__(machine, journal, say)
 
     def heard(self, number: int, message: FromAgent) -> None:
-        link = self._links.get(number)
-        if isinstance(message, Poll) and link is not None:
-            self._client.poll_came(message, link.send)
-        else:
+        if not isinstance(message, Poll):
             super().heard(number, message)
+        elif (link := self._links.get(number)) is not None:
+            self._client.poll_came(message, link.send)
 
     def witness_opened(self, connection: Outgoing, seat: Seat, on_closed: Callable[[], None]) -> None:
         number = self._add(connection)
