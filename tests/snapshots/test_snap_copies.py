@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -229,6 +230,22 @@ def test_with_a_job_token_nobody_forges_a_chunk(tmp_path: Path) -> None:
     for each in (a, b):
         each.slots.close()
         each.service.close()
+
+
+def test_the_compiled_crc_is_zlib_s() -> None:
+    """Nodes may differ in what they have."""
+    try:
+        from holdfast.snapshots import _crc
+    except ImportError:
+        pytest.skip("the compiled part was not built, or this processor has no instructions for it")
+    data = memoryview(random.Random(1).randbytes(4000))
+    for begin in (0, 1, 15):
+        for size in (*range(300), 1023, 1024, 3985):
+            assert _crc.crc32(data[begin : begin + size]) == zlib.crc32(data[begin : begin + size]), (begin, size)
+    assert disk.chunk_crc(data) == f"{zlib.crc32(data):08x}"
+    for wrong in (data[::2], "text"):
+        with pytest.raises((BufferError, TypeError)):
+            _crc.crc32(wrong)  # type: ignore[arg-type]
 
 
 def test_memory_that_has_changed_since_is_not_handed_on(pair: tuple[Node, Node], tmp_path: Path) -> None:
