@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import socket
 import time
@@ -144,15 +145,16 @@ class CopyConnection:
 
         What is written waits in a few buffers, which stay in the processor's cache."""
         threads = disk.hash_threads()
-        buffers = [] if isinstance(into, memoryview) else [bytearray(disk.CHUNK_BYTES) for _ in range(threads + 1)]
+        count = 0 if isinstance(into, memoryview) else threads + 1
+        buffers = [memoryview(mmap.mmap(-1, disk.CHUNK_BYTES)) for _ in range(count)]
         digests: list[str] = []
         done: list[Future[None]] = []
         with ThreadPoolExecutor(threads) as pool:
             for number, begin in enumerate(disk.chunk_begins(size_bytes)):
                 digests.append(str(self.hear().get("digest")))
-                if buffers and number >= len(buffers):
-                    done[number - len(buffers)].result()
-                memory = into[begin:] if isinstance(into, memoryview) else memoryview(buffers[number % len(buffers)])
+                if number >= count > 0:
+                    done[number - count].result()
+                memory = into[begin:] if isinstance(into, memoryview) else buffers[number % count]
                 chunk = memory[: min(disk.CHUNK_BYTES, size_bytes - begin)]
                 with errors():
                     _fill(self._sock, chunk)

@@ -15,6 +15,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterator
+from itertools import chain
 from pathlib import Path
 
 from holdfast.protocol.errors import CopyError, SnapshotMemoryError
@@ -182,7 +183,9 @@ class CopyService:
 
     def _get(self, connection: CopyConnection, asked: Packet) -> None:
         wanted, rank, path = _state(asked.get("state")), field(asked, "rank", int), field(asked, "folder", str)
-        for folder, slot in all_slots(self._folder):
+        beside = [self._folder / COPIES, self._folder / FETCHED]  # first: a node is lost, and this is its partner
+        theirs = ((folder, slot) for folder in beside for slot in committed_slots(folder, rank))
+        for folder, slot in chain(theirs, all_slots(self._folder, beside=False)):
             request = slot.request
             if request is None or (request.folder, request.rank, request.identity) != (path, rank, wanted):
                 continue
