@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -13,12 +14,13 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from holdfast.cli import main
 from holdfast.protocol.errors import CopyError, SnapshotMemoryError
-from holdfast.snapshots import copy_connection, copy_service, disk, growing, mapping, memory_folder, slots
+from holdfast.snapshots import copy_connection, copy_service, disk, growing, memory_folder, slots
 from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.copy_connection import CopyConnection
 from holdfast.snapshots.copy_paths import Pace
@@ -230,6 +232,22 @@ def test_with_a_job_token_nobody_forges_a_chunk(tmp_path: Path) -> None:
         each.service.close()
 
 
+def test_the_compiled_crc_is_zlib_s() -> None:
+    """Nodes may differ in what they have."""
+    try:
+        from holdfast.snapshots import _crc
+    except ImportError:
+        pytest.skip("the compiled part was not built, or this processor has no instructions for it")
+    data = memoryview(random.Random(1).randbytes(4000))
+    for begin in (0, 1, 15):
+        for size in (*range(300), 1023, 1024, 3985):
+            assert _crc.crc32(data[begin : begin + size]) == zlib.crc32(data[begin : begin + size]), (begin, size)
+    assert disk.chunk_crc(data) == f"{zlib.crc32(data):08x}"
+    for wrong in (data[::2], "text"):
+        with pytest.raises((BufferError, TypeError)):
+            _crc.crc32(wrong)  # type: ignore[arg-type]
+
+
 def test_memory_that_has_changed_since_is_not_handed_on(pair: tuple[Node, Node], tmp_path: Path) -> None:
     a, b = pair
     a.send(a.stage(1), b.port)
@@ -330,47 +348,51 @@ def test_without_memory_a_copy_is_refused(pair: tuple[Node, Node], monkeypatch: 
         fetch(b.folder, (HOST, a.port), OURS, "/runs", (2, 7, 2), 0)
 
 
-def test_a_newcomer_receives_while_its_memory_is_being_taken(
-    pair: tuple[Node, Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a, _ = pair
-    a.stage(3)
-    staging, filled = Slots.staging, []
-
-    def waiting(own: Slots, step: int, size_bytes: int) -> Iterator[memoryview]:
-        for part in staging(own, step, size_bytes):
-            yield part
-            if disk.CHUNK_BYTES <= len(part) < size_bytes:  # no more of it before this is filled
-                until(lambda part=part: bytes(part[: disk.CHUNK_BYTES]) == content(3, disk.CHUNK_BYTES), "it is filled")
-                filled.append(len(part))
-
-    monkeypatch.setattr(Slots, "staging", waiting)
-    fetch(tmp_path, (HOST, a.port), OURS, "/runs", (3, 7, 3), 0)
-    assert filled
-    ((_, found),) = all_slots(tmp_path)
-    assert bytes(found.data) == content(3, SIZE)
-
-
 def test_memory_that_ends_while_a_state_is_fetched_leaves_none(
     pair: tuple[Node, Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     a, _ = pair
     a.stage(3)
-    take = mapping.MappedFile.take
+    pwrite = os.pwrite
 
-    def short(self: mapping.MappedFile, fd: int, begin: int, size_bytes: int) -> Iterator[int]:
-        yield next(take(self, fd, begin, size_bytes))
-        raise OSError(28, "no space left")
+    def short(fd: int, data: memoryview, at: int) -> int:
+        if at > disk.CHUNK_BYTES:
+            raise OSError(28, "no space left")
+        return pwrite(fd, data, at)
 
     own = Slots(tmp_path, SlotOwner(0, 0, 2))
     with monkeypatch.context() as full:
-        full.setattr(mapping.MappedFile, "take", short)
+        full.setattr(os, "pwrite", short)
         with pytest.raises(SnapshotMemoryError, match="no space left"):
             fetch(tmp_path, (HOST, a.port), OURS, "/runs", (3, 7, 3), 0, own)
     assert own.committed() == []
+    assert slots.slot_path(tmp_path, 0, 0).stat().st_size < slots.HEADER_BYTES, "what was taken is given back"
     fetch(tmp_path, (HOST, a.port), OURS, "/runs", (3, 7, 3), 0, own)
     assert [bytes(each.data) for each in own.committed()] == [content(3, SIZE)]
     own.close()
+
+
+def test_what_was_received_is_given_from_the_same_memory(
+    pair: tuple[Node, Node], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A saver that was started again has to map it."""
+    a, b = pair
+    a.send(a.stage(3), b.port)
+    opened: list[bool] = []
+    read = copy_service.read_descriptor
+
+    def noted(*given: Any, **named: Any) -> Slot | None:
+        opened.append(True)
+        return read(*given, **named)
+
+    monkeypatch.setattr(copy_service, "read_descriptor", noted)
+    for times, service in enumerate((b.service, CopyService(b.folder, Mappings()))):
+        port = service.serve(OURS, HOST, 0)
+        fetch(tmp_path, (HOST, port), OURS, "/runs", (3, 7, 3), 0)
+        ((_, found),) = all_slots(tmp_path)
+        assert bytes(found.data) == content(3, SIZE)
+        assert len(opened) == times
+    service.close()
 
 
 def test_the_bandwidth_is_what_all_threads_have_together(monkeypatch: pytest.MonkeyPatch) -> None:

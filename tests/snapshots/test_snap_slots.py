@@ -291,6 +291,13 @@ for ask in (lambda: list(own.reserving(64 << 20)), lambda: own.stage(3, 64 << 20
     else:
         sys.exit("no error")
     assert [(slot.step, bytes(slot.data[:1])) for slot in committed_slots(made.path, 0)] == [(2, b"\\2"), (1, b"\\1")]
+try:
+    with own.writing(3, 64 << 20) as write:
+        for at in range(64):
+            write(at << 20, memoryview(bytes(1 << 20)))
+except SnapshotMemoryError as error:
+    print(error)
+assert [slot.step for slot in committed_slots(made.path, 0)] == [2]
 os.posix_fallocate(os.open("/dev/shm/filler", os.O_RDWR | os.O_CREAT), 0, os.statvfs("/dev/shm").f_bavail * 4096)
 own.stage(3, 1 << 20)[:] = bytes(1 << 20)     # not a byte is free, and none is needed
 own.commit()
@@ -315,8 +322,9 @@ def test_a_full_shm_is_an_error_and_harms_no_slot() -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     lines = done.stdout.splitlines()
     assert lines[0] == lines[1]
+    assert lines[2].partition(" (")[0] == lines[0].partition(" (")[0]
     assert lines[0].startswith("/dev/shm has no room for a copy of 67 MB: No space left on device (")
-    assert lines[2:] == ["3 []", "['filler']"]
+    assert lines[3:] == ["3 []", "['filler']"]
 
 
 def test_more_than_there_is_memory_is_refused_before_it_is_taken(own: Slots) -> None:

@@ -27,6 +27,11 @@ from holdfast.protocol import errors
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotFolderError, SnapshotWriteError
 from holdfast.snapshots.remote import Place, RemotePath
 
+try:
+    from holdfast.snapshots import _crc as fast
+except ImportError:  # it was not built, or this processor lacks the instructions
+    import zlib as fast  # type: ignore[no-redef]
+
 ALGORITHM = "sha256-4MiB"
 CHUNK_BYTES = 4 << 20
 HASH_THREADS_MAX = 8
@@ -63,6 +68,13 @@ def submit(
 def chunk_digest(chunk: bytes | bytearray | memoryview) -> str:
     """The digest of one chunk, as hex. Releases the interpreter's lock."""
     return hashlib.sha256(chunk).hexdigest()
+
+
+def chunk_crc(chunk: memoryview) -> str:
+    """A cheap digest of one chunk, as hex, where nobody forges one. Releases the interpreter's lock.
+
+    The compiled part makes 10 GB/s, zlib 2 to 6; sha256 with SHA instructions has 2."""
+    return f"{fast.crc32(chunk):08x}"
 
 
 def chunk_begins(size_bytes: int) -> range:

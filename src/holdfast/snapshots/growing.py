@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from holdfast.linux import check_memory
@@ -37,10 +37,8 @@ class GrowingFile:
         return self.whole_bytes(size_bytes) - (os.stat(self.path).st_size if self.path.exists() else 0)
 
     def body(self, size_bytes: int) -> memoryview:
-        """The first bytes of the body, of which there is room for so many, perhaps while it grows."""
-        mapped = self.mapped if size_bytes <= self.room_bytes else self._growing
-        assert mapped is not None
-        return mapped.memory[self._header_bytes :][:size_bytes]
+        """The first bytes of the body, of which there is room for so many."""
+        return self.memory[self._header_bytes :][:size_bytes]
 
     def growing(self, size_bytes: int) -> Iterator[int]:
         """Make room, with every page present, piece by piece; stopped, it keeps what was taken. Yields how many bytes
@@ -73,6 +71,32 @@ class GrowingFile:
         self.memory = mapped.memory
         self.room_bytes = whole_bytes - self._header_bytes
 
+    @contextlib.contextmanager
+    def filling(self, size_bytes: int) -> Iterator[Callable[[int, memoryview], None]]:
+        """Room for a body that is written before it is mapped: no page is made present, or filled with zeros, first.
+        Gives what writes bytes at their place in the body, for any threads; all of it has to be written. After the
+        block it is mapped, and the next `growing` makes its pages present. OSError; after any error the file has its
+        size of before."""
+        fd = open_for_writing(self.path)
+        before_bytes = os.fstat(fd).st_size
+        whole_bytes = max(self.whole_bytes(size_bytes), before_bytes)
+        try:
+            check_memory(whole_bytes - before_bytes)
+            if before_bytes:
+                os.posix_fallocate(fd, 0, before_bytes)  # as above
+            _write(fd, memoryview(bytes(max(0, self._header_bytes - before_bytes))), before_bytes)
+            yield lambda at, data: _write(fd, data, self._header_bytes + at)
+            os.ftruncate(fd, whole_bytes)
+            if not 0 < size_bytes <= self.room_bytes:
+                self.close()
+                self.mapped = MappedFile(fd, whole_bytes, writable=True)
+                self.memory = self.mapped.memory
+        except BaseException:
+            os.ftruncate(fd, before_bytes)
+            raise
+        finally:
+            os.close(fd)
+
     def shrink(self, whole_bytes: int) -> None:
         """To a size above its committed bytes."""
         self.close()
@@ -84,3 +108,10 @@ class GrowingFile:
         self.mapped = self._growing = None
         self.memory = memoryview(b"")
         self.room_bytes = 0
+
+
+def _write(fd: int, data: memoryview, at: int) -> None:
+    """OSError."""
+    while data:
+        done = os.pwrite(fd, data, at)
+        data, at = data[done:], at + done

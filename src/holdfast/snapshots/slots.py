@@ -40,7 +40,7 @@ import sys
 import threading
 import time
 import zlib
-from collections.abc import Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -122,7 +122,8 @@ class Slots:
         for ready, index in enumerate(self._oldest_first()):
             file = self._files[index]
             too_large = not file.sequence and file.missing_bytes(size_bytes) < 0  # foreseen so, and nobody has staged
-            if (too_large or file.room_bytes < size_bytes) and (held := self._lock(index)) is not None:
+            held = self._lock(index) if too_large or file.room_bytes < size_bytes else None
+            if held is not None:
                 try:
                     self._unfinished.setdefault(index, (os.fstat(held).st_size, file.sequence))
                     if too_large:
@@ -132,6 +133,9 @@ class Slots:
                             yield ready
                 finally:
                     release(held)
+            elif file.missing_bytes(size_bytes) <= 0:  # it is held: its pages are there, and have to be mapped
+                for _ in file.growing(size_bytes):
+                    yield ready
             yield ready + 1
         self._unfinished.clear()
 
@@ -177,28 +181,26 @@ class Slots:
         except BaseException:  # of an interruption, too (worker/regroup.py): the slot would stay locked
             release(held)
             raise
-        return self._begin(_Staging(number, held, step, size_bytes), size_bytes)
+        self._invalidate(number, held)
+        self._staging = _Staging(number, held, step, size_bytes)
+        return file.body(size_bytes)
 
-    def staging(self, step: int, size_bytes: int) -> Generator[memoryview, None, None]:
-        """`stage`, for a caller that fills the memory from its beginning while the rest is being taken.
-
-        Yields what can be used by now, at last all of it. Nothing at all: the saver is still writing out all slots. For
-        any threads in turn. SnapshotMemoryError. What the slot held is lost at the first part, also if the next one is
-        an error."""
+    @contextlib.contextmanager
+    def writing(self, step: int, size_bytes: int) -> Iterator[Callable[[int, memoryview], None]]:
+        """`stage`, for a caller that has the bytes elsewhere, where the slot's memory is not mapped yet: a function
+        that writes some of them at their place, for any threads. `commit` comes after the block. SnapshotMemoryError,
+        also when the saver is still writing out all slots; what the slot held is lost then."""
         number, held = self._lock_next()
         if held is None:
-            return
-        staging, file = _Staging(number, held, step, size_bytes), self._files[number]
+            raise SnapshotMemoryError("the memory slots are in use.")
         try:
-            with self._errors(size_bytes):
-                for room_bytes in file.growing(size_bytes):
-                    if 0 < room_bytes < size_bytes:
-                        yield self._begin(staging, room_bytes)
+            self._invalidate(number, held)
+            with self._errors(size_bytes), self._files[number].filling(size_bytes) as write:
+                yield write
         except BaseException:
-            self._staging = None
             release(held)
             raise
-        yield self._begin(staging, size_bytes)
+        self._staging = _Staging(number, held, step, size_bytes)
 
     def _lock_next(self) -> tuple[int, int | None]:
         """The slot that is staged next, and its lock; None: there is none."""
@@ -209,12 +211,10 @@ class Slots:
                 break
         return number, held
 
-    def _begin(self, staging: _Staging, room_bytes: int) -> memoryview:
-        """The slot is invalid from here on. Its memory, as far as there is room."""
-        file = self._files[staging.number]
-        os.pwrite(staging.lock, bytes(_WORD_BYTES), _COMMIT * _WORD_BYTES)
-        file.slot, self._staging = None, staging
-        return file.body(room_bytes)
+    def _invalidate(self, number: int, held: int) -> None:
+        """Before the first byte of it changes."""
+        os.pwrite(held, bytes(_WORD_BYTES), _COMMIT * _WORD_BYTES)
+        self._files[number].slot = None
 
     def commit(self, request: SaveRequest | None = None) -> Slot:
         """Make the staged bytes valid. All copies into the slot must be complete.
@@ -254,6 +254,12 @@ class Slots:
         if self._staging is not None:
             release(self._staging.lock)
             self._staging = None
+
+    def mapped(self, number: int) -> Slot | None:
+        """This slot, from the mapping that this process writes through, whose pages are present. For any thread. None:
+        there is no such mapping, or it is invalid."""
+        memory = self._files[number].memory
+        return read(memory, number) if len(memory) > HEADER_BYTES else None
 
     def hold(self, *states: tuple[int, int, int] | None) -> None:
         """Keep the states of these identities (SaveRequest), and no others that were held before."""

@@ -97,6 +97,8 @@ class Resumer:
     """Of the gradients, in the state that was loaded."""
     _state: State | None = None
     """In memory, from which training goes on."""
+    _compared: dict[tuple[Any, ...], tuple[Saved, Compared]] = field(default_factory=dict)
+    """By the slots."""
     _misfit: StateMismatchError | None = None
     """Of a state in memory."""
     _judged: Judged | None = None
@@ -156,27 +158,31 @@ class Resumer:
         if self.copies is None or not sources.is_complete:
             return list(held.values())
         own = {rank: slot for rank, slot in held.items() if slot.path is not None and not is_copy(slot.path)}
+        lacks = True
         for use in (own, held):
-            lacks = self._lacks(use, sources)
+            lacks = lacks and self._lacks(use, sources)
             if not any(self.peers.share(lacks)):
-                return list(use.values())
+                return self._enough(own, held, sources)
         for everything in (False, True) if sources.world == self.peers.world else (True,):
             wanted = sources.missing(list(held), self.peers, self.copies.node, lacks=lacks, everything=everything)
             failed = self.copies.bring(str(self.path), state, wanted, sources.where, own=not everything)
             self.skipped += [f"step {state[0]} in memory: {failed}"] if failed else []
             self.peers.share(None)  # the other ranks of this node have fetched theirs
             held = self._held_states().get(state, held)
-            lacks = self._lacks(held, sources)
+            lacks = lacks and self._lacks(held, sources)
             if not any(self.peers.share(lacks)):
                 break
-        return list((own if not self._lacks(own, sources) else held).values())
+        return self._enough(own, held, sources)
+
+    def _enough(self, own: Held, held: Held, sources: Sources) -> list[Slot]:
+        return list((held if self._lacks(own, sources) else own).values())
 
     def _lacks(self, held: Held, sources: Sources) -> bool:
         """Whether this rank needs more than these slots."""
         if not held or (sources.world == self.peers.world and self.peers.rank not in held):
             return True
         try:
-            return bool(self._compare(self._held(list(held.values())))[1].missing)
+            return bool(self._compare_held(list(held.values()))[1].missing)
         except (ShardingError, SnapshotDamagedError):
             return True
 
@@ -224,7 +230,7 @@ class Resumer:
 
     def _from_slots(self, step: int, held: list[Slot]) -> Resumed | None:
         """None when not every rank finds all that it needs, or something is damaged."""
-        compared = self._on_all(lambda: self._compare(self._held(held)))
+        compared = self._on_all(lambda: self._compare_held(held))
         if compared is None:
             return None
         saved, findings = compared
@@ -245,8 +251,13 @@ class Resumer:
         self.adopted = saved
         return self._resumed(step, "memory", restored, fit)
 
-    def _held(self, held: list[Slot]) -> Saved:
-        return Saved([part for each in held for part in parts_of_slot(each.data, each.path)])
+    def _compare_held(self, held: list[Slot]) -> tuple[Saved, Compared]:
+        """Once for the same slots: the other ranks wait for it."""
+        which = tuple((slot.path, slot.sequence, slot.unix_s) for slot in held)
+        if which not in self._compared:
+            saved = Saved([part for each in held for part in parts_of_slot(each.data, each.path)])
+            self._compared[which] = self._compare(saved)
+        return self._compared[which]
 
     def _on_all(self, work: Callable[[], _T]) -> _T | None:
         """None when it failed on some rank: pieces are on another node, or torn, or do not fit what is tracked."""
