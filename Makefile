@@ -45,7 +45,7 @@ ELSEWHERE := --ignore=tests/tidy --ignore=tests/packaging
 
 PYTEST := $(BIN)/python -m pytest tests -n $(JOBS) --dist loadgroup
 PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt
-PACKAGING := pyproject.toml constraints.txt src/holdfast/train/_stream.c src/holdfast/snapshots/_crc.c
+PACKAGING := pyproject.toml constraints.txt src/holdfast/train/_stream.c
 
 .DELETE_ON_ERROR:
 .PHONY: demo fast test again test-torch test-trainers test-pythons record-torchrun coverage check dist docs bench soak soak-seeds soak-chaos soak-patience screenshots fmt debian clean

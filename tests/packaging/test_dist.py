@@ -81,9 +81,8 @@ def test_a_job_runs_where_it_is_installed(pattern: str, install: Callable[[Path]
     assert "HF211" in explained.stdout, explained.stderr  # from a table that is shipped as a data file
 
 
-def test_the_wheel_brings_the_compiled_parts(install: Callable[[Path], Path]) -> None:
+def test_the_wheel_brings_the_compiled_part(install: Callable[[Path], Path]) -> None:
     (wheel,) = (ROOT / "dist").glob(f"holdfast-{__version__}-*manylinux*.whl")
     assert "-cp311-abi3-" in wheel.name
     package = next((install(wheel).parent / "lib").glob("python*/site-packages/holdfast"))
     assert list((package / "train").glob("_stream*.so"))
-    assert list((package / "snapshots").glob("_crc*.so"))

@@ -13,7 +13,7 @@ nothing is unpickled.
     a state: for each chunk {"digest"}, then its bytes
 
 With a job token a digest is a sha256, which nobody on the way can forge. Without one nobody is kept out, and a CRC
-finds what goes wrong by itself, at a fifth of the cost (memory_folder.py: digest_of_life, _crc.c).
+finds what goes wrong by itself, at a fifth of the cost (memory_folder.py: digest_of_life).
 
 Standard library only."""
 

@@ -145,8 +145,9 @@ class Faults:
         random = self.cluster.random
         if self.options.near_leaves and random.random() < 0.6:
             other = random.choice([host, self._some_host()])
-            what = random.choice([self.kill_worker, self.kill_store, self.leave, self._crash, self._reset, self._fail])
-            act = partial(what, other) if what in (self._crash, self._reset, self._fail) else what
+            acts: list[Callable[[], None]] = [self.kill_worker, self.kill_store, self.leave]
+            acts += [partial(each, other) for each in (self._crash, self._reset, self._fail)]
+            act = random.choice(acts)
             self._at(self.cluster.clock.now + random.choice([0.01, 0.03, 0.1, 0.5, 1.5]), act)
 
     def _crash(self, host: str) -> None:
