@@ -45,7 +45,7 @@ def test_the_others_go_on_between_two_steps_without_a_node_that_leaves() -> None
     desk.prepare(1)
     assert desk.machine.phase is Phase.REGROUPING, "its workers have not done their step"
     desk.prepare(2)
-    assert desk.last(1) == Start(2, "10.0.0.1", 40_000)
+    assert desk.last(1) == Start(2, "10.0.0.1", 40_000, job_uid="n1#1")
     assert desk.last(2) == Stop(2, StopReason.MEMBER_LEFT)
     desk.say(2, Stopped(2))
     desk.give(LinkClosed(2, "reset"))
@@ -108,7 +108,7 @@ def test_neither_is_one_whose_workers_end_before(ends: Any) -> None:
     if isinstance(ends, Leave):
         assert desk.machine.phase is Phase.REGROUPING, "its workers may live"
         desk.say(2, Stopped(3))
-    assert desk.last(1) == Start(3, "10.0.0.1", 40_000)
+    assert desk.last(1) == Start(3, "10.0.0.1", 40_000, job_uid="n1#1")
 
 
 def test_what_its_workers_have_done_their_last_step_for_is_not_disturbed_by_their_end() -> None:
