@@ -178,6 +178,8 @@ class SuccessionChecker(WorldChecker):
         writer = self._writers[self._key(charter)]
         self._job_of[coordinator], self._line_of[coordinator] = self._job_of[writer], self._line_of[writer]
         self._begins_after[coordinator], self._continues[coordinator] = charter.position, writer
+        if writer in self._founders:  # no charter of that one has counted yet
+            self._founders[coordinator] = self._founders[writer]
 
     def _precedes(self, coordinator: int, later: int) -> bool:
         """Whether the later one continues what this one has written. A founder that continues older charters has a
@@ -240,10 +242,13 @@ class SuccessionChecker(WorldChecker):
             self._present = job
 
     def _founds(self, coordinator: int) -> None:
-        """A founder that decides for the first time begins another job if it does not continue the newest charter."""
+        """A founder that decides for the first time, or a successor that continues what it wrote, begins another job if
+        it does not continue the newest charter."""
         recalled, newest = self._founders.pop(coordinator, None), self.newest
         if recalled is None:
             return
+        for later in [each for each, before in self._continues.items() if before == coordinator]:
+            self._founders.pop(later, None)
         if newest is not None and self._job_of[coordinator] == self._present and recalled >= newest.position:
             before = self._decided[self._present]
             if before == coordinator or not self._leads(before):
