@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from holdfast.linux import check_memory
-from holdfast.snapshots.mapping import MappedFile
+from holdfast.snapshots.mapping import MappedFile, write_at
 from holdfast.snapshots.memory_folder import open_for_writing
 
 
@@ -84,8 +84,8 @@ class GrowingFile:
             check_memory(whole_bytes - before_bytes)
             if before_bytes:
                 os.posix_fallocate(fd, 0, before_bytes)  # as above
-            _write(fd, memoryview(bytes(max(0, self._header_bytes - before_bytes))), before_bytes)
-            yield lambda at, data: _write(fd, data, self._header_bytes + at)
+            write_at(fd, memoryview(bytes(max(0, self._header_bytes - before_bytes))), before_bytes)
+            yield lambda at, data: write_at(fd, data, self._header_bytes + at)
             os.ftruncate(fd, whole_bytes)
             if not 0 < size_bytes <= self.room_bytes:
                 self.close()
@@ -108,10 +108,3 @@ class GrowingFile:
         self.mapped = self._growing = None
         self.memory = memoryview(b"")
         self.room_bytes = 0
-
-
-def _write(fd: int, data: memoryview, at: int) -> None:
-    """OSError."""
-    while data:
-        done = os.pwrite(fd, data, at)
-        data, at = data[done:], at + done

@@ -138,9 +138,15 @@ class MappedFile:
 def _write_zeros(fd: int, at: int, size_bytes: int) -> None:
     """Pages that were written are mapped sixteen at a time, those that were only allocated one by one: both steps take
     two thirds of the processor time. OSError."""
-    done = 0
-    while done < size_bytes:
-        done += os.pwrite(fd, _ZEROS[: size_bytes - done], at + done)
+    for begin in range(0, size_bytes, len(_ZEROS)):
+        write_at(fd, _ZEROS[: size_bytes - begin], at + begin)
+
+
+def write_at(fd: int, data: memoryview, at: int) -> None:
+    """All of it, however many bytes the kernel takes at a time. For a file in memory: disk.py is for disks. OSError."""
+    while data:
+        done = os.pwrite(fd, data, at)
+        data, at = data[done:], at + done
 
 
 class Mappings:
