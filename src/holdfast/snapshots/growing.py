@@ -8,6 +8,7 @@ import contextlib
 import mmap
 import os
 from collections.abc import Callable, Iterator
+from itertools import chain
 from pathlib import Path
 
 from holdfast.linux import check_memory
@@ -40,9 +41,9 @@ class GrowingFile:
         """The first bytes of the body, of which there is room for so many."""
         return self.memory[self._header_bytes :][:size_bytes]
 
-    def growing(self, size_bytes: int) -> Iterator[int]:
-        """Make room, with every page present, piece by piece; stopped, it keeps what was taken. Yields how many bytes
-        of the body there is room for by now. Raises OSError; the file is unchanged then."""
+    def growing(self, size_bytes: int) -> Iterator[None]:
+        """Make room, with every page present, piece by piece; stopped, it keeps what was taken. Raises OSError; the
+        file is unchanged then."""
         if self.room_bytes >= size_bytes and self.room_bytes:
             return
         fd = open_for_writing(self.path)
@@ -57,9 +58,8 @@ class GrowingFile:
                         os.posix_fallocate(fd, 0, before_bytes)  # a process that died while it grew has left holes
                     mapped = MappedFile(fd, whole_bytes, writable=True)
                 self._growing = mapped
-                for pieces in (mapped.populate(before_bytes), mapped.take(fd, before_bytes, whole_bytes)):
-                    for present_bytes in pieces:
-                        yield present_bytes - self._header_bytes
+                for _ in chain(mapped.populate(before_bytes), mapped.take(fd, before_bytes, whole_bytes)):
+                    yield
             except OSError:
                 self._growing = None
                 os.ftruncate(fd, before_bytes)
