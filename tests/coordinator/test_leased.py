@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from holdfast.coordinator.coordinator_state import Command, Heard, LinkOpened, Tell
 from holdfast.coordinator.leased import LeasedCoordinator
-from holdfast.protocol.messages import Assign, Join
+from holdfast.protocol.messages import Assign, Join, Ping, Pong
 from holdfast.protocol.outcome import Verdict
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
 
@@ -35,6 +35,16 @@ def test_without_the_lease_nothing_is_decided() -> None:
     assert joined(machine, 100.0) == []
     lease[0] = True
     assert generations(joined(machine, 101.0)) == [1]
+
+
+def test_without_the_lease_no_ping_is_answered() -> None:
+    lease = [True]
+    machine = made(lease)
+    joined(machine, 100.0)
+    assert machine.pong(100.0, 1, Ping(1)) == Pong(1)
+    lease[0] = False
+    assert machine.pong(100.0, 1, Ping(2)) is None
+    assert machine.handle(100.0, Heard(1, Ping(2))) == []
 
 
 def test_the_first_of_a_job_waits_for_nobody() -> None:

@@ -71,6 +71,21 @@ def test_both_sides_agree(token: bytes | None, size: int) -> None:
     assert pair.server.take() == []
 
 
+@pytest.mark.parametrize("token", [None, TOKEN])
+def test_one_whole_message_takes_the_short_way(token: bytes | None) -> None:
+    pair = Pair(token, token)
+    assert pair.server.only(pair.client.opening()) is None, "the handshake does not"
+    pair.run()
+    one, two, three = (pair.client.pack(Ping(number=number)) for number in (1, 2, 3))
+    assert pair.server.only(one) == Ping(number=1)
+    assert pair.server.only(two + three) is None
+    pair.server.feed(two + three[:5])
+    assert pair.server.only(three[5:]) is None, "it is the end of a message that was begun"
+    pair.server.feed(three[5:])
+    assert pair.server.take() == [Ping(number=2), Ping(number=3)]
+    assert pair.server.error is None
+
+
 def test_a_large_message_right_behind_the_acceptance_is_not_lost() -> None:
     pair = Pair(TOKEN, TOKEN)
     down = pair.server.feed(pair.client.opening())
@@ -242,6 +257,7 @@ def test_a_flipped_bit_under_a_token_never_becomes_a_message(place: int, bit: in
     pair = Pair(TOKEN, TOKEN).run()
     data = bytearray(pair.client.pack(Ping(number=77)))
     data[place % len(data)] ^= 1 << bit
+    assert pair.server.only(bytes(data)) is None
     pair.server.feed(bytes(data) + pair.client.pack(Ping(number=78)))
     assert pair.server.take() == []
     if pair.server.error is not None:

@@ -6,14 +6,21 @@ import asyncio
 import errno
 import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.protocol.errors import BindingError, HoldfastError, InternalError, PlatformError
+from holdfast.protocol.messages import REVISION, FromAgent, FromCoordinator, Join, Joined, Leave, Ping, Pong
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.driver import SAID_INTERVAL_S, Driver, Troubles, as_error, fault_of
+from holdfast.runtime.rendezvous_client import CoordinatorService
+from holdfast.runtime.run_folder import Journal
 from tests.support.limits import limit_s, settled
+from tests.support.simulator.nodes import simple_judge
 
 NO_FILES = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
 
@@ -77,6 +84,32 @@ def test_an_error_of_the_callers_stays_one() -> None:
     assert isinstance(fault, BindingError)
 
 
+async def test_a_broken_coordinator_answers_no_ping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its agents have received the end of the job; an answer would confirm a coordinator that decides nothing more."""
+    job = JobSpec(run_id="t", min_nodes=1, max_nodes=1, backend="c10d")
+    machine = CoordinatorMachine(job, Limits(), simple_judge, asyncio.get_running_loop().time())
+    journal = Journal(tmp_path / "events.jsonl")
+    service = CoordinatorService(machine, journal, lambda _: None)
+    received: list[FromCoordinator] = []
+    service.connect_locally().start(received.append, lambda _: None)
+    service.connect_locally()
+
+    async def answers(message: FromAgent) -> list[type[FromCoordinator]]:
+        received.clear()
+        service.heard(1, message)
+        await asyncio.sleep(0)
+        return [type(each) for each in received]
+
+    assert Joined in await answers(Join(NodeSpec(member="a#1", host="a", nproc=1), revision=REVISION))
+    assert await answers(Ping(1)) == [Pong]
+    monkeypatch.setattr(machine, "_on_message", lambda now, link, message: 1 // 0)
+    with pytest.raises(InternalError):
+        service.heard(2, Leave("poison"))
+    await asyncio.sleep(0)
+    assert await answers(Ping(2)) == []
+    journal.close()
+
+
 class OpenSession:
     """A session whose every byte is a message."""
 
@@ -87,6 +120,9 @@ class OpenSession:
 
     def opening(self) -> bytes:
         return b""
+
+    def only(self, data: bytes) -> bytes:
+        return data
 
     def feed(self, data: bytes) -> bytes:
         self._messages.append(data)

@@ -100,14 +100,21 @@ class CoordinatorMachine(CoordinatorActs):
     # ---------------------------------------------------------------- surface
 
     def handle(self, now: float, event: Event) -> list[Command]:
+        if isinstance(event, Heard) and isinstance(event.message, Ping):
+            pong = self.pong(now, event.link, event.message)
+            if pong is not None:
+                return [Tell(event.link, pong)]
         self._now = now
-        if isinstance(event, Heard) and isinstance(event.message, Ping) and self._is_quiet(now):
-            member = self._membership.by_link(event.link)
-            if member is None:
-                return []
-            member.last_heard_s = now
-            return [Tell(event.link, self._pong(event.message.number))]
         return self._handle(now, event)
+
+    def pong(self, now: float, link: int, ping: Ping) -> Pong | None:
+        """The answer to a member's ping if nothing else follows from it, as nearly always: a shell may ask for it
+        instead of feeding the event. None: the ping must be handled."""
+        member = self._membership.by_link(link) if self._is_quiet(now) else None
+        if member is None:
+            return None
+        self._now = member.last_heard_s = now
+        return self._pong(ping.number)
 
     def _is_quiet(self, now: float) -> bool:
         """Whether nothing is due, and no claim waits for a sign of life."""

@@ -38,6 +38,9 @@ class LeasedCoordinator(CoordinatorMachine):
             self._previous_leader.generation = floor
             super()._wait_for_fence_previous_leader(now - (limits.fence_s + limits.kill_s - tail_s), floor)
 
+    def _is_quiet(self, now: float) -> bool:
+        return self._holds() and super()._is_quiet(now)
+
     def handle(self, now: float, event: Event) -> list[Command]:
         """Decide nothing without the lease: this process may have slept, and another one may hold the lease now."""
         if not self._holds():

@@ -62,7 +62,6 @@ class _Course:
     """Start of the current window."""
     step_s: float = 0.0
     own_s: float = 0.0
-    peers_s: float = 0.0
     slow: int = 0
     """Number of slow windows in a row; negative: of other windows in a row."""
 
@@ -108,15 +107,16 @@ class Stragglers:
             return []
         self._open = set(self._courses)
         own = sorted(course.own_s for course in self._courses.values())
+        quick_s = FACTOR * own[len(own) // 2 - 1]  # the median of a rank's peers is not below this value
         for course in self._courses.values():
-            course.peers_s = _median_without(own, course.own_s)
-            if _is_slow(course.own_s, course.peers_s, course.step_s):
+            own_s = course.own_s
+            if own_s > quick_s and _is_slow(own_s, _median_without(own, own_s), course.step_s):
                 course.slow = max(1, course.slow + 1)
             else:
                 course.slow = min(-1, course.slow - 1)
-        return self._recovered() + self._fallen_behind()
+        return self._recovered(own) + self._fallen_behind(own)
 
-    def _fallen_behind(self) -> list[Straggler]:
+    def _fallen_behind(self, own: list[float]) -> list[Straggler]:
         named = {rank for ranks in self._standing for rank in ranks}
         slow: dict[str, list[_Course]] = {}
         for course in self._courses.values():
@@ -128,32 +128,33 @@ class Stragglers:
         sizes = Counter(course.pace.member for course in self._courses.values())
         for member, courses in slow.items():
             if len(courses) == sizes[member] > 1 and len(sizes) > 1:
-                found.append(_named(NODE_SLOW, courses))
+                found.append(_named(NODE_SLOW, courses, own))
             else:
-                found += [_named(RANK_SLOW, [course]) for course in courses]
+                found += [_named(RANK_SLOW, [course], own) for course in courses]
         for each in found:
             self._standing[each.ranks] = each
         return found
 
-    def _recovered(self) -> list[Straggler]:
+    def _recovered(self, own: list[float]) -> list[Straggler]:
         over: list[Straggler] = []
         for ranks, straggler in list(self._standing.items()):
             courses = [self._courses[rank] for rank in ranks if rank in self._courses]
             if all(course.slow <= -IN_A_ROW for course in courses):
                 del self._standing[ranks]
                 if courses:
-                    over.append(_named(straggler.code, courses, over=True))
+                    over.append(_named(straggler.code, courses, own, over=True))
         return over
 
 
-def _named(code: str, courses: list[_Course], *, over: bool = False) -> Straggler:
+def _named(code: str, courses: list[_Course], own: list[float], *, over: bool = False) -> Straggler:
+    """`own`: the own parts of all ranks, in order."""
     middle = sorted(courses, key=lambda course: course.own_s)[len(courses) // 2]
     return Straggler(
         code=code,
         host=middle.pace.host,
         ranks=tuple(sorted(course.pace.rank for course in courses)),
         own_s=middle.own_s,
-        peers_s=middle.peers_s,
+        peers_s=_median_without(own, middle.own_s),
         step_s=middle.step_s,
         over=over,
     )

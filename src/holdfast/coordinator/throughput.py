@@ -9,6 +9,8 @@ from array import array
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
+from msgspec import Struct
+
 from holdfast.protocol.messages import Progress
 from holdfast.protocol.rank_progress import RankProgress, Stage
 
@@ -20,9 +22,9 @@ WINDOWS_MAX = 12
 GROUPING = frozenset({Stage.MEETING, Stage.GROUPING})
 
 
-@dataclass(slots=True)
-class Mark:
-    """Progress of a rank at one moment. Two marks give the duration of the steps in between."""
+class Mark(Struct, frozen=True, gc=False):
+    """Progress of a rank at one moment. Two marks give the duration of the steps in between. Not tracked by the
+    collector of cycles: there are three for each rank, and new ones in every window."""
 
     steps: int
     at_s: float

@@ -50,7 +50,7 @@ class Note(Struct, frozen=True):
     fields: dict[str, object]
 
 
-PINGS_PER_FENCE = 3
+PINGS_PER_FENCE = 2
 PROGRESS_PER_HANG = 1.2
 GROWTH = 2.0
 PAUSE_S_MAX = 60.0
@@ -140,7 +140,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     """An agent whose last acknowledged ping is older than this kills its workers, by its own clock."""
     ping_interval_s: float = 1.0
     """See `ping_interval_of`."""
-    pings_per_s_max: int = 750
+    pings_per_s_max: int = 500
     """Of all agents together, as long as each sends PINGS_PER_FENCE in fence_s."""
     renew_interval_s: float = 0.5
     """How often the coordinator renews its authority with its voters."""
@@ -200,7 +200,7 @@ class Limits(Struct, frozen=True, kw_only=True):
     """See `progress_interval_of`."""
     progress_interval_max_s: float = 10.0
     """In the largest jobs."""
-    progress_per_s_max: int = 200
+    progress_per_s_max: int = 100
     """Reports of all agents together, up to progress_interval_max_s."""
     hang_report_s: float = 12.0
     """Without a step of any rank for this long, and for hang_steps steps, all workers are sampled (rdzv-conf

@@ -363,7 +363,7 @@ class Session(Generic[Received]):
     """Turns received bytes into messages, and messages into bytes to send.
 
     After each `feed`: write what it returned, look at `error` (then the connection is over) and at
-    `established`, and `take` the messages.
+    `established`, and `take` the messages. `only` is the short way for one message.
     """
 
     def __init__(self, handshake: Handshake, decode: Callable[[bytes], Received]) -> None:
@@ -399,9 +399,6 @@ class Session(Generic[Received]):
             return b""
         out = bytearray()
         try:
-            if self.established and (payload := self._reader.only(data)) is not None:
-                self._hear(payload, out)
-                return b""
             if not self.met:
                 self._first += data
                 data = self._meet(out)
@@ -411,6 +408,17 @@ class Session(Generic[Received]):
         except (ProtocolError, AuthenticationError) as error:
             self.error = error
         return bytes(out)
+
+    def only(self, data: bytes) -> Received | None:
+        """The message in these new bytes if they are exactly one, as nearly always; None: they must be fed. A bad one
+        sets `error`. Never raises."""
+        if not self.established or self.error is not None or (payload := self._reader.only(data)) is None:
+            return None
+        try:
+            return self._open(payload)
+        except (ProtocolError, AuthenticationError) as error:
+            self.error = error
+            return None
 
     def take(self) -> list[Received]:
         """The messages received since the last call, in order."""
@@ -437,10 +445,13 @@ class Session(Generic[Received]):
 
     def _hear(self, payload: bytes, out: bytearray) -> None:
         if self.established:
-            seal = self._handshake.seal
-            self._messages.append(self._decode(payload if seal is None else seal.open(payload)))
+            self._messages.append(self._open(payload))
         else:
             self._answer(self._handshake.receive(payload), out)
+
+    def _open(self, payload: bytes) -> Received:
+        seal = self._handshake.seal
+        return self._decode(payload if seal is None else seal.open(payload))
 
     def _answer(self, payloads: list[bytes], out: bytearray) -> None:
         for payload in payloads:

@@ -155,6 +155,12 @@ class Connection(asyncio.BufferedProtocol, Generic[Received]):
         transport = self._transport
         if transport is None or self._reason:
             return
+        if self._on_message is not None and not self._waiting:
+            message = self._session.only(data)
+            if message is not None:
+                self._waiting.append(message)
+                self._deliver()
+                return
         answer = self._session.feed(data)
         if answer:
             transport.write(answer)

@@ -67,7 +67,8 @@ class Driver(Generic[Event, Command]):
         self._inbox: deque[Event] = deque()
         self._story: deque[tuple[float, Event]] = deque(maxlen=STORY_EVENTS_MAX)
         self._busy = False
-        self._stopped = False
+        self.stopped = False
+        """It handles no more events: it was stopped, or has failed."""
         self._timer: asyncio.TimerHandle | None = None
         self._timer_at = 0.0
 
@@ -77,14 +78,14 @@ class Driver(Generic[Event, Command]):
         Raises InternalError with the recent events for any failure of the machine or of its commands; a HoldfastError
         that a command has raised is passed unchanged.
         """
-        if self._stopped:
+        if self.stopped:
             return
         self._inbox.append(event)
         if self._busy:
             return
         self._busy = True
         try:
-            while self._inbox and not self._stopped:
+            while self._inbox and not self.stopped:
                 event = self._inbox.popleft()
                 self._step(event)
             self._arm()
@@ -95,7 +96,7 @@ class Driver(Generic[Event, Command]):
 
     def stop(self) -> None:
         """Handle no more events."""
-        self._stopped = True
+        self.stopped = True
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -122,7 +123,7 @@ class Driver(Generic[Event, Command]):
         return InternalError(f"{name} {broke}\n  {story}")
 
     def _arm(self) -> None:
-        if self._stopped:
+        if self.stopped:
             return
         deadline = self.machine.next_deadline()
         if self._timer is not None:

@@ -38,7 +38,7 @@ from holdfast.protocol.errors import (
     RefusedError,
     RendezvousConfigError,
 )
-from holdfast.protocol.messages import Ask, Finish, FromAgent, FromCoordinator, Looked, Profiled
+from holdfast.protocol.messages import Ask, Finish, FromAgent, FromCoordinator, Looked, Ping, Profiled
 from holdfast.protocol.options import Endpoint, RunOptions
 from holdfast.protocol.outcome import fault_outcome
 from holdfast.protocol.policy import NodeSpec, Note, Tick
@@ -283,6 +283,7 @@ class CoordinatorService:
         self._links: dict[int, AgentLink] = {}
         self._remote: set[int] = set()
         self._number = 0
+        self._loop = asyncio.get_running_loop()
         self._alone = asyncio.Event()
         self._alone.set()
         self._listener: Listener | None = None
@@ -326,8 +327,14 @@ class CoordinatorService:
         self._driver.feed(LinkOpened(number, connection.peer_address, connection.local_address))
 
     def heard(self, number: int, message: FromAgent) -> None:
-        if number not in self._links:
+        link = self._links.get(number)
+        if link is None:
             return
+        if isinstance(message, Ping) and not self._driver.stopped:
+            pong = self.machine.pong(self._loop.time(), number, message)
+            if pong is not None:
+                link.send(pong)
+                return
         match message:
             case Ask():
                 self._answers.asked(number, message)
