@@ -123,6 +123,7 @@ COPIED = Row(
         Metric("stall with", COPIES, digits=2),
         Metric("copy has arrived", COPIES, digits=1),
         Metric("resume of the newcomer", COPIES, value_max=6.0, digits=1),
+        Metric("bare transfer", COPIES, digits=1),
         Metric("copy", "ms", digits=1),
     ),
     measure=measure_copied,

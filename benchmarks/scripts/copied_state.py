@@ -3,7 +3,8 @@
     copied_state.py FOLDER            prints numbers as JSON
 
 Saves in memory, by turns without and with a copy; then a node is lost with its memory, and both ranks resume in new
-processes. The newcomer needs new memory. Where the host of a virtual machine has taken free memory back, the first
+processes. What the network alone costs is measured beside it: as many bytes between two processes that do nothing else.
+The newcomer needs new memory. Where the host of a virtual machine has taken free memory back, the first
 access to each 2 MB of it costs up to 10 ms, 30 copies for this state, whoever does it. So as much as is needed is
 touched and freed directly before.
 """
@@ -11,6 +12,7 @@ touched and freed directly before.
 from __future__ import annotations
 
 import json
+import mmap
 import os
 import shutil
 import signal
@@ -18,6 +20,7 @@ import socket
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from train_state import Copies, build, timed, train
+
+from holdfast.snapshots import disk
 
 FIRST, SAVES = 4, 32
 """Even numbers: the last save has its copy. The first ones take memory, and are not counted."""
@@ -114,6 +119,32 @@ def resumes(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def transfer_s() -> float:
+    """Send a state's bytes over loopback, check each chunk, and write it into new memory; the median."""
+    return statistics.median(_transfer_s(3 * 4 * sum(each.numel() for each in build()[0].parameters())) for _ in range(5))
+
+
+def _transfer_s(size_bytes: int) -> float:
+    with socket.create_server(("127.0.0.1", 0)) as listening, tempfile.TemporaryFile(dir="/dev/shm") as memory:
+        sender = os.fork()
+        if sender == 0:
+            data = bytes(size_bytes)
+            listening.accept()[0].sendall(data)
+            os._exit(0)
+        buffer = memoryview(mmap.mmap(-1, disk.CHUNK_BYTES))
+        with socket.create_connection(listening.getsockname()) as sock:
+            sock.recv(1, socket.MSG_PEEK)
+            began_s, at = time.perf_counter(), 0
+            while got := sock.recv_into(buffer, 0, socket.MSG_WAITALL):
+                disk.chunk_crc(buffer[:got])
+                at += os.pwrite(memory.fileno(), buffer[:got], at)
+            took_s = time.perf_counter() - began_s
+        os.waitpid(sender, 0)
+    if at != size_bytes:
+        raise RuntimeError(f"{at} of {size_bytes} bytes arrived")
+    return took_s
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     if len(sys.argv) > 2:
@@ -137,6 +168,7 @@ def main() -> None:
                 "stall, relative": stall["copied"] / stall["alone"],
                 "copy has arrived": max(each["arrived"] for each in copied) / unit,
                 "resume of the newcomer": resumed[1]["resume"] / unit,
+                "bare transfer": transfer_s() / unit,
                 "copy": unit * 1000,
             }
         )

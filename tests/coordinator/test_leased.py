@@ -41,6 +41,7 @@ def test_without_the_lease_no_ping_is_answered() -> None:
     lease = [True]
     machine = made(lease)
     joined(machine, 100.0)
+    machine.next_deadline()  # as a driver asks after every event
     assert machine.pong(100.0, 1, Ping(1)) == Pong(1)
     lease[0] = False
     assert machine.pong(100.0, 1, Ping(2)) is None
