@@ -121,7 +121,9 @@ def resumes(folder: Path) -> None:
 
 def transfer_s() -> float:
     """Send a state's bytes over loopback, check each chunk, and write it into new memory; the median."""
-    return statistics.median(_transfer_s(3 * 4 * sum(each.numel() for each in build()[0].parameters())) for _ in range(5))
+    return statistics.median(
+        _transfer_s(3 * 4 * sum(each.numel() for each in build()[0].parameters())) for _ in range(5)
+    )
 
 
 def _transfer_s(size_bytes: int) -> float:

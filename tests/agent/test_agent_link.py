@@ -24,6 +24,7 @@ from tests.agent.agent_desk import (
     joining,
     leaving,
     leaving_drained,
+    preparing,
     running,
     stopping,
     sweeping,
@@ -304,6 +305,17 @@ def test_the_fence_counts_from_what_was_sent_not_from_what_came_back() -> None:
     assert desk.machine.work is Work.RUNNING
     desk.wait(0.02, answered=False)
     assert desk.machine.work is Work.KILLING
+
+
+@pytest.mark.parametrize("age_s", [0.0, 0.8])
+def test_with_a_start_the_fence_counts_from_what_others_have_confirmed(age_s: float) -> None:
+    """A coordinator that hears all nodes and that none of them hears has a successor after one fence."""
+    desk = preparing()
+    desk.now = 1.0
+    desk.give(ev.NodePrepared(1, 40_000))
+    desk.now = 1.5
+    desk.hear(msg.Start(1, "10.0.0.1", 40_000, age_s=age_s))
+    assert desk.machine.fence_at_s == 1.0 - age_s + LIMITS.fence_s
 
 
 def test_a_saving_worker_of_a_cut_off_node_is_not_waited_for_beyond_the_fence() -> None:

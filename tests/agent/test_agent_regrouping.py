@@ -12,6 +12,7 @@ from holdfast.agent.commands import (
     Exit,
     HoldWorkers,
     KillTree,
+    Prepare,
     RegroupWorkers,
     ReleaseWorkers,
     Say,
@@ -191,6 +192,16 @@ def test_an_order_to_regroup_that_comes_too_late_is_answered_when_no_worker_is_l
     desk = idle()
     desk.hear(Regroup(survivor(2)))
     assert desk.sent() == [Stopped(2)]
+
+
+def test_a_node_whose_workers_are_being_killed_prepares_what_follows_a_regroup_that_was_refused() -> None:
+    """The order to stop names the generation that this node was to take part in, and not the one of its workers."""
+    for desk in (killing(), sweeping()):
+        desk.hear(Regroup(survivor(2)))
+        desk.hear(Stop(2, StopReason.WORKER_FAILED, "the workers cannot go on: its memory grew", following=assign(3)))
+        desk.give(TreeGone(1))
+        assert Stopped(2) in desk.sent()
+        assert Prepare(assign(3)) in desk.done
 
 
 def test_a_node_without_a_worker_joins_afresh_after_it_lost_its_link() -> None:

@@ -189,14 +189,14 @@ def test_it_steps_down_at_once_when_it_has_slept() -> None:
     assert not desk.to(2, msg.Pong)
 
 
-def test_an_answer_carries_the_age_of_its_authority() -> None:
-    desk = Desk().started(1, 2, 3)
-    desk.silent = {2, 3}
-    desk.wait(1.0)
+def test_answers_and_starts_carry_the_age_of_its_authority() -> None:
+    desk = Desk(least=3)
+    desk.join(1, 2, 3)
+    desk.silent, desk.now = {2, 3}, desk.now + 1.0
+    desk.prepare(1, 2, 3)
     desk.give(Heard(2, msg.Ping(9)))
-    pong = desk.to(2, msg.Pong)[-1]
-    assert isinstance(pong, msg.Pong)
-    assert pong.age_s >= 1.0
+    ages = [each.age_s for _, each in desk.told if isinstance(each, msg.Start | msg.Pong)]
+    assert ages == [1.0] * 4
 
 
 def test_a_vote_for_another_coordinator_deposes_it() -> None:

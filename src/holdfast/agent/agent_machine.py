@@ -293,7 +293,7 @@ class AgentMachine(AgentActs):
             elif stop.following is not None:  # its workers ended before the order arrived
                 self._on_assign(stop.following)
             return
-        if current is None or current.generation != stop.generation:
+        if current is None or stop.generation not in (current.generation, self._last_generation):
             return
         if self._at_work():
             if stop.text:
@@ -317,7 +317,7 @@ class AgentMachine(AgentActs):
     def _on_start(self, start: Start) -> None:
         if self.work in (Work.PREPARED, Work.REGROUPING) and self._current().generation == start.generation:
             begin = StartWorkers if self.work is Work.PREPARED else ContinueWorkers
-            self._lease.confirm(self._prepared_s)
+            self._lease.confirm(self._prepared_s - start.age_s)
             self._drained = False
             self._enter(Work.RUNNING)
             self._out.append(begin(self._current().assign, start))

@@ -280,7 +280,12 @@ class CoordinatorActs:
         self._membership.set_busy(member, world.generation)
         member.first_started_s = member.first_started_s or now
         interval_s = self.limits.progress_interval_of(len(world.order))
-        self._tell(member, Start(world.generation, *world.master, interval_s, self._endings.before, self.job_uid))
+        before, age_s = self._endings.before, self._authority_age_s()
+        self._tell(member, Start(world.generation, *world.master, interval_s, before, self.job_uid, age_s))
+
+    def _authority_age_s(self) -> float:
+        """How long ago this coordinator was confirmed by those that could elect another one; 0: nobody could."""
+        return 0.0
 
     def _admit(self, newcomers: Collection[Member]) -> None:
         """Let these join the running generation without a worker in it, as far as there is room."""

@@ -114,7 +114,7 @@ class CoordinatorMachine(CoordinatorActs):
         if member is None:
             return None
         self._now = member.last_heard_s = now
-        return self._pong(ping.number)
+        return Pong(ping.number, self._authority_age_s())
 
     def _is_quiet(self, now: float) -> bool:
         """Whether nothing is due, and no claim waits for a sign of life."""
@@ -248,7 +248,7 @@ class CoordinatorMachine(CoordinatorActs):
         member.last_heard_s = now
         match message:
             case Ping(number):
-                self._tell(member, self._pong(number))
+                self._tell(member, Pong(number, self._authority_age_s()))
             case Prepared(generation, store_port):
                 self._on_prepared(now, member, generation, store_port)
             case Held(generation, reached, saves):
@@ -326,9 +326,6 @@ class CoordinatorMachine(CoordinatorActs):
                 self._out.append(DropLink(link, problem))
             case None:
                 pass
-
-    def _pong(self, number: int) -> Pong:
-        return Pong(number)
 
     def _joined(self) -> Joined:
         limits = self.limits

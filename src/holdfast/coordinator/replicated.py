@@ -238,9 +238,8 @@ class ReplicatedCoordinator(CoordinatorMachine):
                 self._own_due_s = min(self._own_due_s, self._older.due_s(self._now), asks_s)
         return min(inf if deadline is None else deadline, self._own_due_s)
 
-    def _pong(self, number: int) -> Pong:
-        """With the age of this coordinator's authority."""
-        return Pong(number, self._now - self._charters.authority_s(self._now))
+    def _authority_age_s(self) -> float:
+        return self._now - self._charters.authority_s(self._now)
 
     def check_invariants(self) -> None:
         super().check_invariants()

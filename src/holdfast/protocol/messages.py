@@ -309,6 +309,8 @@ class Start(CoordinatorMessage, frozen=True, tag="start"):
     """How the generation before it ended: see `coordinator.ending.previous_end`. Empty: unknown, or it is the first."""
     job_uid: str = ""
     """Identifies the job, through all its generations; unlike the run id it is never used twice."""
+    age_s: Seconds = 0.0
+    """As in Pong. The agent's fence counts from that time before its Prepared."""
 
 
 class Regroup(CoordinatorMessage, frozen=True, tag="regroup"):

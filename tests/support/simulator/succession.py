@@ -280,15 +280,17 @@ class SuccessionCluster(SimCluster):
     # ---------------------------------------------------------------- what must go on
 
     def _look(self) -> None:
-        """A majority of voters that is left in peace has a job that runs or is over."""
-        charter = self.jobs.newest
-        if charter is not None and self.clock.now - self.calm_since_s >= CALM_S and len(charter.seats) >= VOTERS_MIN:
+        """A majority of voters that is left in peace has a job that runs or is over. The time before there was one does
+        not count: a founder without the voters of before waits until they cannot elect any more."""
+        charter, together = self.jobs.newest, set[str]()
+        calm = self.clock.now - self.calm_since_s >= CALM_S
+        if calm and charter is not None and charter.outcome is None and len(charter.seats) >= VOTERS_MIN:
             together = self._together(charter)
-            if together and charter.outcome is None:
-                if any(self._goes_on(self.processes[host]) for host in together):
-                    self._ran_s = self.clock.now
-                text = f"{sorted(together)} hear each other for {CALM_S + PAUSE_S:g} s, and no job runs there"
-                self.jobs.goes_on(text, running=self.clock.now - max(self._ran_s, self.calm_since_s + CALM_S) < PAUSE_S)
+        if not together or any(self._goes_on(self.processes[host]) for host in together):
+            self._ran_s = self.clock.now
+        else:
+            text = f"{sorted(together)} hear each other for {CALM_S + PAUSE_S:g} s, and no job runs there"
+            self.jobs.goes_on(text, running=self.clock.now - self._ran_s < PAUSE_S)
         if self.clock.now - self.calm_since_s >= CALM_S + PAUSE_S:
             at_work = [host for host, process in self.processes.items() if self._runs(process)]
             if self._hear_each_other(at_work):
