@@ -114,6 +114,13 @@ def test_resumed_workers_live_on() -> None:
     assert desk.machine.work is Work.RUNNING
 
 
+def test_the_fence_of_resumed_workers_counts_from_what_others_have_confirmed() -> None:
+    desk = rejoined()
+    desk.hear(structs.replace(JOINED, age_s=0.5))
+    desk.hear(msg.Resume(1))
+    assert desk.machine.fence_at_s == desk.now - 0.5 + LIMITS.fence_s
+
+
 def test_abandoned_workers_are_killed() -> None:
     desk = rejoined()
     desk.hear(JOINED)

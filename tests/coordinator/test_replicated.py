@@ -189,14 +189,14 @@ def test_it_steps_down_at_once_when_it_has_slept() -> None:
     assert not desk.to(2, msg.Pong)
 
 
-def test_answers_and_starts_carry_the_age_of_its_authority() -> None:
+def test_what_a_fence_counts_from_carries_the_age_of_its_authority() -> None:
     desk = Desk(least=3)
     desk.join(1, 2, 3)
-    desk.silent, desk.now = {2, 3}, desk.now + 1.0
+    desk.silent, desk.now, desk.told = {2, 3, 4}, desk.now + 1.0, []
     desk.prepare(1, 2, 3)
+    desk.join(4)
     desk.give(Heard(2, msg.Ping(9)))
-    ages = [each.age_s for _, each in desk.told if isinstance(each, msg.Start | msg.Pong)]
-    assert ages == [1.0] * 4
+    assert [each.age_s for _, each in desk.told if isinstance(each, msg.Start | msg.Joined | msg.Pong)] == [1.0] * 5
 
 
 def test_a_vote_for_another_coordinator_deposes_it() -> None:

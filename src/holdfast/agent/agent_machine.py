@@ -245,11 +245,11 @@ class AgentMachine(AgentActs):
 
     def _on_message(self, now: float, message: FromCoordinator) -> None:
         match message:
-            case Joined(_, fence_s, ping_interval_s, revision):
+            case Joined(_, fence_s, ping_interval_s):
                 self._joined = True
-                self.revision = revision
+                self.revision = message.revision
                 asked_s = self._join_sent_s if self._join_sent_s is not None else now
-                self._lease.granted(fence_s, ping_interval_s, asked_s=asked_s, now=now)
+                self._lease.granted(fence_s, ping_interval_s, confirmed_s=asked_s - message.age_s, now=now)
             case Pong(number, age_s):
                 self._lease.answered(number, age_s)
             case Waiting(text):

@@ -87,10 +87,10 @@ class Lease:
     def fence_at_s(self) -> float:
         return self.confirmed_s + self.fence_s
 
-    def granted(self, fence_s: float, ping_interval_s: float, *, asked_s: float, now: float) -> None:
-        """The agent has joined: the coordinator received the request that was sent at `asked_s`."""
+    def granted(self, fence_s: float, ping_interval_s: float, *, confirmed_s: float, now: float) -> None:
+        """The agent has joined."""
         self.fence_s, self.ping_interval_s = fence_s, ping_interval_s
-        self.confirmed_s = asked_s
+        self.confirmed_s = confirmed_s
         self.ping_at_s = now + ping_interval_s
         self._open.clear()
 

@@ -330,7 +330,7 @@ class CoordinatorMachine(CoordinatorActs):
     def _joined(self) -> Joined:
         limits = self.limits
         ping_interval_s = limits.ping_interval_of(max(len(self.members), self.job.min_nodes))
-        return Joined(limits.lease_s, limits.fence_s, ping_interval_s, REVISION)
+        return Joined(limits.lease_s, limits.fence_s, ping_interval_s, REVISION, age_s=self._authority_age_s())
 
     def _observe_previous_leader(self, now: float, member: Member, join: Join) -> None:
         """A joining agent may still run a generation of an earlier coordinator; adopt it if all its nodes rejoin."""

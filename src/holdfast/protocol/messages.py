@@ -265,6 +265,8 @@ class Joined(CoordinatorMessage, frozen=True, tag="joined"):
     """The coordinator's REVISION."""
     term: Count = 0
     """The coordinator's term. An agent that knows a newer one hangs up."""
+    age_s: Seconds = 0.0
+    """As in Pong. The agent's fence counts from that time before its Join."""
 
 
 class Waiting(CoordinatorMessage, frozen=True, tag="waiting"):

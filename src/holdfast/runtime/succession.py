@@ -62,8 +62,8 @@ ASK_S_MAX = 0.5
 ASK_LEADER_S_MAX = 5.0
 """The same, if this node has heard of another coordinator."""
 CALL_FIRST_S, CALL_S = 0.25, 0.5
-"""Pauses between two calls of an endpoint, in the first CALL_OFTEN_S of a coordinator and later. A node that returned there
-forms the job again within settle_s when enough others have returned, and a call may be lost."""
+"""Pauses between two calls of an endpoint, in the first CALL_OFTEN_S of a coordinator and later. A node that returned
+there forms the job again within settle_s when enough others have returned, and a call may be lost."""
 CALL_OFTEN_S = 5.0
 
 

@@ -170,9 +170,10 @@ class SuccessionChecker(WorldChecker):
 
     def recalls(self, coordinator: int, charter: Charter) -> None:
         """A coordinator that founded the job continues this charter, as it has heard."""
+        before = self._founders.get(self._writers[self._key(charter)], charter.position)
         self._continue(coordinator, charter)
         self._line_of[coordinator] = coordinator
-        self._founders[coordinator] = charter.position
+        self._founders[coordinator] = before  # of one that has decided nothing: what that one continued
 
     def _continue(self, coordinator: int, charter: Charter) -> None:
         writer = self._writers[self._key(charter)]

@@ -327,7 +327,8 @@ class SuccessionCluster(SimCluster):
         coordinator, network = self.leaders[founder], self.network
         way_s = network.delay_s_max + max(network.lags.get(each, 0.0) for each in (host, coordinator.host))
         connected = network.connected(host, coordinator.host)
-        return connected and self.clock.now - coordinator.began_s > NO_ANSWER_S + 3 * way_s
+        since_s = max(coordinator.began_s, self.calm_since_s)
+        return connected and self.clock.now - since_s > NO_ANSWER_S + 3 * way_s
 
     def _together(self, charter: Charter) -> set[str]:
         """Hosts that hear a majority of the voters, and each other; none: there are too few for the job."""
