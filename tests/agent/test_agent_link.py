@@ -314,6 +314,17 @@ def test_the_fence_counts_from_what_was_sent_not_from_what_came_back() -> None:
     assert desk.machine.work is Work.KILLING
 
 
+def test_workers_that_ended_while_the_agent_stood_still_are_done_although_the_fence_has_passed() -> None:
+    desk = running()
+    desk.wait(LIMITS.fence_s, answered=False)
+    assert desk.machine.work is Work.KILLING
+    for local_rank in range(NPROC):
+        desk.give(ev.WorkerEnded(1, local_rank, None))
+        assert desk.sent() == [msg.WorkerDone(1, local_rank)]
+    desk.give(ev.TreeGone(1))
+    assert desk.machine.work is Work.RUNNING, "the other nodes may still be at work"
+
+
 @pytest.mark.parametrize("age_s", [0.0, 0.8])
 def test_with_a_start_the_fence_counts_from_what_others_have_confirmed(age_s: float) -> None:
     """A coordinator that hears all nodes and that none of them hears has a successor after one fence."""

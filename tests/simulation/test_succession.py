@@ -27,7 +27,28 @@ from tests.support.simulator.sweep import SUCCESSION, draw_succession, parse_see
 FIRST, END = parse_seeds(os.environ.get("HOLDFAST_SEEDS", "0:150"))
 CHUNKS = 6
 STEP = max(1, -(-(END - FIRST) // CHUNKS))
-MENDED = (199, 233, 285, 311, 345, 358, 370, 542, 579, 1547, 1732, 1756, 1821, 1945, 2014, 2665, 5071, 9023, 10807)
+MENDED = (
+    199,
+    233,
+    285,
+    311,
+    345,
+    358,
+    370,
+    542,
+    579,
+    1547,
+    1732,
+    1756,
+    1821,
+    1945,
+    2014,
+    2665,
+    4000,
+    5071,
+    9023,
+    10807,
+)
 """Seeds beyond the ordinary ones that have found something."""
 TORN = (54, 113, 210, 224, 264)
 """The same, of `nemesis`."""

@@ -467,7 +467,8 @@ class AgentMachine(AgentActs):
             current.drained.add(event.local_rank)
         else:
             current.done.add(event.local_rank)
-            if self._at_work() and current.confirmed:
+            fenced = self.work is Work.KILLING and not current.stopped
+            if current.confirmed and (self._at_work() or fenced):  # it has done its work, perhaps before it was killed
                 self._send(WorkerDone(event.generation, event.local_rank, event.left))
 
     def _on_failure(self, current: LocalGeneration, failure: Failure, *, bare: bool, generation: int = 0) -> None:
