@@ -14,10 +14,10 @@ from collections.abc import Awaitable, Callable
 from multiprocessing import get_context
 
 from benchmarks.harness import cpu_s
+from benchmarks.scale import PROCESSES, own_address
 from holdfast.runtime.connection import READ_BYTES, tune
 from holdfast.runtime.inherited import raise_limit
 
-PROCESSES = 2
 DIALLED_PER_S = 1500.0
 MEASURED_S = 20.0
 MESSAGE = bytes(14)
@@ -54,8 +54,8 @@ async def send(port: int, numbers: range, interval_s: float) -> None:
         loop.call_later(interval_s, again, transport)
 
     for number in numbers:
-        address = f"127.{1 + (number >> 16)}.{number >> 8 & 255}.{number & 255}"
-        transport, _ = await loop.create_connection(asyncio.Protocol, "127.0.0.1", port, local_addr=(address, 0))
+        place = own_address(number), 0
+        transport, _ = await loop.create_connection(asyncio.Protocol, "127.0.0.1", port, local_addr=place)
         loop.call_later(interval_s * random.random(), again, transport)
     await asyncio.Event().wait()
 

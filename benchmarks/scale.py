@@ -105,6 +105,11 @@ class Traffic:
 # --- agents ---------------------------------------------------------------------------------------------------------
 
 
+def own_address(number: int) -> str:
+    """An address of loopback that no other node has: one address alone has too few ports for all."""
+    return f"127.{1 + (number >> 16)}.{number >> 8 & 255}.{number & 255}"
+
+
 def light(number: int) -> NodeSpec:
     return NodeSpec(member=f"node{number}#{number:08x}", host=f"node{number}", nproc=RANKS)
 
@@ -264,10 +269,9 @@ class Crowd:
         gate = asyncio.Semaphore(DIALLED_AT_ONCE)
 
         async def dial(number: int, remote: RemoteAgent) -> None:
-            address = f"127.{1 + (number >> 16)}.{number >> 8 & 255}.{number & 255}"
             async with gate:
                 await asyncio.get_running_loop().create_connection(
-                    lambda: remote, "127.0.0.1", self._port, local_addr=(address, 0)
+                    lambda: remote, "127.0.0.1", self._port, local_addr=(own_address(number), 0)
                 )
                 await remote.agent.joined.wait()
 

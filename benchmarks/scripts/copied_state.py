@@ -3,7 +3,7 @@
     copied_state.py FOLDER            prints numbers as JSON
 
 Saves in memory, by turns without and with a copy; then a node is lost with its memory, and both ranks resume in new
-processes. What the network alone costs is measured beside it: as many bytes between two processes that do nothing else.
+processes. The bare transfer is measured beside it: as many bytes between two processes that do nothing else.
 The newcomer needs new memory. Where the host of a virtual machine has taken free memory back, the first
 access to each 2 MB of it costs up to 10 ms, 30 copies for this state, whoever does it. So as much as is needed is
 touched and freed directly before.
@@ -121,9 +121,8 @@ def resumes(folder: Path) -> None:
 
 def transfer_s() -> float:
     """Send a state's bytes over loopback, check each chunk, and write it into new memory; the median."""
-    return statistics.median(
-        _transfer_s(3 * 4 * sum(each.numel() for each in build()[0].parameters())) for _ in range(5)
-    )
+    size_bytes = 3 * 4 * sum(each.numel() for each in build()[0].parameters())
+    return statistics.median(_transfer_s(size_bytes) for _ in range(5))
 
 
 def _transfer_s(size_bytes: int) -> float:
