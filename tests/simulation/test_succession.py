@@ -48,6 +48,7 @@ MENDED = (
     5071,
     9023,
     10807,
+    16911,
 )
 """Seeds beyond the ordinary ones that have found something."""
 TORN = (54, 113, 210, 224, 264)

@@ -88,6 +88,8 @@ class Unlinked(Struct, frozen=True):
     """The other side closed it; False: it became silent, or this side closed it."""
     local: bool = False
     """The coordinator was in this process, and has stepped down."""
+    aside: bool = False
+    """It did so for another voter, which is given time to win."""
 
 
 class RenewCame(Struct, frozen=True):
@@ -197,6 +199,8 @@ class Voter:
         self._answers: dict[str, Polled | None] = {}
         """By voter; None: there is none."""
         self._leaves = False
+        self._rival = False
+        """As in Renewed."""
         self._job_began_s = now
         """By this clock, as far as it knows."""
         self._training_s = 0.0
@@ -262,12 +266,12 @@ class Voter:
         match event:
             case Linked(term):
                 self._follow(term)
-            case Unlinked(term, closed, local):
+            case Unlinked(term, closed, local, aside):
                 # An agent has one link, and a founder may have taken a later term. A witness may have several links.
                 newest = self.stands or term >= self._followed
                 leads = self.stage is VoterState.LEADING and term >= self.term
                 if leads or (newest and self.stage is VoterState.FOLLOWING):
-                    self._lose(now, closed=closed, local=local)
+                    self._lose(now, closed=closed, local=local, aside=aside)
             case RenewCame(renew):
                 self._on_renew(now, renew)
             case PollCame(number, poll):
@@ -327,13 +331,13 @@ class Voter:
         self._poll = None
         self._enter(VoterState.FOLLOWING)
 
-    def _lose(self, now: float, *, closed: bool, local: bool = False) -> None:
+    def _lose(self, now: float, *, closed: bool, local: bool = False, aside: bool = False) -> None:
         if local:  # it had this vote at any time, without a Renew
             self._bound_s = now
         self._closed = closed and not local
         self._lost_s = now
         self._follow_terms.clear()
-        self._stand_at_s = now + self.limits.stand_s * self._place()
+        self._stand_at_s = now + (self.limits.lease_s if aside else self.limits.stand_s * self._place())
         self._enter(VoterState.ALONE)
 
     def _on_renew(self, now: float, renew: Renew) -> None:
@@ -346,7 +350,8 @@ class Voter:
             self._training_s = max(self._training_s, renew.training_s)
             if renew.charter is not None and renew.charter.position > self.held:
                 self.charter = renew.charter
-        self._out.append(SendRenewed(Renewed(self.term, renew.probe, self.held)))
+        self._out.append(SendRenewed(Renewed(self.term, renew.probe, self.held, self._rival)))
+        self._rival = False
 
     def _on_heard_of(self, now: float, where: LeaderAddress) -> None:
         if self.leader is not None and where.term < self.leader.term:
@@ -367,6 +372,7 @@ class Voter:
         granted = self._would_vote(poll)
         follows = self.term if self.stage in (VoterState.FOLLOWING, VoterState.LEADING) else 0
         silent_s, closed = max(0.0, now - self._bound_s), self._closed
+        self._rival = self._rival or (bool(follows) and poll.held >= self.held)
         if granted and poll.final:
             self._vote(now, poll)
         newer = poll.held < self.held and not (follows and poll.final)

@@ -79,6 +79,8 @@ class Charters:
         witnesses without a vote that do not know the newest charter."""
         self._witnesses: set[str] = set()
         """Those with a link. Without a vote they keep the charter, too: a node that founds the job again asks them."""
+        self._rival_since_s, self._rival_s = inf, -inf
+        """From when until when another voter has asked for the votes, with no pause longer than a lease."""
         self._number = 0
         self._send_at_s = now
         if succession.charter is not None:  # its own term's first charter: it counts only with a majority for this term
@@ -193,15 +195,24 @@ class Charters:
             self._voters[name].prove_at_s = inf
             self._count()
 
-    def renewed(self, link: int, renewed: Renewed) -> None:
+    def renewed(self, link: int, renewed: Renewed, now: float) -> None:
         voter = next((each for each in self._voters.values() if each.link == link), None)
         if voter is None or renewed.term != self.term:
             return
+        if renewed.rival:
+            if now > self._rival_s + self._limits.lease_s:
+                self._rival_since_s = now
+            self._rival_s = now
         sent_s = voter.open.pop(renewed.probe, None)
         if sent_s is not None:
             voter.confirmed_s, self._confirmed_s = max(voter.confirmed_s, sent_s), None
         voter.held = max(voter.held, renewed.held)
         self._count()
+
+    @property
+    def rivalled(self) -> bool:
+        """Whether another voter has asked for the votes for a lease, and still does."""
+        return self._rival_s >= self._rival_since_s + self._limits.lease_s
 
     def advance(self, now: float, job_s: float, training_s: float) -> list[Command]:
         """What is due: Renews, which carry these times of the job, and proofs that a voter is gone."""

@@ -141,6 +141,8 @@ class StepDown(Struct, frozen=True):
     address: str = ""
     """Where the coordinator of that newer term is; empty: unknown."""
     port: int = 0
+    aside: bool = False
+    """There is no newer one yet: this node's voter lets the others stand first."""
 
 
 class ProveVoterGone(Struct, frozen=True):

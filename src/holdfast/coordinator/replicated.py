@@ -214,7 +214,10 @@ class ReplicatedCoordinator(CoordinatorMachine):
                     self._do_without(link, now)
                 elif renewed.term > self.term:
                     return self._step_down(StepDown(f"the voters have elected another one (term {renewed.term})"))
-                self._charters.renewed(link, renewed)
+                self._charters.renewed(link, renewed, now)
+                few = self.phase is Phase.GATHERING and self._gathering.quorum_s is None
+                if few and renewed.rival and self._charters.rivalled:
+                    return self._step_down(StepDown("too few nodes reach it, and another one stands", aside=True))
             case Heard(_, Join(term=term)) if term > self.term and not self.forms:
                 return self._step_down(StepDown(f"a node knows of a newer coordinator (term {term})"))
             case Heard(link, Supersede() as call):
@@ -283,8 +286,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
     def _called(self, link: int, call: Supersede) -> list[Command]:
         """The coordinator of another term calls this endpoint."""
         if call.term > self.term or self.forms:
-            where = StepDown("the job goes on elsewhere", call.term, call.address, call.port)
-            return self._step_down(where)
+            return self._step_down(StepDown("the job goes on elsewhere", call.term, call.address, call.port))
         own = next((seat for seat in self.charter.seats if seat.name == self._charters.name), None)
         return [] if own is None else [Tell(link, Moved(self.term, own.address, own.port))]
 
@@ -486,8 +488,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
 
     def _resume(self, now: float) -> None:
         super()._resume(now)
-        ended = self._previous_leader.ended
-        if ended is not None:
+        if (ended := self._previous_leader.ended) is not None:
             self._world().lost(ended.node.member, ended.node.host, "its coordinator ended")
             self._lost.append(f"{ended.node.host} was lost: the coordinator on it ended")
             self._on_lost(now)

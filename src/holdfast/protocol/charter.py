@@ -139,6 +139,9 @@ class Renewed(Struct, frozen=True, array_like=True, tag="renewed"):
     probe: Count
     held: CharterPosition
     """The position of the charter that the voter holds now."""
+    rival: bool = False
+    """Since its last Renewed, the voter has denied its vote to another one whose charter is as new, only because it
+    follows this coordinator."""
 
 
 class Poll(Struct, frozen=True, array_like=True, tag="poll"):

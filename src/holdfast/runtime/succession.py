@@ -385,7 +385,7 @@ class SuccessionClient:
         machine = service.replicated
         if machine.charter.voters:
             self._voter.renew_came(Renew(machine.term, 0, machine.charter), lambda _: None)
-        self._voter.feed(Unlinked(machine.term, closed=False, local=True))
+        self._voter.feed(Unlinked(machine.term, closed=False, local=True, aside=command.aside))
         if self._link is not None:
             self._link.stepped_down()
         if command.port:

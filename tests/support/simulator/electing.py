@@ -213,7 +213,7 @@ class ElectingAgent(DrawnAgent):
         machine = coordinator.machine
         if machine.charter.voters:
             self.voter.renew_came(Renew(machine.term, 0, machine.charter), lambda _: None)
-        self.voter.handle(vote.Unlinked(machine.term, closed=False, local=True))
+        self.voter.handle(vote.Unlinked(machine.term, closed=False, local=True, aside=command.aside))
         if command.port:
             coordinator.announce(Moved(command.term, command.address, command.port))
             self.voter.handle(vote.HeardOf(command.term, command.address, command.port))
