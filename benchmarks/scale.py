@@ -129,6 +129,7 @@ class LightAgent:
         self._ping_interval_s = 0.0
         self._pinged_s = 0.0
         self._pings = 0
+        self._next_ping: asyncio.TimerHandle | None = None
         self._held = NO_CHARTER
 
     def join(self) -> None:
@@ -141,7 +142,7 @@ class LightAgent:
             case Joined():
                 self.joined.set()
                 self._ping_interval_s = message.ping_interval_s
-                self._loop.call_later(self._ping_interval_s, self._ping)
+                self._number_ping()
             case Pong():
                 traffic.pong_s_max = max(traffic.pong_s_max, self._loop.time() - self._pinged_s)
             case Assign():
@@ -166,25 +167,34 @@ class LightAgent:
         self._generation, self._started_s = start.generation, self._loop.time()
         self._crowd.started(start.generation)
         interval_s = start.progress_interval_s
-        self._loop.call_later(interval_s * random.random(), self._report, start.generation, interval_s)
+        self._report_interval_s = interval_s
+        self._report_at_s = self._started_s + interval_s * random.random()
 
     def _ping(self) -> None:
         if self.lost:
             return
+        number = self._number_ping()
+        if self._generation and self._loop.time() >= self._report_at_s:
+            self._report_at_s += self._report_interval_s
+            self._report(number)
+        else:
+            self._send(Ping(number))
+
+    def _number_ping(self) -> int:
+        """The number of the ping to send now. The next one is due an interval later."""
+        if self._next_ping is not None:
+            self._next_ping.cancel()
+        self._next_ping = self._loop.call_later(self._ping_interval_s, self._ping)
         self._pings += 1
         self._pinged_s = self._loop.time()
-        self._send(Ping(self._pings))
-        self._loop.call_later(self._ping_interval_s, self._ping)
+        return self._pings
 
-    def _report(self, generation: int, interval_s: float) -> None:
-        if self.lost or generation != self._generation:
-            return
+    def _report(self, number: int) -> None:
         trained_s = self._loop.time() - self._started_s
         steps = int(trained_s / STEP_S)
         stage, age_s = (Stage.STEPPING if steps else Stage.READY), trained_s % STEP_S
         ranks = tuple(RankProgress(each, stage, steps, age_s, steps * STEP_S / 2) for each in range(RANKS))
-        self._send(Progress(generation, ranks))
-        self._loop.call_later(interval_s, self._report, generation, interval_s)
+        self._send(Progress(self._generation, ranks, ping=number))
 
 
 class RemoteAgent(asyncio.Protocol):

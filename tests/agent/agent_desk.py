@@ -76,8 +76,9 @@ class Desk:
             self.now = max(self.now, due)
             everything += self.give(Tick())
             for message in self.sent():
-                if answered and isinstance(message, msg.Ping):
-                    everything += self.hear(msg.Pong(message.number))
+                match message:
+                    case msg.Ping(number) | msg.Progress(ping=number) if answered and number:
+                        everything += self.hear(msg.Pong(number))
         self.now = until
         self.done = everything
         return everything

@@ -140,7 +140,43 @@ RANKS = tuple(RankProgress(rank, Stage.STEPPING, 7, 0.5, 1.5) for rank in range(
 def test_progress_is_passed_on_while_they_work(state) -> None:
     desk: Desk = state()
     desk.give(ev.WorkersProgress(1, RANKS))
+    assert desk.sent() == [msg.Progress(1, RANKS, ping=1)]
+    desk.wait(LIMITS.ping_interval_s - 0.01)
+    assert desk.sent() == [], "it takes the place of a ping"
+
+
+def test_progress_waits_a_little_for_the_next_ping() -> None:
+    desk = running()
+    desk.wait(LIMITS.ping_interval_s - 0.1)
+    desk.give(ev.WorkersProgress(1, RANKS))
+    assert desk.sent() == []
+    desk.wait(0.11)
+    older = tuple(structs.replace(rank, age_s=pytest.approx(0.6, abs=0.02)) for rank in RANKS)
+    assert desk.sent() == [msg.Progress(1, older, ping=1)]
+
+
+def test_the_ping_does_not_wait_for_workers_that_ended_meanwhile() -> None:
+    desk = running()
+    desk.wait(LIMITS.ping_interval_s - 0.1)
+    desk.give(ev.WorkersProgress(1, RANKS))
+    desk.hear(msg.Stop(1, msg.StopReason.MEMBER_LOST))
+    desk.sent()
+    desk.wait(0.11)
+    assert desk.sent() == [msg.Ping(1)]
+
+
+def test_an_older_coordinator_gets_pings_and_progress() -> None:
+    desk = joining()
+    desk.hear(msg.Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s, revision=5))
+    desk.hear(assign(1))
+    desk.give(ev.NodePrepared(1, 40_000))
+    desk.hear(msg.Start(1, "10.0.0.1", 40_000))
+    desk.sent()
+    desk.wait(LIMITS.ping_interval_s - 0.1)
+    desk.give(ev.WorkersProgress(1, RANKS))
     assert desk.sent() == [msg.Progress(1, RANKS)]
+    desk.wait(0.11)
+    assert desk.sent() == [msg.Ping(1)]
 
 
 @pytest.mark.parametrize("state", [idle, stopping, killing, cut_off_running])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.coordinator.admission import LAST_WORDS_S, Admission, Admit, Deny
-from holdfast.coordinator.coordinator_state import LinkOpened, Member, Phase
+from holdfast.coordinator.coordinator_state import Heard, LinkOpened, Member, Phase, Tell
 from holdfast.coordinator.membership import LINKS_PER_ADDRESS_MAX, Liveness
 from holdfast.protocol import messages as msg
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
@@ -235,6 +235,13 @@ def test_so_is_one_beside_a_claim_that_waits() -> None:
     desk.give(Tick())
     assert not desk.dropped
     assert desk.machine.next_deadline() is not None
+
+
+def test_a_report_that_takes_the_place_of_a_ping_is_answered_as_one() -> None:
+    desk = running()
+    machine, now = desk.machine, desk.now
+    assert machine.handle(now, Heard(1, msg.Progress(1, (), ping=7))) == [Tell(1, msg.Pong(7))]
+    assert machine.handle(now, Heard(1, msg.Progress(1, ()))) == []
 
 
 def test_a_claim_is_denied_at_the_first_ping_of_its_holder() -> None:

@@ -18,7 +18,7 @@ from holdfast.agent.commands import (
     Send,
     SignalWorkers,
 )
-from holdfast.agent.events import Signalled
+from holdfast.agent.events import Signalled, WorkersProgress
 from holdfast.protocol.messages import FromAgent, Leave
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.policy import Limits, NodeSpec, Note
@@ -59,6 +59,9 @@ class AgentActs:
         """When the workers are killed unless a coordinator that knows their generation sends Resume before."""
         self._seeking = Seeking.begin(limits, now)
         self._prepared_s = now
+        self._progress: tuple[WorkersProgress, float] | None = None
+        """The newest report of the workers' progress and its time, until it is sent."""
+        self._report_wait_s = 0.0
         self._out: list[Command] = []
 
     @property

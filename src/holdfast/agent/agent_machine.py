@@ -102,6 +102,10 @@ KEYBOARD_SIGNALS = (signal.SIGINT, signal.SIGQUIT)
 
 REVISION_OF_ABLE = 2
 """From this revision of the messages on, a coordinator knows which workers can go on after a loss."""
+REVISION_OF_PING_IN_PROGRESS = 6
+"""From this revision on, a coordinator answers a Progress that takes the place of a Ping."""
+WAIT_FOR_PING = 0.25
+"""A report waits for the next ping this part of its interval at most: one message instead of two."""
 FAREWELL_S = 1.0
 """A leaving node whose ranks are all done waits this long for the end of the job, which may follow at once."""
 
@@ -206,7 +210,7 @@ class AgentMachine(AgentActs):
             case WorkersHeld(generation, reached, saves):
                 self._on_held(now, generation, reached, saves=saves)
             case WorkersProgress():
-                self._on_progress(event)
+                self._on_progress(now, event)
             case WorkersSeen(generation, number, samples, reach):
                 self._send(Looked(generation, number, samples, reach))
 
@@ -318,6 +322,7 @@ class AgentMachine(AgentActs):
         if self.work in (Work.PREPARED, Work.REGROUPING) and self._current().generation == start.generation:
             begin = StartWorkers if self.work is Work.PREPARED else ContinueWorkers
             self._lease.confirm(self._prepared_s - start.age_s)
+            self._report_wait_s = WAIT_FOR_PING * start.progress_interval_s
             self._drained = False
             self._enter(Work.RUNNING)
             self._out.append(begin(self._current().assign, start))
@@ -562,7 +567,7 @@ class AgentMachine(AgentActs):
         if self._awaits_answer() and now >= self._fence_at_s():
             self._out.append(HangUp("no answer"))
             self._on_link_lost(now, f"no answer for {self._lease.fence_s:g} s", silent=True)
-        if self._joined and now >= self._lease.ping_at_s:
+        if self._joined and now >= self._lease.ping_at_s and not self._send_progress(now):
             self._send(Ping(self._lease.ping(now)))
         if self._pending_exit is not None:
             self._advance_exit(self._pending_exit)
@@ -630,18 +635,29 @@ class AgentMachine(AgentActs):
             about = self._last_generation, unlinked_s, running, self._led_by, REVISION, self._listens, self._known_term
             self._send(Join(self._named_node(), *about))
 
-    def _on_progress(self, event: WorkersProgress) -> None:
+    def _on_progress(self, now: float, event: WorkersProgress) -> None:
+        self._progress = event, now
+        if self.revision < REVISION_OF_PING_IN_PROGRESS or now + self._report_wait_s < self._lease.ping_at_s:
+            self._send_progress(now)
+
+    def _send_progress(self, now: float) -> bool:
+        """Send what the workers have reported, if they still work. Returns whether that takes the place of a ping."""
+        if self._progress is None:
+            return False
+        (event, then_s), self._progress = self._progress, None
         current = self.current
-        if (
-            self._at_work()
-            and self._joined
-            and current is not None
-            and current.generation == event.generation
-            and current.confirmed
-        ):
-            done = dict.fromkeys(current.done, Stage.DONE)
-            ranks = (structs.replace(each, stage=done.get(each.local_rank, each.stage)) for each in event.ranks)
-            self._send(Progress(event.generation, tuple(ranks), event.job_step, event.job_steps, event.load))
+        if not (self._at_work() and self._joined and current is not None and current.confirmed):
+            return False
+        if current.generation != event.generation:
+            return False
+        done, age_s = dict.fromkeys(current.done, Stage.DONE), now - then_s
+        ranks = tuple(
+            structs.replace(each, stage=done.get(each.local_rank, each.stage), age_s=each.age_s + age_s)
+            for each in event.ranks
+        )
+        ping = self._lease.ping(now) if self.revision >= REVISION_OF_PING_IN_PROGRESS else 0
+        self._send(Progress(event.generation, ranks, event.job_step, event.job_steps, event.load, ping))
+        return bool(ping)
 
     def _on_look(self, generation: int, number: int, *, store: bool) -> None:
         current = self.current

@@ -35,12 +35,12 @@ OF_ONE_NODE = Meta(max_length=WORKERS_PER_NODE_MAX)
 LocalRanks: TypeAlias = Annotated[tuple[LocalRank, ...], OF_ONE_NODE]
 
 
-REVISION = 5
+REVISION = 6
 """Revision of these messages, in `Joined.revision` and `Join.revision`. From 1 on, an agent reports a failure before it
 has read the evidence, and prepares the generation that a Stop announces. From 2 on, it reports which workers can go on
 after a loss (`Able`). From 3 on, it can vote for a successor of the coordinator (`Renew`, `Poll`). From 4 on, it takes
 profiles, and its workers can save at a safe point and go on. From 5 on, the workers of a node that leaves do their last
-step with the others, which go on without it (`Regroup`)."""
+step with the others, which go on without it (`Regroup`). From 6 on, a Progress takes the place of a Ping."""
 
 
 class StopReason(Enum):
@@ -157,6 +157,8 @@ class Progress(AgentMessage, frozen=True, tag="progress"):
     """How many it will have; 0: the script does not report it."""
     load: NodeLoad | None = None
     """In every tenth of these messages."""
+    ping: Count = 0
+    """As `Ping.number`, and answered as a Ping; 0: it is none."""
 
 
 class Looked(AgentMessage, frozen=True, tag="looked"):

@@ -237,7 +237,7 @@ class Limits(Struct, frozen=True, kw_only=True):
 
     def progress_interval_of(self, agents: int) -> float:
         """How often each of so many agents reports the progress of its workers, in seconds. Shorter than hang_report_s:
-        the steps of one rank alone show that a job does not hang."""
+        the steps of one rank alone show that a job does not hang. A report takes the place of the next ping."""
         longest_s = min(self.progress_interval_max_s, self.hang_report_s / PROGRESS_PER_HANG)
         return max(self.progress_interval_s, min(agents / self.progress_per_s_max, longest_s))
 
