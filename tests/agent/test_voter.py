@@ -193,12 +193,6 @@ def test_a_voter_that_follows_a_coordinator_votes_for_nobody() -> None:
     assert desk.renew("b", None).term == FOUNDER, "its coordinator can have it back"
 
 
-def test_one_that_stepped_aside_lets_the_others_stand_first() -> None:
-    desk = Desk("abc", charter("abc"))
-    desk.give("a", vote.Unlinked(FOUNDER, closed=False, local=True, aside=True))
-    assert desk.voters["a"].next_deadline() == desk.now + LIMITS.lease_s
-
-
 def test_a_grant_without_a_winner_is_followed_by_another_election() -> None:
     desk = three()
     desk.ask()  # b asks c, and ends after that

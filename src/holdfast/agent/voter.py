@@ -58,10 +58,7 @@ TRANSITIONS: dict[tuple[VoterState, VoterState], str] = {
     (VoterState.ASKING, VoterState.STANDING): "a majority would vote for it, itself included",
     (VoterState.ASKING, VoterState.ALONE): "no majority would in time, or it gave its vote to another one",
     (VoterState.STANDING, VoterState.LEADING): "a majority has voted for it; Lead is emitted",
-    (
-        VoterState.STANDING,
-        VoterState.ALONE,
-    ): "no majority has in time, or it gave its vote to another one in a later term",
+    (VoterState.STANDING, VoterState.ALONE): "no majority has in time, or it voted for another one in a later term",
     (VoterState.LEADING, VoterState.ALONE): "Unlinked: the coordinator in this process has stepped down",
 }
 
@@ -349,7 +346,7 @@ class Voter:
             self._job_began_s = min(self._job_began_s, now - renew.job_s)
             self._training_s = max(self._training_s, renew.training_s)
             if renew.charter is not None and renew.charter.position > self.held:
-                self.charter = renew.charter
+                self._take(now, renew.charter)
         self._out.append(SendRenewed(Renewed(self.term, renew.probe, self.held, self._rival)))
         self._rival = False
 
@@ -424,11 +421,15 @@ class Voter:
         """Take this charter if it is newer and this voter has a seat in it: others deny their votes to an older one."""
         if charter.position <= self.held or all(seat.name != self.name for seat in charter.seats):
             return False
+        self._take(now, charter)
+        self._stand_at_s = now
+        return True
+
+    def _take(self, now: float, charter: Charter) -> None:
+        """What it asks for is for an older one, which may be the only one in which it has a seat."""
         self.charter = charter
         if self._poll is not None:
             self._fail(now)
-        self._stand_at_s = now
-        return True
 
     def _count(self, now: float) -> None:
         """Whether the votes decide."""
@@ -451,7 +452,6 @@ class Voter:
     def _win(self, now: float, votes: list[Polled]) -> None:
         own, charter = self._seat(), self.charter
         assert own is not None
-        asked_s = now - self._asked_s
         silent_s = min([now - self._bound_s, *(vote.silent_s for vote in votes)])
         closed = self._closed and all(vote.closed for vote in votes)
         self.leader = LeaderAddress(own.address, own.port, self.term)
@@ -459,7 +459,7 @@ class Voter:
         self._bound_s = now
         self._enter(VoterState.LEADING)
         self._note("elected", term=self.term, votes=len(votes) + 1, silent_s=silent_s, closed=closed)
-        about = asked_s, max(0.0, silent_s), closed, now - self._job_began_s, self._training_s
+        about = now - self._asked_s, max(0.0, silent_s), closed, now - self._job_began_s, self._training_s
         self._out.append(Lead(Succession(self.term, charter, *about)))
 
     def _fail(self, now: float) -> None:
