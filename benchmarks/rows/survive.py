@@ -318,7 +318,8 @@ def measure_cost(launcher: Launcher, folder: Path) -> Sample:
     return {"added": found["added"], "step without": found["without"]}
 
 
-def of_kills(name: str, start_s: float, *, by_name: bool) -> Row:
+def of_kills(name: str, start_s: float, *, jobs: int, by_name: bool) -> Row:
+    """KILLS in each of so many jobs."""
     return Row(
         name=name,
         title=f"kill -9 of one of {RANKS} ranks, script that needs {start_s:g} s to start",
@@ -333,15 +334,15 @@ def of_kills(name: str, start_s: float, *, by_name: bool) -> Row:
             Metric("processes kept", "%", value_min=100.0, digits=0, summary=min),
         ),
         measure=partial(measure, start_s),
-        repeat={HOLDFAST.name: 5, TORCHRUN.name: 1},
+        repeat={HOLDFAST.name: jobs, TORCHRUN.name: 1},
         group="survive",
         by_name=by_name,
     )
 
 
 ROWS = (
-    of_kills("survive-kill", 5.0, by_name=False),
-    of_kills("survive-kill-slow-start", 20.0, by_name=True),
+    of_kills("survive-kill", 5.0, jobs=5, by_name=False),
+    of_kills("survive-kill-slow-start", 20.0, jobs=10, by_name=True),
     Row(
         name="survive-quick",
         title="the same, script that starts at once, `--survive shrink` and `off`",

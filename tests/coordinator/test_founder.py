@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+import pytest
 from msgspec import structs
 
 from holdfast.coordinator.coordinator_state import Heard, LinkOpened, NoWitness, Phase, WitnessOpened
@@ -130,3 +131,14 @@ def test_the_founder_waits_while_a_witness_hears_the_lone_coordinator() -> None:
     desk.give(Heard(9, msg.Polled(4, False, LIMITS.fence_s, False, "w#1", 0, lone)))
     desk.wait(LIMITS.elect_s)
     assert desk.machine.generation == 5
+
+
+@pytest.mark.parametrize(("gone", "uid"), [({"n11#1", "n12#1"}, "n11#1"), ({"n12#1", "n13#1"}, "n1#1")])
+def test_a_founder_is_the_same_job_only_where_nobody_else_can_continue_it(gone: set[str], uid: str) -> None:
+    """The second time the older coordinator, on n11, may have gone on without the voters that ended."""
+    desk = Desk()
+    desk.gone = gone
+    recalled(desk, 1, 2, 3)
+    desk.wait(LIMITS.fence_s + LIMITS.kill_s)
+    desk.prepare(1, 2, 3)
+    assert desk.to(2, msg.Start)[0].job_uid == uid

@@ -328,7 +328,7 @@ def charter_of(*links: int, generation: int = 4) -> Charter:
         led_from=LedFrom(node(1), 0, (0,)),
         restarts=1,
         streak=1,
-        leader="n1#1",
+        leader=f"n{(links or (1,))[0]}#1",
     )
 
 

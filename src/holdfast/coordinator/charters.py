@@ -322,6 +322,13 @@ class OlderJob:
         return charter is not None and not charter.carried_by({seat.name for seat in charter.seats} - self._ended)
 
     @property
+    def job_uid(self) -> str:
+        """Its uid, for a founder that continues it where nobody else can: it is over, and its coordinator has ended.
+        Empty: it may live on the other side of a cut, and must not be taken for the same job."""
+        charter = self.charter
+        return charter.job_uid if charter is not None and self.over and charter.leader in self._ended else ""
+
+    @property
     def not_before_s(self) -> float:
         """When another generation may be formed."""
         return self._fenced_s if self.over else max(self._fenced_s, self._patience_s)

@@ -481,7 +481,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
         gathering.asks_until_s = older.asks_until_s if self.forms else -inf
         if self.forms and older.charter is not None:
             gathering.not_before_s, gathering.extends = older.not_before_s, older.alive
-            gathering.pause = older.wait(now)
+            gathering.pause, self.job_uid = older.wait(now), older.job_uid
         if self.world is None and self._alone and self._left and not self._missing():
             self._gathering.not_before_s = min(self._gathering.not_before_s, now)  # nobody else runs workers
         super()._advance_gathering(now)
