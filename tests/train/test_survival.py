@@ -162,6 +162,7 @@ def test_with_replacements_every_bit_is_that_of_an_undisturbed_job(
         ends = finished(agent, tmp_path / "lost")
         assert lost_steps(agent) == dict.fromkeys(range(2, len(losses) + 2), 0)
     same(ends, reference)
+    assert {each["a traceback"] for each in ends} == {1}, "it names the rank once, however often the world has changed"
 
 
 def test_rank_0_and_then_two_ranks_at_once(jobs: WarmJobs, tmp_path: Path) -> None:

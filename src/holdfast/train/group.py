@@ -22,6 +22,7 @@ import ctypes
 import functools
 import itertools
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -96,6 +97,19 @@ class GroupConnection:
     sockets: GroupSockets = field(default_factory=GroupSockets)
     outlives: Callable[[BaseException], bool] | None = None
     """Whether an error of the group is the consequence of a loss that this process survives; None: it survives none."""
+    hook: Callable[..., object] | None = None
+    """sys.excepthook as torch has wrapped it, so that it names the rank."""
+    wrapped_hook: Callable[..., object] = sys.excepthook
+    """The one inside."""
+
+    @contextlib.contextmanager
+    def wrapping_once(self) -> Iterator[None]:
+        """torch wraps the hook whenever a group is made in this block; a traceback is to name the newest rank alone."""
+        if sys.excepthook is self.hook:
+            sys.excepthook = self.wrapped_hook
+        self.wrapped_hook = sys.excepthook
+        yield
+        self.hook = sys.excepthook
 
 
 def is_outlived(error: BaseException) -> bool:
@@ -291,7 +305,7 @@ def _join(place: _Place, device: torch.device, connection: GroupConnection, name
     """`name`: name of a world that is formed by running processes; they have a fresh store."""
     timeout_s = connection.timeout_s
     wait = {} if timeout_s is None else {"timeout": timedelta(seconds=timeout_s)}
-    with connection.sockets.noting():
+    with connection.sockets.noting(), connection.wrapping_once():
         if place.alone or not place.launched:
             store: Any = dist.HashStore()
         elif name:

@@ -10,6 +10,7 @@ import contextlib
 import ctypes
 import gc
 import hashlib
+import io
 import json
 import os
 import signal
@@ -212,6 +213,13 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def a_traceback() -> str:
+    """What one line of it looks like."""
+    with contextlib.redirect_stderr(io.StringIO()) as text:
+        sys.excepthook(ValueError, ValueError("unlucky"), None)
+    return text.getvalue()
+
+
 def digest(*tensors: torch.Tensor) -> str:
     held = hashlib.sha256()
     for each in tensors:
@@ -283,6 +291,7 @@ def main() -> None:
             "buffers": digest(*model.buffers()),
             "random": digest(torch.get_rng_state()),
             "rates": schedule.get_last_lr(),
+            "a traceback": a_traceback().count(f"[rank{pg.rank}]: "),
         }
         whole_file = FOLDER / f"end of {os.getpid()}"  # two nodes may have a worker of this number
         whole_file.write_text(json.dumps(end))
