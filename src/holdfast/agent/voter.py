@@ -172,6 +172,8 @@ class Voter:
         self.term = 0
         """The newest term in which it has a coordinator or has voted."""
         self.charter: Charter | None = None
+        self._newer: Charter | None = None
+        """As in `newest`."""
         self.leader: LeaderAddress | None = None
         """Where the newest coordinator is, as far as it knows; perhaps the one that is lost."""
         self._followed = 0
@@ -224,6 +226,13 @@ class Voter:
     def held(self) -> CharterPosition:
         return NO_CHARTER if self.charter is None else self.charter.position
 
+    @property
+    def newest(self) -> Charter | None:
+        """The newest charter that it knows of. It votes by its own, even where that is older. Then it has no seat in
+        the newer one, which a majority of its voters has accepted: they elect nobody by the older one any more."""
+        newer = self._newer
+        return newer if newer is not None and newer.position > self.held else self.charter
+
     def elects(self, now: float) -> bool:
         """Whether it has lost a coordinator that its voters may replace: then it does not found the job again."""
         return self._may_elect(now, self._gone)
@@ -232,13 +241,13 @@ class Voter:
         """Whether it should not join the coordinator of this term in the process of this name: one that founded the job
         again, while this one's voters may elect."""
         with_it = {name for name, follows in self._follow_terms.items() if follows == term > self._followed}
-        known = self.charter is not None and any(seat.name == name for seat in self.charter.seats)
+        known = self.newest is not None and any(seat.name == name for seat in self.newest.seats)
         return founded and not known and self._may_elect(now, self._gone | with_it)
 
     def recall(self, now: float, name: str, term: int, *, founded: bool, forms: bool) -> Recall | None:
         """What to send to the coordinator of this term in the process of this name, before a Join or instead; None:
         nothing. `forms`: that coordinator starts the job again, and may not know the charter that this voter has."""
-        charter = self.charter
+        charter = self.newest
         if not forms or charter is None or charter.outcome is not None or charter.leader == name:
             return None
         left_s = self._lost_s + self.limits.elect_s - now
@@ -252,7 +261,7 @@ class Voter:
     def _may_elect(self, now: float, but: set[str]) -> bool:
         if self.stage in (VoterState.FOLLOWING, VoterState.LEADING) or now >= self._lost_s + self.limits.elect_s:
             return False
-        charter = self.charter
+        charter = self.newest
         if charter is None or len(charter.seats) < VOTERS_MIN:
             return False
         return charter.carried_by({seat.name for seat in charter.seats} - but)
@@ -412,10 +421,13 @@ class Voter:
         if poll == self._poll:
             self._answers[name] = polled
         newer = None if polled is None else polled.charter
-        if newer is not None and not self._learn(now, newer) and poll == self._poll and newer.position > self.held:
-            # Only those can stand that have taken its place, and they may not know that they have.
-            passed_on = structs.replace(poll, final=False, charter=newer)
-            self._out += [AskVote(seat, passed_on) for seat in newer.seats if not seat.witness]
+        if newer is not None and not self._learn(now, newer) and newer.position > self.held:
+            if self.newest is None or newer.position > self.newest.position:
+                self._newer = newer
+            if poll == self._poll:
+                # Only those can stand that have taken its place, and they may not know that they have.
+                passed_on = structs.replace(poll, final=False, charter=newer)
+                self._out += [AskVote(seat, passed_on) for seat in newer.seats if not seat.witness]
 
     def _learn(self, now: float, charter: Charter) -> bool:
         """Take this charter if it is newer and this voter has a seat in it: others deny their votes to an older one."""

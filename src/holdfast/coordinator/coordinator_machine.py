@@ -246,10 +246,11 @@ class CoordinatorMachine(CoordinatorActs):
                 self._on_join(now, link, message)
             return
         member.last_heard_s = now
-        number = message.number if isinstance(message, Ping) else message.ping if isinstance(message, Progress) else 0
-        if number:
-            self._tell(member, Pong(number, self._authority_age_s()))
+        if isinstance(message, Progress) and message.ping:
+            self._tell(member, Pong(message.ping, self._authority_age_s()))
         match message:
+            case Ping(number):
+                self._tell(member, Pong(number, self._authority_age_s()))
             case Prepared(generation, store_port):
                 self._on_prepared(now, member, generation, store_port)
             case Held(generation, reached, saves):
