@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from holdfast.agent import voter as vote
 from holdfast.agent.voter import VoterState
-from holdfast.protocol.charter import CharterPosition
-from tests.agent.test_voter import FOUNDER, LIMITS, Desk, charter, polled
+from holdfast.protocol.charter import CharterPosition, Poll
+from tests.agent.test_voter import FOUNDER, LIMITS, Desk, charter, polled, seat
 
 
 def test_one_that_stepped_aside_lets_the_others_stand_first() -> None:
@@ -36,6 +36,9 @@ def test_it_gives_up_when_it_learns_of_a_charter_that_has_left_it_out() -> None:
     assert desk.voters["a"].elects(desk.now)
     desk.ask(to="c")
     desk.answer()
+    assert desk.voters["a"].elects(desk.now), "with the third one, if it lives"
+    poll = Poll(2, seat("a"), CharterPosition(FOUNDER, 1))
+    desk.give("a", vote.PollFailed("b", poll, gone=True))
     assert not desk.voters["a"].elects(desk.now)
     told = desk.voters["a"].recall(desk.now, "d", 1, founded=True, forms=True)
     assert told is not None

@@ -173,7 +173,9 @@ class Voter:
         """The newest term in which it has a coordinator or has voted."""
         self.charter: Charter | None = None
         self._newer: Charter | None = None
-        """As in `newest`."""
+        """A newer charter in which it has no seat."""
+        self._denies: set[str] = set()
+        """Voters that hold such a one."""
         self.leader: LeaderAddress | None = None
         """Where the newest coordinator is, as far as it knows; perhaps the one that is lost."""
         self._followed = 0
@@ -228,10 +230,12 @@ class Voter:
 
     @property
     def newest(self) -> Charter | None:
-        """The newest charter that it knows of. It votes by its own, even where that is older. Then it has no seat in
-        the newer one, which a majority of its voters has accepted: they elect nobody by the older one any more."""
-        newer = self._newer
-        return newer if newer is not None and newer.position > self.held else self.charter
+        """The charter by which a coordinator may be elected: its own, by which it votes, or one that has taken the place
+        of that, and in which it has no seat. Then most voters of its own hold that one, or have ended."""
+        own = self.charter
+        if own is None or self._newer is None:
+            return own
+        return own if own.carried_by({seat.name for seat in own.seats} - self._gone - self._denies) else self._newer
 
     def elects(self, now: float) -> bool:
         """Whether it has lost a coordinator that its voters may replace: then it does not found the job again."""
@@ -422,7 +426,8 @@ class Voter:
             self._answers[name] = polled
         newer = None if polled is None else polled.charter
         if newer is not None and not self._learn(now, newer) and newer.position > self.held:
-            if self.newest is None or newer.position > self.newest.position:
+            self._denies.add(name)
+            if self._newer is None or newer.position > self._newer.position:
                 self._newer = newer
             if poll == self._poll:
                 # Only those can stand that have taken its place, and they may not know that they have.
@@ -439,7 +444,8 @@ class Voter:
 
     def _take(self, now: float, charter: Charter) -> None:
         """What it asks for is for an older one, which may be the only one in which it has a seat."""
-        self.charter = charter
+        self.charter, self._newer = charter, None
+        self._denies.clear()
         if self._poll is not None:
             self._fail(now)
 
