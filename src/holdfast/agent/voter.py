@@ -230,8 +230,8 @@ class Voter:
 
     @property
     def newest(self) -> Charter | None:
-        """The charter by which a coordinator may be elected: its own, by which it votes, or one that has taken the place
-        of that, and in which it has no seat. Then most voters of its own hold that one, or have ended."""
+        """The charter by which a coordinator may be elected: its own, by which it votes, or one that has taken the
+        place of that, and in which it has no seat. Then most voters of its own hold that one, or have ended."""
         own = self.charter
         if own is None or self._newer is None:
             return own
