@@ -10,6 +10,7 @@ from msgspec import structs
 from holdfast.coordinator.coordinator_state import Heard, LinkOpened, NoWitness, Phase, WitnessOpened
 from holdfast.protocol import messages as msg
 from holdfast.protocol.charter import CharterPosition
+from holdfast.protocol.outcome import Outcome, OutcomeKind
 from tests.coordinator.coordinator_desk import LIMITS
 from tests.coordinator.test_replicated import WITNESS, Desk, charter_of, recalled
 
@@ -62,6 +63,19 @@ def test_the_founder_asks_the_witnesses() -> None:
     assert desk.machine.phase is Phase.GATHERING
     desk.wait(0.2)
     assert desk.machine.generation == 5
+
+
+def test_a_witness_of_a_job_that_is_over_votes_in_the_next_one() -> None:
+    """It would hold no charter of an earlier term, and deny its vote to those that do."""
+    desk = Desk(most=2)
+    desk.give(WitnessOpened(9, WITNESS))
+    over = structs.replace(charter_of(11, 12, 13), outcome=Outcome(kind=OutcomeKind.SUCCEEDED, exit_code=0))
+    desk.give(Heard(9, msg.Polled(4, False, 99.0, False, "w#1", 0, over)))
+    desk.join(1, 2)
+    assert desk.machine.phase is Phase.PREPARING, "nothing is waited for"
+    assert desk.machine.generation == 1
+    assert desk.kept[-1].charter is not None
+    assert desk.kept[-1].charter.position.term == 5
 
 
 PLACES = [(WITNESS.host, WITNESS.port), ("n2", 7000)]

@@ -300,6 +300,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
 
     def _witnessed(self, now: float, polled: Polled) -> None:
         charter, limits = polled.charter, self.limits
+        self._older.term = max(self._older.term, polled.term)  # a witness keeps that of a job that is over, too
         if charter is not None and charter.outcome is None:
             left_s = limits.elect_s if polled.follows else max(0.0, limits.elect_s - polled.silent_s)
             patience_s = left_s if polled.follows or len(charter.seats) >= VOTERS_MIN else 0.0
