@@ -235,7 +235,7 @@ class Voter:
         own = self.charter
         if own is None or self._newer is None:
             return own
-        return own if own.carried_by({seat.name for seat in own.seats} - self._gone - self._denies) else self._newer
+        return own if own.carried_without(self._gone | self._denies) else self._newer
 
     def elects(self, now: float) -> bool:
         """Whether it has lost a coordinator that its voters may replace: then it does not found the job again."""
@@ -245,7 +245,8 @@ class Voter:
         """Whether it should not join the coordinator of this term in the process of this name: one that founded the job
         again, while this one's voters may elect."""
         with_it = {name for name, follows in self._follow_terms.items() if follows == term > self._followed}
-        known = self.newest is not None and any(seat.name == name for seat in self.newest.seats)
+        charter = self.newest
+        known = charter is not None and any(seat.name == name for seat in charter.seats)
         return founded and not known and self._may_elect(now, self._gone | with_it)
 
     def recall(self, now: float, name: str, term: int, *, founded: bool, forms: bool) -> Recall | None:
@@ -268,7 +269,7 @@ class Voter:
         charter = self.newest
         if charter is None or len(charter.seats) < VOTERS_MIN:
             return False
-        return charter.carried_by({seat.name for seat in charter.seats} - but)
+        return charter.carried_without(but)
 
     # ---------------------------------------------------------------- surface
 

@@ -319,7 +319,7 @@ class OlderJob:
     def over(self) -> bool:
         """It is proved that its voters cannot elect any more."""
         charter = self.charter
-        return charter is not None and not charter.carried_by({seat.name for seat in charter.seats} - self._ended)
+        return charter is not None and not charter.carried_without(self._ended)
 
     @property
     def job_uid(self) -> str:

@@ -109,6 +109,10 @@ class Charter(Struct, frozen=True, array_like=True):
         coordinator may leave them out: a candidate needs a majority of all."""
         return all(majority(voters, names, gone) for voters in (self.voters, self.before) if voters)
 
+    def carried_without(self, names: Collection[str]) -> bool:
+        """Whether the other voters are a majority of all."""
+        return self.carried_by({seat.name for seat in self.seats}.difference(names))
+
 
 def majority(voters: Collection[Seat], names: Collection[str], gone: Collection[str] = ()) -> bool:
     """Whether these names are more than half of the voters that are not gone."""
