@@ -1,9 +1,10 @@
-"""Two pretended nodes with a 473 MB state each, and copies of it on the other one, timed in copies (train_state.py).
+"""Two nodes of a job on loopback, with a 473 MB state each and copies of it on the other one, timed in copies
+(train_state.py).
 
     copied_state.py FOLDER            prints numbers as JSON
 
-Saves in memory, by turns without and with a copy; then a node is lost with its memory, and both ranks resume in new
-processes. The bare transfer is measured beside it: as many bytes between two processes that do nothing else.
+Saves in memory, by turns without and with a copy; then everything of one node is killed, its memory is removed, and an
+agent without anything takes its place. Both ranks resume in new processes. The bare transfer is measured beside it: as many bytes between two processes that do nothing else.
 The newcomer needs new memory. Where the host of a virtual machine has taken free memory back, the first
 access to each 2 MB of it costs up to 10 ms, 30 copies for this state, whoever does it. So as much as is needed is
 touched and freed directly before.
@@ -22,9 +23,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 from train_state import Copies, build, timed, train
@@ -37,31 +40,49 @@ NODES = 2
 ARRIVES_S = 120.0
 
 
-def start(what: str, folder: Path, port: int, rank: int, run: str) -> subprocess.Popen[str]:
-    own = {"RANK": str(rank), "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": f"{run}-{rank}", "OMP_NUM_THREADS": "1"}
-    world = {"WORLD_SIZE": str(NODES), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    line = [sys.executable, __file__, str(folder), what]
-    return subprocess.Popen(line, env={**os.environ, **own, **world}, stdout=subprocess.PIPE, text=True)
+def start(folder: Path, number: int, port: int) -> subprocess.Popen[bytes]:
+    """An agent, which starts this script."""
+    flags = ["--nnodes", str(NODES), "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
+    flags += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", "settle=5", "--log-dir", str(folder / f"{number}")]
+    line = [sys.executable, "-m", "holdfast", "run", *flags, __file__, str(folder), "rank"]
+    with (folder / f"screen.{number}").open("wb") as screen:
+        return subprocess.Popen(line, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=screen, stderr=screen)
 
 
-def life(what: str, folder: Path, run: str) -> list[dict[str, float]]:
+def said(folder: Path, what: str, agents: list[subprocess.Popen[bytes]]) -> list[dict[str, float]]:
     """What both ranks found."""
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        port = probe.getsockname()[1]
-    ranks = [start(what, folder, port, rank, run) for rank in range(NODES)]
-    said = [each.communicate()[0].strip().rpartition("\n")[2] for each in ranks]
-    if not all(said):
-        raise RuntimeError(f"{what}: a rank failed")
-    return [json.loads(each) for each in said]
+    paths = [folder / f"{what}.{rank}" for rank in range(NODES)]
+    while not all(path.exists() for path in paths):
+        if any(agent.poll() not in (None, 0) for agent in agents):
+            raise RuntimeError(f"{what}: a rank failed: {(folder / 'screen.0').read_text()[-300:]}")
+        time.sleep(0.05)
+    return [json.loads(path.read_text()) for path in paths]
 
 
-def lose(run: str, node: int) -> None:
-    """Its saver and its memory; its rank is dead."""
-    (memory,) = Path("/dev/shm").glob(f"holdfast-*-{run}-{node}-*")
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        line = path.read_bytes()
-        if b"holdfast.snapshots.saver" in line and str(memory).encode() in line:
-            os.kill(int(path.parent.name), signal.SIGKILL)
+def environ_of(agent: subprocess.Popen[bytes]) -> list[str]:
+    """Variables of its processes."""
+    found: list[str] = []
+    for each in psutil.Process(agent.pid).children(recursive=True):
+        with suppress(psutil.Error):
+            found += [f"{name}={value}" for name, value in each.environ().items()]
+    return found
+
+
+def say(folder: Path, what: str, found: dict[str, float]) -> None:
+    rank = os.environ["RANK"]
+    (folder / f"new.{rank}").write_text(json.dumps(found))
+    (folder / f"new.{rank}").rename(folder / f"{what}.{rank}")
+
+
+def lose(agent: subprocess.Popen[bytes]) -> None:
+    """All processes of this node at once, and its memory."""
+    all_of_it = [psutil.Process(agent.pid), *psutil.Process(agent.pid).children(recursive=True)]
+    lines = [each.cmdline() for each in all_of_it]
+    for each in all_of_it:
+        with suppress(psutil.NoSuchProcess):
+            each.kill()
+    agent.wait()
+    (memory,) = {word for line in lines for word in line if word.startswith("/dev/shm/holdfast-")}
     shutil.rmtree(memory)
 
 
@@ -100,9 +121,8 @@ def saves(folder: Path) -> None:
         dist.barrier()
     mark = model[0].weight.double().sum().item()
     found = {"alone": statistics.median(stalls[False]), "copied": statistics.median(stalls[True])}
-    print(json.dumps({**found, "copy": unit.s, "arrived": statistics.median(arrived), "mark": mark}))
-    sys.stdout.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
+    say(folder.parent, "saves", {**found, "copy": unit.s, "arrived": statistics.median(arrived), "mark": mark})
+    signal.pause()
 
 
 def resumes(folder: Path) -> None:
@@ -111,12 +131,13 @@ def resumes(folder: Path) -> None:
     copy_s = Copies(model).s  # its memory is free now: see the top of this file
     snaps = snapshots(folder, model, optimizer)
     dist.barrier()
-    took_s = timed(snaps.resume)
-    resumed = snaps._life is not None and snaps.state.step
+    began_s = time.perf_counter()
+    resumed = snaps.resume()
+    took_s = time.perf_counter() - began_s
+    if resumed is None or resumed.source != "memory":
+        raise RuntimeError(f"not resumed from memory: {resumed}")
     mark = model[0].weight.double().sum().item()
-    print(json.dumps({"resume": took_s, "copy": copy_s, "step": resumed, "mark": mark}))
-    sys.stdout.flush()
-    os.kill(os.getpid(), signal.SIGKILL)
+    say(folder.parent, "resumes", {"resume": took_s, "copy": copy_s, "step": resumed.step, "mark": mark})
 
 
 def transfer_s() -> float:
@@ -146,17 +167,32 @@ def _transfer_s(size_bytes: int) -> float:
     return took_s
 
 
+def prefetch_s(folder: Path, number: int) -> float:
+    """How long it took to fetch a state before the worker asked for it; 0: it was fetched while the worker waited."""
+    journals = [path.read_text() for path in (folder / str(number)).glob("*/events.jsonl")]
+    events = [json.loads(line) for journal in journals for line in journal.splitlines()]
+    return sum(each["took_s"] for each in events if each["event"] == "snapshot_fetched" and each.get("ahead"))
+
+
 def main() -> None:
     folder = Path(sys.argv[1])
     if len(sys.argv) > 2:
-        what = sys.argv[2]
         torch.set_num_threads(1)
-        resumes(folder / "copied") if what == "resumes" else saves(folder / "copied")
+        resumes(folder / "copied") if list(folder.glob("saves.*")) else saves(folder / "copied")
         return
-    run = f"bench{os.getpid()}"
-    copied = life("saves", folder, run)
-    lose(run, 1)
-    resumed = life("resumes", folder, run)
+    folder.mkdir(exist_ok=True)
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        port = probe.getsockname()[1]
+    agents = [start(folder, number, port) for number in range(NODES)]
+    copied = said(folder, "saves", agents)
+    lost = next(number for number in range(NODES) if "RANK=1" in environ_of(agents[number]))
+    lose(agents[lost])
+    lost_s = time.monotonic()
+    agents[lost] = start(folder, NODES, port)
+    resumed = said(folder, "resumes", agents)
+    ready_s = time.monotonic() - lost_s
+    for agent in agents:
+        agent.wait()
     if any(each["mark"] != copied[0]["mark"] for each in resumed):
         raise RuntimeError("what was resumed is not what was saved")
     unit = statistics.median(each["copy"] for each in (*copied, *resumed))
@@ -169,6 +205,8 @@ def main() -> None:
                 "stall, relative": stall["copied"] / stall["alone"],
                 "copy has arrived": max(each["arrived"] for each in copied) / unit,
                 "resume of the newcomer": resumed[1]["resume"] / unit,
+                "fetched before it": prefetch_s(folder, NODES) / unit,
+                "loss to resumed": ready_s,
                 "bare transfer": transfer_s() / unit,
                 "copy": unit * 1000,
             }

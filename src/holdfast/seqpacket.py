@@ -10,6 +10,7 @@ from __future__ import annotations
 import array
 import json
 import os
+import select
 import socket
 import struct
 from collections import deque
@@ -44,6 +45,13 @@ def peer(sock: socket.socket) -> tuple[int, int]:
     here. Raises OSError."""
     pid, uid, _gid = CREDENTIALS.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, CREDENTIALS.size))
     return pid, uid
+
+
+def is_readable(fd: int | socket.socket, within_s: float = 0.0) -> bool:
+    """Whether there is something to read or to accept, or a process has ended."""
+    poller = select.poll()
+    poller.register(fd, select.POLLIN)
+    return bool(poller.poll(within_s * 1000))
 
 
 def send(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None:

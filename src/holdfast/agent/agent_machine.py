@@ -165,8 +165,8 @@ class AgentMachine(AgentActs):
                 self._on_link_lost(now, reason)
             case Received(message):
                 self._on_message(now, message)
-            case NodePrepared(generation, store_port):
-                self._on_prepared(now, generation, store_port)
+            case NodePrepared():
+                self._on_prepared(now, event)
             case PrepareFailed(generation, code, exit_code, reason):
                 if self._is_preparing(generation):
                     self._leave(f"cannot take part: {reason}")
@@ -194,15 +194,15 @@ class AgentMachine(AgentActs):
             case Tick():
                 pass
 
-    def _on_prepared(self, now: float, generation: int, store_port: int | None) -> None:
-        if self.current is None or self.current.generation != generation:
+    def _on_prepared(self, now: float, event: NodePrepared) -> None:
+        if self.current is None or self.current.generation != event.generation:
             return
         if self.work is Work.PREPARING:
             self._enter(Work.PREPARED)
         if self.work in (Work.PREPARED, Work.REGROUPING):
             self._prepared_s = now
             self.current.parted = bool(self.current.parting)
-            self._send(Prepared(generation, store_port))
+            self._send(Prepared(event.generation, event.store_port, event.states))
 
     def _on_report(self, now: float, event: WorkersHeld | WorkersProgress | WorkersSeen) -> None:
         """Pass on the progress and the samples of the workers."""

@@ -27,6 +27,7 @@ from holdfast.coordinator.formation import (
     Gathering,
     all_places,
     assigned,
+    offers,
     seat,
 )
 from holdfast.coordinator.membership import HostBackoff, Liveness, Membership, PreviousLeader
@@ -51,7 +52,7 @@ from holdfast.protocol.messages import (
     Waiting,
 )
 from holdfast.protocol.outcome import Outcome
-from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec, Note, Pauses
+from holdfast.protocol.policy import Grow, HeldStates, JobSpec, Limits, NodeSpec, Note, Pauses
 from holdfast.protocol.rank_progress import Examine, JobView
 
 
@@ -265,8 +266,9 @@ class CoordinatorActs:
         self._gather_until_s = None
         self._enter(now, Phase.RUNNING)
         self._monitor.begin(world)
+        offered = {} if regrouped else offers(world)  # workers that go on have their states
         for member in members:
-            self._start_member(now, member, world)
+            self._start_member(now, member, world, offered.get(member.name, ()))
         for member in parting:  # the others do not need them any more
             self._tell(member, Stop(world.generation, StopReason.MEMBER_LEFT))
         self._note("started", generation=world.generation, master="{}:{}".format(*world.master))
@@ -276,12 +278,12 @@ class CoordinatorActs:
             if leaving is not None:
                 self._drain_for(now, leaving)
 
-    def _start_member(self, now: float, member: Member, world: World) -> None:
+    def _start_member(self, now: float, member: Member, world: World, states: tuple[HeldStates, ...] = ()) -> None:
         self._membership.set_busy(member, world.generation)
         member.first_started_s = member.first_started_s or now
         interval_s = self.limits.progress_interval_of(len(world.order))
         before, age_s = self._endings.before, self._authority_age_s()
-        self._tell(member, Start(world.generation, *world.master, interval_s, before, self.job_uid, age_s))
+        self._tell(member, Start(world.generation, *world.master, interval_s, before, self.job_uid, age_s, states))
 
     def _authority_age_s(self) -> float:
         """How long ago this coordinator was confirmed by those that could elect another one; 0: nobody could."""

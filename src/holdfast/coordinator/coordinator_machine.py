@@ -251,8 +251,8 @@ class CoordinatorMachine(CoordinatorActs):
         match message:
             case Ping(number):
                 self._tell(member, Pong(number, self._authority_age_s()))
-            case Prepared(generation, store_port):
-                self._on_prepared(now, member, generation, store_port)
+            case Prepared():
+                self._on_prepared(now, member, message)
             case Held(generation, reached, saves):
                 if self.phase is Phase.DRAINING and self._is_current(member, generation):
                     self._draining().heard(member.name, reached, saves=saves)
@@ -356,11 +356,12 @@ class CoordinatorMachine(CoordinatorActs):
         if gone_s > self._gathering.not_before_s:
             self._gathering.not_before_s, self._gathering.pause = gone_s, FENCE
 
-    def _on_prepared(self, now: float, member: Member, generation: int, store_port: int | None) -> None:
+    def _on_prepared(self, now: float, member: Member, message: Prepared) -> None:
+        generation = message.generation
         if self._announced is not None and generation == self._announced.world.generation:
-            self._announced.world.on_prepared(member.name, store_port)
+            self._announced.world.on_prepared(member.name, message.store_port, message.states)
         elif generation == self.generation and self.phase in (Phase.PREPARING, Phase.REGROUPING):
-            self._world().on_prepared(member.name, store_port)
+            self._world().on_prepared(member.name, message.store_port, message.states)
         elif generation == self.generation and self._at_work() and member.name in self._regrouping.arriving:
             self._regrouping.arrived(self._world(), member)
             self._start_member(now, member, self._world())

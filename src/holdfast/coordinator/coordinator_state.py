@@ -14,7 +14,7 @@ from msgspec import Struct
 from holdfast.protocol.charter import Seat
 from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator, StopReason
 from holdfast.protocol.outcome import Failure, Outcome
-from holdfast.protocol.policy import NodeSpec, Note, Tick
+from holdfast.protocol.policy import HeldStates, NodeSpec, Note, Tick
 from holdfast.protocol.questions import Question
 from holdfast.protocol.rank_progress import Finding, NodeLoad, RankStory
 from holdfast.text import is_loopback, listed
@@ -299,6 +299,8 @@ class World:
     """Number of all ranks."""
     prepared: set[str] = field(default_factory=set)
     store_port: int | None = None
+    states: dict[str, HeldStates] = field(default_factory=dict)
+    """By member, when it was prepared."""
     done: dict[str, set[int]] = field(default_factory=dict)
     """Local ranks that ended with 0, by member. Renewed when the member is lost."""
     left: list[Failure] = field(default_factory=list)
@@ -342,10 +344,12 @@ class World:
     def __post_init__(self) -> None:
         self.size = sum(len(places) for places in self.places.values())
 
-    def on_prepared(self, member: str, store_port: int | None) -> None:
+    def on_prepared(self, member: str, store_port: int | None, states: HeldStates | None = None) -> None:
         """A member is prepared. Only the first one's store counts."""
         if member in self.places:
             self.prepared.add(member)
+            if states is not None:
+                self.states[member] = states
         if store_port is not None and member == self.order[0]:
             self.store_port = store_port
 

@@ -10,7 +10,7 @@ from msgspec import Struct
 
 from holdfast.coordinator.coordinator_state import Member, World, is_local
 from holdfast.protocol.messages import Assign
-from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
+from holdfast.protocol.policy import HeldStates, JobSpec, Limits, NodeSpec
 from holdfast.text import spans
 
 BACK_OFF = "a pause before the restart"
@@ -214,6 +214,20 @@ def assigned(
         restart_count=restart_count,
         local_world=all(is_local(member.address) for member in there),
     )
+
+
+def offers(world: World) -> dict[str, tuple[HeldStates, ...]]:
+    """For each member that has no states in memory: other members that have those of its ranks, in a job as large."""
+    found: dict[str, tuple[HeldStates, ...]] = {}
+    alike = [states for states in world.states.values() if states.world == world.size]
+    at = {rank: states for states in alike for rank in states.ranks}
+    base = 0
+    for member in world.order if at else ():
+        ranks = range(base, base + len(world.places[member]))
+        base = ranks.stop
+        if member not in world.states:
+            found[member] = tuple(dict.fromkeys(at[rank] for rank in ranks if rank in at))
+    return found
 
 
 def _led_by(seats: Sequence[NodeSpec], sizes: Sequence[int]) -> str:

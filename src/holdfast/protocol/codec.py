@@ -28,7 +28,6 @@ from holdfast.protocol.messages import (
     Looked,
     Ping,
     Pong,
-    Prepared,
     Progress,
     ReplacementFailed,
     Stopped,
@@ -214,7 +213,7 @@ FAILURES_MAX = 4096
 CHARS_PER_FRAME = 64
 """Stacks are cut to one frame per this many characters of the limit."""
 
-TEXTLESS = (Ping, Pong, Progress, Prepared, Stopped)
+TEXTLESS = (Ping, Pong, Progress, Stopped)
 """Frequent messages in which there is nothing to clean."""
 
 Message = TypeVar("Message")

@@ -20,6 +20,7 @@ from holdfast.protocol.policy import (
     ITEMS_MAX,
     WORKERS_PER_NODE_MAX,
     Count,
+    HeldStates,
     LocalRank,
     NodeSpec,
     Period,
@@ -99,6 +100,7 @@ class Prepared(AgentMessage, frozen=True, tag="prepared"):
     generation: Count
     store_port: Port | None = None
     """Set only by the node that hosts the store."""
+    states: HeldStates | None = None
 
 
 class WorkerDone(AgentMessage, frozen=True, tag="done"):
@@ -315,6 +317,8 @@ class Start(CoordinatorMessage, frozen=True, tag="start"):
     """Identifies the job, through all its generations; unlike the run id it is never used twice."""
     age_s: Seconds = 0.0
     """As in Pong. The agent's fence counts from that time before its Prepared."""
+    states: Annotated[tuple[HeldStates, ...], OF_ONE_NODE] = ()
+    """For a node that has none: where those of its ranks are, so that it fetches them while its workers start."""
 
 
 class Regroup(CoordinatorMessage, frozen=True, tag="regroup"):
@@ -445,6 +449,8 @@ class Refuse(CoordinatorMessage, frozen=True, tag="refuse"):
     text: str
 
 
+BetweenVoters = Renew | Renewed | Poll | Polled
+"""In both directions: the coordinator connects to a witness as an agent connects to it."""
 FromAgent = (
     Join
     | Prepared
@@ -463,10 +469,7 @@ FromAgent = (
     | CannotRegroup
     | Ping
     | Ask
-    | Renew
-    | Renewed
-    | Poll
-    | Polled
+    | BetweenVoters
     | Supersede
     | Recall
 )
@@ -490,10 +493,6 @@ FromCoordinator = (
     | Answer
     | Quit
     | Refuse
-    | Renew
-    | Renewed
-    | Poll
-    | Polled
+    | BetweenVoters
     | Moved
 )
-"""Those of the voters go in both directions: the coordinator connects to a witness as an agent connects to it."""

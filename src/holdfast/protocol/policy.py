@@ -265,6 +265,22 @@ class NodeSpec(Struct, frozen=True, kw_only=True):
         return agent_of(self.member)
 
 
+class HeldStates(Struct, frozen=True, array_like=True):
+    """States in memory that a node's saver gives to other nodes (snapshots/copy_service.py)."""
+
+    host: str
+    """The node's addresses, separated by blanks."""
+    port: Port
+    word: str
+    """Of the life of the job that left them: the saver's key comes from it."""
+    folder: str
+    """Of the snapshots."""
+    world: Rank
+    """Ranks of the job in that life."""
+    ranks: Annotated[tuple[Rank, ...], Meta(max_length=2 * WORKERS_PER_NODE_MAX)]
+    """Its own, and those of which it has copies."""
+
+
 def agent_of(member: str) -> str:
     """`node7#5f3a90c1` for `node7#5f3a90c1.2`."""
     host, mark, incarnation = member.rpartition("#")

@@ -14,7 +14,7 @@ import shutil
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.copy_connection import STALL_S, Address, CopyConnection, Digests, errors
 from holdfast.snapshots.copy_paths import SAMPLE, CopyPaths, Pace
 from holdfast.snapshots.mapping import Mappings
-from holdfast.snapshots.memory_folder import COPIES, FETCHED, Packet, digest_of_life, field
+from holdfast.snapshots.memory_folder import COPIES, FETCHED, Packet, digest_of_life, field, key_of_life
 from holdfast.snapshots.slots import (
     COUNT_MAX,
     Slot,
@@ -37,6 +37,7 @@ from holdfast.snapshots.slots import (
 )
 
 BACKLOG = CONNECTIONS_MAX = 256
+GET = "get"
 State = tuple[int, int, int]
 """SaveRequest.identity."""
 
@@ -52,8 +53,8 @@ class CopyService:
         self._paths, self._host, self._pace = CopyPaths(), "", Pace(0)
         self._listening: socket.socket | None = None
         self._accepting: threading.Thread | None = None
-        self._open: set[socket.socket] = set()
-        """Sockets of the present key."""
+        self._open: dict[socket.socket, str] = {}
+        """Sockets in use, and what was asked there; empty: nothing yet."""
         self._received: dict[int, tuple[Slots, threading.Lock]] = {}
         """By rank."""
         self._digests: dict[tuple[Path, int], dict[int, Digests]] = {}
@@ -65,10 +66,9 @@ class CopyService:
         with self._lock:
             if key != self._key:
                 self._key, self._pace = key, Pace(bytes_s)
-                for each in self._open:
+                for each in (sock for sock, asked in self._open.items() if asked != GET):  # a newcomer may fetch on
                     with contextlib.suppress(OSError):
                         each.shutdown(socket.SHUT_RDWR)
-                self._open.clear()
             if self._listening is None or self._host != host:
                 if self._listening is not None:
                     self._listening.shutdown(socket.SHUT_RDWR)
@@ -83,9 +83,9 @@ class CopyService:
 
     def served(self, packet: Packet) -> Packet:
         """The answer to a worker's "serve"."""
-        key, host = field(packet, "key", str), field(packet, "host", str)
+        key, host = key_of_life(self._folder, field(packet, "word", str)), field(packet, "host", str)
         try:
-            port, why = self.serve(bytes.fromhex(key), host, field(packet, "bytes_s", float)), ""
+            port, why = self.serve(key, host, field(packet, "bytes_s", float)), ""
         except OSError as error:
             port, why = 0, f"{host}: {error.strerror}"
         return {"is": "serving", "port": port, "text": why}
@@ -117,6 +117,8 @@ class CopyService:
         with contextlib.suppress(CopyError), sock, self._counted(sock) as key:
             connection = CopyConnection.answer(sock, key, self._digest)
             asked = connection.hear()
+            with self._lock:
+                self._open[sock] = str(asked.get("do"))
             try:
                 if asked.get("do") == "put":
                     self._put(connection, asked)
@@ -132,13 +134,13 @@ class CopyService:
     def _counted(self, sock: socket.socket) -> Iterator[bytes]:
         """While the socket is in use; the key that it is for."""
         with self._lock:
-            self._open.add(sock)
+            self._open[sock] = ""
             key = self._key
         try:
             yield key
         finally:
             with self._lock:
-                self._open.discard(sock)
+                del self._open[sock]
 
     # --- receiving and giving -----------------------------------------------------------------------------------------
 
@@ -182,19 +184,28 @@ class CopyService:
             turn.release()
 
     def _get(self, connection: CopyConnection, asked: Packet) -> None:
-        wanted, rank, path = _state(asked.get("state")), field(asked, "rank", int), field(asked, "folder", str)
-        beside = [self._folder / COPIES, self._folder / FETCHED]  # first: a node is lost, and this is its partner
-        theirs = ((folder, slot) for folder in beside for slot in committed_slots(folder, rank))
-        for folder, slot in chain(theirs, all_slots(self._folder, beside=False)):
-            request = slot.request
-            if request is None or (request.folder, request.rank, request.identity) != (path, rank, wanted):
-                continue
+        wanted = None if asked.get("state") is None else _state(asked["state"])
+        rank, path = field(asked, "rank", int), field(asked, "folder", str)
+        for folder, slot, request in self._slots_with(path, rank, wanted):
             with contextlib.suppress(ValueError), self._lent(folder, slot) as found:
                 said = {"size_bytes": len(found.data), "generation": found.generation, "request": request.to_json()}
                 connection.say(**{"is": "found", **said})
                 connection.send_state(found.data, self._known(folder, slot))
                 return
-        raise ValueError(f"step {wanted[0]} of rank {rank} is not here")
+        raise ValueError(f"{'a state' if wanted is None else f'step {wanted[0]}'} of rank {rank} is not here")
+
+    def _slots_with(self, path: str, rank: int, wanted: State | None) -> Iterable[tuple[Path, Slot, SaveRequest]]:
+        """Where this rank's state is; None: all its states, the newest first."""
+        beside = [self._folder / COPIES, self._folder / FETCHED]  # first: a node is lost, and this is its partner
+        theirs = ((folder, slot) for folder in beside for slot in committed_slots(folder, rank))
+        found = (
+            (folder, slot, slot.request)
+            for folder, slot in chain(theirs, all_slots(self._folder, beside=False))
+            if slot.request is not None and (slot.request.folder, slot.request.rank) == (path, rank)
+        )
+        if wanted is None:
+            return sorted(found, key=lambda each: each[2].identity, reverse=True)
+        return (each for each in found if each[2].identity == wanted)
 
     @contextlib.contextmanager
     def _lent(self, folder: Path, slot: Slot) -> Iterator[Slot]:
@@ -297,20 +308,20 @@ def fetch(
     offered: Address,
     key: bytes,
     path: str,
-    state: State,
+    state: State | None,
     rank: int,
     into: Slots | None = None,
     paths: CopyPaths | None = None,
 ) -> str:
     """Bring this rank's state from another node into these slots; None: into `FETCHED` of this shared-memory folder.
-    Returns the address that it came from. CopyError, SnapshotMemoryError."""
+    `state`: None: the newest one there. Returns the address that it came from. CopyError, SnapshotMemoryError."""
     of = (paths or CopyPaths()).fastest(offered, key)
     with CopyConnection.call(of, key, digest_of_life(folder)) as connection, contextlib.ExitStack() as closing:
         connection.say(do="get", folder=path, state=state, rank=rank)
         found = connection.hear("found")
         with errors(of):
             request = SaveRequest.from_json(field(found, "request", dict))
-            if (request.rank, request.identity) != (rank, state):
+            if request.rank != rank or state not in (None, request.identity):
                 raise ValueError("it gives another state than it was asked for")
             size_bytes, generation = _size(found), field(found, "generation", int)
         if into is None:

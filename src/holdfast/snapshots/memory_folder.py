@@ -4,6 +4,7 @@
       saver.sock                                 where workers reach the saver
       <local rank>.<0|1|2>                       slots (slots.py)
       copies/, fetched/                          slots of other nodes' ranks (copy_service.py)
+      prefetch/                                  slots that are being fetched for this node's ranks (prefetch.py)
       key                                        derived from the job token, where there is one
 
 A shared-memory folder is in use while any process holds a shared lock on the folder itself: the agent under holdfast,
@@ -22,14 +23,17 @@ Messages on that socket are those of seqpacket.py:
                      {"do": "persist", "id", "sequence", "request", "patience_s"} with the slot's descriptor, which
                                                                       carries a shared lock on it; perhaps "stage"
                      {"do": "wait", "id"}                             for "idle": nothing of this local rank is written
-                     {"do": "serve", "key", "host", "bytes_s", "folder"}  exchange copies with others (copy_service.py);
+                     {"do": "prefetched"}                             wait for what the agent ordered (prefetch.py)
+                     {"do": "serve", "word", "host", "bytes_s", "folder", "rank", "world"}
+                                                                      exchange copies with others (copy_service.py);
                                                                       no rescue in this folder waits for them any more
                      {"do": "copy", "id", "sequence", "request", "to", "keep"} with the slot's descriptor, as "persist"
                      {"do": "tell", "packet"}                         a packet for the agent: "copy", "fetched"
                      {"do": "forget", "above_step"}                   drop copies of later steps
                      {"do": "read back", "path"}                      a committed snapshot; on a connection of its own
                      {"do": "bye"}                                    a regular end: nothing is rescued
-    saver → worker   {"is": "written", "id"}                          this rank's file is durable, its slot is free
+    saver → worker   {"is": "prefetched", "fetched"}
+                     {"is": "written", "id"}                          this rank's file is durable, its slot is free
                      {"is": "saved", "id", "path"}                    the save is done; on rank 0 it is committed
                      {"is": "failed", "id", "code", "text", "made_good"}
                      {"is": "serving", "port", "text"}                port 0: it cannot, and why
@@ -39,11 +43,13 @@ Messages on that socket are those of seqpacket.py:
                      {"is": "read back", "code", "text"}              no code: every byte is what was saved
                      {"is": "news", "text"}                           the result of a previous worker's save
     agent → saver    {"do": "finish"}                                 end when nothing is in flight any more
+                     {"do": "prefetch", "states"}                     fetch these before the workers ask for them
     saver → agent    {"is": "up"}                                     it listens
                      {"is": "news", "text"}                           for the user
                      {"is": "saved", "path", "step", "took_s"}        a snapshot is committed; perhaps "stall_s"
                      {"is": "copy", "step", "rank", "to", "size_bytes", "took_s", "why", "kept"}   to another node
                      {"is": "fetched", "step", "rank", "of", "took_s"}                             from another node
+                     {"is": "serving", "port", "host", "word", "folder", "rank", "world"}      it exchanges copies
 
 Standard library only."""
 
@@ -55,7 +61,6 @@ import hashlib
 import hmac
 import os
 import re
-import select
 import socket
 import sys
 import time
@@ -73,7 +78,7 @@ STALL = "stall_s"
 ROOT = Path("/dev/shm")
 """The only place in memory: a slot on a disk would be a slow snapshot without verification."""
 SOCKET = "saver.sock"
-COPIES, FETCHED, KEY = "copies", "fetched", "key"
+COPIES, FETCHED, PREFETCH, KEY = "copies", "fetched", "prefetch", "key"
 RUN_ID_CHARACTERS_MAX = 32
 """Characters of the run id in the name, for people; a socket's path may have 107 bytes."""
 KEY_BYTES = 8
@@ -185,6 +190,15 @@ def _hold(path: Path, fd: int) -> bool:
         raise
     os.close(fd)
     return False
+
+
+def copied_ranks(path: Path) -> set[int]:
+    """The ranks of other nodes of whose states there are copies in this shared-memory folder."""
+    try:
+        names = os.listdir(path / COPIES)
+    except OSError:
+        return set()
+    return {int(rank) for rank in (name.partition(".")[0] for name in names) if rank.isdecimal()}
 
 
 def remove_folder(path: Path) -> None:
@@ -405,9 +419,7 @@ def read_back(folder: Path, path: Path, patience_s: float) -> None:
     try:
         with connect(folder) as sock:
             seqpacket.send(sock, {"do": "read back", "path": str(path)})
-            poller = select.poll()
-            poller.register(sock, select.POLLIN)
-            if not poller.poll(patience_s * 1000):
+            if not seqpacket.is_readable(sock, patience_s):
                 raise SnapshotError(f"{path} was not read back within {patience_s:.0f} s: is the saver stopped?")
             got = seqpacket.receive(sock)
     except OSError as error:

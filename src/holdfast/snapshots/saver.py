@@ -14,6 +14,7 @@ Its promises:
 - Where retention needs it, a save is then read back, which nobody waits for but rank 0's (read_back.py).
 - On "finish" from the agent it completes the saves in flight and ends. The agent waits memory_folder.FINISH_LIMIT_S.
 - Where the workers ask for it, it sends their slots to another node's saver, and receives others' (copy_service.py).
+- Where the agent orders it, it fetches slots from other nodes before the workers ask for them (prefetch.py).
 - When the agent is gone without "finish", it ends at once, and a save in flight stays an uncommitted attempt.
 - Without an agent it ends, and removes the shared-memory folder, when the anchor is gone, no worker is left and no save
   is in flight.
@@ -28,7 +29,6 @@ from __future__ import annotations
 import contextlib
 import os
 import queue
-import select
 import selectors
 import signal
 import socket
@@ -47,6 +47,7 @@ from holdfast.snapshots.copy_service import CopyService
 from holdfast.snapshots.flush import Save, Tell, carry_out, pending_flush, read_back
 from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.memory_folder import FINISH_LIMIT_S, STALL
+from holdfast.snapshots.prefetch import Prefetch
 from holdfast.snapshots.read_back import ReadBacks
 from holdfast.snapshots.remote import adopt, place_of
 
@@ -115,6 +116,7 @@ class Saver:
         self._crashed = False
         self._mappings = Mappings()
         self._copies = CopyService(folder, self._mappings)
+        self._prefetch = Prefetch(folder, self._in_thread)
         self._read_backs = ReadBacks(self._is_busy)
         self._flushes: dict[str, threading.Event] = {}
         """By snapshot folder: ends the wait of rescues for other nodes."""
@@ -161,10 +163,12 @@ class Saver:
         if got is None:  # the agent was killed: the supervisor ends this process too
             self._ended = True
             return
-        if got[0].get("do") == "finish":
+        if got[0].get("do") == "prefetch":
+            self._prefetch.begin(got[0])
+        elif got[0].get("do") == "finish":
             self._accept_all()
             for worker in list(self._workers):
-                if worker.pidfd < 0 or _is_ready(worker.pidfd):
+                if worker.pidfd < 0 or seqpacket.is_readable(worker.pidfd):
                     self._worker_gone(worker)
             self._finishing = True
 
@@ -236,7 +240,11 @@ class Saver:
                     self._persist(worker, packet, fds)
                 case "serve":
                     self._flushes.pop(memory_folder.field(packet, "folder", str), threading.Event()).set()
-                    _send(worker, self._copies.served(packet))
+                    answer = self._copies.served(packet)
+                    _send(worker, answer)
+                    self._tell_agent({**packet, **answer})
+                case "prefetched":
+                    self._prefetch.when_over(worker.local_rank, partial(_send, worker))
                 case "copy" if fds:
                     self._copy(worker, packet, fds)
                 case "tell":
@@ -245,8 +253,8 @@ class Saver:
                     above_step = memory_folder.field(packet, "above_step", int)
                     self._in_thread(partial(self._copies.forget, above_step), tell=partial(_send, worker))
                 case "wait":
-                    answer = partial(_send, worker, {"is": "idle", "id": packet.get("id")})
-                    self._flights(worker.local_rank).when_written(answer)
+                    idle = partial(_send, worker, {"is": "idle", "id": packet.get("id")})
+                    self._flights(worker.local_rank).when_written(idle)
                 case "read back":
                     path = place_of(memory_folder.field(packet, "path", str))
                     # If the saver ends first, the requester checks the snapshot itself.
@@ -468,12 +476,6 @@ def _send(worker: SaverConnection, packet: memory_folder.Packet) -> None:
     """Send to a worker. Errors are ignored: it is gone, or does not read."""
     with contextlib.suppress(OSError):
         seqpacket.send(worker.sock, packet)
-
-
-def _is_ready(fd: int) -> bool:
-    poller = select.poll()
-    poller.register(fd, select.POLLIN)
-    return bool(poller.poll(0))
 
 
 def main() -> None:

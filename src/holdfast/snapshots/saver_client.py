@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import select
 import socket
 import subprocess
 import sys
@@ -128,7 +127,6 @@ class SaverClient:
         self.place = str(address.folder)
         owner = SlotOwner(address.local_rank, rank, world, address.generation)
         self.states = COUNT_MAX if copies else COUNT
-        self.slots = Slots(address.folder, owner, self.states)
         self.port = 0
         """Where the saver exchanges copies; 0: nowhere."""
         self.copy_error = ""
@@ -158,7 +156,14 @@ class SaverClient:
         self._lost_at_s: float | None = None
         self._news: list[str] = []
         """Results of a previous worker's saves."""
+        self._await_prefetch = (address.folder / memory_folder.PREFETCH).exists()
+        self.prefetched: memory_folder.Packet = {}
+        """What was fetched for this rank before; see prefetch.py."""
         self._connect()
+        if self._await_prefetch:
+            self._send({"do": "prefetched"})
+            self._receive_until(lambda: not self._await_prefetch, PATIENCE_S)
+        self.slots = Slots(address.folder, owner, self.states)
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -217,10 +222,11 @@ class SaverClient:
 
     # --- copies on other nodes ----------------------------------------------------------------------------------------
 
-    def serve(self, key: bytes, host: str, bytes_s: float, folder: str) -> None:
-        """Have the saver exchange copies with others of this key, at this address; see `await_served`. A rescue of
-        states in this snapshot folder, which waits for other nodes, ends: this life goes on from memory."""
-        self._serve = {"do": "serve", "key": key.hex(), "host": host, "bytes_s": float(bytes_s), "folder": folder}
+    def serve(self, word: str, host: str, bytes_s: float, folder: str) -> None:
+        """Have the saver exchange copies with others of this life (`key_of_life`), at this address; see `await_served`.
+        A rescue of states in this snapshot folder, which waits for other nodes, ends: this life goes on from memory."""
+        about = {"word": word, "host": host, "bytes_s": float(bytes_s), "folder": folder}
+        self._serve = {"do": "serve", **about, "rank": self.slots.owner.rank, "world": self.slots.owner.world}
         self.await_served()
         self.port, self.copy_error, self._serve_unanswered = 0, "", True
         with contextlib.suppress(SnapshotError):
@@ -422,12 +428,12 @@ class SaverClient:
             left_s = deadline - time.monotonic()
             if left_s <= 0 or self._sock is None:
                 return False
-            poller = select.poll()
-            poller.register(self._sock, select.POLLIN)
-            poller.poll(left_s * 1000)
+            seqpacket.is_readable(self._sock, left_s)
 
     def _take(self, packet: memory_folder.Packet) -> None:
         match packet.get("is"), packet.get("id", 0):
+            case "prefetched", _:
+                self._await_prefetch, self.prefetched = False, packet.get("fetched", {})
             case "written", number:
                 if number in self._asked:
                     self._asked[number].written = True

@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-import select
 import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -31,6 +30,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 
 from holdfast import seqpacket
+from holdfast.protocol.policy import HeldStates
 from holdfast.runtime.run_folder import Journal
 from holdfast.snapshots import memory_folder
 from holdfast.snapshots.memory_folder import FINISH_LIMIT_S, SOCKET, MemoryFolder, clean
@@ -261,6 +261,8 @@ class SaverHost:
         self._memory_folder: MemoryFolder | None = None
         self._listening: socket.socket | None = None
         self._failures = 0
+        self._serving: dict[int, seqpacket.Message] = {}
+        """By rank of this node, what the saver has answered to its worker in this life."""
         self._gone = asyncio.Event()
         self._cleaning: asyncio.Task[object] | None = None
         self._opened = False
@@ -273,6 +275,32 @@ class SaverHost:
         if self._memory_folder is None:
             return {}
         return {memory_folder.SAVER_VARIABLE: f"{self._memory_folder.path}@{generation}@{local_rank}"}
+
+    def states(self) -> HeldStates | None:
+        """What the saver here gives to other nodes; None: nothing."""
+        if self._memory_folder is None or not self._serving:
+            return None
+        ranks = set(self._serving).union(memory_folder.copied_ranks(self._memory_folder.path))
+        said = list(self._serving.values())[-1]
+        host, port, word, folder, world = (said[name] for name in ("host", "port", "word", "folder", "world"))
+        return HeldStates(host, port, word, folder, world, tuple(sorted(ranks)))
+
+    def prefetch(self, ranks: Mapping[int, int], states: Sequence[HeldStates]) -> None:
+        """Have the saver fetch the states of these ranks, by local rank, while the workers start. Call it before."""
+        self.environment(0, 0)
+        wanted = [
+            (local_rank, rank, each.host, each.port, each.word, each.folder)
+            for local_rank, rank in ranks.items()
+            for each in [each for each in states if rank in each.ranks][:1]
+        ]
+        if not wanted or self._memory_folder is None:
+            return
+        with suppress(OSError):
+            (self._memory_folder.path / memory_folder.PREFETCH).mkdir(mode=0o700, exist_ok=True)
+            if not self._saver.running:
+                self._start()
+            if self._saver.running:
+                self._saver.send({"do": "prefetch", "states": wanted})
 
     def handle(self, event: SupervisorEvent) -> None:
         """React to the saver's end; events about other processes are ignored."""
@@ -296,7 +324,7 @@ class SaverHost:
         if self._memory_folder is None:
             return
         assert self._listening is not None
-        if not self._saver.running and self._failures < ENOUGH_FAILURES and _is_readable(self._listening):
+        if not self._saver.running and self._failures < ENOUGH_FAILURES and seqpacket.is_readable(self._listening):
             self._start()  # a worker left a save a moment ago, and died
         if self._saver.running:
             await self._finish()
@@ -359,6 +387,11 @@ class SaverHost:
             self._failures = 0
         elif packet.get("is") == "news":
             self._on_notice(f"snapshots: {packet.get('text')}")
+        elif packet.get("is") == "serving":
+            if any(each["word"] != packet["word"] for each in self._serving.values()):
+                self._serving.clear()
+            if packet["port"]:
+                self._serving[packet["rank"]] = packet
         elif packet.get("is") == "saved":
             about = {name: packet[name] for name in ("path", "step", "took_s", "stall_s") if name in packet}
             self._journal.write("snapshot", **about)
@@ -371,6 +404,7 @@ class SaverHost:
 
     def _ended(self, why: str) -> None:
         self._saver.drop()
+        self._serving.clear()
         self._gone.set()
         self._failures += 1
         if self._failures < ENOUGH_FAILURES:
@@ -378,12 +412,6 @@ class SaverHost:
                 self._loop.add_reader(self._listening, self._start)
         elif self._failures == ENOUGH_FAILURES:
             self._on_notice(f"snapshots: the process that writes them {why}. It is not started again.")
-
-
-def _is_readable(sock: socket.socket) -> bool:
-    poller = select.poll()
-    poller.register(sock, select.POLLIN)
-    return bool(poller.poll(0))
 
 
 def _remove(memory_folder: MemoryFolder) -> None:

@@ -120,6 +120,8 @@ class WorkerGroup:
     def start(self, assign: Assign, start: Start) -> None:
         """Start the workers, at once where possible: a stop order may follow directly and must find the workers."""
         running = self._begin(assign, start)
+        ranks = {each: assign.rank_base + assign.place(each) for each in taking_part(assign, self._options.nproc)}
+        self._saver.prefetch(ranks, start.states)
         if self._supervisor_ready.is_set():
             self._spawn(running)
         else:
@@ -291,7 +293,7 @@ class WorkerGroup:
             text = f"cannot open the store's port: {error.strerror or error}"
             self._emit(PrepareFailed(generation, PeerError.code, PeerError.exit_code, text))
         else:
-            self._emit(NodePrepared(generation, port))
+            self._emit(NodePrepared(generation, port, self._saver.states()))
 
     def _open_logs(self, assign: Assign) -> dict[int, WorkerStreams]:
         """Open the log files, in a thread and before the workers start: a stalled disk must not silence this node.

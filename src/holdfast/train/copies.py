@@ -165,13 +165,15 @@ class Copies:
         if self._client is not None:
             self._client.slots.hold()
             self._key = key_of_life(Path(self._client.place), word)
-            self._client.serve(self._key, self._host, self._bytes_s, self._folder)
+            self._client.serve(word, self._host, self._bytes_s, self._folder)
 
     def keep(self, state: State) -> None:
         """The job goes on from this state in memory: what there is of it stays until a newer one arrived everywhere."""
         self._plan = CopyPlan(_kept=state)
         if self._client is not None:
             self._client.slots.hold(state)
+            if self._client.prefetched.get("step") == state[0]:
+                self._client.tell_agent({"is": "fetched", **self._client.prefetched, "ahead": True})
 
     def end(self) -> None:
         """There is no memory for slots any more."""
