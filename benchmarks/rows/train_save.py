@@ -85,7 +85,7 @@ def measure_poisoned(launcher: Launcher, folder: Path) -> Sample:
 
 
 def measure_copied(_launcher: Launcher, folder: Path) -> Sample:
-    """Two pretended nodes on loopback, and copies of each one's state on the other."""
+    """Two nodes on loopback, and copies of each one's state on the other."""
     sample: Sample = json.loads(script("copied_state.py", folder / "state", folder=made(folder)))
     return sample
 
@@ -123,6 +123,8 @@ COPIED = Row(
         Metric("stall with", COPIES, digits=2),
         Metric("copy has arrived", COPIES, digits=1),
         Metric("resume of the newcomer", COPIES, value_max=6.0, digits=1),
+        Metric("fetched before it", COPIES, digits=1),
+        Metric("loss to resumed", "s", digits=2),
         Metric("bare transfer", COPIES, digits=1),
         Metric("copy", "ms", digits=1),
     ),

@@ -12,7 +12,7 @@ from holdfast.agent import events as ev
 from holdfast.agent.agent_state import WORK_TRANSITIONS, Link, Work
 from holdfast.protocol import messages as msg
 from holdfast.protocol.charter import Polled
-from holdfast.protocol.policy import Tick
+from holdfast.protocol.policy import HeldStates, Tick
 from holdfast.protocol.rank_progress import RankProgress, Stage
 from tests.agent.agent_desk import (
     LIMITS,
@@ -61,8 +61,9 @@ def gets_newer_assign(desk: Desk) -> None:
 
 
 def is_prepared(desk: Desk) -> None:
-    desk.give(ev.NodePrepared(1, 40_000))
-    assert desk.sent() == [msg.Prepared(1, 40_000)]
+    states = HeldStates("10.0.0.1", 4_000, "a life", "/runs", 2, (0, 1))
+    desk.give(ev.NodePrepared(1, 40_000, states))
+    assert desk.sent() == [msg.Prepared(1, 40_000, states)]
 
 
 def is_started(desk: Desk) -> None:

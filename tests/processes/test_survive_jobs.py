@@ -278,6 +278,7 @@ def test_a_lost_node_s_state_comes_from_another_node_s_memory(site: Site, endpoi
         assert told[first - 1][0] - step <= 2 * 4
         before[rank] = step
     assert len(set(before.values())) == 1
+    assert any(each.get("ahead") for each in newcomer.events("snapshot_fetched")), "fetched while its workers started"
     told = holdfast("report", *(each.folder for each in [*agents, newcomer]))
     assert f": resumed from copies on other nodes at step {before[0]}; " in told.stdout
     assert "copies on other nodes: " in told.stdout

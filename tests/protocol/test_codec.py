@@ -61,7 +61,7 @@ from holdfast.protocol.messages import (
     WorkersFailed,
 )
 from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure, Outcome, OutcomeKind, Verdict
-from holdfast.protocol.policy import RANKS_MAX, WORKERS_PER_NODE_MAX, NodeSpec
+from holdfast.protocol.policy import RANKS_MAX, WORKERS_PER_NODE_MAX, HeldStates, NodeSpec
 from holdfast.protocol.questions import Question
 from holdfast.protocol.rank_progress import FRAMES_MAX, Frame, RankProgress, RankSample, Stage
 
@@ -115,9 +115,18 @@ samples = st.builds(
     frames=st.lists(st.builds(Frame, file=text, line=rank, function=text), max_size=3).map(tuple),
     note=text,
 )
+held_states = st.builds(
+    HeldStates,
+    host=text,
+    port=port,
+    word=text,
+    folder=text,
+    world=rank,
+    ranks=st.lists(rank, max_size=3).map(tuple),
+)
 from_agent = st.one_of(
     st.builds(Join, node=nodes, last_generation=number),
-    st.builds(Prepared, generation=number, store_port=st.none() | port),
+    st.builds(Prepared, generation=number, store_port=st.none() | port, states=st.none() | held_states),
     st.builds(WorkerDone, generation=number, local_rank=local_rank, left=st.none() | failures),
     st.builds(WorkersFailed, generation=number, failures=st.lists(failures, max_size=3).map(tuple)),
     st.builds(Stopped, generation=number),
@@ -154,7 +163,13 @@ from_coordinator = st.one_of(
     st.builds(Joined, lease_s=st.floats(0, 1e6), fence_s=st.floats(0.1, 1e6), ping_interval_s=st.floats(0.1, 1e6)),
     st.builds(Waiting, text=text),
     assigns,
-    st.builds(Start, generation=number, master_addr=text, master_port=port),
+    st.builds(
+        Start,
+        generation=number,
+        master_addr=text,
+        master_port=port,
+        states=st.lists(held_states, max_size=3).map(tuple),
+    ),
     st.builds(Regroup, assign=assigns, safe_point=number, text=text),
     st.builds(Replace, generation=number, local_ranks=local_ranks),
     st.builds(Stop, generation=number, reason=st.sampled_from(StopReason), text=text),

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from holdfast import seqpacket
+from holdfast.protocol.policy import HeldStates
 from holdfast.runtime.run_folder import Journal
 from holdfast.snapshots import memory_folder
 from holdfast.snapshots.memory_folder import SOCKET
@@ -268,3 +269,52 @@ async def test_a_saver_that_cannot_be_started_is_reported_once(bench: Any, monke
     (notice,) = notices
     assert "could not be started: No such file or directory" in notice
     assert os.path.basename(folder) not in os.listdir(os.path.dirname(folder))
+
+
+async def test_what_a_saver_gives_is_known_until_it_ends() -> None:
+    supervisor: Any = PretendSupervisor()
+    host = SaverHost(supervisor, "job", print, Journal(None))
+    folder = Path(host.environment(1, 0)[memory_folder.SAVER_VARIABLE].partition("@")[0])
+    assert host.states() is None
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker:
+        worker.connect(f"{folder}/{SOCKET}")
+        await asyncio.wait_for(supervisor.started.wait(), limit_s(20))
+    (folder / memory_folder.COPIES).mkdir()
+    for name in ("6.0", "6.1", "6.owner", "7.0", "odd"):
+        (folder / memory_folder.COPIES / name).touch()
+
+    async def said(word: str, *ranks: int, port: int = 4_000) -> HeldStates | None:
+        about = {"is": "serving", "host": "10.0.0.1", "port": port, "word": word, "folder": "/runs", "world": 8}
+        for rank in ranks:
+            seqpacket.send(supervisor.control, {**about, "rank": rank})
+        seqpacket.send(supervisor.control, {"is": "up"})
+        await asyncio.sleep(0.05)
+        return host.states()
+
+    assert await said("a life", 0, 1) == HeldStates("10.0.0.1", 4_000, "a life", "/runs", 8, (0, 1, 6, 7))
+    assert await said("the next", 1) == HeldStates("10.0.0.1", 4_000, "the next", "/runs", 8, (1, 6, 7))
+    assert await said("one that cannot", 1, port=0) is None
+    supervisor.alive = False
+    supervisor.control.close()
+    host.handle(ProcessEnded(supervisor.key, 1, 0))
+    assert host.states() is None
+    await host.close()
+
+
+async def test_the_saver_gets_its_order_before_any_worker_comes() -> None:
+    supervisor: Any = PretendSupervisor()
+    host = SaverHost(supervisor, "job", print, Journal(None))
+    host.prefetch({0: 4, 1: 5}, ())
+    assert not supervisor.started.is_set(), "nobody has anything"
+    has = HeldStates("10.0.0.1", 4_000, "a life", "/runs", 8, (1, 5))
+    host.prefetch({0: 4, 1: 5}, (has,))
+    folder = host.environment(1, 0)[memory_folder.SAVER_VARIABLE].partition("@")[0]
+    assert (Path(folder) / memory_folder.PREFETCH).is_dir()
+    await asyncio.wait_for(supervisor.started.wait(), limit_s(20))
+    received = seqpacket.receive(supervisor.control)
+    assert received is not None
+    assert received[0] == {"do": "prefetch", "states": [[1, 5, "10.0.0.1", 4_000, "a life", "/runs"]]}
+    supervisor.alive = False
+    supervisor.control.close()
+    host.handle(ProcessEnded(supervisor.key, 1, 0))
+    await host.close()
