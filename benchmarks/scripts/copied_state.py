@@ -4,7 +4,8 @@
     copied_state.py FOLDER            prints numbers as JSON
 
 Saves in memory, by turns without and with a copy; then everything of one node is killed, its memory is removed, and an
-agent without anything takes its place. Both ranks resume in new processes. The bare transfer is measured beside it: as many bytes between two processes that do nothing else.
+agent without anything takes its place. Both ranks resume in new processes. The bare transfer is measured beside it: as
+many bytes between two processes that do nothing else.
 The newcomer needs new memory. Where the host of a virtual machine has taken free memory back, the first
 access to each 2 MB of it costs up to 10 ms, 30 copies for this state, whoever does it. So as much as is needed is
 touched and freed directly before.
@@ -37,7 +38,7 @@ from holdfast.snapshots import disk
 FIRST, SAVES = 4, 32
 """Even numbers: the last save has its copy. The first ones take memory, and are not counted."""
 NODES = 2
-ARRIVES_S = 120.0
+ARRIVES_S = FINDS_S = 120.0
 
 
 def start(folder: Path, number: int, port: int) -> subprocess.Popen[bytes]:
@@ -49,12 +50,14 @@ def start(folder: Path, number: int, port: int) -> subprocess.Popen[bytes]:
         return subprocess.Popen(line, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=screen, stderr=screen)
 
 
-def said(folder: Path, what: str, agents: list[subprocess.Popen[bytes]]) -> list[dict[str, float]]:
+def said(folder: Path, what: str) -> list[dict[str, float]]:
     """What both ranks found."""
     paths = [folder / f"{what}.{rank}" for rank in range(NODES)]
+    deadline_s = time.monotonic() + FINDS_S
     while not all(path.exists() for path in paths):
-        if any(agent.poll() not in (None, 0) for agent in agents):
-            raise RuntimeError(f"{what}: a rank failed: {(folder / 'screen.0').read_text()[-300:]}")
+        if time.monotonic() > deadline_s:
+            screens = [path.read_text()[-300:] for path in sorted(folder.glob("screen.*"))]
+            raise RuntimeError(f"{what}: not within {FINDS_S:g} s: {screens}")
         time.sleep(0.05)
     return [json.loads(path.read_text()) for path in paths]
 
@@ -184,15 +187,19 @@ def main() -> None:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     agents = [start(folder, number, port) for number in range(NODES)]
-    copied = said(folder, "saves", agents)
-    lost = next(number for number in range(NODES) if "RANK=1" in environ_of(agents[number]))
-    lose(agents[lost])
-    lost_s = time.monotonic()
-    agents[lost] = start(folder, NODES, port)
-    resumed = said(folder, "resumes", agents)
-    ready_s = time.monotonic() - lost_s
-    for agent in agents:
-        agent.wait()
+    try:
+        copied = said(folder, "saves")
+        lost = next(number for number in range(NODES) if "RANK=1" in environ_of(agents[number]))
+        lose(agents[lost])
+        lost_s = time.monotonic()
+        agents[lost] = start(folder, NODES, port)
+        resumed = said(folder, "resumes")
+        ready_s = time.monotonic() - lost_s
+    finally:
+        for agent in agents:
+            agent.terminate()
+        for agent in agents:
+            agent.wait()
     if any(each["mark"] != copied[0]["mark"] for each in resumed):
         raise RuntimeError("what was resumed is not what was saved")
     unit = statistics.median(each["copy"] for each in (*copied, *resumed))

@@ -17,6 +17,7 @@ from holdfast.protocol.options import CommandKind, Preload, WorkerCommand
 
 REDUCES = ("numpy", "torch")
 TRAINS = ("numpy", "torch", "torch._dynamo")
+OURS = (*TRAINS, "holdfast.train.snapshots", "holdfast.train.data.loader", "holdfast.train.survival")
 
 
 @pytest.fixture(autouse=True)
@@ -47,6 +48,12 @@ def read(source: str, *, restarts: bool = False, **beside: str) -> Preload:
         ("import accelerate", TRAINS),
         ("from transformers import Trainer", TRAINS),
         ("import torchvision", REDUCES),
+        ("import torch\nimport holdfast.train as ht", OURS),
+        ("import torch\nfrom torch.optim import SGD\nfrom holdfast.train import Snapshots", OURS),
+        ("import torch\nfrom holdfast import train", OURS),
+        ("import holdfast.train", OURS),
+        ("import holdfast.training_of_others", ()),
+        ("import torch\nfrom holdfast.worker import should_stop", REDUCES),
         ("print('import torch')", ()),
         ("import os\nos.environ['A'] = '1'", ()),
         ("from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import torch", ()),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from holdfast.coordinator.coordinator_state import World
 from holdfast.coordinator.formation import (
@@ -287,3 +288,14 @@ def test_a_node_without_states_learns_who_has_those_of_its_ranks() -> None:
     assert offers(world) == {"b": (held(5, 2), held(0, 1, 3))}
     world.on_prepared("c", None, held(5, 2, world=8))
     assert offers(world) == {"b": (held(0, 1, 3),)}, "what a job of another size left is split in another way"
+
+
+def test_states_of_an_older_life_are_not_offered() -> None:
+    world = World(1, ("a", "b", "c", "d"), dict.fromkeys("abcd", (0, 1)))
+    world.on_prepared("a", 40_000, held(0, 1, 2, world=8))
+    world.on_prepared("b", None, replace(held(4, 5, 2, world=8), word="older"))
+    world.on_prepared("c", None, held(4, 5, world=8))
+    world.on_prepared("d", None)
+    assert offers(world) == {"d": ()}
+    world.on_prepared("c", None, held(4, 6, world=8))
+    assert offers(world) == {"d": (held(4, 6, world=8),)}

@@ -233,6 +233,33 @@ def steps_of(site: Site, rank: int) -> list[list[Any]]:
     )
 
 
+def saver_of(agent: Agent) -> psutil.Process | None:
+    found = psutil.Process(agent.pid).children(recursive=True)
+    return next((each for each in found if any("holdfast.snapshots.saver" in word for word in each.cmdline())), None)
+
+
+def test_a_newcomer_s_saver_may_die_while_it_fetches(site: Site, endpoint: str) -> None:
+    """Its worker waits for it, and fetches then itself."""
+    line = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    line = (*line, "--rdzv-conf", "settle=5", "--preload", "torch", COPIED, site.folder, "ddp", "60")
+    agents = [site.start(*line) for _ in range(2)]
+    until(lambda: len(steps_of(site, 1)) > 20, "the job trains", LIMIT_S)
+    stays, lost = sorted(agents, key=lambda each: bool(each.events("coordinator.joined")), reverse=True)
+    giver = saver_of(stays)
+    assert giver is not None
+    giver.suspend()
+    kill_all_of(lost)
+    newcomer = site.start(*line)
+    until(lambda: newcomer.begun and newcomer.events("worker_started"), "its worker starts", LIMIT_S)
+    fetching = until(lambda: saver_of(newcomer), "it fetches", LIMIT_S)
+    fetching.kill()
+    giver.resume()
+    for agent in (stays, newcomer):
+        assert agent.end(LIMIT_S) == 0, agent.text
+    assert [source for _, source, _ in steps_of(site, 0) if source] == ["memory"]
+    assert not any(each.get("ahead") for each in newcomer.events("snapshot_fetched"))
+
+
 def test_copies_that_are_too_slow_are_skipped(site: Site, endpoint: str) -> None:
     line = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
     agents = [site.start(*line, "--preload", "torch", COPIED, site.folder, "ddp", "60", "1000") for _ in range(2)]

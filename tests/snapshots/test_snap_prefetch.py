@@ -14,6 +14,7 @@ import pytest
 from holdfast.protocol.errors import CopyError
 from holdfast.snapshots import disk
 from holdfast.snapshots.copy_connection import CopyConnection
+from holdfast.snapshots.copy_paths import CopyPaths
 from holdfast.snapshots.memory_folder import KEY, PREFETCH, key_of_life
 from holdfast.snapshots.prefetch import Prefetch, WantedState, prefetch
 from holdfast.snapshots.slots import committed_slots
@@ -35,9 +36,9 @@ def newcomer(pair: tuple[Node, Node], tmp_path: Path) -> Path:
     return folder
 
 
-def fetched(folder: Path, port: int, rank: int = 0, word: str = WORD) -> dict[str, Any]:
+def fetched(folder: Path, *ports: int, rank: int = 0, word: str = WORD) -> dict[str, Any]:
     found: list[dict[str, Any]] = []
-    prefetch(folder, WantedState(0, rank, HOST, port, word, "/runs"), found.append)
+    prefetch(folder, WantedState(0, rank, [(HOST, each, word, "/runs") for each in ports]), CopyPaths(), found.append)
     (answer,) = found
     return answer
 
@@ -47,7 +48,8 @@ def test_the_newest_copy_is_the_worker_s_own_slot_then(pair: tuple[Node, Node], 
     for step in (3, 4):
         a.send(a.stage(step), b.port)
     answer = fetched(newcomer, b.port)
-    assert (answer.pop("took_s") > 0, answer) == (True, {"local_rank": 0, "rank": 0, "step": 4, "of": HOST})
+    about = {"local_rank": 0, "rank": 0, "step": 4, "of": HOST, "state": (4, 7, 4)}
+    assert (answer.pop("took_s") > 0, answer) == (True, about)
     (slot,) = committed_slots(newcomer, 0)
     assert (slot.step, slot.rank, slot.world, slot.local_rank, slot.generation) == (4, 0, 2, 0, 1)
     assert bytes(slot.data) == content(4, SIZE)
@@ -59,6 +61,13 @@ def test_a_node_gives_its_own_state_as_well(pair: tuple[Node, Node], newcomer: P
     b.stage(7)
     b.stage(8)
     assert fetched(newcomer, b.port, rank=1)["step"] == 8
+
+
+def test_who_does_not_have_it_is_passed_over(pair: tuple[Node, Node], newcomer: Path) -> None:
+    a, b = pair
+    a.send(a.stage(4), b.port)
+    a.slots.discard()
+    assert fetched(newcomer, a.port, b.port)["step"] == 4
 
 
 def test_what_the_worker_has_itself_is_not_replaced(pair: tuple[Node, Node], newcomer: Path) -> None:
@@ -136,7 +145,7 @@ def test_workers_wait_until_all_is_there(pair: tuple[Node, Node], newcomer: Path
     a.send(a.stage(4), b.port)
     b.stage(5)
     hand = Hand(newcomer)
-    wanted = [(local, local, HOST, b.port, WORD, "/runs") for local in (0, 1)]
+    wanted = [(local, local, [(HOST, b.port, WORD, "/runs")]) for local in (0, 1)]
     hand.prefetch.begin({"states": wanted})
     answers: dict[int, dict[str, Any]] = {}
     hand.prefetch.when_over(0, lambda packet: answers.update({0: packet}))

@@ -18,6 +18,7 @@ from holdfast.protocol.policy import HeldStates
 from holdfast.runtime.run_folder import Journal
 from holdfast.snapshots import memory_folder
 from holdfast.snapshots.memory_folder import SOCKET
+from holdfast.snapshots.slots import SlotOwner, Slots
 from holdfast.supervisor import processes
 from holdfast.supervisor.client import ProcessEnded
 from holdfast.supervisor.service_host import CONTROL_FD, SaverHost, StoreHost
@@ -280,11 +281,17 @@ async def test_what_a_saver_gives_is_known_until_it_ends() -> None:
         worker.connect(f"{folder}/{SOCKET}")
         await asyncio.wait_for(supervisor.started.wait(), limit_s(20))
     (folder / memory_folder.COPIES).mkdir()
-    for name in ("6.0", "6.1", "6.owner", "7.0", "odd"):
-        (folder / memory_folder.COPIES / name).touch()
+    for rank in (6, 7, 8):
+        copies = Slots(folder / memory_folder.COPIES, SlotOwner(rank), 2)
+        memory = copies.stage(3, 10)
+        assert memory is not None
+        if rank < 8:
+            copies.commit()
+        copies.close()
+    (folder / memory_folder.COPIES / "9.owner").touch()
 
-    async def said(word: str, *ranks: int, port: int = 4_000) -> HeldStates | None:
-        about = {"is": "serving", "host": "10.0.0.1", "port": port, "word": word, "folder": "/runs", "world": 8}
+    async def said(word: str, *ranks: int, port: int = 4_000, folder: str = "/runs") -> HeldStates | None:
+        about = {"is": "serving", "host": "10.0.0.1", "port": port, "word": word, "folder": folder, "world": 8}
         for rank in ranks:
             seqpacket.send(supervisor.control, {**about, "rank": rank})
         seqpacket.send(supervisor.control, {"is": "up"})
@@ -294,6 +301,7 @@ async def test_what_a_saver_gives_is_known_until_it_ends() -> None:
     assert await said("a life", 0, 1) == HeldStates("10.0.0.1", 4_000, "a life", "/runs", 8, (0, 1, 6, 7))
     assert await said("the next", 1) == HeldStates("10.0.0.1", 4_000, "the next", "/runs", 8, (1, 6, 7))
     assert await said("one that cannot", 1, port=0) is None
+    assert await said("one whose folder no message can hold", 1, folder="/runs\udcff") is None
     supervisor.alive = False
     supervisor.control.close()
     host.handle(ProcessEnded(supervisor.key, 1, 0))
@@ -313,8 +321,9 @@ async def test_the_saver_gets_its_order_before_any_worker_comes() -> None:
     await asyncio.wait_for(supervisor.started.wait(), limit_s(20))
     received = seqpacket.receive(supervisor.control)
     assert received is not None
-    assert received[0] == {"do": "prefetch", "states": [[1, 5, "10.0.0.1", 4_000, "a life", "/runs"]]}
+    assert received[0] == {"do": "prefetch", "states": [[1, 5, [["10.0.0.1", 4_000, "a life", "/runs"]]]]}
     supervisor.alive = False
     supervisor.control.close()
     host.handle(ProcessEnded(supervisor.key, 1, 0))
+    assert not (Path(folder) / memory_folder.PREFETCH).exists(), "nobody waits for a saver that has ended"
     await host.close()

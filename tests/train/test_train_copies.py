@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.protocol.errors import IntervalError
+from holdfast.snapshots.changes import SaveRequest
+from holdfast.snapshots.saver_client import SaverClient
 from holdfast.train import copies
-from holdfast.train.copies import CopyPlan, CopyReport, failure_domain, lonely, own_addresses, partners
+from holdfast.train.copies import Copies, CopyPlan, CopyReport, failure_domain, lonely, own_addresses, partners
 from holdfast.train.snapshots import Snapshots
+from tests.snapshots.saves import Bench
 from tests.warm import Warm
 
 COPIED_NODES = Path(__file__).parent / "scripts" / "copied_nodes.py"
@@ -97,6 +102,40 @@ def test_what_one_node_alone_has_is_sent_to_its_partner() -> None:
         (1, 1, "127.0.0.1", 11),  # the processes of a node share the work
         (3, 3, "127.0.0.1", 10),
     ]
+
+
+@pytest.fixture
+def client(tmp_path: Path) -> Iterator[SaverClient]:
+    bench = Bench(tmp_path)
+    yield bench.client
+    bench.close()
+
+
+def test_a_prefetched_state_that_is_not_the_agreed_one_makes_room_for_it(client: SaverClient) -> None:
+    def own_slots() -> bool:
+        return Copies(client, 0, "/runs")._own_slots((10, 7, 10)) is not None
+
+    assert own_slots()
+    memory = client.stage(20, 10)
+    assert memory is not None
+    client.commit(SaveRequest("/runs", 20, 7, 0, 2, {"save": 20}))
+    assert not own_slots(), "it is the worker's own"
+    client.prefetched = {"step": 20, "state": [20, 7, 20]}
+    assert own_slots()
+    assert client.slots.committed() == []
+
+
+def test_only_what_was_resumed_from_is_reported_as_fetched(
+    client: SaverClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(client, "tell_agent", told.append)
+    part = Copies(client, 0, "/runs")
+    for state in ((10, 7, 10), (20, 7, 20)):
+        client.prefetched = {"step": 20, "state": [20, 7, 20]}
+        part.keep(state)
+        part.keep(state)
+    assert told == [{"is": "fetched", "step": 20, "ahead": True}]
 
 
 @pytest.mark.filterwarnings("error::RuntimeWarning")

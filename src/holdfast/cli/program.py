@@ -141,6 +141,9 @@ AUTO, NONE = "auto", "none"
 TORCH = ("numpy", "torch")
 TRAINING = "torch._dynamo"
 """Imported by the first optimizer and by DistributedDataParallel; takes as long as torch itself."""
+OURS = "holdfast.train"
+OUR_MODULES = (f"{OURS}.snapshots", f"{OURS}.data.loader", f"{OURS}.survival")
+"""What `holdfast.train` imports when its names are used: a quarter of a second in each worker."""
 SOURCE_BYTES_MAX = 300_000
 """Limit for a program and the modules beside it: reading them takes about 50 ms."""
 
@@ -231,7 +234,8 @@ def decide(command: WorkerCommand, *, restarts: bool) -> Preload:
         return Preload(why=f"{setting} before {user} is imported", torch=user)
     word = reader.training
     if word:
-        return Preload(modules=(*TORCH, TRAINING), why=f"{name} imports {user} and uses {word}", torch=user)
+        modules = (*TORCH, TRAINING, *(OUR_MODULES if word == OURS else ()))
+        return Preload(modules=modules, why=f"{name} imports {user} and uses {word}", torch=user)
     later = (TRAINING,) if restarts else ()
     return Preload(modules=TORCH, later=later, why=f"{name} imports {user}", torch=user)
 
@@ -349,11 +353,12 @@ class Reader(ast.NodeVisitor):
 
     def visit_Import(self, node: ast.Import) -> None:
         for alias in node.names:
-            self._imports(alias.name.partition(".")[0])
+            self._imports(alias.name)
 
     def visit_ImportFrom(self, node: ast.ImportFrom) -> None:
         if node.module and not node.level:
-            self._imports(node.module.partition(".")[0])
+            for alias in node.names:
+                self._imports(f"{node.module}.{alias.name}")
         elif node.level == 1:
             for name in [node.module.partition(".")[0]] if node.module else [alias.name for alias in node.names]:
                 self._follow(name)
@@ -386,10 +391,11 @@ class Reader(ast.NodeVisitor):
             self.visit(decorator)
 
     def _imports(self, name: str) -> None:
-        if name in TORCH_USERS:
-            self._user = self._user or name
+        package = name.partition(".")[0]
+        if package in TORCH_USERS or f"{name}.".startswith(f"{OURS}."):
+            self._user = self._user or (package if package in TORCH_USERS else OURS)
         elif not self._user:
-            self._follow(name)
+            self._follow(package)
 
     def _follow(self, name: str) -> None:
         """Read a module beside the program, which runs when it is imported."""
@@ -411,6 +417,8 @@ class Reader(ast.NodeVisitor):
                 case ast.Attribute(attr=word) | ast.Name(id=word) if word in TRAINING_WORDS:
                     self.training = self.training or word
             names = imported_names(node)
+            if names[:2] == OURS.split("."):
+                self.training = OURS
             heavy = {*names[:1]} & (TORCH_USERS - LIGHT_USERS) or {*names} & TRAINING_WORDS
             self.training = self.training or next(iter(sorted(heavy)), "")
             if not self._late_setting and (what := change(node)):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from math import inf
 
@@ -217,16 +218,20 @@ def assigned(
 
 
 def offers(world: World) -> dict[str, tuple[HeldStates, ...]]:
-    """For each member that has no states in memory: other members that have those of its ranks, in a job as large."""
+    """For each member that has no states in memory: all that have those of its ranks, of the last life of the job and
+    of as many ranks."""
     found: dict[str, tuple[HeldStates, ...]] = {}
-    alike = [states for states in world.states.values() if states.world == world.size]
-    at = {rank: states for states in alike for rank in states.ranks}
+    at: dict[int, list[HeldStates]] = {}
+    words = Counter(states.word for states in world.states.values()).most_common(1)
+    for states in world.states.values():
+        for rank in states.ranks if (states.world, states.word) == (world.size, words[0][0]) else ():
+            at.setdefault(rank, []).append(states)
     base = 0
     for member in world.order if at else ():
         ranks = range(base, base + len(world.places[member]))
         base = ranks.stop
         if member not in world.states:
-            found[member] = tuple(dict.fromkeys(at[rank] for rank in ranks if rank in at))
+            found[member] = tuple(dict.fromkeys(states for rank in ranks for states in at.get(rank, ())))
     return found
 
 

@@ -7,7 +7,7 @@ nothing is unpickled.
     caller → saver   8 bytes MAGIC, 16 bytes of chance    saver → caller   16 bytes of chance, its proof    → the proof
     put    {"do": "put", "size_bytes", "generation", "request", "keep"}    → {"is": "ready"} | {"is": "refused", "text"}
            the state                                                       → {"is": "kept"}
-    get    {"do": "get", "folder", "state", "rank"}      → {"is": "found", "size_bytes", "generation", "request"}
+    get    {"do": "get", "folder", "state"|null, "rank"} → {"is": "found", "size_bytes", "generation", "request"}
                                                            the state; or {"is": "refused"}
     measure {"do": "measure"}                            → {"is": "found"}, and SAMPLE (copy_paths.py)
     a state: for each chunk {"digest"}, then its bytes

@@ -5,7 +5,8 @@ whole is never valid, and the one named by `keep`, which all ranks have, stays u
 fetches its rank's state into its own slot; what a job of another size needs beside that lies in `fetched/RANK.0` until
 training has its own pages. Memory that is short refuses a copy, nothing else.
 
-A new key ends all connections of the life before: what it finds here is what stays. Standard library only."""
+A new key ends all connections of the life before but those that fetch: what it finds here is what stays. Standard
+library only."""
 
 from __future__ import annotations
 
@@ -321,7 +322,7 @@ def fetch(
         found = connection.hear("found")
         with errors(of):
             request = SaveRequest.from_json(field(found, "request", dict))
-            if request.rank != rank or state not in (None, request.identity):
+            if (request.rank, request.folder) != (rank, path) or state not in (None, request.identity):
                 raise ValueError("it gives another state than it was asked for")
             size_bytes, generation = _size(found), field(found, "generation", int)
         if into is None:

@@ -12,8 +12,9 @@ the saver and the workers elsewhere. The kernel drops a lock with its process, h
 containers that share a /dev/shm. So a process that gets an exclusive lock knows that the folder belongs to a dead run,
 and removes it; every agent and every first worker does that when it starts.
 
-Under holdfast the saver is the agent's child and is started when a worker connects. Elsewhere the first worker of the
-node starts it, as a separate process that ends after torchrun, or after this process where there is no launcher.
+Under holdfast the saver is the agent's child and is started when a worker connects, or for a prefetch. Elsewhere the
+first worker of the node starts it, as a separate process that ends after torchrun, or after this process where there is
+no launcher.
 
 Messages on that socket are those of seqpacket.py:
 
@@ -49,6 +50,7 @@ Messages on that socket are those of seqpacket.py:
                      {"is": "saved", "path", "step", "took_s"}        a snapshot is committed; perhaps "stall_s"
                      {"is": "copy", "step", "rank", "to", "size_bytes", "took_s", "why", "kept"}   to another node
                      {"is": "fetched", "step", "rank", "of", "took_s"}                             from another node
+                                                                      perhaps "ahead": before a worker asked for it
                      {"is": "serving", "port", "host", "word", "folder", "rank", "world"}      it exchanges copies
 
 Standard library only."""
@@ -190,15 +192,6 @@ def _hold(path: Path, fd: int) -> bool:
         raise
     os.close(fd)
     return False
-
-
-def copied_ranks(path: Path) -> set[int]:
-    """The ranks of other nodes of whose states there are copies in this shared-memory folder."""
-    try:
-        names = os.listdir(path / COPIES)
-    except OSError:
-        return set()
-    return {int(rank) for rank in (name.partition(".")[0] for name in names) if rank.isdecimal()}
 
 
 def remove_folder(path: Path) -> None:

@@ -161,8 +161,9 @@ class SaverClient:
         """What was fetched for this rank before; see prefetch.py."""
         self._connect()
         if self._await_prefetch:
-            self._send({"do": "prefetched"})
-            self._receive_until(lambda: not self._await_prefetch, PATIENCE_S)
+            with contextlib.suppress(SnapshotError):  # it is fetched later then
+                self._send({"do": "prefetched"})
+                self._receive_until(lambda: not self._await_prefetch, PATIENCE_S)
         self.slots = Slots(address.folder, owner, self.states)
 
     # --- memory -------------------------------------------------------------------------------------------------------
@@ -222,11 +223,11 @@ class SaverClient:
 
     # --- copies on other nodes ----------------------------------------------------------------------------------------
 
-    def serve(self, word: str, host: str, bytes_s: float, folder: str) -> None:
+    def serve(self, word: str, host: str, bytes_s: float, folder: str, place: tuple[int, int]) -> None:
         """Have the saver exchange copies with others of this life (`key_of_life`), at this address; see `await_served`.
-        A rescue of states in this snapshot folder, which waits for other nodes, ends: this life goes on from memory."""
+        A rescue of states in this folder, which waits for others, ends: this life has memory. `place`: rank, world."""
         about = {"word": word, "host": host, "bytes_s": float(bytes_s), "folder": folder}
-        self._serve = {"do": "serve", **about, "rank": self.slots.owner.rank, "world": self.slots.owner.world}
+        self._serve = {"do": "serve", **about, "rank": place[0], "world": place[1]}
         self.await_served()
         self.port, self.copy_error, self._serve_unanswered = 0, "", True
         with contextlib.suppress(SnapshotError):

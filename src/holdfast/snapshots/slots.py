@@ -413,15 +413,23 @@ def committed_slots(folder: Path, local_rank: int) -> list[Slot]:
     return sorted((slot for slot in found if slot is not None), key=lambda slot: -slot.sequence)
 
 
+def ranks_with_states(folder: Path) -> set[int]:
+    """The local ranks, or for copies the ranks, that have a valid slot in this folder, by their commit words alone."""
+    each = range(COUNT_MAX)
+    return {rank for rank in local_ranks(folder) if any(_commit_word(folder, rank, index) for index in each)}
+
+
 def is_any_staged(folder: Path, local_ranks: Iterable[int]) -> bool:
     """Whether one of these is staging a state now; a worker that died while staging looks the same."""
-    for local_rank in local_ranks:
-        for index in range(COUNT):
-            with contextlib.suppress(OSError), slot_path(folder, local_rank, index).open("rb", buffering=0) as file:
-                words = memoryview(file.read(_WORDS_BYTES)).cast("Q")
-                if len(words) > _COMMIT and words[_MAGIC] == MAGIC and not words[_COMMIT]:
-                    return True
-    return False
+    return any(_commit_word(folder, rank, index) == 0 for rank in local_ranks for index in range(COUNT))
+
+
+def _commit_word(folder: Path, local_rank: int, index: int) -> int | None:
+    """None: no slot."""
+    with contextlib.suppress(OSError), slot_path(folder, local_rank, index).open("rb", buffering=0) as file:
+        words = memoryview(file.read(_WORDS_BYTES)).cast("Q")
+        return words[_COMMIT] if len(words) > _COMMIT and words[_MAGIC] == MAGIC else None
+    return None
 
 
 def read_file(path: Path, index: int = 0) -> Slot | None:

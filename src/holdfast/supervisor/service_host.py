@@ -12,9 +12,9 @@ can be read.
 
 The saver (snapshots/saver.py) writes to disk what workers leave in memory slots. The agent makes a folder in /dev/shm
 and listens there; the connection that starts the saver waits in the backlog, and the saver accepts it. When the saver
-dies, the next connection starts another one. When the agent ends, it waits for saves in flight, at most FINISH_LIMIT_S.
-When the agent is killed, the supervisor kills the saver and removes its folder; if the supervisor was killed too, the
-next start removes the folder.
+dies, the next connection starts another one. It is also started to fetch states for a node that has none. When the
+agent ends, it waits for saves in flight, at most FINISH_LIMIT_S. When the agent is killed, the supervisor kills the
+saver and removes its folder; if the supervisor was killed too, the next start removes the folder.
 
 Knows sockets and the supervisor; must not know torch, nor what a snapshot is.
 """
@@ -269,9 +269,7 @@ class SaverHost:
 
     def environment(self, generation: int, local_rank: int) -> dict[str, str]:
         """Variables for a worker's environment; none where there is no memory folder."""
-        if not self._opened:
-            self._opened = True
-            self._open()
+        self._open_once()
         if self._memory_folder is None:
             return {}
         return {memory_folder.SAVER_VARIABLE: f"{self._memory_folder.path}@{generation}@{local_rank}"}
@@ -280,20 +278,21 @@ class SaverHost:
         """What the saver here gives to other nodes; None: nothing."""
         if self._memory_folder is None or not self._serving:
             return None
-        ranks = set(self._serving).union(memory_folder.copied_ranks(self._memory_folder.path))
+        from holdfast.snapshots.slots import ranks_with_states  # lazily: an agent that starts at once needs no slots
+
+        ranks = set(self._serving).union(ranks_with_states(self._memory_folder.path / memory_folder.COPIES))
         said = list(self._serving.values())[-1]
         host, port, word, folder, world = (said[name] for name in ("host", "port", "word", "folder", "world"))
         return HeldStates(host, port, word, folder, world, tuple(sorted(ranks)))
 
     def prefetch(self, ranks: Mapping[int, int], states: Sequence[HeldStates]) -> None:
         """Have the saver fetch the states of these ranks, by local rank, while the workers start. Call it before."""
-        self.environment(0, 0)
-        wanted = [
-            (local_rank, rank, each.host, each.port, each.word, each.folder)
-            for local_rank, rank in ranks.items()
-            for each in [each for each in states if rank in each.ranks][:1]
-        ]
-        if not wanted or self._memory_folder is None:
+        self._open_once()
+        wanted: list[object] = []
+        for local_rank, rank in ranks.items():
+            sources = [(has.host, has.port, has.word, has.folder) for has in states if rank in has.ranks]
+            wanted += [(local_rank, rank, sources)] if sources else []
+        if not wanted or self._memory_folder is None or self._failures >= ENOUGH_FAILURES:
             return
         with suppress(OSError):
             (self._memory_folder.path / memory_folder.PREFETCH).mkdir(mode=0o700, exist_ok=True)
@@ -354,8 +353,10 @@ class SaverHost:
         finally:
             notice.cancel()
 
-    def _open(self) -> None:
-        opened = None
+    def _open_once(self) -> None:
+        if self._opened:
+            return
+        self._opened, opened = True, None
         try:
             opened = MemoryFolder.make(self._run_id)
             self._listening = memory_folder.listen(opened.path / SOCKET)
@@ -390,7 +391,7 @@ class SaverHost:
         elif packet.get("is") == "serving":
             if any(each["word"] != packet["word"] for each in self._serving.values()):
                 self._serving.clear()
-            if packet["port"]:
+            if packet["port"] and packet["folder"].isprintable():
                 self._serving[packet["rank"]] = packet
         elif packet.get("is") == "saved":
             about = {name: packet[name] for name in ("path", "step", "took_s", "stall_s") if name in packet}
@@ -405,6 +406,9 @@ class SaverHost:
     def _ended(self, why: str) -> None:
         self._saver.drop()
         self._serving.clear()
+        if self._memory_folder is not None:  # nobody has to wait for it any more
+            with suppress(OSError):
+                memory_folder.remove_folder(self._memory_folder.path / memory_folder.PREFETCH)
         self._gone.set()
         self._failures += 1
         if self._failures < ENOUGH_FAILURES:

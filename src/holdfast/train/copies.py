@@ -26,7 +26,7 @@ from holdfast.snapshots.copy_paths import CopyPaths
 from holdfast.snapshots.copy_service import State, fetch, skipped
 from holdfast.snapshots.memory_folder import FETCHED, key_of_life
 from holdfast.snapshots.saver_client import SaverClient, Tier
-from holdfast.snapshots.slots import Slot
+from holdfast.snapshots.slots import Slot, Slots
 from holdfast.text import is_loopback
 from holdfast.train.agreement import Peers, node_key
 
@@ -159,21 +159,22 @@ class Copies:
         self._to: list[list[Any]] = []
         self._key = b""
 
-    def begin(self, word: str) -> None:
+    def begin(self, word: str, rank: int, world: int) -> None:
         """A new life of the job, or another world. `word`: rank 0's, a random one."""
         self._plan, self._to = CopyPlan(), []
         if self._client is not None:
             self._client.slots.hold()
             self._key = key_of_life(Path(self._client.place), word)
-            self._client.serve(word, self._host, self._bytes_s, self._folder)
+            self._client.serve(word, self._host, self._bytes_s, self._folder, (rank, world))
 
     def keep(self, state: State) -> None:
         """The job goes on from this state in memory: what there is of it stays until a newer one arrived everywhere."""
         self._plan = CopyPlan(_kept=state)
         if self._client is not None:
             self._client.slots.hold(state)
-            if self._client.prefetched.get("step") == state[0]:
-                self._client.tell_agent({"is": "fetched", **self._client.prefetched, "ahead": True})
+            fetched, self._client.prefetched = self._client.prefetched, {}
+            if fetched.pop("state", None) == list(state):
+                self._client.tell_agent({"is": "fetched", **fetched, "ahead": True})
 
     def end(self) -> None:
         """There is no memory for slots any more."""
@@ -218,7 +219,7 @@ class Copies:
         Returns why one could not be fetched; empty: all are here."""
         if self._client is None:
             return "there is no memory for it"
-        slots = self._client.slots if own and not self._client.slots.committed() else None
+        slots = self._own_slots(state) if own else None
         for owner in owners:
             began_s = time.monotonic()
             try:
@@ -228,6 +229,16 @@ class Copies:
             about = {"step": state[0], "rank": owner, "of": way}
             self._client.tell_agent({"is": "fetched", **about, "took_s": round(time.monotonic() - began_s, 3)})
         return ""
+
+    def _own_slots(self, state: State) -> Slots | None:
+        """Where this rank's state is fetched to; None: its slots hold states of its own."""
+        assert self._client is not None
+        slots = self._client.slots
+        there = [slot.request.identity for slot in slots.committed() if slot.request is not None]
+        if self._client.prefetched and state not in there:
+            slots.forget(above_step=-1)  # what was fetched before is not what the ranks agreed on
+            there = []
+        return None if there else slots
 
     def send_again(self, path: str, state: State, peers: Peers) -> None:
         """The job goes on from this state, of which a lost node has taken copies along: send what only one node has.

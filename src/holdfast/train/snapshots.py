@@ -256,7 +256,7 @@ class Snapshots:
         self._taken = taken = take_folder(self.path, peers, self._lease, lost)
         self._lease = taken.lease
         if self._copies is not None:
-            self._copies.begin(taken.secret)
+            self._copies.begin(taken.secret, peers.rank, peers.world)
         return taken
 
     # --- other worlds: see survival.py ------------------------------------------------------------------------------
