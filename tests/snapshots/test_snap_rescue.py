@@ -185,10 +185,10 @@ def test_a_rescue_that_waits_for_another_node_ends_when_the_next_life_goes_on_fr
     until(lambda: list(folder.glob("*/*.offer")), "the rescue waits for the other node")
     assert own._lock(slot.number) is None
     following = SaverClient(address)
-    following.serve(b"k" * 32, "127.0.0.1", 0, str(tmp_path / "another"))
+    following.serve("a life", "127.0.0.1", 0, str(tmp_path / "another"), (0, 2))
     following.await_served()
     assert own._lock(slot.number) is None
-    following.serve(b"k" * 32, "127.0.0.1", 0, str(folder))
+    following.serve("a life", "127.0.0.1", 0, str(folder), (0, 2))
     fd = until(lambda: own._lock(slot.number), "the slot is free", PATIENCE_S / 3)
     release(fd)
     until(lambda: not list(folder.iterdir()), "nothing is left of the rescue")

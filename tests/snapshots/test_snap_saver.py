@@ -148,16 +148,16 @@ def test_a_stopped_saver_stalls_nobody(bench: Bench) -> None:
 def test_a_saver_that_just_starts_is_waited_for_only_by_who_needs_its_address(bench: Bench) -> None:
     saver = bench.saver
     os.kill(saver, signal.SIGSTOP)
-    bench.client.serve(b"k" * 32, "127.0.0.1", 0, str(bench.folder))
+    bench.client.serve("a life", "127.0.0.1", 0, str(bench.folder), (0, 1))
     assert bench.client.port == 0
     os.kill(saver, signal.SIGCONT)
     bench.client.await_served()
     port = bench.client.port
     assert port > 0
-    bench.client.serve(b"n" * 32, "127.0.0.1", 0, str(bench.folder))
+    bench.client.serve("the next", "127.0.0.1", 0, str(bench.folder), (0, 1))
     bench.client.await_served()
     assert (bench.client.port, bench.client.copy_error) == (port, "")
-    bench.client.serve(b"n" * 32, "256.0.0.1", 0, str(bench.folder))
+    bench.client.serve("the next", "256.0.0.1", 0, str(bench.folder), (0, 1))
     bench.client.await_served()
     assert bench.client.port == 0
     assert "256.0.0.1" in bench.client.copy_error
