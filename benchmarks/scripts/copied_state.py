@@ -2,13 +2,14 @@
 (train_state.py).
 
     copied_state.py FOLDER            prints numbers as JSON
+    copied_state.py FOLDER NUMBER     a rank below the agent of this number
 
 Saves in memory, by turns without and with a copy; then everything of one node is killed, its memory is removed, and an
 agent without anything takes its place. Both ranks resume in new processes. The bare transfer is measured beside it: as
 many bytes between two processes that do nothing else.
 The newcomer needs new memory. Where the host of a virtual machine has taken free memory back, the first
-access to each 2 MB of it costs up to 10 ms, 30 copies for this state, whoever does it. So as much as is needed is
-touched and freed directly before.
+access to each 2 MB of it costs up to 10 ms, 30 copies for this state, whoever does it. What the lost node had is free
+directly before the newcomer fetches, and so is what the unit was measured with, before it resumes.
 """
 
 from __future__ import annotations
@@ -44,8 +45,8 @@ ARRIVES_S = FINDS_S = 120.0
 def start(folder: Path, number: int, port: int) -> subprocess.Popen[bytes]:
     """An agent, which starts this script."""
     flags = ["--nnodes", str(NODES), "--nproc-per-node", "1", "--max-restarts", "3", "--rdzv-backend", "c10d"]
-    flags += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-conf", "settle=5", "--log-dir", str(folder / f"{number}")]
-    line = [sys.executable, "-m", "holdfast", "run", *flags, __file__, str(folder), "rank"]
+    flags += ["--rdzv-endpoint", f"127.0.0.1:{port}", "--log-dir", str(folder / f"{number}")]
+    line = [sys.executable, "-m", "holdfast", "run", *flags, __file__, str(folder), str(number)]
     with (folder / f"screen.{number}").open("wb") as screen:
         return subprocess.Popen(line, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=screen, stderr=screen)
 
@@ -62,18 +63,9 @@ def said(folder: Path, what: str) -> list[dict[str, float]]:
     return [json.loads(path.read_text()) for path in paths]
 
 
-def environ_of(agent: subprocess.Popen[bytes]) -> list[str]:
-    """Variables of its processes."""
-    found: list[str] = []
-    for each in psutil.Process(agent.pid).children(recursive=True):
-        with suppress(psutil.Error):
-            found += [f"{name}={value}" for name, value in each.environ().items()]
-    return found
-
-
 def say(folder: Path, what: str, found: dict[str, float]) -> None:
     rank = os.environ["RANK"]
-    (folder / f"new.{rank}").write_text(json.dumps(found))
+    (folder / f"new.{rank}").write_text(json.dumps({**found, "agent": int(sys.argv[2])}))
     (folder / f"new.{rank}").rename(folder / f"{what}.{rank}")
 
 
@@ -189,7 +181,7 @@ def main() -> None:
     agents = [start(folder, number, port) for number in range(NODES)]
     try:
         copied = said(folder, "saves")
-        lost = next(number for number in range(NODES) if "RANK=1" in environ_of(agents[number]))
+        lost = int(copied[1]["agent"])
         lose(agents[lost])
         lost_s = time.monotonic()
         agents[lost] = start(folder, NODES, port)

@@ -101,6 +101,7 @@ class Prepared(AgentMessage, frozen=True, tag="prepared"):
     store_port: Port | None = None
     """Set only by the node that hosts the store."""
     states: HeldStates | None = None
+    """What this node's saver gives to others."""
 
 
 class WorkerDone(AgentMessage, frozen=True, tag="done"):

@@ -318,7 +318,7 @@ def fetch(
     `state`: None: the newest one there. Returns the address that it came from. CopyError, SnapshotMemoryError."""
     of = (paths or CopyPaths()).fastest(offered, key)
     with CopyConnection.call(of, key, digest_of_life(folder)) as connection, contextlib.ExitStack() as closing:
-        connection.say(do="get", folder=path, state=state, rank=rank)
+        connection.say(do=GET, folder=path, state=state, rank=rank)
         found = connection.hear("found")
         with errors(of):
             request = SaveRequest.from_json(field(found, "request", dict))

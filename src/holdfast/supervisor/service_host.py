@@ -287,12 +287,14 @@ class SaverHost:
 
     def prefetch(self, ranks: Mapping[int, int], states: Sequence[HeldStates]) -> None:
         """Have the saver fetch the states of these ranks, by local rank, while the workers start. Call it before."""
-        self._open_once()
         wanted: list[object] = []
         for local_rank, rank in ranks.items():
             sources = [(has.host, has.port, has.word, has.folder) for has in states if rank in has.ranks]
             wanted += [(local_rank, rank, sources)] if sources else []
-        if not wanted or self._memory_folder is None or self._failures >= ENOUGH_FAILURES:
+        if not wanted:
+            return
+        self._open_once()
+        if self._memory_folder is None or self._failures >= ENOUGH_FAILURES:
             return
         with suppress(OSError):
             (self._memory_folder.path / memory_folder.PREFETCH).mkdir(mode=0o700, exist_ok=True)

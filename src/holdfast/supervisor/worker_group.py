@@ -120,7 +120,7 @@ class WorkerGroup:
     def start(self, assign: Assign, start: Start) -> None:
         """Start the workers, at once where possible: a stop order may follow directly and must find the workers."""
         running = self._begin(assign, start)
-        ranks = {each: assign.rank_base + assign.place(each) for each in taking_part(assign, self._options.nproc)}
+        ranks = {each: running.rank_of(each) for each in taking_part(assign, self._options.nproc)}
         self._saver.prefetch(ranks, start.states)
         if self._supervisor_ready.is_set():
             self._spawn(running)
