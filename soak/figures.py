@@ -15,6 +15,9 @@ EFFECT_S = 10.0
 """A fault's effect may begin this long after it is over (a lease, and the time to notice)."""
 WAITED = 2.0
 """No step counts for more than so many times the median: what it took longer, it waited for a fault to pass."""
+BETWEEN_S_MAX = 0.05
+"""A longer time between two steps is a wait."""
+BETWEEN, BEGIN_AND_END = "between two steps", "before the first step and after the last"
 
 
 @dataclass
@@ -34,6 +37,9 @@ class Figures:
     """Kind -> how many found nothing to hit (a torchrun has no supervisor)."""
     pauses_s: dict[str, list[float]] = field(default_factory=dict)
     """Kind -> for each fault the longest time without a step that it caused: from the last before it to the next."""
+    lost_s: dict[str, float] = field(default_factory=dict)
+    """Kind -> the time that was not effective after such a fault; also BETWEEN and BEGIN_AND_END. All of it together is
+    the difference between `wall_s` and `effective_s`."""
     gave_up: int = 0
     """Agents that ended by themselves before their time."""
     job_deaths: int = 0
@@ -53,7 +59,8 @@ def figures(record: Record) -> Figures:
     ended = [event.t for event in record.events if event.name in {"finished", "end"}]
     links, _ = checker.surviving(record)
     firsts = [parts.get(0) for _, parts, _ in checker.surviving_steps(record, links)]
-    lasted_s = [each.ended_s - each.began_s for each in firsts if each is not None and each.ended_s is not None]
+    spans = [(each.began_s, each.ended_s) for each in firsts if each is not None and each.ended_s is not None]
+    lasted_s = [ended_s - began_s for began_s, ended_s in spans]
     longest_s = WAITED * median(lasted_s) if lasted_s else 0.0
     steps = len(firsts)
     trained = [step for life in record.lives if life.rank == 0 for step in life.steps.values() if step.ended_s]
@@ -63,6 +70,7 @@ def figures(record: Record) -> Figures:
     ]
     return Figures(
         wall_s=min(ended) - min(begun) if begun and ended else 0.0,
+        lost_s=lost(_hits(record.events), spans, longest_s, min(begun), min(ended)) if begun and ended else {},
         effective_s=sum(min(each, longest_s) for each in lasted_s),
         steps=steps,
         steps_lost=len(trained) - steps,
@@ -98,6 +106,26 @@ def pauses(faults: list[Event], trained_s: list[float]) -> dict[str, list[float]
         own = [end - max(begin, fault.t) for begin, end in gaps if end > fault.t and begin < until_s]
         if own:
             found[fault.fields["kind"]].append(max(own))
+    return dict(found)
+
+
+def lost(
+    faults: list[Event], steps: list[tuple[float, float]], longest_s: float, begin_s: float, end_s: float
+) -> dict[str, float]:
+    """The time in which no step was under way, or one for longer than `longest_s`: by the newest fault before it."""
+    found: dict[str, float] = defaultdict(float)
+    at_s = begin_s
+    for began_s, ended_s in [*sorted(steps), (end_s, end_s)]:
+        waited_s = max(0.0, ended_s - began_s - longest_s)
+        before = [fault.fields["kind"] for fault in faults if fault.t < max(began_s, ended_s - longest_s)]
+        kind = before[-1] if before else BETWEEN
+        if at_s == begin_s or began_s == end_s:
+            found[BEGIN_AND_END] += began_s - at_s
+        else:
+            found[kind if began_s - at_s > BETWEEN_S_MAX else BETWEEN] += began_s - at_s
+        if waited_s:
+            found[kind] += waited_s
+        at_s = ended_s
     return dict(found)
 
 

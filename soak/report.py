@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from soak.checker import Violation
-from soak.figures import Figures, quantile
+from soak.figures import BEGIN_AND_END, BETWEEN, Figures, quantile
 
 
 @dataclass
@@ -30,7 +30,8 @@ def page(outcomes: list[Outcome], about: dict[str, Any]) -> str:
         "\nFour pretend hosts, one rank each, DDP on gloo, `--nnodes 2:4`; every launcher suffered the same schedule."
         "\nA pause is the longest time without a step that a fault caused, p50 / p95 / max in seconds. Faults with nothing"
         "\nto hit (a torchrun has no supervisor) are not counted."
-        "\nA step that waited for a fault to pass counts as effective for no more than twice the median step.\n\n"
+        "\nA step that waited for a fault to pass counts as effective for no more than twice the median step."
+        "\nWhat was lost is all time that was not effective, after the newest fault before it.\n\n"
     )
     return head + note + table(outcomes) + "\n" + _violations(outcomes)
 
@@ -45,6 +46,8 @@ def table(outcomes: list[Outcome]) -> str:
     each = [outcome.figures for outcome in outcomes]
     row("effective training time", [f"{f.share:.1%}" for f in each])
     row("… seconds, of", [f"{f.effective_s:.0f} of {f.wall_s:.0f}" for f in each])
+    for when in (BEGIN_AND_END, BETWEEN):
+        row(f"lost {when}", [f"{f.lost_s.get(when, 0.0):.1f} s" for f in each])
     row("steps in the surviving history", [str(f.steps) for f in each])
     row("steps trained and lost", [str(f.steps_lost) for f in each])
     row("generations that trained", [str(f.generations) for f in each])
@@ -63,7 +66,8 @@ def _pauses(figures: Figures, kind: str) -> str:
     values = figures.pauses_s.get(kind, [])
     if not values:
         return "–" if not figures.faults.get(kind) else f"never ({figures.faults[kind]}×)"
-    return f"{quantile(values, 0.5):.1f} / {quantile(values, 0.95):.1f} / {max(values):.1f} ({len(values)}×)"
+    lost = f"; {figures.lost_s.get(kind, 0.0):.1f} s lost"
+    return f"{quantile(values, 0.5):.1f} / {quantile(values, 0.95):.1f} / {max(values):.1f} ({len(values)}×){lost}"
 
 
 def _violations(outcomes: list[Outcome]) -> str:

@@ -3,7 +3,7 @@
     holdfast run … soak/survive.py SITE
 
 Its state is kept by `ht.Snapshots`, in memory; what training.py saves beside it is for the checker, and for a job that has
-lost the memory of a node. What it writes down, and its steps, are in training.py.
+lost the memory of a node, so it is saved more rarely. What it writes down, and its steps, are in training.py.
 """
 
 from __future__ import annotations
@@ -23,6 +23,9 @@ from torch.nn.parallel import DistributedDataParallel
 from train import Perceptron
 
 import holdfast.train as ht
+
+
+SAVE_EVERY_STEPS = 5 * training.SAVE_EVERY_STEPS
 
 
 class Group:
@@ -120,7 +123,7 @@ def main() -> None:
                 ending = trainer.train_one(group)
                 snaps.step()
                 ending = ending or snaps.stopping
-                if ending or trainer.step % training.SAVE_EVERY_STEPS == 0:
+                if ending or trainer.step % SAVE_EVERY_STEPS == 0:
                     group.summed([0])  # all have done the step, and none goes back behind its snapshot
                     if group.rank == 0:
                         trainer.save(generation)

@@ -242,6 +242,7 @@ def test_a_newcomer_s_saver_may_die_while_it_fetches(site: Site, endpoint: str) 
     """Its worker waits for it, and fetches then itself."""
     line = ("--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
     line = (*line, "--rdzv-conf", "settle=5", "--preload", "torch", COPIED, site.folder, "ddp", "60")
+    (site.folder / "hold").touch()
     agents = [site.start(*line) for _ in range(2)]
     until(lambda: len(steps_of(site, 1)) > 20, "the job trains", LIMIT_S)
     stays, lost = sorted(agents, key=lambda each: bool(each.events("coordinator.joined")), reverse=True)
@@ -249,6 +250,7 @@ def test_a_newcomer_s_saver_may_die_while_it_fetches(site: Site, endpoint: str) 
     assert giver is not None
     giver.suspend()
     kill_all_of(lost)
+    (site.folder / "hold").unlink()
     newcomer = site.start(*line)
     until(lambda: newcomer.begun and newcomer.events("worker_started"), "its worker starts", LIMIT_S)
     fetching = until(lambda: saver_of(newcomer), "it fetches", LIMIT_S)
@@ -289,10 +291,12 @@ def test_a_lost_node_s_state_comes_from_another_node_s_memory(site: Site, endpoi
     """Everything of a node is killed at once, and a node that has nothing takes its place. The disk has nothing."""
     line = ("--nnodes", "2", "--nproc-per-node", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
     line = (*line, "--rdzv-conf", "settle=5", "--preload", "torch", COPIED, site.folder, kind, "90")
+    (site.folder / "hold").touch()  # else the job may be over before the kill
     agents = [site.start(*line) for _ in range(2)]
     until(lambda: len(steps_of(site, 3)) > 40, "the job trains", LIMIT_S)
     lost = next(each for each in agents if not each.events("coordinator.joined"))
     kill_all_of(lost)
+    (site.folder / "hold").unlink()
     newcomer = site.start(*line)
     assert newcomer.end(LIMIT_S) == 0, newcomer.text
     before: dict[int, str] = {}

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from soak import checker
-from soak.figures import figures, pauses, quantile
+from soak.figures import BEGIN_AND_END, BETWEEN, figures, lost, pauses, quantile
 from soak.ledger import Event, Life, Record, Snapshot, Step
 
 SAMPLES, BATCH, EVERY = 24, 4, 3
@@ -303,6 +303,14 @@ def test_a_pause_after_the_next_fault_is_that_ones() -> None:
 
 def test_a_fault_after_which_nothing_was_trained_has_no_pause() -> None:
     assert pauses([fault(5.0)], [1.0, 2.0]) == {}
+
+
+def test_all_that_was_not_training_is_lost_to_a_fault_or_between_steps() -> None:
+    steps = [(2.0, 3.0), (3.01, 4.01), (9.0, 10.0), (10.02, 15.02), (15.5, 16.5)]
+    told = lost([fault(3.5, "a"), fault(10.5, "b")], steps, longest_s=2.0, begin_s=0.0, end_s=17.0)
+    assert told == pytest.approx({BEGIN_AND_END: 2.5, BETWEEN: 0.03, "a": 4.99, "b": 3.0 + 0.48})
+    effective_s = 1.0 + 1.0 + 1.0 + 2.0 + 1.0
+    assert sum(told.values()) == pytest.approx(17.0 - effective_s)
 
 
 def test_quantiles() -> None:

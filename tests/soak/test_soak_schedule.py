@@ -16,7 +16,7 @@ import pytest
 from soak import disk, ledger
 from soak import schedule as schedules
 from soak.checker import Violation
-from soak.figures import Figures
+from soak.figures import BEGIN_AND_END, BETWEEN, Figures
 from soak.report import Outcome, table, write
 from soak.rig import WORKER_SIGNALS
 from soak.schedule import KINDS, schedule
@@ -147,7 +147,14 @@ def test_the_rig_knows_every_kind() -> None:
 
 OURS = Outcome(
     "holdfast",
-    Figures(wall_s=100.0, effective_s=50.0, steps=900, faults={"link down": 2}, pauses_s={"link down": [8.0, 9.5]}),
+    Figures(
+        wall_s=100.0,
+        effective_s=50.0,
+        steps=900,
+        faults={"link down": 2},
+        pauses_s={"link down": [8.0, 9.5]},
+        lost_s={"link down": 47.0, BETWEEN: 1.0, BEGIN_AND_END: 2.0},
+    ),
     [],
 )
 THEIRS = Outcome(
@@ -164,7 +171,8 @@ def test_the_table() -> None:
     assert "| effective training time | 50.0% | 5.0% |" in lines
     assert "| times it stood still and was restarted by hand | 0 | 3 |" in lines
     assert "| **violations** | **0** | **1** |" in lines
-    assert "| pause: link down | 8.0 / 9.5 / 9.5 (2×) | never (1×) |" in lines
+    assert "| lost between two steps | 1.0 s | 0.0 s |" in lines
+    assert "| pause: link down | 8.0 / 9.5 / 9.5 (2×); 47.0 s lost | never (1×) |" in lines
     assert "| pause: partition 2\\|2 | – | never (1×) |" in lines
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from holdfast.protocol.board_layout import BOARD_VARIABLE, TOTAL
+from holdfast.protocol.board_layout import BOARD_VARIABLE, HELD, SAFE_POINT, TOTAL
 
 SAMPLES, STEP_SAMPLES, EPOCHS = 44, 8, 2
 WORLD, RANK = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
@@ -27,14 +27,15 @@ torch.set_num_threads(1)
 torch.manual_seed(3)
 VALUES = torch.randn(SAMPLES, 4)
 MICRO = 2
+DRAIN_S_MAX = 20.0
 BATCH = STEP_SAMPLES // WORLD // MICRO
 
 
-def board() -> memoryview:
-    """This worker's slot."""
+def board() -> tuple[memoryview, int]:
+    """The words of the board, and where this worker's slot begins."""
     path, _, slot = os.environ[BOARD_VARIABLE].rpartition("@")
     with open(path, "r+b") as file:
-        return memoryview(mmap.mmap(file.fileno(), 0)).cast("Q")[int(slot) :]
+        return memoryview(mmap.mmap(file.fileno(), 0)).cast("Q"), int(slot)
 
 
 class Net(nn.Module):
@@ -54,7 +55,8 @@ def note(step: int, numbers: torch.Tensor, loss: torch.Tensor, **more: Any) -> N
     """One micro-batch of this optimizer step, with a random number that the training draws."""
     drawn = torch.rand(()).item()
     line = {"life": LIFE, "world": WORLD, "rank": RANK, "step": step, "numbers": numbers.tolist(), "loss": loss.item()}
-    line["of"] = board()[TOTAL]
+    words, slot = board()
+    line["of"] = words[slot + TOTAL]
     with Path(CASE["trail"]).open("a") as file:
         file.write(json.dumps({**line, "drawn": drawn, **more}) + "\n")
 
@@ -69,4 +71,12 @@ def fault(step: int) -> None:
             agent = int(Path(f"/proc/{supervisor}/stat").read_text().rpartition(")")[2].split()[1])
             os.kill(agent, signal.SIGTERM)
         if life == LIFE and at <= step and what == "drain":
-            time.sleep(0.1)  # until the drain arrives
+            wait_for_drain()
+
+
+def wait_for_drain() -> None:
+    """Else a busy machine's job is over before the agent has seen the signal."""
+    words, _ = board()
+    end_s = time.monotonic() + DRAIN_S_MAX
+    while not (words[HELD] or words[SAFE_POINT]) and time.monotonic() < end_s:
+        time.sleep(0.01)

@@ -2,6 +2,7 @@
 [BANDWIDTH]
 
 Each rank appends JSON lines to FOLDER/RANK: where it goes on from, and each step with a fingerprint of its state.
+While FOLDER/hold is there, no rank goes on to the last ten steps.
 """
 
 from __future__ import annotations
@@ -41,6 +42,8 @@ with ht.process_group() as group:
             source = resumed.source if resumed else ""
             print(json.dumps([snaps.state.step, source, fingerprint(model, optimizer)]), file=out, flush=True)
             while snaps.state.step < steps:
+                while snaps.state.step == steps - 10 and (folder / "hold").exists():
+                    time.sleep(0.02)
                 train(model, optimizer)
                 snaps.step()
                 print(json.dumps([snaps.state.step, "", fingerprint(model, optimizer)]), file=out, flush=True)
