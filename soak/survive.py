@@ -24,7 +24,6 @@ from train import Perceptron
 
 import holdfast.train as ht
 
-
 SAVE_EVERY_STEPS = 5 * training.SAVE_EVERY_STEPS
 
 
