@@ -98,6 +98,8 @@ class Regrouping:
     """Members that have joined a running generation."""
     _used: bool = False
     """In this generation or an earlier one all workers ran in `ht.survive`."""
+    _lost_step: int = 0
+    """The newest step, by the script's own count, in which a worker was lost."""
 
     def reset(self) -> None:
         """All workers are stopped: the next generation is gathered."""
@@ -170,7 +172,10 @@ class Regrouping:
         if world.charged or world.free or world.lost_nodes or not world.failures:
             return ""
         # A worker that is killed from outside again and again does no harm as long as the job makes steps in between.
-        harmless = world.stepped and all(each.exit_code == -signal.SIGKILL for each in world.failures)
+        # Progress is reported once a second, so what the failure itself says may be newer.
+        before, self._lost_step = self._lost_step, max(self._lost_step, *(each.step for each in world.failures))
+        stepped = world.stepped or self._lost_step > before
+        harmless = stepped and all(each.exit_code == -signal.SIGKILL for each in world.failures)
         lived_s = inf if harmless else world.lived_s(now)
         pause = self.budget.charge(world.failures[0].signature, lived_s)
         if isinstance(pause, GiveUp):
