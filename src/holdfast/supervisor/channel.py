@@ -19,12 +19,12 @@ from msgspec import Meta, Struct
 
 from holdfast import seqpacket
 from holdfast.protocol.policy import Count, Seconds
+from holdfast.worker.regroup import WHY_CHARACTERS_MAX
 
 BACKLOG = 4096
 """All workers of a node may connect at once."""
 ACCEPT_AGAIN_S = 0.5
 """Pause after a connection could not be accepted because this process has no descriptor left."""
-WHY_CHARACTERS_MAX = 4096
 CAUGHT_UP_MAX = 64
 """Messages of one worker that are taken at once: it may send without end."""
 

@@ -78,7 +78,8 @@ class ProcessGroup:
 
     rank: int
     world: int
-    """Processes of the job."""
+    """Processes of the job. In a replacement, before `resume()`, both are those of the job that it is to join: what the
+    program computes from them has to be the same there."""
     local_rank: int
     """This process's number on its node; picks the device."""
     device: torch.device
@@ -156,7 +157,7 @@ def process_group(
         _join(place, chosen, connection)
     else:
         chosen = torch.device(device) if device is not None else _device_in_use()
-    rank, world = dist.get_rank(), dist.get_world_size()
+    rank, world = (place.rank, place.world) if place.alone else (dist.get_rank(), dist.get_world_size())
     store = dist.PrefixStore(f"holdfast.train.{next(_groups)}", dist.distributed_c10d._get_default_store())
     group = ProcessGroup(rank, world, place.local_rank, chosen, store, connection)
     clean = False
@@ -353,7 +354,8 @@ def _without_the_dead(store: Any, place: _Place, timeout_s: float | None) -> Any
 def _leave(group: ProcessGroup, *, clean: bool) -> None:
     if not dist.is_initialized():
         return  # the program destroyed it
-    if group.world > 1:
+    together = dist.get_world_size() > 1  # not in a replacement that has not joined
+    if together:
         _wait_for_others(group) if clean else _release_others(group)
     if "nccl" in dist.get_backend():
         if not clean:
@@ -361,7 +363,7 @@ def _leave(group: ProcessGroup, *, clean: bool) -> None:
             with contextlib.suppress(RuntimeError, AttributeError):
                 dist.distributed_c10d._abort_process_group()
             return
-    elif group.world > 1:
+    elif together:
         for each in list(dist.distributed_c10d._world.pg_map):
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))  # never destructed: see the module's docstring
     dist.destroy_process_group()

@@ -25,6 +25,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DistributedSampler
@@ -184,7 +185,9 @@ def guarded(group: Any = None) -> Iterator[None]:
     if _current is not None or not enabled():
         yield
         return
-    _current = guards = Guards(group.rank, group.world, group.store) if group is not None else _of_torch()
+    # Not the group's own numbers: a replacement is alone until it joins the others.
+    here = group and Guards(dist.get_rank(), dist.get_world_size(), group.store)
+    _current = guards = here or _of_torch()
     try:
         with guards.connected():
             yield
@@ -199,8 +202,6 @@ def renew_guards(rank: int, world: int, store: Any) -> None:
 
 
 def _of_torch() -> Guards:
-    import torch.distributed as dist
-
     if not dist.is_initialized():
         return Guards(0, 1, None)
     store = dist.PrefixStore(f"holdfast.guards.{next(_blocks)}", dist.distributed_c10d._get_default_store())

@@ -353,9 +353,7 @@ class Snapshots:
             self._survivor.at_boundary()
         if self._keep is not None and self._keep.best is not None and self._keep.best[0] in metrics:
             same_loss(metrics[self._keep.best[0]])  # the guard: rank 0's value decides for all
-        if worker.should_stop():
-            if self._survivor is not None:
-                self._survivor.at_safe_point()
+        if worker.should_stop():  # not where ranks only regroup: see survival.py
             self._drain(saving)
             return
         self._save_if_due(saving)

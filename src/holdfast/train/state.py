@@ -265,19 +265,20 @@ class Tracker:
 
     def regroup(self, rank: int, world: int) -> None:
         """Loaders and samplers go on as this rank of another world."""
-        for each in self._followers().values():
+        for each in self.followers().values():
             each.regroup(rank, world)
 
     def positions(self) -> dict[str, dict[str, Any]]:
         """Positions of loaders and samplers, by name; equal on all ranks that have done the same steps."""
-        return {name: each.position() for name, each in self._followers().items()}
+        return {name: each.position() for name, each in self.followers().items()}
 
     def set_positions(self, positions: Mapping[str, Mapping[str, Any]]) -> None:
         """Set the positions of loaders and samplers."""
-        for name, each in self._followers().items():
+        for name, each in self.followers().items():
             each.load_state_dict(positions[name])
 
-    def _followers(self) -> dict[str, Any]:
+    def followers(self) -> dict[str, Any]:
+        """Loaders and samplers, by name."""
         return {name: each for name, each in self._others.items() if callable(getattr(each, "regroup", None))}
 
     def note_trained(self) -> None:

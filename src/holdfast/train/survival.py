@@ -36,7 +36,9 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.protocol.board_layout import REPLACEMENT_VARIABLE
 from holdfast.protocol.errors import HoldfastError, ProcessGroupError
@@ -49,8 +51,8 @@ from holdfast.train.reading import Saved, parts_of_slot
 from holdfast.train.save import image
 from holdfast.train.state import Tracker, set_random_state
 from holdfast.train.tracked import Choice, together
-from holdfast.worker.drain import begin_again
-from holdfast.worker.regroup import AgentChannel, ChannelLostError, Go
+from holdfast.worker import drain
+from holdfast.worker.regroup import WHY_CHARACTERS_MAX, AgentChannel, ChannelLostError, Go
 
 if TYPE_CHECKING:
     from holdfast.train.snapshots import Snapshots
@@ -102,8 +104,16 @@ def _of(snaps: Snapshots) -> Survivor | None:
 
 def can_be_carried(tracker: Tracker) -> bool:
     """Whether every rank holds all of the state, so that any of them can give it to another."""
+    modules = [each for model in tracker.models for each in model.modules()]
+    if any(isinstance(each, DistributedDataParallel) and _is_of_some_ranks(each) for each in modules):
+        return False
     tensors = (each for model in tracker.models for each in (*model.parameters(), *model.buffers()))
     return not any(isinstance(each, DTensor) for each in tensors)
+
+
+def _is_of_some_ranks(wrapper: DistributedDataParallel) -> bool:
+    """Its gradients are exchanged in a group of the program's own, which no regroup can make again."""
+    return wrapper.process_group is not dist.distributed_c10d._get_default_group()
 
 
 class Survivor:
@@ -124,6 +134,8 @@ class Survivor:
         """No step was done in this generation."""
         self._news: dict[str, Any] | None = None
         """For the agent, with the first step of a new generation."""
+        self._modes: list[tuple[nn.Module, bool]] = []
+        """Of all modules when the training function was called first: train() or eval()."""
 
     def run(self, train: Callable[[], T]) -> T:
         """Call the function until it returns, or raises an exception that is not the consequence of a loss."""
@@ -133,10 +145,13 @@ class Survivor:
             for model in self._snaps._tracker.models:
                 hooks.enter_context(noted_forward(model, self._boundary.forward_done))
             hooks.callback(self._leave)
+            hooks.callback(drain.before_stop, None)
+            drain.before_stop(self._at_safe_point)
+            self._modes = [(each, each.training) for model in self._snaps._tracker.models for each in model.modules()]
             self._snaps._survivor = self
             assert self._group.connection is not None
             self._group.connection.outlives = self._is_consequence
-            self._boundary.mark(self._snaps.state.step)
+            self._boundary.mark(self._snaps.state)
             while True:
                 try:
                     try:
@@ -149,6 +164,8 @@ class Survivor:
                         raise
                     traceback.clear_frames(error.__traceback__)  # what the function held belongs to the old world
                 self._regroup()
+                for module, mode in self._modes:  # it may have been interrupted in an evaluation
+                    module.training = mode
 
     def _begin(self) -> None:
         self._first = True
@@ -171,7 +188,7 @@ class Survivor:
 
     def at_boundary(self) -> None:
         """A step is complete. Raises Released when the training function is to be left here."""
-        self._boundary.mark(self._snaps.state.step)
+        self._boundary.mark(self._snaps.state)
         if self._first:
             self._first = False
             self._reducers.observed()
@@ -181,7 +198,7 @@ class Survivor:
         if release is not None and release.cut:
             raise Released
 
-    def at_safe_point(self) -> None:
+    def _at_safe_point(self) -> None:
         """All ranks were asked to stop after this step. Raises Released when they only regroup."""
         if self._channel.catch_up() is not None:
             raise Released
@@ -224,7 +241,7 @@ class Survivor:
         try:
             self._boundary.rewind(self._snaps.state)
             handed = self._go_on(step=self._boundary.step, clean=not self._stepping)
-            self._boundary.mark(self._snaps.state.step)
+            self._boundary.mark(self._snaps.state)
             self._stepping = False
             self._news = {
                 "generation": self._generation,
@@ -240,11 +257,13 @@ class Survivor:
     def _go_on(self, *, step: int, clean: bool) -> Handed:
         """Wait for this rank's place in the next generation, take it, and agree with the other ranks on the state.
         `step`, `clean`: see Own."""
-        before = (self._group.rank, self._group.world)
+        before, boundary = (self._group.rank, self._group.world), self._boundary
         peers = self._enter(self._channel.await_go())
-        handed = Handed.share(self._snaps, peers, Own(step, clean, before, self._boundary.seed, self._reducers.orders))
+        positions = boundary.positions() if step >= 0 else {}
+        own = Own(step, clean, before, boundary.epoch, positions, boundary.seed, self._reducers.orders)
+        handed = Handed.share(self._snaps, peers, own)
         self._reducers.connect(handed.orders)
-        handed.apply(self._snaps, self._group, peers, self._boundary, survived=step >= 0)
+        handed.apply(self._snaps, self._group, peers, boundary, survived=step >= 0)
         self._snaps._go_on(peers, self._generation, handed.schedule, handed.durable)
         return handed
 
@@ -252,7 +271,7 @@ class Survivor:
         """Join the world of this generation: environment, process group, models."""
         os.environ.update(go.environment)
         os.environ.pop(REPLACEMENT_VARIABLE, None)
-        begin_again()
+        drain.begin_again()
         self._generation = go.generation
         for parameter in (each for model in self._snaps._tracker.models for each in model.parameters()):
             parameter.grad = None  # of a step that is not completed, or a view of the reducer's memory
@@ -263,7 +282,7 @@ class Survivor:
 
     def _refuse(self, error: Exception) -> None:
         """Have all ranks restarted, and wait for that: our exception would be taken for the cause of the loss."""
-        self._channel.say("refuse", why=f"{type(error).__name__}: {error}")
+        self._channel.say("refuse", why=f"{type(error).__name__}: {error}"[:WHY_CHARACTERS_MAX])
         time.sleep(STOP_S)
         raise error
 
@@ -307,6 +326,9 @@ class Own:
     """It has done nothing since then that changes more than the boundary keeps."""
     before: tuple[int, int]
     """Its rank and the world's size in the old world."""
+    epoch: int
+    positions: dict[str, dict[str, Any]]
+    """Of the loaders and samplers after that step, by name."""
     seed: str
     orders: list[Order]
 
@@ -341,8 +363,8 @@ class Handed:
                 "step": own.step,
                 "clean": own.clean,
                 "before": list(own.before),
-                "epoch": snaps.state.epoch,
-                "positions": snaps._tracker.positions() if own.step >= 0 else {},
+                "epoch": own.epoch,
+                "positions": own.positions,
                 "schedule": snaps._schedule.state(),
                 "durable": [snaps._durable_epoch, snaps._unsaved],
                 "seed": own.seed,

@@ -158,6 +158,8 @@ class SafePoints:
         self._address = address
         self._slot_of_mine: _Slot | None = None
         self._callbacks: list[Callable[[], object]] = []
+        self.before_stop: Callable[[], object] | None = None
+        """Called before the callbacks; an exception of it leaves reach(), and keeps them for the next stop."""
 
     def on_stop(self, callback: Callable[[], object]) -> None:
         self._callbacks.append(callback)
@@ -182,6 +184,8 @@ class SafePoints:
             return False
         stop = self._slot_of_mine.reach()
         if stop:
+            if self.before_stop is not None:
+                self.before_stop()
             callbacks, self._callbacks = self._callbacks, []
             for callback in callbacks:
                 callback()
@@ -255,6 +259,12 @@ def should_save() -> bool:
 def begin_again() -> None:
     """This worker goes on in another generation: count safe points from 0. `ht.survive` calls it."""
     _of_this_process().begin_again()
+
+
+def before_stop(callback: Callable[[], object] | None) -> None:
+    """Call this in the `should_stop()` that returns True, before what `on_stop` has; None: nothing. If it raises, all
+    go on in another generation, and the callbacks of `on_stop` are kept. `ht.survive` calls it."""
+    _of_this_process().before_stop = callback
 
 
 def on_stop(callback: Callback) -> Callback:

@@ -23,6 +23,8 @@ from typing import Any, NamedTuple
 from holdfast import seqpacket
 from holdfast.protocol.board_layout import BOARD_VARIABLE, REPLACEMENT_VARIABLE, channel_name
 
+WHY_CHARACTERS_MAX = 4096
+"""Of the reason why a worker cannot go on."""
 UNINTERRUPTED_S = 0.5
 """After a release the main thread comes to the gate by itself, at its next collective operation or at the end of its
 step. After this time it is interrupted, unless an optimizer is at work."""

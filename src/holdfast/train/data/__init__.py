@@ -51,6 +51,7 @@ import numpy as np
 from torch import distributed
 
 from holdfast.protocol.errors import DataError, DataStateError
+from holdfast.worker.regroup import is_replacement
 
 Tail = Literal["even", "drop", "pad"]
 """What becomes of the last, smaller global batch of an epoch:
@@ -366,7 +367,8 @@ def place(rank: int | None, world: int | None) -> tuple[int, int]:
 
 
 def _found() -> tuple[int, int]:
-    if distributed.is_available() and distributed.is_initialized():
+    # A replacement is alone until it joins the others (train/survival.py); its variables have the job's numbers.
+    if distributed.is_available() and distributed.is_initialized() and not is_replacement():
         return distributed.get_rank(), distributed.get_world_size()
     rank, world = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
     if not rank or not world:

@@ -37,6 +37,7 @@ from holdfast.train.data import (
     set_in_hand,
 )
 from holdfast.train.data.shards import ShardedDataset, ShardOrder, ShardReader, shard_order_name, shard_sizes
+from holdfast.train.group import open_group
 
 _WORD = (1 << 64) - 1
 SHRUNK = "batch_size"
@@ -234,12 +235,15 @@ class DataLoader:
         batch by `next(iter(loader))` costs none. `set_epoch` begins an epoch from its start.
         """
         position = self._position
+        if self._follows_group and open_group() is not None and (here := place(None, None)) != (self.rank, self.world):
+            self.rank, self.world = here  # the world has changed, and nobody has told a loader that is not tracked
+            self.plan = self._plan(self.world)
         if not self._resumable and position.cursor:
             position.set_epoch(position.epoch + 1)
         self._passes += 1
         this_pass = self._passes
         self._share = None
-        if not position.begin():
+        if not position.begin() and self._resumable:
             return
         outside = in_hand()
         try:

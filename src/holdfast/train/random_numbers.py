@@ -1,0 +1,294 @@
+"""The states of all random generators: read after each step, and kept where a replacement finds them."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import mmap
+import os
+import random
+import struct
+import sys
+from collections.abc import Callable
+from operator import is_
+from typing import Any, TypeAlias
+
+import torch
+
+WORDS = 624
+WORDS_BYTES = 4 * WORDS
+"""Of a Mersenne twister: the generators of torch, Python and numpy are of this kind."""
+WORD_BYTES = 8
+NO_CUDA = bytes(16)
+"""In place of the state of torch's generator on a GPU, which has as many bytes: its seed and its offset."""
+States: TypeAlias = tuple[bytes, ...]
+"""Of all generators: torch's on the CPU, Python's and numpy's, torch's on this GPU. Each has a constant size."""
+RECORDS = 3
+"""A lost rank may have completed a step that no other one has, and have done the forward pass of the next: the others
+go on from the step before."""
+
+
+class RandomNumbers:
+    """The states of the global generators of torch, Python and numpy, and of torch's on this GPU."""
+
+    def __init__(self) -> None:
+        self._may_use_cuda = torch.backends.cuda.is_built()
+        self.of_torch = TorchsGenerator()
+        self._of_python = PythonsGenerator()
+        self._of_numpy = NumpysGenerator()
+        self._looks = [*self._of_python.looks, *self._of_numpy.looks]
+        self._seen: list[object] = []
+        self._rest = b""
+        """Of Python and numpy."""
+        self.states = self.now()
+
+    def read(self) -> None:
+        self.states = self.now()
+
+    def now(self) -> States:
+        """Of each part the same object as long as nobody draws from its generators."""
+        seen = [look() for look in self._looks]
+        if seen != self._seen:
+            self._seen = seen
+            self._rest = self._of_python.state() + self._of_numpy.state()
+        cuda = NO_CUDA
+        if self._may_use_cuda and torch.cuda.is_initialized():
+            cuda = torch.cuda.get_rng_state().numpy().tobytes()
+        return self.of_torch.state(), self._rest, cuda
+
+    def restore(self, states: States | None = None) -> None:
+        """Those of the last `read`, or these."""
+        of_torch, rest, cuda = self.states if states is None else states
+        self.of_torch.restore(of_torch)
+        self._of_python.restore(rest[: PythonsGenerator.STATE.size])
+        self._of_numpy.restore(rest[PythonsGenerator.STATE.size :])
+        if cuda != NO_CUDA and torch.cuda.is_initialized():
+            torch.cuda.set_rng_state(torch.frombuffer(bytearray(cuda), dtype=torch.uint8))
+
+
+Look = Callable[[], object]
+"""Tells something of a generator that differs whenever somebody has drawn from it."""
+
+# To read the whole state of a generator takes 2 to 30 µs, and few training loops draw from all of them. A few words of
+# it show whether it is another one: the position, and a word that no two states have in common. A look at them is one
+# call of compiled code.
+
+
+def _look_at(address: int, size_bytes: int) -> Callable[[], bytes]:
+    return memoryview((ctypes.c_char * size_bytes).from_address(address)).cast("B").tobytes
+
+
+class TorchsGenerator:
+    """torch's global generator of the CPU. Where torch keeps its state in the memory in the order that we know, that
+    memory is copied: torch's own copy takes several times as long."""
+
+    MEMORY = struct.Struct(f"=Qi?3xI{WORDS_BYTES}s4xf?3xd?7x")
+    """Seed, numbers left, whether it was seeded, the next one; the numbers; then the second one of two that were drawn
+    from a normal distribution, and whether there is one: in single and in double precision."""
+    STATE = struct.Struct(f"=QiiQ{2 * WORDS_BYTES}s8xd8xi4xf?3x")
+    """The same as `get_state` has it: eight bytes for each of the numbers, and double precision first."""
+    WORDS_AT = 20
+    FIRST_BYTES = WORDS_AT + 3 * 4
+    LAST_AT = WORDS_AT + WORDS_BYTES
+    SEARCHED = 256
+
+    def __init__(self) -> None:
+        self._memory: Callable[[], bytes] | None = None
+        self._first: Look = object
+        self._last: Look = object
+        self._seen: object = None
+        self._state = b""
+        model = torch.Generator()
+        told = list(self.STATE.unpack(_state(model)))
+        told[5:] = 0.5, 1, 0.25, True
+        _set_state(model, self.STATE.pack(*told))
+        at = self._begin(model)
+        if at is not None and self._translated(ctypes.string_at(at, self.MEMORY.size)) == _state(model):
+            begin = torch.default_generator._cdata + at - model._cdata
+            self._memory = _look_at(begin, self.MEMORY.size)
+            self._first = _look_at(begin, self.FIRST_BYTES)
+            self._last = _look_at(begin + self.LAST_AT, self.MEMORY.size - self.LAST_AT)
+
+    def _begin(self, generator: torch.Generator) -> int | None:
+        """The address of its state; None: it is not where we look."""
+        at = getattr(generator, "_cdata", 0)
+        first = struct.pack("=4I", *struct.unpack_from("=4Q", _state(generator), 24))
+        found = ctypes.string_at(at, self.SEARCHED).find(first) if at else -1
+        return at + found - self.WORDS_AT if found >= self.WORDS_AT else None
+
+    def state(self) -> bytes:
+        """For `restore` and `official`; the same object as long as nobody draws."""
+        seen = self._first(), self._last()
+        if seen != self._seen:
+            self._seen = seen
+            self._state = _state(torch.default_generator) if self._memory is None else self._memory()
+        return self._state
+
+    def restore(self, state: bytes) -> None:
+        _set_state(torch.default_generator, self.official(state))
+
+    def official(self, state: bytes) -> bytes:
+        """As `get_state` has it."""
+        return state if self._memory is None else self._translated(state)
+
+    def _translated(self, memory: bytes) -> bytes:
+        seed, left, seeded, following, words, single, has_single, double, has_double = self.MEMORY.unpack(memory)
+        wide = struct.pack(f"={WORDS}Q", *struct.unpack(f"={WORDS}I", words))
+        pair = double if has_double else 0.0, has_double, single if has_single else 0.0, has_single
+        return self.STATE.pack(seed, left, seeded, following, wide, *pair)
+
+
+def _state(generator: torch.Generator) -> bytes:
+    return bytes(memoryview(generator.get_state().numpy()))
+
+
+def _set_state(generator: torch.Generator, state: bytes) -> None:
+    generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
+
+
+class PythonsGenerator:
+    """`random`'s global generator."""
+
+    GAUSS = struct.Struct("=?d")
+    """Whether there is the second one of two numbers that were drawn from a normal distribution; that number."""
+    MEMORY = struct.Struct(f"={1 + WORDS}I")
+    """The position, the words: as the memory has it."""
+    STATE = struct.Struct(f"=?d{1 + WORDS}I")
+
+    def __init__(self) -> None:
+        words = random.getstate()[1]
+        self._generator: Any = random._inst
+        # CPython's layout: the object's head, the position, the words. The first word is the same whatever the seed.
+        begin = id(self._generator) + object.__basicsize__
+        look = _look_at(begin, 12)
+        known = look() == struct.pack("=3I", words[WORDS], *words[:2])
+        self._memory = _look_at(begin, self.MEMORY.size) if known else None
+        gauss = functools.partial(getattr, self._generator, "gauss_next")
+        self.looks: list[Look] = [look, gauss] if known else [object]
+
+    def state(self) -> bytes:
+        gauss = self._generator.gauss_next
+        head = self.GAUSS.pack(gauss is not None, gauss or 0.0)
+        if self._memory is not None:
+            return head + self._memory()
+        words = random.getstate()[1]
+        return head + self.MEMORY.pack(words[WORDS], *words[:WORDS])
+
+    def restore(self, state: bytes) -> None:
+        has_gauss, gauss, position, *words = self.STATE.unpack(state)
+        random.setstate((self._generator.VERSION, (*words, position), gauss if has_gauss else None))
+
+
+class NumpysGenerator:
+    """numpy's global generator, where numpy is loaded and nobody has put one of another kind in its place."""
+
+    STATE = struct.Struct(f"=??di{WORDS_BYTES}s")
+    """Whether there is one; then as PythonsGenerator has it, but the words behind the position."""
+    KIND = "MT19937"
+
+    def __init__(self) -> None:
+        self._random: Any = None
+        self.looks: list[Look] = []
+        if "numpy" in sys.modules:
+            self._random = sys.modules["numpy"].random
+            generator = self._random.mtrand._rand._bit_generator
+            # The words, and behind the last one the position.
+            at = generator.ctypes.state_address + WORDS_BYTES - 4 if type(generator).__name__ == self.KIND else 0
+            gauss = self._gauss_begin()
+            known = at and gauss is not None
+            self.looks = [_look_at(at, 8), _look_at(gauss, 16)] if known and gauss is not None else [object]
+
+    def _gauss_begin(self) -> int | None:
+        """Where the global generator has the second one of two normal numbers, and whether there is one. None: it is
+        not where we look."""
+        model = self._random.RandomState(0)
+        kind, words, position, *_ = model.get_state()
+        model.set_state((kind, words, position, 1, 0.123456789))
+        found = ctypes.string_at(id(model), type(model).__basicsize__).find(struct.pack("=d", 0.123456789))
+        begin = found - 8
+        if begin < 0 or ctypes.c_int.from_address(id(model) + begin).value != 1:
+            return None
+        return id(self._random.mtrand._rand) + begin
+
+    def state(self) -> bytes:
+        if self._random is not None:
+            kind, words, position, has_gauss, gauss = self._random.get_state()
+            if kind == self.KIND:
+                return self.STATE.pack(True, bool(has_gauss), gauss, position, words.tobytes())
+        return bytes(self.STATE.size)
+
+    def restore(self, state: bytes) -> None:
+        there, has_gauss, gauss, position, words = self.STATE.unpack(state)
+        if there and self._random is not None:
+            words = sys.modules["numpy"].frombuffer(words, dtype="uint32")
+            self._random.set_state((self.KIND, words, position, int(has_gauss), gauss))
+
+
+class RandomRecord:
+    """The random numbers after each of the last RECORDS steps, in memory that outlives this process: a replacement on
+    this node goes on with those of the rank that it replaces."""
+
+    def __init__(self, path: str, states: States) -> None:
+        """`states`: of the sizes of those that come. Raises OSError when there is no memory."""
+        head_bytes = RECORDS * WORD_BYTES
+        state_bytes = sum(map(len, states))
+        size_bytes = head_bytes + RECORDS * state_bytes
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, size_bytes)
+            memory = memoryview(mmap.mmap(fd, size_bytes))
+        finally:
+            os.close(fd)
+        self._steps = memory[:head_bytes].cast("Q")
+        """Of each state, plus 1; 0: there is none."""
+        ends = [*itertools.accumulate(map(len, states), initial=0)]
+        self._states = [
+            [memory[at + begin : at + end] for begin, end in itertools.pairwise(ends)]
+            for at in range(head_bytes, size_bytes, state_bytes)
+        ]
+        self._held: list[States] = [(b"",) * len(states)] * RECORDS
+        """What this process has written there: to compare objects is enough to see that nobody has drawn."""
+        self._newest = -1
+        self._number, self._complete = 0, True
+        """Where the newest one is, and whether its step is complete."""
+
+    @classmethod
+    def at(cls, place: str, states: States) -> RandomRecord | None:
+        """None without a folder, or without room in it."""
+        if place:
+            with contextlib.suppress(OSError):
+                return cls(os.path.join(place, f"{os.environ.get('LOCAL_RANK', '0')}.random"), states)
+        return None
+
+    def write(self, step: int, states: States, *, complete: bool) -> None:
+        """What is written for a step that is not complete the next call replaces."""
+        newest = self._newest
+        if self._complete and newest != step:
+            self._number = (self._number + 1) % RECORDS
+        self._complete = complete
+        number, steps = self._number, self._steps
+        held = self._held[number]
+        is_there = all(map(is_, held, states))
+        if newest == step and is_there:
+            return
+        if step < newest:  # the job went back: what was done since then is no longer true
+            for each in range(RECORDS):
+                if steps[each] > step:
+                    steps[each] = 0
+        if not is_there:
+            steps[number] = 0
+            for memory, before, now in zip(self._states[number], held, states, strict=True):
+                if before is not now:
+                    memory[:] = now
+            self._held[number] = states
+        steps[number] = step + 1
+        self._newest = step
+
+    def read(self, step: int) -> States | None:
+        """None: the states after this step were not recorded."""
+        for number in range(RECORDS):
+            if self._steps[number] == step + 1:
+                return tuple(map(bytes, self._states[number]))
+        return None

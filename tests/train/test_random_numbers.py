@@ -1,0 +1,128 @@
+"""Whatever is drawn from a random generator is noticed, comes back, and is there for a replacement."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from holdfast.train.random_numbers import RandomNumbers, RandomRecord, TorchsGenerator
+
+pytestmark = pytest.mark.xdist_group("torch")
+
+
+def cached_gauss() -> None:
+    """The second of two numbers is only taken from the first one's rest."""
+    random.gauss(0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        random.random,
+        cached_gauss,
+        lambda: random.seed(5),
+        lambda: [random.getrandbits(32) for _ in range(624)],
+    ],
+    ids=["a number", "gauss", "seed", "as many as the state has words"],
+)
+@pytest.mark.parametrize("before", [lambda: None, cached_gauss], ids=["", "after gauss"])
+def test_whatever_is_drawn_of_pythons_numbers_is_noticed(
+    draw: Callable[[], object], before: Callable[[], object]
+) -> None:
+    random.seed(4)
+    before()
+    numbers = RandomNumbers()
+    draw()
+    state = random.getstate()
+    numbers.read()
+    random.seed(6)
+    numbers.restore()
+    assert random.getstate() == state
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [np.random.rand, np.random.randn, lambda: np.random.seed(5), lambda: np.random.bytes(624 * 4)],
+    ids=["a number", "normal", "seed", "as many as the state has words"],
+)
+@pytest.mark.parametrize("before", [lambda: None, np.random.randn], ids=["", "after a normal one"])
+def test_whatever_is_drawn_of_numpys_numbers_is_noticed(
+    draw: Callable[[], object], before: Callable[[], object]
+) -> None:
+    np.random.seed(4)
+    before()
+    numbers = RandomNumbers()
+    draw()
+    expected = np.random.get_state()
+    numbers.read()
+    np.random.seed(6)
+    numbers.restore()
+    assert repr(np.random.get_state()) == repr(expected)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        lambda: torch.rand(1),
+        lambda: torch.randn(1),  # every second time only what is left of the time before
+        lambda: torch.randn(1, dtype=torch.float64),
+        lambda: torch.manual_seed(5),
+        lambda: torch.randint(2**32, (624,)),
+        lambda: torch.set_rng_state(torch.Generator().manual_seed(4).get_state()),
+    ],
+    ids=["a number", "normal", "normal, double", "seed", "as many as the state has words", "another state"],
+)
+def test_whatever_is_drawn_of_torchs_numbers_is_noticed(draw: Callable[[], object]) -> None:
+    torch.manual_seed(4)
+    torch.rand(700)
+    generator = TorchsGenerator()
+    for _ in range(3):
+        draw()
+        state, expected = generator.state(), torch.get_rng_state()
+        assert len(state) < len(expected), "the memory is not where it was"
+        torch.manual_seed(6)
+        generator.restore(state)
+        assert torch.equal(torch.get_rng_state(), expected)
+
+
+@pytest.mark.parametrize(
+    "draw", [lambda: torch.rand(1), random.random, np.random.randn], ids=["torch", "Python", "numpy"]
+)
+def test_a_replacement_finds_the_numbers_of_the_last_three_steps(tmp_path: Path, draw: Callable[[], object]) -> None:
+    """Each of two micro-batches."""
+    numbers = RandomNumbers()
+    path = str(tmp_path / "record")
+    record = RandomRecord(path, numbers.states)
+    states = {}
+    for step in (2, 4, 6, 8):
+        for micro_batch in (step - 1, step):
+            draw()
+            record.write(micro_batch, numbers.now(), complete=False)
+        draw()
+        states[step] = numbers.now()
+        record.write(step, states[step], complete=True)
+    found = RandomRecord(path, numbers.states)
+    assert found.read(2) is None
+    assert found.read(7) is None
+    for step in (4, 6, 8):
+        assert found.read(step) == states[step]
+    record.write(6, states[6], complete=True)
+    assert found.read(8) is None, "the job went back"
+
+
+def test_what_was_recorded_is_drawn_again() -> None:
+    def drawn() -> list[float]:
+        some = [random.random(), random.gauss(0.0, 1.0), float(np.random.rand()), float(np.random.randn())]
+        return [*some, torch.rand(1).item(), torch.randn(1).item()]
+
+    drawn()  # the second of each two normal numbers is left
+    numbers = RandomNumbers()
+    recorded, expected = numbers.now(), drawn()
+    drawn()
+    numbers.restore(recorded)
+    assert drawn() == expected
