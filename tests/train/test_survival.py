@@ -347,3 +347,33 @@ def test_a_hundred_regroups_leave_nothing_behind(jobs: WarmJobs, tmp_path: Path)
         assert late.descriptors <= early.descriptors, used
         assert late.threads <= early.threads, used
         assert late.pages < early.pages * GROWTH_MAX, used
+
+
+HABITS = {
+    "between micro-batches": [(1, "begin", 4), (2, "begin", 20), (1, "begin", 31)],
+    "a step that the scaler skips": [(1, "optimizer", 17), (2, "begin", 18)],
+    "after the scaler's update": [(1, "update", 5), (2, "gradients", 26)],
+    "in an evaluation": [(1, "validation 1", 9), (2, "validation 2", 12), (1, "validation 0", 27)],
+    "at an epoch's end": [(1, "end of an epoch", 12), (2, "epoch is over", 24), (1, "begin", 33)],
+}
+
+
+@pytest.mark.parametrize("losses", HABITS.values(), ids=HABITS)
+def test_habits_of_many_scripts_lose_nothing_either(
+    jobs: WarmJobs, tmp_path: Path, losses: list[tuple[int, str, int]]
+) -> None:
+    """See scripts/habits.py."""
+
+    def begun(folder: Path, faults: list[tuple[int, str, int]]) -> FakeAgent:
+        folder.mkdir()
+        agent = FakeAgent(jobs, folder, SCRIPTS / "habits.py", folder, json.dumps({"faults": faults}))
+        agent.start(WORLD)
+        return agent
+
+    with begun(tmp_path / "reference", []) as agent:
+        reference = finished(agent, tmp_path / "reference")
+    with begun(tmp_path / "lost", losses) as agent:
+        for rank, _, _ in losses:
+            replaced(agent, rank)
+        ends = finished(agent, tmp_path / "lost")
+    same(ends, reference)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 import holdfast.train as ht
+from holdfast.protocol.errors import DataStateError
 from holdfast.train.boundary import Boundary, Buffers, noted_forward
 
 pytestmark = pytest.mark.xdist_group("torch")
@@ -91,3 +93,90 @@ def test_a_forward_pass_is_noted_and_that_of_a_copy_is_not(replaced: bool) -> No
     assert torch.equal(model(rows), expected)
     assert noted == [1, 1]
     assert ("forward" in model.__dict__) == replaced
+
+
+def tracked(folder: Path, **objects: object) -> tuple[Boundary, ht.TrainState, nn.Linear]:
+    model = nn.Linear(2, 2)
+    snaps = ht.Snapshots(folder, every=None, memory_every=None)
+    state = snaps.track(model=model, **objects)
+    return Boundary(snaps._tracker, ""), state, model
+
+
+def test_the_position_and_the_epoch_are_those_of_the_last_step(tmp_path: Path) -> None:
+    """Batches of an optimizer step that is not complete come again, and so does the end of an epoch."""
+    loader = ht.DataLoader(range(6), 2)
+    boundary, state, _ = tracked(tmp_path, loader=loader)
+    batches = iter(loader)
+    next(batches)
+    loader.trained()
+    boundary.mark(state)
+    expected = boundary.positions()
+    assert expected["loader"]["cursor"] == 2
+    assert len(list(batches)) == 2
+    state.epoch = 1
+    boundary.rewind(state)
+    assert (state.epoch, boundary.positions()) == (0, expected)
+
+
+def test_a_sampler_that_cannot_tell_what_was_trained_is_asked_again_later(tmp_path: Path) -> None:
+    sampler = ht.DistributedSampler(range(6), 1, 0)
+    boundary, state, _ = tracked(tmp_path, sampler=sampler)
+    next(iter(sampler))
+    boundary.mark(state)
+    with pytest.raises(DataStateError, match="note_trained"):
+        boundary.positions()
+
+
+def test_a_scaler_goes_back_and_forgets_a_step_that_was_begun(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    boundary, state, model = tracked(tmp_path, scaler=scaler)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def begin(loss: float) -> None:
+        scaler.scale(model(torch.ones(2)).sum() * loss).backward()
+        scaler.unscale_(optimizer)
+
+    boundary.mark(state)
+    begin(float("inf"))
+    scaler.step(optimizer)
+    scaler.update()
+    boundary.rewind(state)
+    assert scaler._scale is None, "it had made no step"
+    optimizer.zero_grad()
+    begin(1.0)
+    boundary.mark(state)
+    assert scaler.get_scale() == 8.0
+    boundary.rewind(state)
+    scaler.unscale_(optimizer)
+
+
+def test_a_rank_that_goes_on_from_its_own_last_step_keeps_its_own_buffers(tmp_path: Path) -> None:
+    """Also when it has taken all else from another rank."""
+    norm = nn.BatchNorm1d(2)
+    boundary, state, _ = tracked(tmp_path, norm=norm)
+    norm(torch.randn(4, 2))
+    own = norm.running_mean
+    assert own is not None
+    boundary.mark(state)
+    expected = own.clone()
+    boundary.rewind(state)
+    own.fill_(9.0)
+    boundary.complete(state.step)
+    assert torch.equal(own, expected)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [lambda model: model.weight.mul_(0.5), lambda model: setattr(model.weight, "data", model.weight.data * 0.5)],
+    ids=["in place", "another tensor"],
+)
+def test_parameters_that_changed_before_the_optimizer_s_step_are_noticed(
+    tmp_path: Path, change: Callable[[nn.Linear], object]
+) -> None:
+    boundary, state, model = tracked(tmp_path)
+    boundary.mark(state)
+    model(torch.ones(2)).sum().backward()
+    assert boundary.untouched()
+    with torch.no_grad():
+        change(model)
+    assert not boundary.untouched()

@@ -104,6 +104,29 @@ def test_callbacks_run_once_in_order_at_the_safe_point(board: Board) -> None:
     assert called == ["first", "second"]
 
 
+def test_callbacks_are_kept_when_ranks_only_regroup(board: Board) -> None:
+    class Regroups(BaseException):
+        pass
+
+    rank, called = SafePoints(board.address(0)), list[str]()
+    rank.on_stop(lambda: called.append("stop"))
+
+    def regroup() -> None:
+        raise Regroups
+
+    rank.before_stop = regroup
+    board.release(1)
+    with pytest.raises(Regroups):
+        rank.reach()
+    assert called == []
+    rank.begin_again()
+    board.begin_again()
+    rank.before_stop = lambda: called.append("asked")
+    board.release(1)
+    assert rank.reach()
+    assert called == ["asked", "stop"]
+
+
 def test_a_child_of_a_worker_has_no_say(board: Board) -> None:
     rank = SafePoints(board.address(0))
     rank.reach()

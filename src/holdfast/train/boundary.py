@@ -48,6 +48,8 @@ class Boundary:
         self._optimizers = tracker.optimizers
         self._options: list[dict[str, Any]] = []
         self._buffers = Buffers(tracker.models)
+        self._parameters = [each for model in tracker.models for each in model.parameters()]
+        self._versions: list[tuple[int, int]] = []
         self._scalers = [each for each in tracker.others.values() if isinstance(each, GradScaler)]
         self._scales: list[list[torch.Tensor | None]] = []
 
@@ -65,12 +67,21 @@ class Boundary:
         if self._schedulers:
             self._schedules = [now() for now in self._schedules_now]
             self._options = [group.copy() for each in self._optimizers for group in each.param_groups]
+        self._versions = self._versions_now()
         if self._buffers.any:
             self._buffers.keep()
         if self._scalers:
             self._scales = [
                 [None if each is None else each.clone() for each in _scale_of(scaler)] for scaler in self._scalers
             ]
+
+    def untouched(self) -> bool:
+        """Whether the parameters are those of that moment. A forward pass may change some that have no optimizer, and
+        an evaluation may put averages in their place. What is written through `.data` in place is not seen."""
+        return self._versions == self._versions_now()
+
+    def _versions_now(self) -> list[tuple[int, int]]:
+        return [(each._version, each.data_ptr()) for each in self._parameters]
 
     def positions(self) -> dict[str, dict[str, Any]]:
         """Of the loaders and samplers at that moment, by name. Raises DataStateError where a sampler cannot tell."""

@@ -78,8 +78,7 @@ class ProcessGroup:
 
     rank: int
     world: int
-    """Processes of the job. In a replacement, before `resume()`, both are those of the job that it is to join: what the
-    program computes from them has to be the same there."""
+    """Processes of the job; in a replacement already before it joins them, for what the program computes from it."""
     local_rank: int
     """This process's number on its node; picks the device."""
     device: torch.device

@@ -15,9 +15,10 @@ on the newest step that one of them has completed. A rank that has not completed
 state from one that has.
 
 What makes a rank's state good. A step ends in `snaps.step()`. From there on until the optimizer's next step nothing
-changes but what `Boundary` keeps: random numbers, buffers, the learning rate's schedule; loaders count only batches
-that `snaps.step()` has reported. So a rank that was interrupted anywhere in that time has completed its last step
-exactly. A rank that was interrupted later, between the optimizer's step and `snaps.step()`, takes the state of another.
+changes but what `Boundary` keeps: random numbers, buffers, the learning rate's schedule, a scaler, epoch and position
+in the data. So a rank that was interrupted anywhere in that time has completed its last step exactly. A rank that was
+interrupted later, between the optimizer's step and `snaps.step()`, or that has changed parameters before the
+optimizer's step, takes the state of another.
 
 Knows torch, the process group and the tracked objects. Knows nothing of nodes and agents: worker/regroup.py talks to
 them.
@@ -240,7 +241,7 @@ class Survivor:
         self._channel.arrive()
         try:
             self._boundary.rewind(self._snaps.state)
-            handed = self._go_on(step=self._boundary.step, clean=not self._stepping)
+            handed = self._go_on(step=self._boundary.step, clean=not self._stepping and self._boundary.untouched())
             self._boundary.mark(self._snaps.state)
             self._stepping = False
             self._news = {
@@ -374,7 +375,8 @@ class Handed:
         good = [rank for rank, each in enumerate(said) if each["clean"]]
         if not good:
             raise ProcessGroupError(
-                "every rank was between its optimizer's step and snaps.step(), so no state is complete\n"
+                "every rank was between its optimizer's step and snaps.step(), or had changed parameters before that "
+                "step, so no state is complete\n"
                 "call snaps.step() directly after the optimizer and the scheduler, and communicate after it"
             )
         source = max(good, key=lambda rank: (said[rank]["step"], -rank))
