@@ -98,6 +98,8 @@ def test_a_replacement_finds_the_numbers_of_the_last_three_steps(tmp_path: Path,
     numbers = RandomNumbers()
     path = str(tmp_path / "record")
     record = RandomRecord(path, numbers.states)
+    draw()
+    numbers.read()
     states = {}
     for step in (2, 4, 6, 8):
         for micro_batch in (step - 1, step):
@@ -120,8 +122,9 @@ def test_what_was_recorded_is_drawn_again() -> None:
         some = [random.random(), random.gauss(0.0, 1.0), float(np.random.rand()), float(np.random.randn())]
         return [*some, torch.rand(1).item(), torch.randn(1).item()]
 
-    drawn()  # the second of each two normal numbers is left
     numbers = RandomNumbers()
+    drawn()  # the second of each two normal numbers is left
+    numbers.read()
     recorded, expected = numbers.now(), drawn()
     drawn()
     numbers.restore(recorded)

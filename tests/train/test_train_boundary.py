@@ -173,10 +173,43 @@ def test_a_rank_that_goes_on_from_its_own_last_step_keeps_its_own_buffers(tmp_pa
 def test_parameters_that_changed_before_the_optimizer_s_step_are_noticed(
     tmp_path: Path, change: Callable[[nn.Linear], object]
 ) -> None:
-    boundary, state, model = tracked(tmp_path)
+    boundary, state, model = tracked(tmp_path)  # without an optimizer
     boundary.mark(state)
     model(torch.ones(2)).sum().backward()
     assert boundary.untouched()
     with torch.no_grad():
         change(model)
     assert not boundary.untouched()
+
+
+def test_a_scaler_that_is_switched_off_has_nothing_to_keep(tmp_path: Path) -> None:
+    boundary, state, _ = tracked(tmp_path, scaler=torch.amp.GradScaler("cpu", enabled=False))
+    boundary.mark(state)
+    boundary.rewind(state)
+
+
+def test_of_a_step_that_others_completed_the_buffers_of_the_forward_pass_are_ones_own(tmp_path: Path) -> None:
+    """Averages are counted after the optimizer's step: that count is the others'."""
+    model, norm = nn.Linear(2, 2), nn.BatchNorm1d(2)
+    averages = torch.optim.swa_utils.AveragedModel(model)
+    boundary, state, _ = tracked(tmp_path, norm=norm, averages=averages)
+    boundary.mark(state)
+    norm(torch.randn(4, 2))
+    own = norm.running_mean
+    assert own is not None
+    expected = own.clone()
+    boundary.rewind(state)
+    own.fill_(9.0)
+    averages.n_averaged.fill_(1)
+    boundary.complete(state.step + 1)
+    assert torch.equal(own, expected)
+    assert averages.n_averaged == 1
+
+
+def test_parameters_and_buffers_that_were_made_for_inference(tmp_path: Path) -> None:
+    with torch.inference_mode():
+        teacher = nn.BatchNorm1d(2)
+    boundary, state, _ = tracked(tmp_path, teacher=teacher)
+    boundary.mark(state)
+    assert boundary.untouched()
+    boundary.rewind(state)

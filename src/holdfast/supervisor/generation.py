@@ -221,8 +221,9 @@ class RunningGeneration:
         for worker in self._workers.values():
             worker.able, worker.gate = False, 0
             if self._comes(worker) and self._channel is not None:
-                cut = not safe_point and worker.generation > 0
-                self._channel.send(worker.local_rank, {"do": "release", "generation": self.number, "cut": cut})
+                cut, leaves = not safe_point and worker.generation > 0, worker.local_rank not in self._taking_part
+                order = {"do": "release", "generation": self.number, "cut": cut, "leaves": leaves}
+                self._channel.send(worker.local_rank, order)
         self.board.release(safe_point)  # after the messages: a worker that stops there finds its own
 
     def _comes(self, worker: Worker) -> bool:

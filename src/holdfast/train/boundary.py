@@ -48,13 +48,19 @@ class Boundary:
         self._optimizers = tracker.optimizers
         self._options: list[dict[str, Any]] = []
         self._buffers = Buffers(tracker.models)
-        self._parameters = [each for model in tracker.models for each in model.parameters()]
+        stepped = {
+            id(each) for optimizer in self._optimizers for group in optimizer.param_groups for each in group["params"]
+        }
+        parameters = (each for model in tracker.models for each in model.parameters())
+        self._others = [each for each in parameters if id(each) not in stepped]
+        """Parameters without an optimizer."""
         self._versions: list[tuple[int, int]] = []
-        self._scalers = [each for each in tracker.others.values() if isinstance(each, GradScaler)]
+        self._scalers = [each for each in tracker.others.values() if isinstance(each, GradScaler) and each.is_enabled()]
         self._scales: list[list[torch.Tensor | None]] = []
 
     def mark(self, state: TrainState) -> None:
         """The step that the state counts is complete."""
+        self._interrupted = None
         step = self.step = state.step
         self.epoch = state.epoch
         try:
@@ -67,7 +73,8 @@ class Boundary:
         if self._schedulers:
             self._schedules = [now() for now in self._schedules_now]
             self._options = [group.copy() for each in self._optimizers for group in each.param_groups]
-        self._versions = self._versions_now()
+        if self._others:
+            self._versions = self._versions_now()
         if self._buffers.any:
             self._buffers.keep()
         if self._scalers:
@@ -76,12 +83,12 @@ class Boundary:
             ]
 
     def untouched(self) -> bool:
-        """Whether the parameters are those of that moment. A forward pass may change some that have no optimizer, and
-        an evaluation may put averages in their place. What is written through `.data` in place is not seen."""
+        """Whether the parameters without an optimizer are those of that moment: a forward pass may change them, as that
+        of a momentum encoder does. What is written through `.data` in place is not seen."""
         return self._versions == self._versions_now()
 
     def _versions_now(self) -> list[tuple[int, int]]:
-        return [(each._version, each.data_ptr()) for each in self._parameters]
+        return [(0 if each.is_inference() else each._version, each.data_ptr()) for each in self._others]
 
     def positions(self) -> dict[str, dict[str, Any]]:
         """Of the loaders and samplers at that moment, by name. Raises DataStateError where a sampler cannot tell."""
@@ -116,11 +123,11 @@ class Boundary:
         """All go on from this step. The buffers are this rank's own: each rank has others.
 
         If it is the step that this rank was interrupted in, the others had its gradients, so its forward pass was done,
-        and they are what that has left."""
+        and what that has changed is right. What changes later in a step (averages of the weights) is the others'."""
         if step == self.step:
             self._buffers.restore()
         elif step > self.step and self._interrupted is not None:
-            self._buffers.restore(self._interrupted[1])
+            self._buffers.restore_changed(self._interrupted[1])
 
     def restore_random(self, step: int, *, survived: bool) -> bool:
         """Set the random numbers that this rank had, or the lost one in its place, after this step. False: they are
@@ -228,7 +235,14 @@ class Buffers:
         """Of the last `keep`, or these."""
         if values or self._values:
             self._find()
-            torch._foreach_copy_(self._theirs, values or self._values)
+            copying.copy_alike(self._theirs, values or self._values)
+
+    def restore_changed(self, values: Sequence[torch.Tensor]) -> None:
+        """Those of these that are not as they were at the last `keep`."""
+        self._find()
+        there = zip(self._theirs, values, self._values, strict=True)
+        changed = [(theirs, value) for theirs, value, kept in there if not torch.equal(value, kept)]
+        copying.copy_alike([theirs for theirs, _ in changed], [value for _, value in changed])
 
     def _find(self) -> None:
         """A model may put another tensor in the place of one, or give it other memory."""

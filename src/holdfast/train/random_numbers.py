@@ -21,7 +21,7 @@ WORDS = 624
 WORDS_BYTES = 4 * WORDS
 """Of a Mersenne twister: the generators of torch, Python and numpy are of this kind."""
 WORD_BYTES = 8
-NO_CUDA = bytes(16)
+NO_CUDA = b"\xff" * 16
 """In place of the state of torch's generator on a GPU, which has as many bytes: its seed and its offset."""
 States: TypeAlias = tuple[bytes, ...]
 """Of all generators: torch's on the CPU, Python's and numpy's, torch's on this GPU. Each has a constant size."""
@@ -42,21 +42,34 @@ class RandomNumbers:
         self._seen: list[object] = []
         self._rest = b""
         """Of Python and numpy."""
-        self.states = self.now()
+        self._cuda = NO_CUDA
+        self._drawn = False
+        """Somebody has drawn from these."""
+        self.read()
 
     def read(self) -> None:
-        self.states = self.now()
+        self._look()
+        self.states = self._states()
 
     def now(self) -> States:
-        """Of each part the same object as long as nobody draws from its generators."""
+        """Of each part the same object as long as nobody draws from its generators. Python's and numpy's are looked at
+        only where `read` has found before that the program draws from them."""
+        if self._drawn:
+            self._look()
+        return self._states()
+
+    def _look(self) -> None:
         seen = [look() for look in self._looks]
         if seen != self._seen:
+            self._drawn |= bool(self._seen)
             self._seen = seen
             self._rest = self._of_python.state() + self._of_numpy.state()
-        cuda = NO_CUDA
-        if self._may_use_cuda and torch.cuda.is_initialized():
-            cuda = torch.cuda.get_rng_state().numpy().tobytes()
-        return self.of_torch.state(), self._rest, cuda
+
+    def _states(self) -> States:
+        # While a graph is captured torch refuses to tell; and a capture draws nothing.
+        if self._may_use_cuda and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+            self._cuda = torch.cuda.get_rng_state().numpy().tobytes()
+        return self.of_torch.state(), self._rest, self._cuda
 
     def restore(self, states: States | None = None) -> None:
         """Those of the last `read`, or these."""

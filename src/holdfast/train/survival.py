@@ -201,7 +201,10 @@ class Survivor:
 
     def _at_safe_point(self) -> None:
         """All ranks were asked to stop after this step. Raises Released when they only regroup."""
-        if self._channel.catch_up() is not None:
+        release = self._channel.catch_up()
+        if release is not None:
+            if release.leaves:
+                drain.stop()
             raise Released
 
     def _report(self) -> None:

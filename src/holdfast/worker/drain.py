@@ -186,10 +186,14 @@ class SafePoints:
         if stop:
             if self.before_stop is not None:
                 self.before_stop()
-            callbacks, self._callbacks = self._callbacks, []
-            for callback in callbacks:
-                callback()
+            self.stop()
         return stop
+
+    def stop(self) -> None:
+        """Call what `on_stop` has, once."""
+        callbacks, self._callbacks = self._callbacks, []
+        for callback in callbacks:
+            callback()
 
 
 def _open(address: str) -> _Slot | None:
@@ -265,6 +269,11 @@ def before_stop(callback: Callable[[], object] | None) -> None:
     """Call this in the `should_stop()` that returns True, before what `on_stop` has; None: nothing. If it raises, all
     go on in another generation, and the callbacks of `on_stop` are kept. `ht.survive` calls it."""
     _of_this_process().before_stop = callback
+
+
+def stop() -> None:
+    """This worker ends here, though its `should_stop()` does not return: call what `on_stop` has."""
+    _of_this_process().stop()
 
 
 def on_stop(callback: Callback) -> Callback:

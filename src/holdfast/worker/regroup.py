@@ -37,6 +37,8 @@ class Release(NamedTuple):
     """The generation that is being formed."""
     cut: bool
     """A worker was lost: come at once. False: come at the safe point that the board names."""
+    leaves: bool = False
+    """Its node leaves: it gets no place in that generation, and is ended at the gate."""
 
 
 class Go(NamedTuple):
@@ -180,7 +182,7 @@ class AgentChannel:
     def _take(self, message: Mapping[str, Any]) -> None:
         match message.get("do"), message.get("generation"):
             case "release", int(generation):
-                self.released = Release(generation, message.get("cut") is True)
+                self.released = Release(generation, message.get("cut") is True, message.get("leaves") is True)
                 self._go = None  # of a generation that was given up
             case "go", int(generation):
                 places = message.get("environment")
