@@ -161,6 +161,28 @@ def test_set_epoch_begins_an_epoch_from_its_start():
     assert samples(data) == order(epoch=5)
 
 
+def test_an_iterator_that_lives_longer_than_an_epoch_of_the_training_goes_on():
+    """Also where a job resumes: the position is always that of the pass that is under way."""
+    one = loader()
+    batches = iter(one)
+    seen = samples(islice(batches, 3))
+    one.set_epoch(1)
+    seen += samples(islice(batches, 3))
+    state = one.state_dict()
+    assert (state["epoch"], seen) == (0, order()[:24])
+    other = loader()
+    other.load_state_dict(state)
+    assert samples(other) == order()[24:]
+
+
+def test_an_epoch_that_was_asked_for_during_a_pass_is_that_of_the_next_one():
+    one = loader()
+    left = iter(one)
+    next(left)
+    one.set_epoch(2)
+    assert samples(one) == order(epoch=2)
+
+
 def test_set_epoch_keeps_a_state_that_was_just_loaded():
     data = loader()
     state = {"seed": 0, "epoch": 3, "cursor": 16, "length": 40, "order": "shuffled-1"}

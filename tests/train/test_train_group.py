@@ -350,6 +350,25 @@ def test_a_gradient_scaler(whole) -> None:
     torch.testing.assert_close(micro.loss, loss)
 
 
+def test_a_step_that_the_loop_has_left_is_begun_again_without_its_gradients() -> None:
+    """Its micro-batches come again."""
+    model = nn.Linear(1, 1, bias=False)
+    loader = ht.DataLoader(torch.ones(12, 1), 2, global_batch_size=6, resumable=True)
+    for number, rows in enumerate(loader):
+        with ht.accumulate(model, loader) as micro:
+            micro.backward(model(rows).mean())
+        loader.trained()
+        if number == 1:
+            break
+    for rows in loader:
+        with ht.accumulate(model, loader) as micro:
+            micro.backward(model(rows).mean())
+        if micro.last:
+            break
+    assert model.weight.grad is not None
+    assert model.weight.grad.item() == pytest.approx(1.0)
+
+
 def test_what_cannot_be_accumulated() -> None:
     model = nn.Linear(1, 1)
     with pytest.raises(ProcessGroupError, match="at least one"), ht.accumulate(model, every=0):

@@ -106,8 +106,15 @@ class LoaderPosition:
         return len(self) - self._batches
 
     def trained(self) -> None:
-        """The batch in the loop's body is trained, if it is this loader's."""
-        if self._loader.gradient_state.active_dataloader is self._loader:
+        """The batch in the loop's body is trained, if it is this loader's. Raises TrackingError if nobody can know."""
+        state = self._loader.gradient_state
+        if len([each for each in state.dataloader_references if each is not None]) > 1:
+            raise TrackingError(
+                "snapshots(accelerator, …): several prepared loaders are read at once, or a loop over one was left by "
+                "break: it is not known whose batch was trained\n"
+                "read one at a time and to its end, or track an ht.DataLoader that is not prepared"
+            )
+        if state.active_dataloader is self._loader:
             self._batches += 1
 
     def set_epoch(self, epoch: int) -> None:

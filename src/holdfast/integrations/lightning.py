@@ -14,6 +14,7 @@ import warnings
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
 from torch.utils.data import RandomSampler
 
 from holdfast import worker
@@ -57,6 +58,7 @@ class SnapshotsCallback(Callback):  # type: ignore[misc] # Lightning is not foll
             **({} if scaler is None else {"scaler": scaler}),
             callbacks=Callbacks(trainer, self),
             loops=self._loops,
+            **{f"averages{number}": each for number, each in enumerate(_averages(trainer))},
         )
         self._random = random_state() if snaps.resume() is not None else None
 
@@ -161,6 +163,12 @@ class Loops:
         loaders = self._trainer.train_dataloader
         found: list[Any] = [] if loaders is None else CombinedLoader(loaders).flattened
         return found
+
+
+def _averages(trainer: Any) -> list[nn.Module]:
+    """Averaged weights, which a callback (WeightAveraging) has beside its state."""
+    found = (getattr(each, "_average_model", None) for each in trainer.callbacks)
+    return [each for each in found if isinstance(each, nn.Module)]
 
 
 class RestOfSampler:

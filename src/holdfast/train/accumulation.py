@@ -91,6 +91,8 @@ class _Accumulation:
         self._cut = False
         """The loop's body splits a batch into several micro-batches, so the loader's batches are not micro-batches."""
         self._careful: _CarefulStep | None = None
+        self._loader: weakref.ref[HasShare] | None = None
+        """Whose micro-batch the last one was, where the loader makes the steps."""
 
     def next_of(self, loader: Ahead, every: int) -> tuple[int, int, float] | None:
         """Number, count and scale of the next micro-batch, when `every` batches of the loader make a step or, at the
@@ -133,10 +135,25 @@ class _Accumulation:
                 self._sum, self._weight = total / self._world, 1.0
         return self._sum / self._weight if self._weight > 0 else self._sum
 
+    def is_begun_again(self, loader: HasShare, number: int) -> bool:
+        """Whether this micro-batch is the first one of a step that the same loader had begun, and the loop has left."""
+        before, self._loader = self._loader, weakref.ref(loader)
+        return number == 0 and self.done > 0 and before is not None and before() is loader
+
+    def _drop_gradients(self) -> None:
+        model = self._model()
+        for each in model.parameters() if model is not None else ():
+            each.grad = None
+
     @contextlib.contextmanager
-    def micro_batch(self, number: int, every: int, scale: float, loader: Shrinks | None = None) -> Iterator[MicroBatch]:
-        """`loader`: the step is repeated with smaller micro-batches if a rank runs out of memory."""
+    def micro_batch(
+        self, number: int, every: int, scale: float, loader: Shrinks | None = None, *, again: bool = False
+    ) -> Iterator[MicroBatch]:
+        """`loader`: the step is repeated with smaller micro-batches if a rank runs out of memory. `again`: the
+        gradients so far are those of micro-batches that come again."""
         if number == 0:
+            if again:
+                self._drop_gradients()
             self._sum, self._weight, self._exchange = None, 0.0, None
             self._careful = None if loader is None else self._be_careful()
         careful = self._careful
@@ -321,14 +338,15 @@ def accumulate(model: nn.Module, every: int | HasShare | None = None) -> Iterato
     if accumulation is None:
         accumulation = _accumulations[model] = _Accumulation(model)
     watch(model)
-    with accumulation.micro_batch(*_place(accumulation, every)) as micro:
+    number, count, scale, loader = _place(accumulation, every)
+    again = loader is not None and accumulation.is_begun_again(loader, number)
+    shrinks: Any = loader if getattr(loader, "shrinks_on_oom", False) else None
+    with accumulation.micro_batch(number, count, scale, shrinks, again=again) as micro:
         yield micro
 
 
-def _place(
-    accumulation: _Accumulation, every: int | HasShare | None
-) -> tuple[int, int, float] | tuple[int, int, float, Shrinks | None]:
-    """Number, count and loss factor of the next micro-batch, and the loader if it shrinks."""
+def _place(accumulation: _Accumulation, every: int | HasShare | None) -> tuple[int, int, float, HasShare | None]:
+    """Number, count and loss factor of the next micro-batch, and the loader if that makes the steps."""
     loader = in_hand()
     if every is None:
         every = 1 if loader is None or loader.share is None else loader
@@ -345,14 +363,13 @@ def _place(
     if isinstance(every, int):
         found = None if loader is None else accumulation.next_of(loader, every)
         # min: `every` may have become smaller in the middle of a step.
-        return found or (min(accumulation.done, every - 1), every, 1 / every)
+        return (*(found or (min(accumulation.done, every - 1), every, 1 / every)), None)
     share = every.share
     if share is None:
         raise ProcessGroupError(
             "accumulate(model, loader) belongs into the loop over that loader: it has no batch yet."
         )
-    shrinks: Any = every if getattr(every, "shrinks_on_oom", False) else None
-    return share.micro, share.every, share.scale, shrinks
+    return share.micro, share.every, share.scale, every
 
 
 def forget_pending() -> None:

@@ -371,7 +371,10 @@ class Snapshots:
     def save(self, *, wait: bool = False) -> None:
         """Save to the disk now; every rank calls it. From its return on the end of this process does not prevent it.
 
-        With `wait` it returns when the snapshot is committed. Raises SnapshotError, on all ranks alike."""
+        With `wait` it returns when the snapshot is committed. Raises SnapshotError, on all ranks alike, and
+        TrackingError between the optimizer's step and step()."""
+        if self._optimized:
+            self._tracker.check_counted()
         saving = self._begun()
         self._look(saving)
         self._save(saving, durable=True, demanded=True)

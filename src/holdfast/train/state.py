@@ -213,6 +213,8 @@ class Tracker:
     _optimizers: list[TrackedOptimizer] = field(default_factory=list)
     _others: dict[str, Any] = field(default_factory=dict)
     _kept: _Parts | None = None
+    _resumed: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Positions of the loaders that were restored, until the training begins."""
     chosen: tuple[str, ...] | None = None
     """This life was begun with these objects alone of a snapshot (`resume(only=…)`); what it saves says so, and is
     whole."""
@@ -274,6 +276,7 @@ class Tracker:
 
     def set_positions(self, positions: Mapping[str, Mapping[str, Any]]) -> None:
         """Set the positions of loaders and samplers."""
+        self._resumed = {}
         for name, each in self.followers().items():
             each.load_state_dict(positions[name])
 
@@ -281,14 +284,26 @@ class Tracker:
         """Loaders and samplers, by name."""
         return {name: each for name, each in self._others.items() if callable(getattr(each, "regroup", None))}
 
+    def check_counted(self) -> None:
+        """Raise TrackingError if the loop's body has a batch that its loader has not counted."""
+        if any(getattr(each, "in_body", False) for each in self._others.values()):
+            raise TrackingError(
+                "save() between the optimizer's step and snaps.step(): a resume would train this batch again\n"
+                "call save() after snaps.step()"
+            )
+
     def note_trained(self) -> None:
         """The batch in the loop's body is trained: loaders count it."""
+        self._resumed = {}
         for each in self._others.values():
             if callable(note := getattr(each, "trained", None)):
                 note()
 
     def _set_epoch(self, epoch: int) -> None:
-        for each in self._others.values():
+        resumed, self._resumed = self._resumed, {}
+        for name, each in self._others.items():
+            if name in resumed:
+                each.go_back(resumed[name])
             if callable(follow := getattr(each, "set_epoch", None)):
                 follow(epoch)
 
@@ -410,6 +425,8 @@ class Tracker:
                     if name not in fit.optional:
                         raise
                     done.refused[name] = str(error)
+        # What reads from a loader before the training begins does not change where it goes on.
+        self._resumed = {name: each.position() for name, each in self.followers().items() if hasattr(each, "go_back")}
         self.state.step = codec.expect(text.get("step"), int, "step")
         self.state.epoch = codec.expect(text.get("epoch"), int, "epoch")
         set_random_state(codec.decode(text["random"], saved.fresh), None if world == world_then else (rank, world))
@@ -418,6 +435,7 @@ class Tracker:
     def put_back(self, name: str, done: Restored) -> None:
         """Give this object back the state that it had: on some rank it refused the saved one."""
         self._others[name].load_state_dict(done.before[name])
+        self._resumed.pop(name, None)
 
 
 def _text_of(saved: Saved, rank: int) -> dict[str, Any]:

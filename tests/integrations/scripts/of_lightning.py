@@ -5,6 +5,7 @@ import warnings
 import lightning
 import torch
 import trail
+from lightning.pytorch.callbacks import EMAWeightAveraging
 from torch.utils.data import DataLoader
 
 from holdfast.integrations.lightning import SnapshotsCallback
@@ -19,7 +20,8 @@ class Module(lightning.LightningModule):
 
     def training_step(self, numbers: torch.Tensor, _: int) -> torch.Tensor:
         loss = self.net.loss(numbers)
-        trail.note(self.global_step + 1, numbers, loss)
+        averaged = sum(each.double().sum().item() for each in averages._average_model.module.parameters())
+        trail.note(self.global_step + 1, numbers, loss, averaged=averaged)
         return loss
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
@@ -30,6 +32,7 @@ class Module(lightning.LightningModule):
         return [optimizer], [torch.optim.lr_scheduler.StepLR(optimizer, 1)]
 
 
+averages = EMAWeightAveraging(device="cpu")
 trainer = lightning.Trainer(
     accelerator="cpu",
     devices=trail.WORLD,
@@ -40,6 +43,6 @@ trainer = lightning.Trainer(
     enable_checkpointing=False,
     enable_progress_bar=False,
     enable_model_summary=False,
-    callbacks=[SnapshotsCallback(trail.CASE["folder"], every=None, memory_every=1)],
+    callbacks=[averages, SnapshotsCallback(trail.CASE["folder"], every=None, memory_every=1)],
 )
 trainer.fit(Module(), DataLoader(range(trail.SAMPLES), batch_size=trail.BATCH, shuffle=True))

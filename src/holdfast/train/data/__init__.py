@@ -388,7 +388,7 @@ class Position:
         self.order = order
         self.epoch = 0
         self.cursor = 0
-        self._in_hand: int | None = None
+        self.in_hand: int | None = None
         """The cursor as it will be when the batch in the loop's body is trained."""
         self._reported = False
         self._as_loaded = False
@@ -398,13 +398,13 @@ class Position:
 
     def begin(self) -> bool:
         """A pass over the rest of the epoch begins. Returns False if the epoch is finished."""
-        self._in_hand = None
+        self.in_hand = None
         behind, self._behind = self._behind, False
         return not behind
 
     def hand_out(self, cursor: int) -> None:
         """The loop's body gets a batch; when it is trained the cursor will be `cursor`."""
-        self._in_hand = cursor
+        self.in_hand = cursor
 
     def trained(self) -> None:
         """The batch that the loop's body has is trained. Calling it twice counts it once."""
@@ -413,13 +413,13 @@ class Position:
 
     def settle(self) -> None:
         """The next batch was asked for."""
-        if self._in_hand is not None:
-            self.cursor, self._in_hand = self._in_hand, None
+        if self.in_hand is not None:
+            self.cursor, self.in_hand = self.in_hand, None
             self._as_loaded = False
 
     def give_up(self) -> None:
         """The batch that the loop's body has is not trained, and comes again."""
-        self._in_hand = None
+        self.in_hand = None
 
     def finish(self) -> None:
         """The pass came to the epoch's end."""
@@ -438,7 +438,7 @@ class Position:
 
     def _begin_epoch(self, epoch: int) -> None:
         self.epoch, self.cursor = epoch, 0
-        self._in_hand, self._as_loaded, self._behind = None, False, False
+        self.in_hand, self._as_loaded, self._behind = None, False, False
 
     def state_dict(self) -> dict[str, Any]:
         """Plain numbers and a string; the same on all ranks."""

@@ -3,24 +3,18 @@ workers.
 
 Knows torch's loader, and puts order, position and global batch together. Talks to no other rank: every rank comes to
 the same plan from the same state.
-
-The random numbers of a sample's augmentation come from (seed, epoch, the sample's index), never from worker or rank: a
-sample looks the same in an epoch whichever rank and worker reads it, and however often the job was restarted.
 """
 
 from __future__ import annotations
 
-import contextlib
 import operator
-import random
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.data import DataLoader as TorchLoader
-from torch.utils.data import IterableDataset, Subset, get_worker_info
+from torch.utils.data import IterableDataset
 
 from holdfast.protocol.errors import DataError
 from holdfast.train.data import (
@@ -36,106 +30,12 @@ from holdfast.train.data import (
     place,
     set_in_hand,
 )
+from holdfast.train.data.seeded import BatchKey, Seeded, sample_seed
 from holdfast.train.data.shards import ShardedDataset, ShardOrder, ShardReader, shard_order_name, shard_sizes
 from holdfast.train.group import open_group
 
-_WORD = (1 << 64) - 1
 SHRUNK = "batch_size"
 """In a loader's state: samples of a rank at once, after memory was short."""
-
-
-class BatchKey(NamedTuple):
-    """The key with which torch's loader requests one batch."""
-
-    epoch: int
-    samples: list[int]
-
-
-def sample_seed(seed: int, epoch: int, index: int) -> int:
-    """64 bits for one sample in one epoch; for pipelines with generators of their own."""
-    return _mixed(_mixed(_mixed(seed & _WORD) ^ epoch) ^ index)
-
-
-class Seeded:
-    """A map-style dataset whose `random`, numpy and torch (CPU) generators are seeded for each sample.
-
-    In the training process the generators are put back afterwards, so that loading draws nothing from the trainer's.
-    A dataset that reads whole batches (`__getitems__`) is read so, and seeded once for each batch by its first sample.
-    Other attributes are the dataset's own, to read and to set: `get_worker_info().dataset` is this object.
-    """
-
-    __slots__ = ("_dataset", "_enabled", "_seed")
-
-    def __init__(self, dataset: Any, seed: int, *, enabled: bool) -> None:
-        object.__setattr__(self, "_dataset", dataset)
-        object.__setattr__(self, "_seed", seed)
-        object.__setattr__(self, "_enabled", enabled)
-
-    def __getitems__(self, key: BatchKey) -> list[Any]:
-        if not self._enabled:
-            return list(self._read_all(key.samples))
-        with contextlib.nullcontext() if get_worker_info() else _generators_kept():
-            if _reads_batches(self._dataset):
-                _seed_generators(sample_seed(self._seed, key.epoch, key.samples[0]))
-                return list(self._read_all(key.samples))
-            return [self._read_one(key.epoch, index) for index in key.samples]
-
-    def _read_one(self, epoch: int, index: int) -> Any:
-        _seed_generators(sample_seed(self._seed, epoch, index))
-        return self._dataset[index]
-
-    def _read_all(self, samples: list[int]) -> Any:
-        if _reads_batches(self._dataset):
-            return self._dataset.__getitems__(samples)
-        return [self._dataset[index] for index in samples]
-
-    def __len__(self) -> int:
-        return len(self._dataset)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._dataset, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._dataset, name, value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _seeded, (self._dataset, self._seed, self._enabled)
-
-
-def _seeded(dataset: Any, seed: int, enabled: bool) -> Seeded:
-    return Seeded(dataset, seed, enabled=enabled)
-
-
-def _reads_batches(dataset: Any) -> bool:
-    """A Subset always has the method; it helps only if the dataset below has it too."""
-    while type(dataset) is Subset:
-        dataset = dataset.dataset
-    return callable(getattr(dataset, "__getitems__", None))
-
-
-def _seed_generators(seed: int) -> None:
-    random.seed(seed)
-    np.random.seed(seed & 0xFFFF_FFFF)
-    torch.default_generator.manual_seed(seed)
-
-
-@contextlib.contextmanager
-def _generators_kept() -> Iterator[None]:
-    states = random.getstate(), np.random.get_state(), torch.default_generator.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.default_generator.set_state(states[2])
-
-
-def _mixed(number: int) -> int:
-    """splitmix64."""
-    number = (number + 0x9E3779B97F4A7C15) & _WORD
-    number = ((number ^ (number >> 30)) * 0xBF58476D1CE4E5B9) & _WORD
-    number = ((number ^ (number >> 27)) * 0x94D049BB133111EB) & _WORD
-    return number ^ (number >> 31)
 
 
 class DataLoader:
@@ -224,6 +124,8 @@ class DataLoader:
             pin_memory_device=pin_memory_device,
         )
         self._passes = 0
+        self._open = 0  # the pass that is under way
+        self._asked: int | None = None  # the epoch that was asked for while one was
         self._resumable = bool(resumable)
         self._decided = resumable is not None
 
@@ -238,13 +140,16 @@ class DataLoader:
         if self._follows_group and open_group() is not None and (here := place(None, None)) != (self.rank, self.world):
             self.rank, self.world = here  # the world has changed, and nobody has told a loader that is not tracked
             self.plan = self._plan(self.world)
+        if self._asked is not None:
+            position.set_epoch(self._asked)
         if not self._resumable and position.cursor:
             position.set_epoch(position.epoch + 1)
         self._passes += 1
         this_pass = self._passes
-        self._share = None
+        self._share = self._asked = None
         if not position.begin() and self._resumable:
             return
+        self._open = this_pass
         outside = in_hand()
         try:
             for batch in self._rest():
@@ -252,8 +157,11 @@ class DataLoader:
                 yield batch
                 if this_pass != self._passes:
                     raise DataError("Another pass over this loader, or a state loaded into it, has ended this one.")
+                self._asked = None  # this pass goes on
                 position.settle()
         finally:
+            if self._open == this_pass:
+                self._open = 0
             if in_hand() is self:
                 set_in_hand(outside)
         position.finish()
@@ -379,8 +287,11 @@ class DataLoader:
 
     def set_epoch(self, epoch: int) -> None:
         """The next `for` goes over `epoch` from its start. A loaded state is kept: its own epoch goes on at its
-        cursor, and one before it gives no batch, since it is finished."""
-        self._position.set_epoch(epoch)
+        cursor, and one before it gives no batch, since it is finished. An iterator that is asked for more goes on."""
+        if self._open:
+            self._asked = epoch
+        else:
+            self._position.set_epoch(epoch)
 
     def trained(self) -> None:
         """The batch in the loop's body is trained. `snaps.step()` calls it for you; a second call changes nothing.
@@ -410,7 +321,18 @@ class DataLoader:
             self._shrunk = max(shrunk, 0)
             self.plan = self._plan(self.world)
         self._passes += 1
+        self._open, self._asked = 0, None
         self._share = None
+
+    def go_back(self, state: Mapping[str, Any]) -> None:
+        """Go on there, unless a pass is under way."""
+        if not self._open and self.position() != state:
+            self.load_state_dict(state)
+
+    @property
+    def in_body(self) -> bool:
+        """Whether the loop's body has a batch that is not known to be trained."""
+        return self._open > 0 and self._position.in_hand is not None
 
 
 def _planner(
