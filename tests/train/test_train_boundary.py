@@ -184,8 +184,11 @@ def test_parameters_that_changed_before_the_optimizer_s_step_are_noticed(
 
 def test_a_scaler_that_is_switched_off_has_nothing_to_keep(tmp_path: Path) -> None:
     boundary, state, _ = tracked(tmp_path, scaler=torch.amp.GradScaler("cpu", enabled=False))
+    state.step = 3
     boundary.mark(state)
+    state.step = 4
     boundary.rewind(state)
+    assert state.step == 3
 
 
 def test_of_a_step_that_others_completed_the_buffers_of_the_forward_pass_are_ones_own(tmp_path: Path) -> None:

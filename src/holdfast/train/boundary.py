@@ -37,7 +37,7 @@ class Boundary:
         self.step = self.epoch = 0
         self._tracker = tracker
         self._followers = tracker.followers()
-        self._positions: list[dict[str, Any]] | None = None
+        self._positions: list[dict[str, Any]] | None = []
         self._random = RandomNumbers()
         self._interrupted: tuple[RandomNumbers, list[torch.Tensor]] | None = None
         """Random numbers and buffers when the rank was interrupted."""
@@ -57,30 +57,32 @@ class Boundary:
         self._versions: list[tuple[int, int]] = []
         self._scalers = [each for each in tracker.others.values() if isinstance(each, GradScaler) and each.is_enabled()]
         self._scales: list[list[torch.Tensor | None]] = []
+        self._has_more = bool(self._followers or self._others or self._scalers)
 
     def mark(self, state: TrainState) -> None:
         """The step that the state counts is complete."""
-        self._interrupted = None
         step = self.step = state.step
         self.epoch = state.epoch
-        try:
-            self._positions = [each.position() for each in self._followers.values()]
-        except DataStateError:  # a sampler whose trained indices nobody has reported: `positions` raises it again
-            self._positions = None
         self._random.read()
         if self._record is not None:
             self._record.write(step, self._random.states, complete=True)
         if self._schedulers:
             self._schedules = [now() for now in self._schedules_now]
             self._options = [group.copy() for each in self._optimizers for group in each.param_groups]
-        if self._others:
-            self._versions = self._versions_now()
         if self._buffers.any:
             self._buffers.keep()
-        if self._scalers:
-            self._scales = [
-                [None if each is None else each.clone() for each in _scale_of(scaler)] for scaler in self._scalers
-            ]
+        if self._has_more:
+            self._mark_more()
+
+    def _mark_more(self) -> None:
+        try:
+            self._positions = [each.position() for each in self._followers.values()]
+        except DataStateError:  # a sampler whose trained indices nobody has reported: `positions` raises it again
+            self._positions = None
+        self._versions = self._versions_now()
+        self._scales = [
+            [None if each is None else each.clone() for each in _scale_of(scaler)] for scaler in self._scalers
+        ]
 
     def untouched(self) -> bool:
         """Whether the parameters without an optimizer are those of that moment: a forward pass may change them, as that

@@ -12,7 +12,6 @@ import random
 import struct
 import sys
 from collections.abc import Callable
-from operator import is_
 from typing import Any, TypeAlias
 
 import torch
@@ -45,31 +44,35 @@ class RandomNumbers:
         self._cuda = NO_CUDA
         self._drawn = False
         """Somebody has drawn from these."""
+        self.states: States = ()
         self.read()
 
     def read(self) -> None:
-        self._look()
-        self.states = self._states()
+        seen = [look() for look in self._looks]
+        if seen != self._seen:
+            self._changed(seen)
+        if self._may_use_cuda:
+            self._read_cuda()
+        self.states = (self.of_torch.state(), self._rest, self._cuda)
 
     def now(self) -> States:
         """Of each part the same object as long as nobody draws from its generators. Python's and numpy's are looked at
         only where `read` has found before that the program draws from them."""
-        if self._drawn:
-            self._look()
-        return self._states()
+        if self._drawn and (seen := [look() for look in self._looks]) != self._seen:
+            self._changed(seen)
+        if self._may_use_cuda:
+            self._read_cuda()
+        return (self.of_torch.state(), self._rest, self._cuda)
 
-    def _look(self) -> None:
-        seen = [look() for look in self._looks]
-        if seen != self._seen:
-            self._drawn |= bool(self._seen)
-            self._seen = seen
-            self._rest = self._of_python.state() + self._of_numpy.state()
+    def _changed(self, seen: list[object]) -> None:
+        self._drawn |= bool(self._seen)
+        self._seen = seen
+        self._rest = self._of_python.state() + self._of_numpy.state()
 
-    def _states(self) -> States:
+    def _read_cuda(self) -> None:
         # While a graph is captured torch refuses to tell; and a capture draws nothing.
-        if self._may_use_cuda and torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
             self._cuda = torch.cuda.get_rng_state().numpy().tobytes()
-        return self.of_torch.state(), self._rest, self._cuda
 
     def restore(self, states: States | None = None) -> None:
         """Those of the last `read`, or these."""
@@ -261,7 +264,7 @@ class RandomRecord:
             [memory[at + begin : at + end] for begin, end in itertools.pairwise(ends)]
             for at in range(head_bytes, size_bytes, state_bytes)
         ]
-        self._held: list[States] = [(b"",) * len(states)] * RECORDS
+        self._held: list[States] = [(b"", b"", b"")] * RECORDS
         """What this process has written there: to compare objects is enough to see that nobody has drawn."""
         self._newest = -1
         self._number, self._complete = 0, True
@@ -283,7 +286,8 @@ class RandomRecord:
         self._complete = complete
         number, steps = self._number, self._steps
         held = self._held[number]
-        is_there = all(map(is_, held, states))
+        # Written out, since each function that is called here is fetched into the caches anew.
+        is_there = held[0] is states[0] and held[1] is states[1] and held[2] is states[2]
         if newest == step and is_there:
             return
         if step < newest:  # the job went back: what was done since then is no longer true
@@ -292,9 +296,13 @@ class RandomRecord:
                     steps[each] = 0
         if not is_there:
             steps[number] = 0
-            for memory, before, now in zip(self._states[number], held, states, strict=True):
-                if before is not now:
-                    memory[:] = now
+            of_torch, rest, cuda = self._states[number]
+            if held[0] is not states[0]:
+                of_torch[:] = states[0]
+            if held[1] is not states[1]:
+                rest[:] = states[1]
+            if held[2] is not states[2]:
+                cuda[:] = states[2]
             self._held[number] = states
         steps[number] = step + 1
         self._newest = step
