@@ -135,6 +135,8 @@ class Survivor:
         """No step was done in this generation."""
         self._news: dict[str, Any] | None = None
         """For the agent, with the first step of a new generation."""
+        self._joined = False
+        """This is a replacement that has joined, and its training function was not called yet."""
         self._modes: list[tuple[nn.Module, bool]] = []
         """Of all modules when the training function was called first: train() or eval()."""
 
@@ -152,6 +154,9 @@ class Survivor:
             self._snaps._survivor = self
             assert self._group.connection is not None
             self._group.connection.outlives = self._is_consequence
+            if self._joined:  # what this process has drawn since resume() its rank has not drawn
+                self._boundary.restore_random(self._boundary.step, survived=True)
+            self._joined = False
             self._boundary.mark(self._snaps.state)
             while True:
                 try:
@@ -293,7 +298,10 @@ class Survivor:
     def join(self) -> int:
         """A replacement takes its place among the others, in its `resume()`. Returns the step that it goes on from."""
         self._channel.say("ready")
-        return self._go_on(step=-1, clean=False).step
+        step = self._go_on(step=-1, clean=False).step
+        self._boundary.mark(self._snaps.state)
+        self._joined = True
+        return step
 
 
 def join(snaps: Snapshots) -> int:

@@ -99,6 +99,12 @@ def main() -> None:
         schedules = {"by_step": by_step, "by_epoch": by_epoch}
         state = snaps.track(model=model, loader=loader, scaler=scaler, **optimizers, **schedules)
         snaps.resume()
+        first = (
+            random.random(),
+            np.random.rand(),
+            torch.rand(1),
+        )  # what a replacement draws here its rank has drawn before
+        assert len(first) == 3
 
         def validate() -> None:
             model.eval()
