@@ -119,7 +119,7 @@ class Boundary:
         self._buffers.restore()
         for scaler, scales in zip(self._scalers, self._scales, strict=True):
             scaler._scale, scaler._growth_tracker = (None if each is None else each.clone() for each in scales)
-            scaler._per_optimizer_states.clear()  # a step of which it has unscaled the gradients is begun anew
+            scaler._per_optimizer_states.clear()  # it may have unscaled gradients of the step that was interrupted
 
     def complete(self, step: int) -> None:
         """All go on from this step. The buffers are this rank's own: each rank has others.
