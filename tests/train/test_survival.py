@@ -21,6 +21,7 @@ from tests.warm_jobs import WarmJobs
 
 SCRIPTS = Path(__file__).parent / "scripts"
 SURVIVOR = SCRIPTS / "survivor.py"
+SCRIPT_OF_HABITS = SCRIPTS / "habits.py"
 UNDER_TORCHRUN = SCRIPTS / "under_torchrun.py"
 WORLD = (0, 1, 2)
 Ends = list[dict[str, Any]]
@@ -36,9 +37,9 @@ def jobs(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmJ
         yield made
 
 
-def started(jobs: WarmJobs, folder: Path, **case: Any) -> FakeAgent:
+def started(jobs: WarmJobs, folder: Path, script: Path = SURVIVOR, **case: Any) -> FakeAgent:
     folder.mkdir(exist_ok=True)
-    agent = FakeAgent(jobs, folder, SURVIVOR, folder, json.dumps({"apart": True} | case))
+    agent = FakeAgent(jobs, folder, script, folder, json.dumps({"apart": True} | case))
     agent.start(WORLD)
     return agent
 
@@ -51,8 +52,8 @@ def finished(agent: FakeAgent, folder: Path, local_ranks: Collection[int] = WORL
     return found
 
 
-def undisturbed(jobs: WarmJobs, folder: Path, **case: Any) -> Ends:
-    with started(jobs, folder, **case) as agent:
+def undisturbed(jobs: WarmJobs, folder: Path, script: Path = SURVIVOR, **case: Any) -> Ends:
+    with started(jobs, folder, script, **case) as agent:
         return finished(agent, folder)
 
 
@@ -363,16 +364,8 @@ def test_habits_of_many_scripts_lose_nothing_either(
     jobs: WarmJobs, tmp_path: Path, losses: list[tuple[int, str, int]]
 ) -> None:
     """See scripts/habits.py."""
-
-    def begun(folder: Path, faults: list[tuple[int, str, int]]) -> FakeAgent:
-        folder.mkdir()
-        agent = FakeAgent(jobs, folder, SCRIPTS / "habits.py", folder, json.dumps({"faults": faults}))
-        agent.start(WORLD)
-        return agent
-
-    with begun(tmp_path / "reference", []) as agent:
-        reference = finished(agent, tmp_path / "reference")
-    with begun(tmp_path / "lost", losses) as agent:
+    reference = undisturbed(jobs, tmp_path / "reference", SCRIPT_OF_HABITS)
+    with started(jobs, tmp_path / "lost", SCRIPT_OF_HABITS, faults=losses) as agent:
         for rank, _, _ in losses:
             replaced(agent, rank)
         ends = finished(agent, tmp_path / "lost")

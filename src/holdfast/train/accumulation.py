@@ -135,25 +135,19 @@ class _Accumulation:
                 self._sum, self._weight = total / self._world, 1.0
         return self._sum / self._weight if self._weight > 0 else self._sum
 
-    def is_begun_again(self, loader: HasShare, number: int) -> bool:
+    def _is_begun_again(self, loader: HasShare, number: int) -> bool:
         """Whether this micro-batch is the first one of a step that the same loader had begun, and the loop has left."""
         before, self._loader = self._loader, weakref.ref(loader)
         return number == 0 and self.done > 0 and before is not None and before() is loader
 
-    def _drop_gradients(self) -> None:
-        model = self._model()
-        for each in model.parameters() if model is not None else ():
-            each.grad = None
-
     @contextlib.contextmanager
-    def micro_batch(
-        self, number: int, every: int, scale: float, loader: Shrinks | None = None, *, again: bool = False
-    ) -> Iterator[MicroBatch]:
-        """`loader`: the step is repeated with smaller micro-batches if a rank runs out of memory. `again`: the
-        gradients so far are those of micro-batches that come again."""
+    def micro_batch(self, number: int, every: int, scale: float, maker: HasShare | None) -> Iterator[MicroBatch]:
+        """`maker`: the loader, if that makes the steps. If it shrinks, the step is repeated with smaller micro-batches
+        when a rank runs out of memory."""
+        if maker is not None and self._is_begun_again(maker, number) and (model := self._model()) is not None:
+            model.zero_grad()  # the gradients so far are those of micro-batches that come again
+        loader: Any = maker if getattr(maker, "shrinks_on_oom", False) else None
         if number == 0:
-            if again:
-                self._drop_gradients()
             self._sum, self._weight, self._exchange = None, 0.0, None
             self._careful = None if loader is None else self._be_careful()
         careful = self._careful
@@ -338,10 +332,7 @@ def accumulate(model: nn.Module, every: int | HasShare | None = None) -> Iterato
     if accumulation is None:
         accumulation = _accumulations[model] = _Accumulation(model)
     watch(model)
-    number, count, scale, loader = _place(accumulation, every)
-    again = loader is not None and accumulation.is_begun_again(loader, number)
-    shrinks: Any = loader if getattr(loader, "shrinks_on_oom", False) else None
-    with accumulation.micro_batch(number, count, scale, shrinks, again=again) as micro:
+    with accumulation.micro_batch(*_place(accumulation, every)) as micro:
         yield micro
 
 

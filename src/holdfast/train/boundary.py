@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.protocol.errors import DataStateError
 from holdfast.train import copying
-from holdfast.train.random_numbers import RandomNumbers, RandomRecord
+from holdfast.train.random_numbers import RandomNumbers, RandomRecord, States
 from holdfast.train.state import Tracker, TrainState
 
 
@@ -39,7 +39,7 @@ class Boundary:
         self._followers = tracker.followers()
         self._positions: list[dict[str, Any]] | None = []
         self._random = RandomNumbers()
-        self._interrupted: tuple[RandomNumbers, list[torch.Tensor]] | None = None
+        self._interrupted: tuple[States, list[torch.Tensor]] | None = None
         """Random numbers and buffers when the rank was interrupted."""
         self._record = RandomRecord.at(place, self._random.states)
         self._schedulers = [each for each in tracker.others.values() if isinstance(each, LRScheduler)]
@@ -107,7 +107,7 @@ class Boundary:
 
     def rewind(self, state: TrainState) -> None:
         """Go back to that moment."""
-        self._interrupted = RandomNumbers(), self._buffers.copies()
+        self._interrupted = self._random.now(look=True), self._buffers.copies()
         state.step, state.epoch = self.step, self.epoch
         self._random.restore()
         if self._schedulers:
@@ -137,7 +137,7 @@ class Boundary:
         if survived and step == self.step:
             self._random.restore()
         elif survived and step > self.step and self._interrupted is not None:
-            self._interrupted[0].restore()  # its forward pass was done, and nothing draws after that
+            self._random.restore(self._interrupted[0])  # its forward pass was done, and nothing draws after that
         elif not survived and self._record is not None and (found := self._record.read(step)) is not None:
             self._random.restore(found)
         else:

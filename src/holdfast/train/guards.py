@@ -186,8 +186,7 @@ def guarded(group: Any = None) -> Iterator[None]:
         yield
         return
     # Not the group's own numbers: a replacement is alone until it joins the others.
-    here = group and Guards(dist.get_rank(), dist.get_world_size(), group.store)
-    _current = guards = here or _of_torch()
+    _current = guards = _of_torch() if group is None else Guards(dist.get_rank(), dist.get_world_size(), group.store)
     try:
         with guards.connected():
             yield

@@ -48,17 +48,12 @@ class RandomNumbers:
         self.read()
 
     def read(self) -> None:
-        seen = [look() for look in self._looks]
-        if seen != self._seen:
-            self._changed(seen)
-        if self._may_use_cuda:
-            self._read_cuda()
-        self.states = (self.of_torch.state(), self._rest, self._cuda)
+        self.states = self.now(look=True)
 
-    def now(self) -> States:
-        """Of each part the same object as long as nobody draws from its generators. Python's and numpy's are looked at
-        only where `read` has found before that the program draws from them."""
-        if self._drawn and (seen := [look() for look in self._looks]) != self._seen:
+    def now(self, *, look: bool = False) -> States:
+        """Of each part the same object as long as nobody draws from its generators. Without `look` Python's and numpy's
+        are looked at only where it was found before that the program draws from them."""
+        if (look or self._drawn) and (seen := [look_at() for look_at in self._looks]) != self._seen:
             self._changed(seen)
         if self._may_use_cuda:
             self._read_cuda()

@@ -37,7 +37,6 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -137,8 +136,6 @@ class Survivor:
         """For the agent, with the first step of a new generation."""
         self._joined = False
         """This is a replacement that has joined, and its training function was not called yet."""
-        self._modes: list[tuple[nn.Module, bool]] = []
-        """Of all modules when the training function was called first: train() or eval()."""
 
     def run(self, train: Callable[[], T]) -> T:
         """Call the function until it returns, or raises an exception that is not the consequence of a loss."""
@@ -150,7 +147,7 @@ class Survivor:
             hooks.callback(self._leave)
             hooks.callback(drain.before_stop, None)
             drain.before_stop(self._at_safe_point)
-            self._modes = [(each, each.training) for model in self._snaps._tracker.models for each in model.modules()]
+            modes = [(each, each.training) for model in self._snaps._tracker.models for each in model.modules()]
             self._snaps._survivor = self
             assert self._group.connection is not None
             self._group.connection.outlives = self._is_consequence
@@ -170,7 +167,7 @@ class Survivor:
                         raise
                     traceback.clear_frames(error.__traceback__)  # what the function held belongs to the old world
                 self._regroup()
-                for module, mode in self._modes:  # it may have been interrupted in an evaluation
+                for module, mode in modes:  # it may have been interrupted in an evaluation
                     module.training = mode
 
     def _begin(self) -> None:

@@ -3,7 +3,7 @@
 Gradients of three batches make a step, and `snaps.step()` is called for each of them. It is evaluated between steps and at
 an epoch's end, with an untracked loader and without `finally`; the learning rate follows the number of batches; a
 schedule is stepped once an epoch; random numbers of Python and numpy are drawn in the loop; a scaler skips a step.
-CASE is a JSON object: faults: [[local rank, where, batches so far]], each a kill that happens once. At the end each rank
+CASE is a JSON object; faults: [[local rank, where, batches so far]], each a kill that happens once. At the end each rank
 writes FOLDER/end.LOCAL_RANK, a JSON object.
 """
 
@@ -27,7 +27,7 @@ import holdfast.train as ht
 
 FOLDER = Path(sys.argv[1])
 LOCAL_RANK = int(os.environ["LOCAL_RANK"])
-FAULTS = json.loads(sys.argv[2])["faults"]
+FAULTS = json.loads(sys.argv[2]).get("faults", [])
 SAMPLES, BATCH, EVERY, EPOCHS, SKIPPED = 72, 2, 3, 3, 15
 VALIDATED = 30
 
@@ -99,12 +99,9 @@ def main() -> None:
         schedules = {"by_step": by_step, "by_epoch": by_epoch}
         state = snaps.track(model=model, loader=loader, scaler=scaler, **optimizers, **schedules)
         snaps.resume()
-        first = (
-            random.random(),
-            np.random.rand(),
-            torch.rand(1),
-        )  # what a replacement draws here its rank has drawn before
-        assert len(first) == 3
+        random.random()  # what a replacement draws here its rank has drawn before
+        np.random.rand()
+        torch.rand(1)
 
         def validate() -> None:
             model.eval()

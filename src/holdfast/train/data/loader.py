@@ -138,8 +138,7 @@ class DataLoader:
         """
         position = self._position
         if self._follows_group and open_group() is not None and (here := place(None, None)) != (self.rank, self.world):
-            self.rank, self.world = here  # the world has changed, and nobody has told a loader that is not tracked
-            self.plan = self._plan(self.world)
+            self._take(*here)  # the world has changed, and nobody has told a loader that is not tracked
         if self._asked is not None:
             position.set_epoch(self._asked)
         if not self._resumable and position.cursor:
@@ -271,9 +270,12 @@ class DataLoader:
         Raises DataError where the loader was given a rank and a world of its own."""
         if not self._follows_group:
             raise DataError("The loader has a rank= and world= of its own: it cannot follow the process group.")
-        self.rank, self.world = place(rank, world)
-        self.plan = self._plan(world)
+        self._take(*place(rank, world))
         self.load_state_dict(self.position())
+
+    def _take(self, rank: int, world: int) -> None:
+        """This place among the ranks."""
+        self.rank, self.world, self.plan = rank, world, self._plan(world)
 
     def position(self) -> dict[str, Any]:
         """As `state_dict()`, without the batch in the loop's body, which counts as not trained."""
