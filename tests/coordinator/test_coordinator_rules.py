@@ -181,7 +181,8 @@ def test_a_world_on_one_machine_is_local(addresses: str, local: bool, master: st
 def test_members_are_told_the_lease() -> None:
     desk = Desk()
     desk.join(1)
-    assert desk.told == [(1, msg.Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s, msg.REVISION))]
+    times = LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s
+    assert desk.told == [(1, msg.Joined(*times, msg.REVISION, suspend_s=LIMITS.suspend_of(2)))]
 
 
 def test_the_more_agents_the_rarer_their_pings_and_reports() -> None:

@@ -57,6 +57,8 @@ class AgentActs:
         self._lease = Lease(limits.fence_s, limits.ping_interval_s, confirmed_s=now, ping_at_s=now)
         self._unconfirmed_fence_at_s = inf
         """When the workers are killed unless a coordinator that knows their generation sends Resume before."""
+        self._suspended_s: float | None = None
+        """Since when the workers are suspended, because the coordinator does not answer; None: they are not."""
         self._seeking = Seeking.begin(limits, now)
         self._prepared_s = now
         self._progress: tuple[WorkersProgress, float] | None = None
@@ -89,6 +91,19 @@ class AgentActs:
             return None
         at_s = self._workers_fence_at_s()
         return None if at_s == inf else at_s
+
+    @property
+    def suspend_at_s(self) -> float | None:
+        """When the supervisor suspends the workers unless an answer arrives before; None: it does not. From some time
+        after it on the others may go on without them. Workers that the coordinator has stopped end by themselves."""
+        if self.work is Work.KILLING:
+            return self._suspended_s  # none of them runs again before it is killed
+        at_s, current = self.fence_at_s, self.current
+        if at_s is None or current is None or not (current.suspends and self._lease.suspend_s):
+            return None
+        if self.work is Work.STOPPING and self.leaving is None:
+            return None
+        return at_s - self._lease.fence_s + self._lease.suspend_s
 
     def _awaits_answer(self) -> bool:
         """Whether an answer to a Join or Ping is outstanding. It hangs up only when its workers are gone."""

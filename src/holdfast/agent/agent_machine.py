@@ -125,6 +125,7 @@ class AgentMachine(AgentActs):
         if self.outcome is None:
             self._dispatch(now, event)
             self._advance(now)
+            self._look_at_suspension(now)
         out, self._out = self._out, []
         return out
 
@@ -144,6 +145,8 @@ class AgentMachine(AgentActs):
             deadlines.append(self._fence_at_s())
         if self._at_work():
             deadlines.append(self._workers_fence_at_s())
+        if self.suspend_at_s is not None and self._suspended_s is None:
+            deadlines.append(self.suspend_at_s)
         if self.leaving is not None and self._pending_exit is None:
             deadlines.append(self._leave_by_s)
         if self.work is Work.STOPPING and self.current is not None:
@@ -176,7 +179,7 @@ class AgentMachine(AgentActs):
             case WorkersHeld() | WorkersProgress() | WorkersSeen():
                 self._on_report(now, event)
             case WorkersAble() | ReplacementsReady() | RegroupRefused():
-                self._on_regrouping(event)
+                self._on_regrouping(now, event)
             case WorkersFenced():
                 if self._at_work() or self.work is Work.STOPPING:
                     self._note("fenced_by_keeper")
@@ -253,7 +256,10 @@ class AgentMachine(AgentActs):
                 self._joined = True
                 self.revision = message.revision
                 asked_s = self._join_sent_s if self._join_sent_s is not None else now
-                self._lease.granted(fence_s, ping_interval_s, confirmed_s=asked_s - message.age_s, now=now)
+                granted = fence_s, ping_interval_s, message.suspend_s
+                self._lease.granted(*granted, confirmed_s=asked_s - message.age_s, now=now)
+                if self.current is not None and self.current.suspends:
+                    self._lease.hurry(now)
             case Pong(number, age_s):
                 self._lease.answered(number, age_s)
             case Waiting(text):
@@ -358,7 +364,7 @@ class AgentMachine(AgentActs):
         if replacements.ready.intersection(local_ranks):
             self._send(ReplacementReady(generation, tuple(sorted(replacements.ready))))
 
-    def _on_regrouping(self, event: WorkersAble | ReplacementsReady | RegroupRefused) -> None:
+    def _on_regrouping(self, now: float, event: WorkersAble | ReplacementsReady | RegroupRefused) -> None:
         """Pass on what workers report about their way into another generation."""
         current = self.current
         if current is None or not self._at_work():
@@ -366,6 +372,9 @@ class AgentMachine(AgentActs):
         match event:
             case WorkersAble(generation, local_ranks) if generation == current.generation:
                 current.able = local_ranks
+                if current.active and current.active.issubset(local_ranks) and not current.suspends:
+                    current.suspends = True
+                    self._lease.hurry(now)
                 self._send_able(current)
             case ReplacementsReady(generation, local_ranks):
                 ready = current.replacements.ready = current.replacements.living.intersection(local_ranks)
@@ -603,6 +612,19 @@ class AgentMachine(AgentActs):
                 self._kill()
         elif self.work is Work.STOPPING and (current.all_ended or now >= self._stop_deadline_s(current)):
             self._kill()
+
+    def _look_at_suspension(self, now: float) -> None:
+        """Report what the supervisor does at `suspend_at_s`."""
+        at_s, before_s = self.suspend_at_s, self._suspended_s
+        self._suspended_s = at_s if at_s is not None and now >= at_s else None
+        if self._suspended_s is not None and before_s is None:
+            silent_s = now - self._suspended_s + self._lease.suspend_s
+            self._note("workers_suspended", silent_s=round(silent_s, 3))
+            text = "until it answers this node's workers are suspended"
+            self._out.append(Say(f"no answer from the coordinator for {silent_s:.1f} s: {text}"))
+        elif at_s is not None and self._suspended_s is None and before_s is not None:
+            self._note("workers_continued")
+            self._out.append(Say("the coordinator answers again: the workers continue"))
 
     def _advance_seeking(self, now: float) -> None:
         if now >= self._seeking.deadline_s:

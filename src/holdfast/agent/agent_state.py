@@ -10,7 +10,7 @@ from holdfast.agent.events import DialFailed, FailureRead, Signalled, WorkerEnde
 from holdfast.protocol.errors import EXIT_REQUEUE, EXIT_SIGNAL_BASE, CoordinatorLostError, CoordinatorUnreachableError
 from holdfast.protocol.messages import Assign, Running
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, Verdict
-from holdfast.protocol.policy import Limits, Pauses
+from holdfast.protocol.policy import PINGS_PER_SUSPENSION, Limits, Pauses
 
 
 @dataclass(slots=True)
@@ -80,6 +80,8 @@ class Lease:
     confirmed_s: float
     """When the newest confirmed message was sent. The coordinator's lease was renewed at this time or later."""
     ping_at_s: float
+    suspend_s: float = 0.0
+    """As in Joined."""
     _number: int = 0
     _open: dict[int, float] = field(default_factory=dict)
 
@@ -87,12 +89,20 @@ class Lease:
     def fence_at_s(self) -> float:
         return self.confirmed_s + self.fence_s
 
-    def granted(self, fence_s: float, ping_interval_s: float, *, confirmed_s: float, now: float) -> None:
+    def granted(
+        self, fence_s: float, ping_interval_s: float, suspend_s: float, *, confirmed_s: float, now: float
+    ) -> None:
         """The agent has joined."""
-        self.fence_s, self.ping_interval_s = fence_s, ping_interval_s
+        self.fence_s, self.ping_interval_s, self.suspend_s = fence_s, ping_interval_s, suspend_s
         self.confirmed_s = confirmed_s
         self.ping_at_s = now + ping_interval_s
         self._open.clear()
+
+    def hurry(self, now: float) -> None:
+        """From now on pings are frequent enough for workers that are suspended without an answer."""
+        if self.suspend_s:
+            self.ping_interval_s = min(self.ping_interval_s, self.suspend_s / PINGS_PER_SUSPENSION)
+            self.ping_at_s = min(self.ping_at_s, now + self.ping_interval_s)
 
     def confirm(self, sent_s: float) -> None:
         """The coordinator has received a message that was sent at `sent_s`."""
@@ -211,6 +221,8 @@ class LocalGeneration:
     """Local ranks that take part."""
     able: tuple[int, ...] = ()
     """Of these, the ones that can go on in another generation."""
+    suspends: bool = False
+    """All of them have been able to, and the coordinator may know it: they are suspended while it does not answer."""
     parting: frozenset[int] = frozenset()
     """Local ranks of running workers without a place in it, because this node leaves. They come to the gate, too."""
     parted: bool = False
@@ -256,6 +268,7 @@ class LocalGeneration:
         current.ended, current.done, current.raised = (
             known & current._own for known in (self.ended, self.done, self.raised)
         )
+        current.suspends = self.suspends
         current.asks = self.asks or bool(self.reached) or safe_point > 0
         current.replacements = self.replacements
         current.replacements.living -= current.active

@@ -77,7 +77,7 @@ from holdfast.protocol.messages import (
     WorkersFailed,
 )
 from holdfast.protocol.outcome import Outcome, OutcomeKind
-from holdfast.protocol.policy import Grow
+from holdfast.protocol.policy import Grow, Survive
 from holdfast.protocol.questions import REVISION_OF_PROFILES, Question
 from holdfast.text import spans
 
@@ -85,6 +85,9 @@ NO_SAVES = (
     "not every rank asks at a safe point whether to save: "
     "`snaps.step()` of ht.Snapshots does, and holdfast.worker.should_save()"
 )
+
+REVISION_OF_SUSPENSION = 7
+"""From this revision of the messages on, an agent suspends workers while the coordinator does not answer."""
 
 FREQUENT = frozenset({Ping, Progress, Prepared, Stopped})
 
@@ -181,7 +184,8 @@ class CoordinatorMachine(CoordinatorActs):
         return self._due_s
 
     def _find_deadline(self) -> float:
-        deadlines = [self._liveness.next_look_s(), self._membership.unjoined_due_s(self._admission.claims)]
+        look_s = self._liveness.next_look_s(self._short_lease_s())
+        deadlines = [look_s, self._membership.unjoined_due_s(self._admission.claims)]
         if self.phase is Phase.RUNNING:
             deadlines.append(self._monitor.due_s())
             deadlines.append(self._regrouping.next_change_s(self._now, self._world()))
@@ -218,7 +222,8 @@ class CoordinatorMachine(CoordinatorActs):
             assert world.generation == self.generation
             assert len(set(world.order)) == len(world.order) <= self.job.max_nodes
         if self.phase is Phase.REGROUPING:
-            here = [self.members[name] for name in self._world().order if name in self.members]
+            unfinished = [name for name in self._world().order if not self._world().finished(name)]
+            here = [self.members[name] for name in unfinished if name in self.members]
             assert all(member.busy_generation == self.generation for member in here), "a member was not regrouped"
         if self.phase is Phase.PREPARING:
             fresh = [m for m in self._membership.busy() if m.name in self._world().places]
@@ -311,7 +316,9 @@ class CoordinatorMachine(CoordinatorActs):
                 member = self._membership.add(link, join.node, now=now, heard_s=decision.heard_s)
                 member.revision, member.port = join.revision, join.port
                 self._gathering.last_arrival_s = now
-                self._tell(member, self._joined())
+                joined = self._joined()
+                member.suspend_s = joined.suspend_s if join.revision >= REVISION_OF_SUSPENSION else 0.0
+                self._tell(member, joined)
                 self._note("joined", member=member.name, address=member.address, nproc=member.node.nproc)
                 self._compare(member)
                 self._observe_previous_leader(now, member, join)
@@ -330,9 +337,15 @@ class CoordinatorMachine(CoordinatorActs):
                 pass
 
     def _joined(self) -> Joined:
-        limits = self.limits
-        ping_interval_s = limits.ping_interval_of(max(len(self.members), self.job.min_nodes))
-        return Joined(limits.lease_s, limits.fence_s, ping_interval_s, REVISION, age_s=self._authority_age_s())
+        limits, agents = self.limits, max(len(self.members), self.job.min_nodes)
+        return Joined(
+            limits.lease_s,
+            limits.fence_s,
+            limits.ping_interval_of(agents),
+            REVISION,
+            age_s=self._authority_age_s(),
+            suspend_s=limits.suspend_of(agents) if self.job.survive is not Survive.OFF else 0.0,
+        )
 
     def _observe_previous_leader(self, now: float, member: Member, join: Join) -> None:
         """A joining agent may still run a generation of an earlier coordinator; adopt it if all its nodes rejoin."""
@@ -578,10 +591,8 @@ class CoordinatorMachine(CoordinatorActs):
         """Take every transition that the state allows, until none is left."""
         if self.phase is Phase.OVER:
             return
-        if now >= self._liveness.next_look_s():
-            for member in self._liveness.silent(list(self.members.values()), now):
-                self._drop(member, f"silent for more than {self.limits.lease_s:g} s")
-                self._lose(now, member, f"silent for more than {self.limits.lease_s:g} s")
+        if now >= self._liveness.next_look_s(self._short_lease_s()):
+            self._lose_silent(now)
         late = self._membership.late_links(now, self._admission.claims)
         self._close_unjoined(late, f"it did not join within {self.limits.unjoined_s:g} s")
         if self._lost:
@@ -611,6 +622,28 @@ class CoordinatorMachine(CoordinatorActs):
                     self._advance_regrouping(now)
                 case Phase.STOPPING:
                     self._advance_stopping(now)
+
+    def _short_lease_s(self) -> float:
+        """Of the workers' nodes, while their workers are known to be suspended without answers; inf: they are not."""
+        world = self.world
+        if world is None or self.phase not in (Phase.RUNNING, Phase.DRAINING, Phase.REGROUPING):
+            return inf
+        return world.short_lease_s or inf
+
+    def _lose_silent(self, now: float) -> None:
+        """Lose the members whose lease has expired. Before that, lose those whose workers must be suspended, if the
+        others go on without all of them, and a majority confirms this coordinator."""
+        short_s, lease_s = self._short_lease_s(), self.limits.lease_s
+        silent = self._liveness.silent(self.members.values(), now, short_s)
+        if not silent and short_s < inf and self._authority_age_s() < short_s / 2:
+            world = self._world()
+            nodes = [self.members[name] for name, ranks in world.places.items() if ranks and name in self.members]
+            silent, lease_s = self._liveness.early(nodes, now, short_s), short_s
+            if silent and not self._regrouping.spares(world, self.phase, [member.name for member in silent]):
+                silent = []
+        for member in silent:
+            self._drop(member, f"silent for more than {lease_s:g} s")
+            self._lose(now, member, f"silent for more than {lease_s:g} s")
 
     def _is_over(self) -> bool:
         return self.phase is Phase.OVER

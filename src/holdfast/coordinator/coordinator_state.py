@@ -229,6 +229,8 @@ class Member:
     """The REVISION of messages that the agent understands."""
     port: int = 0
     """Where the agent listens; 0: it does not."""
+    suspend_s: float = 0.0
+    """As in Joined, for an agent that knows it; else 0."""
     busy_generation: int = 0
     """The generation whose worker processes may be alive on this node; 0: none. Changed through Membership."""
     first_started_s: float | None = None
@@ -327,6 +329,9 @@ class World:
     able: dict[str, set[int]] = field(default_factory=dict)
     """Local ranks that can go on in another generation, by member. Changed by `set_able`."""
     able_count: int = 0
+    short_lease_s: float = 0.0
+    """A member is lost after this silence, in seconds, if the others can go on without it: its workers are suspended
+    by then. 0: not before its lease expires."""
     gone: dict[str, set[int]] = field(default_factory=dict)
     """Local ranks that failed, by member."""
     master: tuple[str, int] = ("", 0)

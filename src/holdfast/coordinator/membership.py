@@ -209,18 +209,22 @@ class Liveness:
     next_expiry_s: float = inf
     """When the first of the leases that `silent` saw last expires."""
 
-    def next_look_s(self) -> float:
-        return min(self.looked_s + self.limits.lease_s / 4, self.next_expiry_s)
+    next_early_s: float = inf
+    """When the first of the short leases expires that `early` saw last, and that had not expired then."""
 
-    def silent(self, members: Collection[Member], now: float) -> list[Member]:
-        """Members whose lease has expired.
+    def next_look_s(self, short_lease_s: float = inf) -> float:
+        look_s = self.looked_s + min(self.limits.lease_s, short_lease_s) / 4
+        return min(look_s, self.next_expiry_s, self.next_early_s)
+
+    def silent(self, members: Collection[Member], now: float, short_lease_s: float = inf) -> list[Member]:
+        """Members whose lease has expired. `short_lease_s`: that of the members that `early` is asked for.
 
         A pause of this process (stopped, or on a starved machine) does not count: messages that members sent
         meanwhile may be in the sockets, still unread.
         """
         gap = now - self.looked_s
-        self.looked_s = now
-        if gap > self.limits.lease_s / 2:
+        self.looked_s, self.next_early_s = now, inf
+        if gap > min(self.limits.lease_s, short_lease_s) / 2:
             self.pardoned_s, self.next_expiry_s = now - self.limits.ping_interval_s, inf
             return []
         lease_s, found = self.limits.lease_s, []
@@ -230,6 +234,16 @@ class Liveness:
             heard_s = min((m.last_heard_s for m in members if m.last_heard_s + lease_s > now), default=inf)
         self.next_expiry_s = max(heard_s, self.pardoned_s) + lease_s
         return found
+
+    def early(self, members: Collection[Member], now: float, short_lease_s: float) -> list[Member]:
+        """Members of these whose short lease has expired, after `silent` has found none. None of them while that of
+        another one may be about to expire, too: nodes that are lost together are lost at once."""
+        heard = [(max(member.last_heard_s, self.pardoned_s), member) for member in members]
+        first_s = min((heard_s for heard_s, _ in heard if heard_s + short_lease_s > now), default=inf)
+        self.next_early_s = first_s + short_lease_s
+        if first_s + short_lease_s <= now + self.limits.short_lease_of(0.0):
+            return []
+        return [member for heard_s, member in heard if heard_s + short_lease_s <= now]
 
 
 @dataclass(slots=True)

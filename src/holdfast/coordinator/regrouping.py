@@ -113,18 +113,7 @@ class Regrouping:
 
     def without(self, now: float, world: World, phase: Phase, what: str) -> Plan | str:
         """How the others go on without the ranks that were lost, or why they cannot. Empty: nobody expects them to."""
-        drain = world.drain if phase is Phase.DRAINING else None
-        goes_on = drain is not None and (drain.saves or (drain.regroups and drain.safe_point is None))
-        between = phase is Phase.REGROUPING or goes_on
-        expected = between or (phase is Phase.RUNNING and (world.able_count or self.settling))
-        if self.job.survive is Survive.OFF or not expected:
-            return ""
-        members = self.membership.members
-        leaving = set(self.leaving(world))
-        stay = {name: world.places[name] if name not in leaving else () for name in world.order if name in members}
-        places = {
-            name: tuple(each for each in ranks if each not in world.gone.get(name, ())) for name, ranks in stay.items()
-        }
+        places = self._left(world, phase, ())
         if not any(places.values()):
             return ""
         problem = self._problem(world, phase, places) or self._charge(now, world)
@@ -135,6 +124,25 @@ class Regrouping:
         self._attempts += 1
         self.judged = self.judged and (world.judged or not (world.failures or world.lost_nodes))
         return Plan(_with_ranks_first(places), places, f"{what}; {self._go_on(sum(map(len, places.values())))}")
+
+    def spares(self, world: World, phase: Phase, silent: Collection[str]) -> bool:
+        """Whether the others could go on without these members."""
+        places = self._left(world, phase, silent)
+        return any(places.values()) and not self._problem(world, phase, places)
+
+    def _left(self, world: World, phase: Phase, silent: Collection[str]) -> dict[str, tuple[int, ...]]:
+        """The ranks that are left, without these members; none: nobody expects them to go on."""
+        drain = world.drain if phase is Phase.DRAINING else None
+        goes_on = drain is not None and (drain.saves or (drain.regroups and drain.safe_point is None))
+        between = phase is Phase.REGROUPING or goes_on
+        expected = between or (phase is Phase.RUNNING and (world.able_count or self.settling))
+        if self.job.survive is Survive.OFF or not expected:
+            return {}
+        members, leaving = self.membership.members.keys() - set(silent), set(self.leaving(world))
+        stay = {name: world.places[name] if name not in leaving else () for name in world.order if name in members}
+        return {
+            name: tuple(each for each in ranks if each not in world.gone.get(name, ())) for name, ranks in stay.items()
+        }
 
     def _problem(self, world: World, phase: Phase, places: Mapping[str, tuple[int, ...]]) -> str:
         """Why the workers at these places cannot go on alone. First match wins."""
@@ -218,6 +226,7 @@ class Regrouping:
         world.lost_nodes, world.lost_hosts, world.lost_ranks = before.lost_nodes, before.lost_hosts, before.lost_ranks
         if plan.fresh:
             world.undisturbed_s = before.started_s if before.undisturbed_s is None else before.undisturbed_s
+        world.short_lease_s = before.short_lease_s
         self.replacements.formed(now, world)
         return world
 
@@ -235,6 +244,7 @@ class Regrouping:
 
     def started(self, now: float, world: World) -> list[Note]:
         """The workers of this world were told to begin, or to go on."""
+        world.short_lease_s = 0.0
         self._attempts, self._wanted = 0, 0
         self.replacements.look_for_missing(world)
         plan = self.plan
@@ -313,6 +323,10 @@ class Regrouping:
 
     def _settle(self, world: World) -> None:
         """If all ranks are able to go on again, what was lost before is over."""
+        if world.all_able and not world.short_lease_s:
+            members = self.membership.members
+            known = [members[name].suspend_s for name, ranks in world.places.items() if ranks and name in members]
+            world.short_lease_s = self.limits.short_lease_of(max(known)) if known and all(known) else 0.0
         if self.settling and world.all_able:
             self.settling = False
             world.failures, world.unread = [], set()

@@ -51,6 +51,9 @@ class Note(Struct, frozen=True):
 
 
 PINGS_PER_FENCE = 2
+PINGS_PER_SUSPENSION = 3
+SUSPENSION_PER_FENCE = 0.375
+SUSPENSION_PER_FENCE_MAX = 0.75
 PROGRESS_PER_HANG = 1.2
 GROWTH = 2.0
 PAUSE_S_MAX = 60.0
@@ -234,6 +237,17 @@ class Limits(Struct, frozen=True, kw_only=True):
     def ping_interval_of(self, agents: int) -> float:
         """How often each of so many agents sends a ping, in seconds. Lease and fence do not depend on it."""
         return max(self.ping_interval_s, min(agents / self.pings_per_s_max, self.fence_s / PINGS_PER_FENCE))
+
+    def suspend_of(self, agents: int) -> float:
+        """In a job of so many agents: when an agent's last acknowledged ping is this old, in seconds, its supervisor
+        suspends the workers that run in ht.survive, until another ping is acknowledged. 0: never, because pings are too
+        rare in a job of this size."""
+        suspend_s = max(SUSPENSION_PER_FENCE * self.fence_s, PINGS_PER_SUSPENSION * agents / self.pings_per_s_max)
+        return suspend_s if suspend_s <= SUSPENSION_PER_FENCE_MAX * self.fence_s else 0.0
+
+    def short_lease_of(self, suspend_s: float) -> float:
+        """A member whose workers are suspended after this time may be lost after so many seconds of silence."""
+        return suspend_s + max(0.0, self.lease_s - self.fence_s) / 2
 
     def progress_interval_of(self, agents: int) -> float:
         """How often each of so many agents reports the progress of its workers, in seconds. Shorter than hang_report_s:

@@ -334,7 +334,7 @@ class AgentService:
 
     def _after_event(self, machine: AgentMachine) -> None:
         assert self._worker_group is not None
-        self._worker_group.fence(machine.fence_at_s)
+        self._worker_group.fence(machine.fence_at_s, machine.suspend_at_s)
         if machine.leaving is not None:
             self._rendezvous.leaves()
 

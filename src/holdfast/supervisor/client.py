@@ -182,10 +182,11 @@ class SupervisorClient:
         """Every process spawned from now on starts with this signal ignored."""
         self._send({"do": "ignore", "signum": signum})
 
-    def fence(self, at_s: float | None) -> None:
+    def fence(self, at_s: float | None, suspend_at_s: float | None = None) -> None:
         """Kill everything but services at this time of `time.monotonic()`, even if the agent is stopped; Fenced reports
-        it. None: remove the fence. Each call replaces the previous fence."""
-        self._send({"do": "fence", "at_s": at_s})
+        it. Suspend (SIGSTOP) the same processes at the other time, until a later call names a later one, or none. None:
+        not at all. Each call replaces the previous one."""
+        self._send({"do": "fence", "at_s": at_s, "suspend_at_s": suspend_at_s})
 
     def remove_at_end(self, path: str) -> None:
         """Have the supervisor remove this folder of plain files at its end: the folder is in memory and must not

@@ -15,7 +15,7 @@ Commands on the supervisor channel (messages of seqpacket.py); a spawn brings on
     {"do": "kill_session", "pid"}          kill what this process, which has ended, left in its session
     {"do": "kill_tree", "limit_s"}         kill everything but services; answered by tree_gone
     {"do": "ignore", "signum"}             processes spawned from now on ignore it
-    {"do": "fence", "at_s"}                kill_tree at this time of the monotonic clock; the next fence replaces it
+    {"do": "fence", "at_s", "suspend_at_s"}  when to kill and to suspend these (fence.py); the next one replaces it
     {"do": "remove", "path"}               remove this in-memory folder of plain files when the supervisor ends
     {"do": "exit"}                         as if the agent were gone
 
@@ -44,6 +44,7 @@ from holdfast.protocol.errors import PlatformError
 from holdfast.runtime.inherited import forget_secrets, raise_limit, restore_limit, soft_limit
 from holdfast.supervisor import fork_server_client as fork_server
 from holdfast.supervisor import processes
+from holdfast.supervisor.fence import Fence
 
 NAME = b"hf-supervisor"
 PROC = "/proc/self/fd"
@@ -206,8 +207,7 @@ class Supervisor:
         """The agent asked for the kill, not the fence."""
         self._rescan_at = 0.0
         self._victims: set[int] = set()
-        self._fence_at_s = inf
-        """When the workers are killed unless the agent moves the fence; by the machine's monotonic clock."""
+        self._fence = Fence(self._workers)
         self._doomed: list[str] = []
         """Folders to remove when the supervisor ends."""
         self._leaving = False
@@ -246,8 +246,7 @@ class Supervisor:
             for fd, mask in self._poller.poll(self._patience_ms()):
                 self._ready(fd, mask)
             self._reap()
-            if time.monotonic() >= self._fence_at_s:
-                self._fence_at_s = inf
+            if self._fence.look(time.monotonic()):
                 self._out.add({"is": "fenced"})
                 self._kill_tree(FENCE_KILL_LIMIT_S)
             if self._kill_deadline is not None:
@@ -267,8 +266,12 @@ class Supervisor:
     def _patience_ms(self) -> int | None:
         if self._kill_deadline is not None:
             return int(processes.RESCAN_S * 1000)
-        patience_s = min(self._fence_at_s - time.monotonic(), self._fork_server.patience_s())
+        patience_s = min(self._fence.due_s - time.monotonic(), self._fork_server.patience_s())
         return None if patience_s == inf else max(0, int(patience_s * 1000) + 1)
+
+    def _workers(self) -> list[int]:
+        """All living processes but services: workers, and what they have started."""
+        return processes.descendants(self._pid, {pid for pid, kept in self._kept.items() if kept.service})
 
     def _kill_tree(self, limit_s: float) -> None:
         self._fork_server.cancel(None, signal.SIGKILL)
@@ -311,7 +314,7 @@ class Supervisor:
                 self._kill_asked = True
                 self._kill_tree(command["limit_s"])
             case "fence":
-                self._fence_at_s = inf if command["at_s"] is None else command["at_s"]
+                self._fence.move(command["at_s"], command["suspend_at_s"])
             case "ignore":
                 self._ignored = (*self._ignored, command["signum"])
                 signal.signal(command["signum"], signal.SIG_IGN)
@@ -440,8 +443,7 @@ class Supervisor:
         now = time.monotonic()
         if self._victims and now < self._rescan_at:
             return
-        spare = {pid for pid, kept in self._kept.items() if kept.service}
-        living = processes.descendants(self._pid, spare)
+        living = self._workers()
         if living and now < deadline:
             processes.kill_each(living)
             self._victims = set(living)

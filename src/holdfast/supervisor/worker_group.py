@@ -86,8 +86,8 @@ class WorkerGroup:
         self._supervisor_ready.set()
         self._revivals = Revivals()
         """When dead supervisors were replaced."""
-        self._guard_s: float | None = None
-        """The fence that was last sent to the supervisor."""
+        self._fence_s: tuple[float | None, float | None] = (None, None)
+        """What was last sent to the supervisor: when it kills the workers, and when it suspends them."""
         journal.write("preload", modules=options.preload.modules, later=options.preload.later, why=options.preload.why)
         self._phases = Phases(journal.write)
         self._progress_notes = ProgressNotes(journal.write)
@@ -235,13 +235,13 @@ class WorkerGroup:
         running.kill_suspended(self._supervisor)
         return WorkersProgress(generation, running.progress(), *running.board.job_position(), self._load.newest())
 
-    def fence(self, at_s: float | None) -> None:
-        """Have the supervisor kill the workers at this time, in case this process is stopped or starved; None: remove
-        the fence."""
-        guard_s = None if at_s is None else at_s + GUARD_S
-        if guard_s != self._guard_s:
-            self._guard_s = guard_s
-            self._supervisor.fence(guard_s)
+    def fence(self, at_s: float | None, suspend_at_s: float | None) -> None:
+        """Have the supervisor kill the workers at this time, in case this process is stopped or starved, and suspend
+        them at that one; None: not at all."""
+        fence_s = None if at_s is None else at_s + GUARD_S, suspend_at_s
+        if fence_s != self._fence_s:
+            self._fence_s = fence_s
+            self._supervisor.fence(*fence_s)
 
     def kill_tree(self) -> None:
         self._cancel_release()
@@ -487,7 +487,7 @@ class WorkerGroup:
             self._dashboard.renew(self._supervisor)
         if self._options.preempt_signal is not None:
             self._supervisor.ignore(self._options.preempt_signal)
-        self._supervisor.fence(self._guard_s)
+        self._supervisor.fence(*self._fence_s)
         order = order_for(self._options, self._environ)
         if order is not None:
             self._supervisor.start_fork_server(order)

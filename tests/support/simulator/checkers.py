@@ -21,6 +21,8 @@ class WorldChecker:
     """(coordinator, generation) -> host -> (rank_base, nproc, world_size)."""
     alive: dict[str, int] = field(default_factory=dict)
     """Host -> the generation whose workers are alive on it."""
+    suspended: set[str] = field(default_factory=set)
+    """Hosts whose workers are suspended: they may be alive beside those of a newer generation."""
     holders: dict[tuple[int, int, int], tuple[str, int, int]] = field(default_factory=dict)
     """(coordinator, generation, rank) -> the process that has this rank."""
     budget: dict[int, tuple[int, int]] = field(default_factory=dict)
@@ -79,7 +81,7 @@ class WorldChecker:
         self._require(assign.restart_count >= used, f"{assign.restart_count} restarts are used after {used} were")
         self.budget[job] = generation, assign.restart_count
         for other, older in self.alive.items():
-            if older != generation:
+            if older != generation and other not in self.suspended:
                 self._require(
                     other in cut_off,
                     f"{other} still runs generation {older} when {host} starts generation {generation}",
@@ -91,6 +93,16 @@ class WorldChecker:
 
     def ended(self, host: str) -> None:
         self.alive.pop(host, None)
+        self.suspended.discard(host)
+
+    def let_run(self, coordinator: int, host: str, *, cut_off: set[str]) -> None:
+        """The workers of this host were suspended and run again: no newer generation has begun."""
+        self.suspended.discard(host)
+        generation = self.alive.get(host)
+        newest, _ = self.budget.get(self._job(coordinator), (0, 0))
+        if generation is not None and host not in cut_off:
+            text = f"the workers of {host} run again in generation {generation}, and {newest} has begun"
+            self._require(generation >= newest, text)
 
     def told(self, coordinator: int, generation: int, reached: int, safe_point: int) -> None:
         """A worker that has reached this safe point is told to stop at that one."""
@@ -211,7 +223,8 @@ class SuccessionChecker(WorldChecker):
         """A job that was founded again may use numbers of the one before, and not while its workers live."""
         job = self._job_of[coordinator]
         for other, older in self.alive.items():
-            if older == number and self._at_work_for.get(other) != job and not self._apart(host, other):
+            foreign = self._at_work_for.get(other) != job and other not in self.suspended
+            if older == number and foreign and not self._apart(host, other):
                 text = f"{other} still runs generation {older} of another job when {host} starts one of that number"
                 self._require(other in cut_off, text)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from math import inf
 from typing import TYPE_CHECKING
@@ -58,6 +59,48 @@ class DrawnAgent(SimAgent):
         """(Coordinator that assigned it, generation)."""
         self._started_s = 0.0
         self._held_s: float | None = None
+        self._suspend_at_s: float | None = None
+        """When the supervisor suspends the workers; it does so while the agent stands still, too."""
+        self.suspended = False
+        self._deferred: list[Callable[[], None]] = []
+        """What the workers do when they run again."""
+
+    # ---------------------------------------------------------------- suspension
+
+    def _handled(self) -> None:
+        super()._handled()
+        if self.machine.suspend_at_s != self._suspend_at_s:
+            self._suspend_at_s = self.machine.suspend_at_s
+            if self._suspend_at_s is not None and self._suspend_at_s > self.cluster.clock.now:
+                self.cluster.agenda.at(self._suspend_at_s, self._look_at_suspension)
+            self._look_at_suspension()
+
+    def _look_at_suspension(self) -> None:
+        due = self._suspend_at_s is not None and self.cluster.clock.now >= self._suspend_at_s
+        if due and self.workers and not self.suspended:
+            self.cluster.log(self.host, "its workers are suspended")
+            self.suspended = True
+            self.cluster.checker.suspended.add(self.host)
+        elif not due and self.suspended:
+            self.cluster.log(self.host, "its workers run again")
+            cut_off = self.cluster.cut_off(self.coordinator_number)
+            self.cluster.checker.let_run(self._world[0], self.host, cut_off=cut_off)
+            self._let_run()
+
+    def _let_run(self) -> None:
+        self.suspended = False
+        deferred, self._deferred = self._deferred, []
+        for action in deferred:
+            action()
+
+    def _when_running(self, action: Callable[[], None]) -> None:
+        """What a worker does by itself."""
+        if self.suspended:
+            self._deferred.append(action)
+        else:
+            action()
+
+    # ---------------------------------------------------------------- work
 
     def prepare(self, assign: Assign) -> None:
         self.cluster.checker.assigned(self.coordinator_number, self.host, len(self.taking_part(assign)), assign)
@@ -112,7 +155,8 @@ class DrawnAgent(SimAgent):
             self._worker_ends_soon(local_rank, 0, self._ends_s[local_rank] - cluster.clock.now)
             if cluster.options.survives:
                 delay_s = cluster.random.choice([0.001, 0.05, 0.05, 0.5])
-                cluster.agenda.after(delay_s, partial(self._is_able, assign.generation, local_rank))
+                able = partial(self._is_able, assign.generation, local_rank)
+                cluster.agenda.after(delay_s, partial(self._when_running, able))
         if cluster.options.steps:
             self._tell_progress(self._world)
 
@@ -125,7 +169,10 @@ class DrawnAgent(SimAgent):
                     self.cluster.agenda.at(self._stall.until_s + delay_s, end)
                 if self.cluster.clock.now <= self._stall.until_s:
                     return
-            self.worker_ends(generation, local_rank, exit_code)
+            if exit_code == -SIGKILL:
+                self.worker_ends(generation, local_rank, exit_code)
+            else:
+                self._when_running(lambda: self.worker_ends(generation, local_rank, exit_code))
 
         self.cluster.agenda.after(delay_s, end)
 
@@ -212,7 +259,8 @@ class DrawnAgent(SimAgent):
             reached = self._reached(local_rank, held_s)
             cluster.checker.told(self.coordinator_number, generation, reached, safe_point)
             delay_s = (safe_point - reached) * STEP_S + cluster.random.uniform(0.0, 0.5)
-            cluster.agenda.after(delay_s, lambda rank=local_rank: self._drained(generation, rank, safe_point))  # type: ignore[misc]
+            drained = partial(self._drained, generation, local_rank, safe_point)
+            cluster.agenda.after(delay_s, partial(self._when_running, drained))
 
     def _drained(self, generation: int, local_rank: int, safe_point: int) -> None:
         if generation == self.generation and local_rank in self.workers and not self.hangs:
@@ -262,9 +310,11 @@ class DrawnAgent(SimAgent):
         elif fate < 0.08 and at_once:
             pass  # it stays where it is, and nobody kills it
         elif fate < 0.10:
-            cluster.agenda.after(delay_s, lambda: self._worker_raises(self.generation, local_rank))
+            raises = partial(self._worker_raises, self.generation, local_rank)
+            cluster.agenda.after(delay_s, partial(self._when_running, raises))
         else:
-            cluster.agenda.after(delay_s, lambda: self._at_gate(assign, local_rank))
+            at_gate = partial(self._at_gate, assign, local_rank)
+            cluster.agenda.after(delay_s, partial(self._when_running, at_gate))
 
     def _at_gate(self, assign: Assign, local_rank: int) -> None:
         if self.alive and local_rank in self.workers and self.assign is not None:
@@ -304,7 +354,8 @@ class DrawnAgent(SimAgent):
                 exit_code = cluster.random.choice([0, 1, -SIGKILL])
                 cluster.agenda.after(delay_s, partial(self._replacement_ends, local_rank, process, exit_code))
             else:
-                cluster.agenda.after(delay_s, partial(self._replacement_ready, generation, local_rank, process))
+                ready = partial(self._replacement_ready, generation, local_rank, process)
+                cluster.agenda.after(delay_s, partial(self._when_running, ready))
 
     def _replacement_ready(self, generation: int, local_rank: int, process: int) -> None:
         if self.alive and self.replacements.get(local_rank) == process:
@@ -335,6 +386,7 @@ class DrawnAgent(SimAgent):
         self._process.pop(local_rank, None)
         if not self.workers:
             self.cluster.checker.ended(self.host)
+            self._let_run()
         if not self.alive:
             return
         if failure is None or local_rank in self._raised:
@@ -386,7 +438,7 @@ class DrawnAgent(SimAgent):
         victim = cluster.random.choice(sorted(self.workers))
         cluster.log(self.host, f"worker {victim} of generation {generation} fails with {exit_code}")
         if exit_code == 1:
-            self._worker_raises(generation, victim)
+            self._when_running(lambda: self._worker_raises(generation, victim))
         else:
             self.worker_ends(generation, victim, exit_code)
         quiet = cluster.options.survives and exit_code < 0  # the others wait for news instead of failing
@@ -416,5 +468,7 @@ class DrawnAgent(SimAgent):
             self.cluster.agenda.after(0.01, gone)
 
     def _kill(self) -> None:
+        self._deferred.clear()
+        self.suspended = False
         for local_rank in sorted(self.workers):
             self.worker_ends(self.generation, local_rank, -SIGKILL)

@@ -1,0 +1,66 @@
+"""When the supervisor suspends and kills the workers by itself, because the agent has not moved these times.
+
+The agent moves them with every answer of the coordinator. So they also hold while the agent is stopped or starved.
+Standard library only; knows processes and the machine's monotonic clock, nothing of coordinators.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Collection
+from math import inf
+
+from holdfast.linux import process_stat
+
+STOPPED = ("T", "t")
+
+
+class Fence:
+    """The two times, and the processes that are suspended now."""
+
+    def __init__(self, workers: Callable[[], Collection[int]]) -> None:
+        """`workers`: all living processes that it suspends."""
+        self._workers = workers
+        self._kill_at_s = inf
+        self._suspend_at_s = inf
+        self._suspended: list[int] | None = None
+        """None: the workers run."""
+
+    def move(self, kill_at_s: float | None, suspend_at_s: float | None) -> None:
+        """To these times of the monotonic clock; None: never."""
+        self._kill_at_s = inf if kill_at_s is None else kill_at_s
+        self._suspend_at_s = inf if suspend_at_s is None else suspend_at_s
+
+    @property
+    def due_s(self) -> float:
+        """When `look` has something to do."""
+        return min(self._kill_at_s, self._suspend_at_s if self._suspended is None else inf)
+
+    def look(self, now: float) -> bool:
+        """Suspend the workers, or let them continue, as is due. Returns whether they have to be killed: once."""
+        if now >= self._suspend_at_s and self._suspended is None:
+            self._suspended = [pid for pid in self._workers() if _suspend(pid)]
+        elif now < self._suspend_at_s and self._suspended is not None:
+            for pid in set(self._suspended).intersection(self._workers()):
+                _signal(pid, signal.SIGCONT)
+            self._suspended = None
+        kill = now >= self._kill_at_s
+        if kill:
+            self._kill_at_s = inf
+        return kill
+
+
+def _suspend(pid: int) -> bool:
+    """Suspend this process. False: it has ended, or somebody else has suspended it, and may want it to stay so."""
+    stat = process_stat(pid)
+    if stat is None or stat.has_ended or stat.state in STOPPED:
+        return False
+    _signal(pid, signal.SIGSTOP)
+    return True
+
+
+def _signal(pid: int, signum: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.kill(pid, signum)

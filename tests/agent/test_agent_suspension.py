@@ -1,0 +1,155 @@
+"""While the coordinator does not answer, workers in `ht.survive` are suspended: the others may go on without them."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from msgspec import structs
+
+from holdfast.agent import events as ev
+from holdfast.agent.agent_state import Work
+from holdfast.agent.commands import Say
+from holdfast.protocol import messages as msg
+from holdfast.protocol.policy import PINGS_PER_SUSPENSION, Note
+from tests.agent.agent_desk import LIMITS, Desk, able, idle, running, survivor
+
+SUSPEND_S = LIMITS.suspend_of(2)
+JOINED = msg.Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s, msg.REVISION, suspend_s=SUSPEND_S)
+
+
+def granted(desk: Desk) -> Desk:
+    """As if it had joined a coordinator that knows of this."""
+    desk.hear(JOINED)
+    return desk
+
+
+def surviving() -> Desk:
+    desk = granted(running())
+    desk.give(ev.WorkersAble(1, (0, 1)))
+    return desk
+
+
+def silence(desk: Desk) -> Desk:
+    desk.wait(SUSPEND_S, answered=False)
+    return desk
+
+
+def noted(desk: Desk) -> list[str]:
+    return [each.event for each in desk.done if isinstance(each, Note)]
+
+
+def test_the_time_is_as_old_as_the_newest_answered_ping() -> None:
+    desk = surviving()
+    assert desk.machine.suspend_at_s == desk.now + SUSPEND_S
+    desk.wait(10.0)
+    assert desk.machine.suspend_at_s is not None
+    assert desk.now + SUSPEND_S - SUSPEND_S / PINGS_PER_SUSPENSION <= desk.machine.suspend_at_s <= desk.now + SUSPEND_S
+
+
+def test_pings_are_frequent_from_then_on_and_in_later_generations() -> None:
+    desk = surviving()
+    pings = [each for each in desk.wait(3.0) if isinstance(getattr(each, "message", None), msg.Ping)]
+    assert len(pings) == 3.0 / (SUSPEND_S / PINGS_PER_SUSPENSION)
+    desk.hear(msg.Regroup(survivor(2, 0), 0, ""))
+    assert desk.machine.suspend_at_s is not None, "until the others go on, these still belong to the old generation"
+
+
+def test_a_silent_coordinator_is_reported_and_the_workers_are_suspended_once() -> None:
+    desk = silence(surviving())
+    assert noted(desk) == ["workers_suspended"]
+    assert [each.text for each in desk.done if isinstance(each, Say)] == [
+        f"no answer from the coordinator for {SUSPEND_S:.1f} s: until it answers this node's workers are suspended"
+    ]
+    desk.wait(0.5, answered=False)
+    assert noted(desk) == []
+
+
+def test_they_continue_with_an_answer_to_a_new_ping_and_not_to_an_old_one() -> None:
+    desk = surviving()
+    desk.wait(2.0, answered=False)
+    pings = [each.message.number for each in desk.done if isinstance(getattr(each, "message", None), msg.Ping)]
+    desk.hear(msg.Pong(pings[0]))
+    assert noted(desk) == [], "it was sent before the others could go on"
+    desk.hear(msg.Pong(pings[-1]))
+    assert noted(desk) == ["workers_continued"]
+    assert desk.machine.suspend_at_s is not None
+    assert desk.machine.suspend_at_s > desk.now
+
+
+def test_an_answer_of_a_coordinator_without_authority_lets_nobody_continue() -> None:
+    desk = silence(surviving())
+    desk.hear(msg.Pong(PINGS_PER_SUSPENSION, SUSPEND_S))
+    assert noted(desk) == []
+
+
+def test_without_an_answer_they_are_killed_at_the_fence_and_do_not_run_before() -> None:
+    desk = silence(surviving())
+    desk.wait(LIMITS.fence_s - SUSPEND_S, answered=False)
+    assert desk.machine.work is Work.KILLING
+    assert desk.machine.suspend_at_s is not None
+    assert desk.machine.suspend_at_s <= desk.now
+
+
+def test_a_lost_link_suspends_them_too_until_a_coordinator_lets_them_continue() -> None:
+    desk = surviving()
+    desk.give(ev.LinkLost("closed"))
+    at_s = desk.machine.suspend_at_s
+    assert at_s == desk.now + SUSPEND_S
+    desk.now += SUSPEND_S
+    desk.give(ev.Tick())
+    assert noted(desk) == ["workers_suspended"]
+    desk.give(ev.Dialed())
+    granted(desk)
+    assert desk.machine.suspend_at_s == at_s, "it has joined, and the generation is not confirmed"
+    desk.hear(msg.Resume(1))
+    assert noted(desk) == ["resumed", "workers_continued"]
+
+
+@pytest.mark.parametrize("make", [running, able], ids=["not in ht.survive", "an older coordinator"])
+def test_others_are_not_suspended(make) -> None:
+    desk = make() if make is able else granted(make())
+    assert desk.machine.suspend_at_s is None
+    desk.wait(SUSPEND_S, answered=False)
+    assert noted(desk) == []
+    assert not any(isinstance(each, Say) for each in desk.done)
+
+
+def test_one_worker_that_is_able_is_not_enough() -> None:
+    desk = granted(running())
+    desk.give(ev.WorkersAble(1, (0,)))
+    assert desk.machine.suspend_at_s is None
+
+
+def test_it_holds_for_the_whole_generation() -> None:
+    """The coordinator may not have heard yet that one of them has left `ht.survive`."""
+    desk = surviving()
+    desk.give(ev.WorkersAble(1, ()))
+    assert desk.machine.suspend_at_s is not None
+
+
+def test_workers_that_save_because_the_coordinator_has_stopped_them_are_not_suspended() -> None:
+    desk = surviving()
+    desk.hear(msg.Stop(1, msg.StopReason.WORKER_FAILED))
+    assert desk.machine.work is Work.STOPPING
+    assert desk.machine.suspend_at_s is None
+    desk = surviving()
+    desk.give(ev.Signalled(signal.SIGINT, "SIGINT"))
+    assert desk.machine.work is Work.STOPPING
+    assert desk.machine.suspend_at_s is not None, "the coordinator may not know that this node leaves"
+
+
+@pytest.mark.parametrize(("agents", "suspends"), [(1, 1.5), (250, 1.5), (400, 2.4), (500, 3.0), (501, 0.0)])
+def test_large_jobs_suspend_later_or_never(agents: int, suspends: float) -> None:
+    assert LIMITS.suspend_of(agents) == pytest.approx(suspends)
+    if suspends:
+        assert suspends < LIMITS.short_lease_of(suspends) < LIMITS.lease_s
+
+
+def test_times_follow_lease_and_fence() -> None:
+    patient = structs.replace(LIMITS, lease_s=60.0, fence_s=40.0)
+    assert (patient.suspend_of(2), patient.short_lease_of(patient.suspend_of(2))) == (15.0, 25.0)
+
+
+def test_a_node_without_workers_has_nothing_to_suspend() -> None:
+    assert granted(idle()).machine.suspend_at_s is None

@@ -1,0 +1,142 @@
+"""Nodes become silent while all ranks train in `ht.survive`: their workers are suspended, and the others go on."""
+
+from __future__ import annotations
+
+import json
+import signal
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import pytest
+
+from holdfast.linux import process_stat
+from tests.network.fleet import Fleet, until
+from tests.network.hosts import Program
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed"),
+    pytest.mark.xdist_group("torch jobs"),
+]
+
+SCRIPT = """
+import json, os, socket, time
+import torch
+from torch import nn
+import holdfast.train as ht
+
+SITE = os.environ["SITE"]
+trail = os.open(SITE + "/steps.jsonl", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+torch.set_num_threads(1)
+with ht.process_group() as pg, ht.Snapshots(SITE + "/runs", every="1h", memory_every=20) as snaps:
+    model = ht.ddp(nn.Linear(8, 2), pg)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = snaps.track(model=model, optimizer=optimizer)
+    snaps.resume()
+
+    @ht.survive(snaps)
+    def train():
+        done = torch.zeros(1)
+        while not done.item():
+            model(torch.ones(4, 8)).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            about = {"host": socket.gethostname(), "pid": os.getpid(), "world": pg.world, "step": state.step + 1}
+            os.write(trail, json.dumps({**about, "now": time.monotonic()}).encode() + b"\\n")
+            snaps.step()
+            done[0] = os.path.exists(SITE + "/finish")
+            torch.distributed.all_reduce(done, torch.distributed.ReduceOp.MAX)
+            time.sleep(0.02)
+
+    train()
+"""
+
+
+class Done(NamedTuple):
+    """One rank has done a step."""
+
+    host: str
+    pid: int
+    """As the host numbers it."""
+    world: int
+    step: int
+    now: float
+
+
+class Job:
+    """Three hosts, one rank each; the coordinator is on the first."""
+
+    def __init__(self, fleet: Any) -> None:
+        self.fleet: Fleet = fleet(3)
+        self.fleet.script.write_text(SCRIPT)
+        self.fleet.c10d("1:3")
+        self.agents = self.fleet.start_all([1, 2, 3])
+        self.until(lambda: {each.host for each in self.of(3) if each.step > 20} == {"node1", "node2", "node3"})
+        self.pids = {each.host: each.pid for each in self.of(3)}
+
+    def steps(self) -> list[Done]:
+        path = self.fleet.folder / "steps.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [Done(**json.loads(line)) for line in text[: text.rfind("\n") + 1].splitlines()]
+
+    def of(self, world: int, since_s: float = 0.0) -> list[Done]:
+        return [each for each in self.steps() if each.world == world and each.now > since_s]
+
+    def until(self, condition: Any) -> None:
+        until(condition, lambda: f"{self.steps()[-9:]}\n{self.fleet.story()}", 90)
+
+    def two_go_on(self, lost: str) -> list[Done]:
+        """The others train in the same processes; the lost one has done nothing since they began."""
+        others = {host: pid for host, pid in self.pids.items() if host != lost}
+        self.until(lambda: {each.host for each in self.of(2)} == set(others))
+        alone = self.of(2)
+        assert {(each.host, each.pid) for each in alone} == set(others.items())
+        began_s = min(each.now for each in alone)
+        assert not [each for each in self.steps() if each.host == lost and each.now > began_s]
+        return alone
+
+    def all_again(self, alone: list[Done]) -> None:
+        """And end well. No rank has done a step twice, and none has left one out."""
+        self.until(lambda: len({each.host for each in self.of(3, alone[-1].now)}) == 3)
+        self.fleet.finish_all(self.agents)
+        for process in {(each.host, each.pid) for each in self.steps()}:
+            numbers = [each.step for each in self.steps() if (each.host, each.pid) == process]
+            assert numbers == list(range(numbers[0], numbers[-1] + 1))
+
+    def said(self, text: str) -> bool:
+        return any(text in agent.text for agent in self.agents)
+
+
+def state(pid: int) -> str:
+    stat = process_stat(pid)
+    return stat.state if stat is not None else ""
+
+
+def test_a_short_silence_suspends_the_workers_and_a_longer_one_costs_the_node(fleet) -> None:
+    """After the short one they continue with the same processes in the same generation."""
+    job = Job(fleet)
+    job.fleet.hosts.unplug(3)
+    job.until(lambda: any(state(pid) == "T" for pid in job.fleet.hosts[3].pids()))
+    job.fleet.hosts.plug(3)
+    job.until(lambda: "the coordinator answers again: the workers continue" in job.agents[2].text)
+    newest = job.steps()[-1].step
+    job.until(lambda: job.steps()[-1].step > newest + 20)
+    assert not job.of(2)
+    assert {(each.host, each.pid) for each in job.steps()} == set(job.pids.items())
+
+    job.fleet.hosts.unplug(3)
+    alone = job.two_go_on("node3")
+    assert job.said("node3 was lost: silent for more than 2.5 s")
+    assert "this node's workers are suspended" in job.agents[2].text
+    job.fleet.hosts.plug(3)
+    job.all_again(alone)
+
+
+def test_the_workers_of_a_stopped_agent_are_suspended_by_its_supervisor(fleet) -> None:
+    job = Job(fleet)
+    stopped: Program = job.agents[2].program
+    stopped.signal(signal.SIGSTOP)
+    alone = job.two_go_on("node3")
+    stopped.resume()
+    stopped.signal(signal.SIGCONT)
+    job.all_again(alone)
