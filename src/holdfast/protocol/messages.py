@@ -38,10 +38,9 @@ LocalRanks: TypeAlias = Annotated[tuple[LocalRank, ...], OF_ONE_NODE]
 REVISION = 7
 """Revision of these messages, in `Joined.revision` and `Join.revision`. From 1 on, an agent reports a failure before it
 has read the evidence, and prepares the generation that a Stop announces. From 2 on, it reports which workers can go on
-after a loss (`Able`). From 3 on, it can vote for a successor of the coordinator (`Renew`, `Poll`). From 4 on, it takes
-profiles, and its workers can save at a safe point and go on. From 5 on, the workers of a node that leaves do their last
-step with the others, which go on without it (`Regroup`). From 6 on, a Progress takes the place of a Ping. From
-7 on, workers in `ht.survive` are suspended while the coordinator does not answer (`Joined.suspend_s`)."""
+after a loss (`Able`). From 3 on, it can vote for a successor (`Renew`, `Poll`). From 4 on, it takes profiles, and its
+workers can save at a safe point. From 5 on, workers of a node that leaves do their last step with the others
+(`Regroup`). From 6 on, a Progress takes the place of a Ping. From 7 on, it suspends workers (`Joined.suspend_s`)."""
 
 
 class StopReason(Enum):
