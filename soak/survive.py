@@ -103,7 +103,10 @@ def main() -> None:
     signal.signal(signal.SIGUSR2, training._handle)
     replaces = "HOLDFAST_REPLACEMENT" in os.environ
     folder = training.SITE / "survive"
-    with ht.process_group() as pg, ht.Snapshots(folder, every=None, memory_every=5, exit_on_stop=False) as snaps:
+    with (
+        ht.process_group() as pg,
+        ht.Snapshots(folder, every=None, memory_every=5, exit_on_stop=False, fresh_ok=True) as snaps,
+    ):
         group, perceptron = Group(pg), Perceptron()
         trainer = Trainer(perceptron)
         perceptron.shared = DistributedDataParallel(perceptron.model)

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from holdfast.agent import events as ev
 from holdfast.agent.agent_state import Work
-from holdfast.agent.commands import Say
+from holdfast.agent.commands import HangUp, Say
 from holdfast.protocol import messages as msg
 from holdfast.protocol.policy import PINGS_PER_SUSPENSION, Note
 from tests.agent.agent_desk import LIMITS, Desk, able, idle, running, survivor
@@ -128,15 +128,16 @@ def test_it_holds_for_the_whole_generation() -> None:
     assert desk.machine.suspend_at_s is not None
 
 
-def test_workers_that_save_because_the_coordinator_has_stopped_them_are_not_suspended() -> None:
+@pytest.mark.parametrize(
+    "event", [ev.Received(msg.Stop(1, msg.StopReason.WORKER_FAILED)), ev.Signalled(signal.SIGINT, "SIGINT")], ids=repr
+)
+def test_workers_that_are_being_stopped_are_no_exception(event: ev.Event) -> None:
+    """A coordinator that has a successor may have stopped them; or none knows that this node leaves."""
     desk = surviving()
-    desk.hear(msg.Stop(1, msg.StopReason.WORKER_FAILED))
+    at_s = desk.machine.suspend_at_s
+    desk.give(event)
     assert desk.machine.work is Work.STOPPING
-    assert desk.machine.suspend_at_s is None
-    desk = surviving()
-    desk.give(ev.Signalled(signal.SIGINT, "SIGINT"))
-    assert desk.machine.work is Work.STOPPING
-    assert desk.machine.suspend_at_s is not None, "the coordinator may not know that this node leaves"
+    assert desk.machine.suspend_at_s == at_s is not None
 
 
 @pytest.mark.parametrize(("agents", "suspends"), [(1, 1.5), (250, 1.5), (400, 2.4), (500, 3.0), (501, 0.0)])
@@ -146,10 +147,42 @@ def test_large_jobs_suspend_later_or_never(agents: int, suspends: float) -> None
         assert suspends < LIMITS.short_lease_of(suspends) < LIMITS.lease_s
 
 
-def test_times_follow_lease_and_fence() -> None:
-    patient = structs.replace(LIMITS, lease_s=60.0, fence_s=40.0)
-    assert (patient.suspend_of(2), patient.short_lease_of(patient.suspend_of(2))) == (15.0, 25.0)
+@pytest.mark.parametrize(("lease_s", "suspends", "lost"), [(60.0, 15.0, 25.0), (3.0, 1.5, 2.0)])
+def test_times_follow_lease_and_fence(lease_s: float, suspends: float, lost: float) -> None:
+    limits = structs.replace(LIMITS, lease_s=lease_s, fence_s=lease_s * 2 / 3)
+    assert limits.suspend_of(2) == suspends
+    assert limits.short_lease_of(suspends) == lost
+
+
+def test_a_short_lease_suspends_nothing() -> None:
+    assert structs.replace(LIMITS, lease_s=2.0, fence_s=4 / 3).suspend_of(2) == 0.0
 
 
 def test_a_node_without_workers_has_nothing_to_suspend() -> None:
     assert granted(idle()).machine.suspend_at_s is None
+
+
+@pytest.mark.parametrize(
+    ("dialed", "after_s"),
+    [
+        (ev.Dialed(port=7000), LIMITS.short_lease_of(SUSPEND_S)),
+        (ev.Dialed(port=7000, here=True), LIMITS.fence_s),
+        (ev.Dialed(), LIMITS.fence_s),
+    ],
+    ids=["another node takes its place", "it is in this process", "nobody takes its place"],
+)
+def test_a_silent_coordinator_is_given_up_early_if_a_successor_may_let_the_workers_continue(
+    dialed: ev.Dialed, after_s: float
+) -> None:
+    desk = surviving()
+    desk.give(ev.LinkLost("closed"))
+    desk.give(dialed)
+    granted(desk)
+    desk.hear(msg.Resume(1))
+    desk.wait(after_s - 0.01, answered=False)
+    assert not desk.has(HangUp)
+    assert desk.machine.work is Work.RUNNING
+    desk.wait(0.02, answered=False)
+    early = after_s < LIMITS.fence_s
+    assert desk.has(HangUp) is early
+    assert desk.machine.work is (Work.RUNNING if early else Work.KILLING)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
+from holdfast.coordinator import succeeded
 from holdfast.coordinator.coordinator_state import (
     Command,
     Conclude,
@@ -22,7 +23,7 @@ from holdfast.coordinator.coordinator_state import (
     VoterGone,
     WitnessOpened,
 )
-from holdfast.coordinator.replicated import PROVE_FIRST_S, ReplicatedCoordinator
+from holdfast.coordinator.replicated import ReplicatedCoordinator
 from holdfast.protocol import messages as msg
 from holdfast.protocol.charter import Charter, CharterPosition, LedFrom, Renew, Renewed, Seat, Succession
 from holdfast.protocol.outcome import Outcome, OutcomeKind
@@ -347,15 +348,6 @@ def test_numbers_and_the_budget_continue() -> None:
     assert desk.machine.charter.position.term == 2
 
 
-def test_a_silent_coordinator_is_given_its_fence() -> None:
-    desk = Desk(Succession(2, charter_of(), silent_s=1.0), least=2, own=2)
-    desk.join(2, 3, last=4)
-    desk.wait(LIMITS.fence_s + LIMITS.kill_s - 1.0 - 0.1)
-    assert desk.machine.phase is Phase.GATHERING
-    desk.wait(0.2)
-    assert desk.machine.phase is Phase.PREPARING
-
-
 def test_a_node_that_does_not_come_is_given_its_fence() -> None:
     desk = Desk(
         Succession(2, structs.replace(charter_of(), nodes=("n1#1", "n2#1", "n3#1", "n4#1")), closed=True),
@@ -380,7 +372,7 @@ def charter_of_four(address: str = "10.0.0.4") -> Charter:
 def test_an_address_that_means_another_machine_here_proves_nothing() -> None:
     desk = Desk(Succession(2, charter_of_four("127.0.0.1"), closed=True), least=2, own=2, most=4)
     desk.join(2, 3, last=4)
-    desk.wait(PROVE_FIRST_S)
+    desk.wait(succeeded.PROVE_FIRST_S)
     assert not [command for command in desk.did(ProveVoterGone) if "n4" in repr(command)]
     desk.give(VoterGone("n4#1"))
     assert desk.machine.phase is Phase.GATHERING
@@ -391,7 +383,7 @@ def test_no_fence_for_a_node_that_has_ended() -> None:
     desk = Desk(Succession(2, charter, closed=True), least=2, own=2, most=4)
     desk.join(2, last=4)
     desk.join(3, last=4, running=msg.Running(4, 2, 4, 1))
-    desk.wait(PROVE_FIRST_S)
+    desk.wait(succeeded.PROVE_FIRST_S)
     assert ProveVoterGone(Seat("n4#1", "", "10.0.0.4", 7000)) in desk.commands
     desk.gone.add("n4#1")
     desk.wait(LIMITS.prove_s)

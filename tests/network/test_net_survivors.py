@@ -140,3 +140,14 @@ def test_the_workers_of_a_stopped_agent_are_suspended_by_its_supervisor(fleet) -
     stopped.resume()
     stopped.signal(signal.SIGCONT)
     job.all_again(alone)
+
+
+def test_the_others_keep_their_processes_when_the_coordinators_node_becomes_silent(fleet) -> None:
+    """A successor lets the suspended workers continue before they are killed."""
+    job = Job(fleet)
+    job.fleet.hosts.unplug(1)
+    alone = job.two_go_on("node1")
+    assert job.said("this node is the coordinator now")
+    assert job.said("node1 was lost: it fell silent with the coordinator")
+    job.fleet.hosts.plug(1)
+    job.all_again(alone)

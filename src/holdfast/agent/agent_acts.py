@@ -41,6 +41,8 @@ class AgentActs:
         self._local = False
         """The coordinator runs in this process: both sleep at the same time, and no network is between them."""
         self._listens, self._known_term = 0, 0  # as in Join
+        self._succeeded = False
+        """If the coordinator is lost, another node takes its place."""
         self._join_sent_s: float | None = None
         """When Join was sent on the present link; None: not yet."""
         self._last_generation = 0
@@ -95,15 +97,20 @@ class AgentActs:
     @property
     def suspend_at_s(self) -> float | None:
         """When the supervisor suspends the workers unless an answer arrives before; None: it does not. From some time
-        after it on the others may go on without them. Workers that the coordinator has stopped end by themselves."""
+        after it on the others may go on without them. Workers that are being stopped are no exception: a coordinator
+        that has a successor by now may have stopped them."""
         if self.work is Work.KILLING:
             return self._suspended_s  # none of them runs again before it is killed
         at_s, current = self.fence_at_s, self.current
         if at_s is None or current is None or not (current.suspends and self._lease.suspend_s):
             return None
-        if self.work is Work.STOPPING and self.leaving is None:
-            return None
         return at_s - self._lease.fence_s + self._lease.suspend_s
+
+    def _hang_up_at_s(self) -> float:
+        """When it gives this coordinator up: at the fence, or before that if a successor may let workers continue."""
+        fence_at_s = self._fence_at_s()
+        early = self._joined and self._succeeded and self.suspend_at_s is not None
+        return fence_at_s - self._lease.fence_s + self._lease.short_lease_s if early else fence_at_s
 
     def _awaits_answer(self) -> bool:
         """Whether an answer to a Join or Ping is outstanding. It hangs up only when its workers are gone."""

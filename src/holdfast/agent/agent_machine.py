@@ -142,7 +142,7 @@ class AgentMachine(AgentActs):
         if self.link is Link.UP and self._joined:
             deadlines.append(self._lease.ping_at_s)
         if self._awaits_answer():
-            deadlines.append(self._fence_at_s())
+            deadlines.append(self._hang_up_at_s())
         if self._at_work():
             deadlines.append(self._workers_fence_at_s())
         if self.suspend_at_s is not None and self._suspended_s is None:
@@ -158,9 +158,10 @@ class AgentMachine(AgentActs):
 
     def _dispatch(self, now: float, event: Event) -> None:
         match event:
-            case Dialed(local, port, term):
+            case Dialed(local, port, term, here):
                 self.link, self._join_sent_s, self._local = Link.UP, None, local
                 self._listens, self._known_term = port, term
+                self._succeeded = bool(port) and not here
                 self._seeking.connected()
             case DialFailed():
                 self._on_dial_failed(now, event)
@@ -252,11 +253,11 @@ class AgentMachine(AgentActs):
 
     def _on_message(self, now: float, message: FromCoordinator) -> None:
         match message:
-            case Joined(_, fence_s, ping_interval_s):
+            case Joined(lease_s, fence_s, ping_interval_s):
                 self._joined = True
                 self.revision = message.revision
                 asked_s = self._join_sent_s if self._join_sent_s is not None else now
-                granted = fence_s, ping_interval_s, message.suspend_s
+                granted = lease_s, fence_s, ping_interval_s, message.suspend_s
                 self._lease.granted(*granted, confirmed_s=asked_s - message.age_s, now=now)
                 if self.current is not None and self.current.suspends:
                     self._lease.hurry(now)
@@ -573,9 +574,10 @@ class AgentMachine(AgentActs):
         if self.leaving is not None and self._pending_exit is None and now >= self._leave_by_s:
             self._go(now)
         self._advance_work(now)
-        if self._awaits_answer() and now >= self._fence_at_s():
+        if self._awaits_answer() and now >= self._hang_up_at_s():
+            silent_s = self._lease.fence_s - (self._fence_at_s() - self._hang_up_at_s())
             self._out.append(HangUp("no answer"))
-            self._on_link_lost(now, f"no answer for {self._lease.fence_s:g} s", silent=True)
+            self._on_link_lost(now, f"no answer for {silent_s:g} s", silent=True)
         if self._joined and now >= self._lease.ping_at_s and not self._send_progress(now):
             self._send(Ping(self._lease.ping(now)))
         if self._pending_exit is not None:

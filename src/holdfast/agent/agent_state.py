@@ -10,7 +10,7 @@ from holdfast.agent.events import DialFailed, FailureRead, Signalled, WorkerEnde
 from holdfast.protocol.errors import EXIT_REQUEUE, EXIT_SIGNAL_BASE, CoordinatorLostError, CoordinatorUnreachableError
 from holdfast.protocol.messages import Assign, Running
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, Verdict
-from holdfast.protocol.policy import PINGS_PER_SUSPENSION, Limits, Pauses
+from holdfast.protocol.policy import PINGS_PER_SUSPENSION, Limits, Pauses, short_lease_s
 
 
 @dataclass(slots=True)
@@ -82,6 +82,8 @@ class Lease:
     ping_at_s: float
     suspend_s: float = 0.0
     """As in Joined."""
+    short_lease_s: float = 0.0
+    """From this age on the others may go on without suspended workers."""
     _number: int = 0
     _open: dict[int, float] = field(default_factory=dict)
 
@@ -90,10 +92,18 @@ class Lease:
         return self.confirmed_s + self.fence_s
 
     def granted(
-        self, fence_s: float, ping_interval_s: float, suspend_s: float, *, confirmed_s: float, now: float
+        self,
+        lease_s: float,
+        fence_s: float,
+        ping_interval_s: float,
+        suspend_s: float,
+        *,
+        confirmed_s: float,
+        now: float,
     ) -> None:
         """The agent has joined."""
         self.fence_s, self.ping_interval_s, self.suspend_s = fence_s, ping_interval_s, suspend_s
+        self.short_lease_s = short_lease_s(suspend_s, lease_s, fence_s)
         self.confirmed_s = confirmed_s
         self.ping_at_s = now + ping_interval_s
         self._open.clear()

@@ -6,16 +6,17 @@ Bookkeeping only: `replicated.py` says what the charter contains, holds orders b
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
 from msgspec import structs
 
-from holdfast.coordinator.coordinator_state import Command, Member, ProveVoterGone, Tell
+from holdfast.coordinator.coordinator_state import Command, Member, ProveVoterGone, Tell, World
 from holdfast.coordinator.formation import FENCE
 from holdfast.protocol.charter import (
     NO_CHARTER,
+    NODES_MAX,
     Charter,
     CharterPosition,
     Renew,
@@ -26,7 +27,7 @@ from holdfast.protocol.charter import (
     majority,
 )
 from holdfast.protocol.messages import Recall
-from holdfast.protocol.policy import Limits
+from holdfast.protocol.policy import Limits, agent_of
 from holdfast.text import listed
 
 RENEWALS_OPEN_MAX = 16
@@ -223,7 +224,9 @@ class Charters:
             out += [self._renew(now, voter, job_s, training_s) for voter in voters]
             # An agent without a vote needs the charter to find the voters, and for a founder's budget, and not the
             # roster: a large job would send that as often as it has agents.
-            brief = Renew(self.term, 0, structs.replace(self.charter, nodes=(), listeners=()), job_s, training_s)
+            brief = Renew(
+                self.term, 0, structs.replace(self.charter, nodes=(), listeners=(), sizes=()), job_s, training_s
+            )
             for name in sorted(self._others()):
                 renew = brief
                 if name in self._witnesses:
@@ -397,6 +400,21 @@ def voters_of(
     watching = tuple(witnesses)
     count = electorate(len(seats), len(watching))
     return (*tuple(seats.values())[: count.agents], *watching[: count.witnesses])
+
+
+def parts_of(
+    world: World, members: Mapping[str, Member], before: Charter
+) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...], tuple[int, ...]]:
+    """Nodes, listeners and sizes of a charter: of this world. `before`: the charter before."""
+    names = [name for name in world.order if world.workers_of(name)]
+    if len(names) > NODES_MAX:
+        return (), (), ()
+    known = dict(zip(before.nodes, before.listeners, strict=False))
+    for member in filter(None, map(members.get, names)):
+        if (seat := seat_of(member, members.values())) is not None:
+            known[member.node.agent] = seat.address, seat.port
+    nodes = tuple(map(agent_of, names))
+    return nodes, tuple(known.get(node, ("", 0)) for node in nodes), tuple(len(world.places[name]) for name in names)
 
 
 def seat_of(member: Member, members: Iterable[Member]) -> Seat | None:

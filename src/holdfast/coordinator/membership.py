@@ -340,8 +340,9 @@ class PreviousLeader:
     """A part of that generation has ended, so it cannot continue."""
     parts: dict[int, tuple[Member, Running]] = field(default_factory=dict)
     """Members that joined with a part of it, by group rank."""
-    ended: LedFrom | None = None
-    """The part that ended with that coordinator: the others are enough."""
+    missing: dict[int, LedFrom] = field(default_factory=dict)
+    """Parts without which the others are enough, by group rank: what ended with that coordinator, and nodes whose
+    workers are suspended for good."""
 
     def observe(self, member: Member, join: Join) -> list[Member]:
         """A member joined with this report. Returns members that have to stop the generation that they run."""
@@ -360,7 +361,8 @@ class PreviousLeader:
         """There was a generation of this number. Returns members that have to stop an older one."""
         if generation <= self.generation:
             return []
-        self.generation, self.broken, self.ended = generation, False, None
+        self.generation, self.broken = generation, False
+        self.missing.clear()
         return self._drop_parts()
 
     def lost(self, member: Member) -> list[Member]:
@@ -371,7 +373,7 @@ class PreviousLeader:
     @property
     def whole(self) -> bool:
         """Whether every node of the generation that can has joined with living workers."""
-        size = len(self.parts) + (self.ended is not None)
+        size = len(self.parts) + len(self.missing)
         return bool(self.parts) and size == next(iter(self.parts.values()))[1].group_world_size
 
     @property
@@ -381,8 +383,7 @@ class PreviousLeader:
     def world(self, now: float) -> World:
         """That generation as a world of this coordinator."""
         places = {rank: (m.name, _places(m.node, part.local_ranks)) for rank, (m, part) in self.parts.items()}
-        if self.ended is not None:
-            places[self.ended.group_rank] = self.ended.node.member, self.ended.local_ranks
+        places |= {rank: (part.node.member, part.local_ranks) for rank, part in self.missing.items()}
         ordered = [place for _, place in sorted(places.items())]
         order = tuple(name for name, _ in ordered)
         world = World(generation=self.generation, order=order, places=dict(ordered), started_s=now)
@@ -391,6 +392,10 @@ class PreviousLeader:
                 world.mark_done(member.name, local_rank)
             world.set_able(member.name, running.able)
         return world
+
+    def came(self, agent: str) -> None:
+        """This agent has joined: it is not missing."""
+        self.missing = {rank: part for rank, part in self.missing.items() if part.node.agent != agent}
 
     def end(self) -> list[Member]:
         """It cannot continue. Returns members that have to stop it."""

@@ -4,8 +4,9 @@ It sends Start, Resume and Finish only when a majority of its voters holds the c
 down when no majority has confirmed it for a fence. Then everything that it has started is dead, too: its answers to
 pings carry the age of its authority, and the agents' fences count from there.
 
-A successor continues from the charter. It forms nothing while workers of the old generation may live. It continues that
-generation if all its nodes come with living workers; if only the old coordinator's own node is missing, that is lost.
+A successor continues from the charter. It forms nothing while workers of the old generation may run. It continues that
+generation if all its nodes come with living workers. Nodes that are missing are lost: that of the old coordinator, if
+its process has ended; and if the workers run in ht.survive, all others too, once these must be suspended.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from math import inf
 
 from msgspec import structs
 
-from holdfast.coordinator.charters import REVISION_OF_VOTES, Charters, OlderJob, seat_of, voters_of
+from holdfast.coordinator.charters import REVISION_OF_VOTES, Charters, OlderJob, parts_of, voters_of
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine, is_frequent
 from holdfast.coordinator.coordinator_state import (
     Command,
@@ -34,13 +35,12 @@ from holdfast.coordinator.coordinator_state import (
     VoterGone,
     WitnessOpened,
     World,
-    is_local,
 )
 from holdfast.coordinator.ending import Judge
 from holdfast.coordinator.monitor import cannot_tell
+from holdfast.coordinator.succeeded import SucceededNodes
 from holdfast.protocol.charter import (
     NO_CHARTER,
-    NODES_MAX,
     VOTERS_MIN,
     Charter,
     HostRecord,
@@ -53,13 +53,10 @@ from holdfast.protocol.charter import (
     Succession,
 )
 from holdfast.protocol.messages import Finish, Join, Joined, Moved, Pong, Recall, Resume, Start, Supersede
-from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, agent_of
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.protocol.rank_progress import Examine
 
-PROVE_FIRST_S = 0.25
-"""From a succession until nodes that have not joined are asked whether they have ended."""
-PROVE_MAX = 16
-"""While more nodes are missing, none is asked."""
+SILENT = "it fell silent with the coordinator"
 
 
 class ReplicatedCoordinator(CoordinatorMachine):
@@ -90,21 +87,9 @@ class ReplicatedCoordinator(CoordinatorMachine):
         self._local_name = ""
         """The member in this process."""
         self._witnesses: dict[int, Seat] = {}
-        self._left: set[str] = set()
-        """Agents whose workers took part in that generation, without that of the old coordinator; empty: unknown."""
+        self._nodes = SucceededNodes(limits, now)
         self._strangers: set[str] = set()
         """Witnesses that know a newer coordinator and have never confirmed this one: they remember another job."""
-        self._came: set[str] = set()
-        """Agents that have joined."""
-        self._ended: set[str] = set()
-        """Agents whose process has ended, and with it their workers."""
-        self._listeners: dict[str, Seat] = {}
-        """Where agents of that generation listen, as other machines can reach them too; by name."""
-        self._prove_at_s = now + PROVE_FIRST_S
-        self._leader_before = ""
-        """The agent in whose process the old coordinator was."""
-        self._alone = False
-        """It was proved that the process of the old coordinator has ended, and with it the workers of its node."""
         self._reseat = False
         """The members have changed, and perhaps the voters should."""
         self._hosts: tuple[int, tuple[HostRecord, ...]] = (0, ())
@@ -153,18 +138,12 @@ class ReplicatedCoordinator(CoordinatorMachine):
         self._continue(now, charter)
         self._job_began_s = now - succession.job_s
         self._monitor.take_over(succession.training_s)
-        self._leader_before, self.job_uid = charter.leader, charter.job_uid
+        self.job_uid = charter.job_uid
         if charter.generation:
             self._previous_leader.generation = charter.generation
-            self._left = set(charter.nodes)
-            one_machine = all(is_local(address) for address, _ in charter.listeners)
-            for name, (address, port) in zip(charter.nodes, charter.listeners, strict=False):
-                if port and is_local(address) == one_machine:
-                    self._listeners[name] = Seat(name, "", address, port)
-            if charter.led_from is not None:
-                self._left.discard(charter.led_from.node.agent)
-            self._await_left()
             died_s = now - succession.silent_s
+            self._nodes.take(charter, died_s)
+            self._await_left()
             super()._wait_for_fence_previous_leader(died_s, charter.generation)
         if succession.closed:
             self._charters.prove(charter.leader, now)
@@ -234,8 +213,8 @@ class ReplicatedCoordinator(CoordinatorMachine):
         if deadline is None and not self._held:
             return None
         if self._own_due_s == -inf:
-            prove_s = self._prove_at_s if self._provable() else inf
-            self._own_due_s = min(prove_s, self._charters.due_s(self._now))
+            prove_s = self._nodes.due_s if self.world is None else inf
+            self._own_due_s = min(prove_s, self._charters.due_s(self._now), self._goes_on_at_s())
             if self.forms:
                 asks_s = self._ask_at_s if self._witnesses else inf
                 self._own_due_s = min(self._own_due_s, self._older.due_s(self._now), asks_s)
@@ -251,35 +230,24 @@ class ReplicatedCoordinator(CoordinatorMachine):
 
     def _on_gone(self, name: str) -> None:
         """Continue without the old coordinator's node, if it is that one; or wait no longer for this one."""
-        if name == self._leader_before:
-            self._alone = True
-            led_from = self.charter.led_from
-            if self.world is None and led_from is not None and led_from.node.agent not in self._came:
-                self._previous_leader.ended = led_from
-        elif name in self._missing() and name in self._listeners:
-            self._ended.add(name)
+        nodes, led_from = self._nodes, self.charter.led_from
+        if name == nodes.leader:
+            nodes.alone = True
+            if self.world is None and led_from is not None and not nodes.has_come(led_from.node.agent):
+                self._previous_leader.missing[led_from.group_rank] = led_from
+        elif self.world is None and nodes.gone(name):
             self._await_left()
             self._abandon(self._previous_leader.end())
 
     def _await_left(self) -> None:
         """The nodes that are left may form the next generation as soon as all have come."""
-        self._gathering.awaited = max(self.job.min_nodes, len(self._left - self._ended)) if self._left else 0
+        self._gathering.awaited = max(self.job.min_nodes, self._nodes.living) if self._nodes.left else 0
 
-    def _missing(self) -> set[str]:
-        """Agents of the old generation whose workers may be alive, as far as is known."""
-        return self._left - self._came - self._ended if self.world is None else set()
-
-    def _provable(self) -> list[Seat]:
-        """Those that may be asked whether they have ended."""
-        missing = self._missing()
-        few = 0 < len(missing) <= PROVE_MAX
-        return [self._listeners[name] for name in sorted(missing) if name in self._listeners] if few else []
-
-    def _prove_missing(self, now: float) -> list[Command]:
-        if now < self._prove_at_s or not (seats := self._provable()):
-            return []
-        self._prove_at_s = now + self.limits.prove_s
-        return [ProveVoterGone(seat) for seat in seats]
+    def _goes_on_at_s(self) -> float:
+        """When those that have come continue the generation without suspended nodes; inf: they do not, or need not."""
+        previous = self._previous_leader
+        waits = self.world is None and previous.parts and not previous.whole and previous.generation == self._floor
+        return self._nodes.goes_on_at_s if waits else inf
 
     # ---------------------------------------------------------------- authority
 
@@ -348,7 +316,9 @@ class ReplicatedCoordinator(CoordinatorMachine):
         if self.forms:
             out += self._older.advance(now) + self._ask_witnesses(now)
         job_s = now - self._job_began_s
-        return out + charters.advance(now, job_s, self._monitor.training_s) + self._prove_missing(now)
+        proofs = self._nodes.provable(now) if self.world is None else []
+        out += charters.advance(now, job_s, self._monitor.training_s)
+        return out + [ProveVoterGone(seat) for seat in proofs]
 
     def _propose(self, now: float) -> None:
         """Bring the charter up to date."""
@@ -375,7 +345,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
         # The number of the next generation may be known, and the same nodes, before it is known who has workers in it.
         formed = None if world is None else (world.generation, world.order)
         spent = budget.used, budget.streak, budget.identical, budget.last_signature
-        about = self.newest_generation, self._floor, formed, spent, self.outcome is None
+        about = self.newest_generation, self._floor, formed, spent, self.outcome is None, self._suspended_after_s()
         return *about, self._charters.counts, self.host_backoff.changes
 
     def _content(self, now: float) -> Charter:
@@ -384,7 +354,9 @@ class ReplicatedCoordinator(CoordinatorMachine):
         if hosts.changes != self._hosts[0]:
             self._hosts = hosts.changes, hosts.records(now)
         world, before = self.world, self.charter
-        nodes, listeners = (before.nodes, before.listeners) if world is None else self._nodes(world)
+        nodes, listeners, sizes = before.nodes, before.listeners, before.sizes
+        if world is not None:
+            nodes, listeners, sizes = parts_of(world, self.members, before)
         return Charter(
             position=NO_CHARTER,
             voters=(),
@@ -400,19 +372,14 @@ class ReplicatedCoordinator(CoordinatorMachine):
             outcome=self.outcome,
             leader=self._charters.name,
             job_uid=self.job_uid,
+            sizes=sizes,
+            short_lease_s=before.short_lease_s if world is None else self._suspended_after_s(),
         )
 
-    def _nodes(self, world: World) -> tuple[tuple[str, ...], tuple[tuple[str, int], ...]]:
-        """As in Charter: nodes and listeners."""
-        names = [name for name in world.order if world.workers_of(name)]
-        if len(names) > NODES_MAX:
-            return (), ()
-        nodes = tuple(map(agent_of, names))
-        known = dict(zip(self.charter.nodes, self.charter.listeners, strict=False))
-        for member in filter(None, map(self.members.get, names)):
-            if (seat := seat_of(member, self.members.values())) is not None:
-                known[member.node.agent] = seat.address, seat.port
-        return nodes, tuple(known.get(node, ("", 0)) for node in nodes)
+    def _suspended_after_s(self) -> float:
+        """As in Charter.short_lease_s, of the generation that runs."""
+        running = self.world is not None and self.phase in (Phase.RUNNING, Phase.DRAINING)
+        return self._world().short_lease_s if running else 0.0
 
     def _led_from(self, world: World) -> LedFrom | None:
         local = self._local()
@@ -460,10 +427,8 @@ class ReplicatedCoordinator(CoordinatorMachine):
             self._local_name = member.name
         if self.forms:
             self._older.term = max(self._older.term, join.term)
-        self._came.add(agent)
-        ended = self._previous_leader.ended
-        if ended is not None and ended.node.agent == agent:  # only the coordinator on it has ended
-            self._previous_leader.ended = None
+        self._nodes.came(agent)
+        self._previous_leader.came(agent)
         super()._observe_previous_leader(now, member, join)
 
     def _wait_for_fence_previous_leader(self, died_s: float, generation: int) -> None:
@@ -483,15 +448,21 @@ class ReplicatedCoordinator(CoordinatorMachine):
         if self.forms and older.charter is not None:
             gathering.not_before_s, gathering.extends = older.not_before_s, older.alive
             gathering.pause, self.job_uid = older.wait(now), older.job_uid
-        if self.world is None and self._alone and self._left and not self._missing():
+        nodes = self._nodes
+        if now >= self._goes_on_at_s():
+            self._previous_leader.missing = nodes.without() | self._previous_leader.missing
+        if self.world is None and nodes.alone and nodes.left and not nodes.missing:
             self._gathering.not_before_s = min(self._gathering.not_before_s, now)  # nobody else runs workers
         super()._advance_gathering(now)
 
     def _resume(self, now: float) -> None:
         super()._resume(now)
-        if (ended := self._previous_leader.ended) is not None:
-            self._world().lost(ended.node.member, ended.node.host, "its coordinator ended")
-            self._lost.append(f"{ended.node.host} was lost: the coordinator on it ended")
+        for part in self._previous_leader.missing.values():
+            ended = part.node.agent == self._nodes.leader and self._nodes.alone
+            self._world().lost(part.node.member, part.node.host, "its coordinator ended" if ended else SILENT)
+            why = "the coordinator on it ended" if ended else SILENT
+            self._lost.append(f"{part.node.host} was lost: {why}")
+        if self._lost:
             self._on_lost(now)
 
     def _lose(self, now: float, member: Member, reason: str) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, NamedTuple
 from msgspec import Meta, Struct
 
 from holdfast.protocol.outcome import Outcome
-from holdfast.protocol.policy import Count, NodeSpec, Port, PortOrNone, Rank, Seconds
+from holdfast.protocol.policy import Count, NodeSpec, Port, PortOrNone, Rank, Seconds, Workers
 
 VOTERS_MAX = 7
 """More voters would survive more losses at one time, and cost the coordinator messages."""
@@ -98,6 +98,10 @@ class Charter(Struct, frozen=True, array_like=True):
     """Address and port at which each of `nodes` listens, in the same order; port 0: unknown."""
     job_uid: str = ""
     """As in Start."""
+    sizes: Annotated[tuple[Workers, ...], Meta(max_length=NODES_MAX)] = ()
+    """How many ranks each of `nodes` has, in the same order."""
+    short_lease_s: Seconds = 0.0
+    """This long after the last answer of a coordinator all workers of that generation are suspended; 0: not all are."""
 
     @property
     def seats(self) -> tuple[Seat, ...]:

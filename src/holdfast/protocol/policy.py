@@ -141,6 +141,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     gone, which is one fence after it lost its last coordinator."""
     fence_s: float = 4.0
     """An agent whose last acknowledged ping is older than this kills its workers, by its own clock."""
+    suspend_s: float = 1.5
+    """See `suspend_of`. Not shorter: a slow network or a busy machine must not suspend workers again and again."""
     ping_interval_s: float = 1.0
     """See `ping_interval_of`."""
     pings_per_s_max: int = 500
@@ -241,13 +243,13 @@ class Limits(Struct, frozen=True, kw_only=True):
     def suspend_of(self, agents: int) -> float:
         """In a job of so many agents: when an agent's last acknowledged ping is this old, in seconds, its supervisor
         suspends the workers that run in ht.survive, until another ping is acknowledged. 0: never, because pings are too
-        rare in a job of this size."""
-        suspend_s = max(SUSPENSION_PER_FENCE * self.fence_s, PINGS_PER_SUSPENSION * agents / self.pings_per_s_max)
+        rare in a job of this size, or the fence is too short."""
+        rare_s = PINGS_PER_SUSPENSION * agents / self.pings_per_s_max
+        suspend_s = max(self.suspend_s, SUSPENSION_PER_FENCE * self.fence_s, rare_s)
         return suspend_s if suspend_s <= SUSPENSION_PER_FENCE_MAX * self.fence_s else 0.0
 
     def short_lease_of(self, suspend_s: float) -> float:
-        """A member whose workers are suspended after this time may be lost after so many seconds of silence."""
-        return suspend_s + max(0.0, self.lease_s - self.fence_s) / 2
+        return short_lease_s(suspend_s, self.lease_s, self.fence_s)
 
     def progress_interval_of(self, agents: int) -> float:
         """How often each of so many agents reports the progress of its workers, in seconds. Shorter than hang_report_s:
@@ -293,6 +295,12 @@ class HeldStates(Struct, frozen=True, array_like=True):
     """Ranks of the job in that life."""
     ranks: Annotated[tuple[Rank, ...], Meta(max_length=2 * WORKERS_PER_NODE_MAX)]
     """Its own, and those of which it has copies."""
+
+
+def short_lease_s(suspend_s: float, lease_s: float, fence_s: float) -> float:
+    """A member whose workers are suspended after `suspend_s` may be lost after so many seconds of silence. Between the
+    two is half of the time between fence and lease."""
+    return suspend_s + max(0.0, lease_s - fence_s) / 2
 
 
 def agent_of(member: str) -> str:
