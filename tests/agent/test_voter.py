@@ -298,6 +298,17 @@ def test_lost_answers_do_not_elect() -> None:
     assert desk.voters["b"].term > 2, "each attempt has its own term"
 
 
+def test_after_a_vote_it_confirms_no_other_coordinator_of_that_term() -> None:
+    """One that founded the job again may have taken the same term, without a vote."""
+    desk = three()
+    polled(desk, "c", "b", 2, CharterPosition(FOUNDER, 1))
+    desk.renewed.clear()
+    desk.give("c", vote.RenewCame(Renew(2, 1, leader="a")))
+    assert not desk.renewed
+    desk.give("c", vote.RenewCame(Renew(2, 1, leader="b")))
+    assert desk.renewed["c"].term == 2
+
+
 def test_an_answer_to_an_earlier_question_is_no_vote() -> None:
     desk = three()
     desk.ask()

@@ -231,7 +231,7 @@ class Charters:
                 renew = brief
                 if name in self._witnesses:
                     charter = self.charter if name in self._uninformed else None
-                    renew = Renew(self.term, 0, charter, job_s, training_s)
+                    renew = Renew(self.term, 0, charter, job_s, training_s, self.name)
                 out.append(Tell(self._links[name], renew))
             self._uninformed.clear()
         if not self.elects:
@@ -258,7 +258,7 @@ class Charters:
         while len(voter.open) > RENEWALS_OPEN_MAX:
             voter.open.pop(next(iter(voter.open)))
         charter = self.charter if voter.held < self.charter.position else None
-        return Tell(voter.link, Renew(self.term, self._number, charter, job_s, training_s))
+        return Tell(voter.link, Renew(self.term, self._number, charter, job_s, training_s, self.name))
 
     def _seat(self) -> None:
         """The voters of a new charter."""

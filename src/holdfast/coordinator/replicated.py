@@ -327,7 +327,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
             charters.take_term(self._older.term + 1)
             for member in self.members.values():
                 if member.revision >= REVISION_OF_VOTES:
-                    self._tell(member, Renew(self.term, 0))
+                    self._tell(member, Renew(self.term, 0, leader=self._charters.name))
         if self._state(world) == self._written and self._may_reseat() is None:
             return
         while charters.propose(now, self._content(now), self._seats()):
