@@ -20,7 +20,7 @@ import pytest
 
 from holdfast.cli import main
 from holdfast.protocol.errors import CopyError, SnapshotMemoryError
-from holdfast.snapshots import copy_connection, copy_service, disk, growing, memory_folder, slots
+from holdfast.snapshots import copy_connection, copy_service, disk, mapping, memory_folder, slots
 from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.copy_connection import CopyConnection
 from holdfast.snapshots.copy_paths import Pace
@@ -337,7 +337,7 @@ def test_without_memory_a_copy_is_refused(pair: tuple[Node, Node], monkeypatch: 
         raise OSError(12, "too little memory is available")
 
     slot = a.stage(2)
-    monkeypatch.setattr(growing, "check_memory", none)
+    monkeypatch.setattr(mapping, "check_memory", none)
     with pytest.raises(CopyError, match=r"refused: .* no room for a copy of 9 MB: too little memory"):
         a.send(slot, b.port)
     assert b.copied(0) == [1]

@@ -47,8 +47,7 @@ from typing import Any, NamedTuple
 from holdfast.linux import check_memory
 from holdfast.protocol.errors import SnapshotMemoryError
 from holdfast.snapshots.changes import SaveRequest
-from holdfast.snapshots.growing import GrowingFile
-from holdfast.snapshots.mapping import Mappings
+from holdfast.snapshots.mapping import GrowingFile, Mappings
 from holdfast.snapshots.memory_folder import claim, open_for_writing, unclaim
 
 HEADER_BYTES = 64 * 1024
