@@ -22,8 +22,7 @@ from holdfast.cli import main
 from holdfast.protocol.errors import CopyError, SnapshotMemoryError
 from holdfast.snapshots import copy_connection, copy_service, disk, mapping, memory_folder, slots
 from holdfast.snapshots.changes import SaveRequest
-from holdfast.snapshots.copy_connection import CopyConnection
-from holdfast.snapshots.copy_paths import Pace
+from holdfast.snapshots.copy_connection import CopyConnection, Pace
 from holdfast.snapshots.copy_service import CopyService, all_slots, fetch
 from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.memory_folder import COPIES, FETCHED, KEY, key_of_life, remove_folder

@@ -13,10 +13,9 @@ import pytest
 
 from holdfast.protocol.errors import CopyError
 from holdfast.snapshots import disk
-from holdfast.snapshots.copy_connection import CopyConnection
-from holdfast.snapshots.copy_paths import CopyPaths
+from holdfast.snapshots.copy_connection import CopyConnection, CopyPaths
+from holdfast.snapshots.copy_service import Prefetch, WantedState, prefetch
 from holdfast.snapshots.memory_folder import KEY, PREFETCH, key_of_life
-from holdfast.snapshots.prefetch import Prefetch, WantedState, prefetch
 from holdfast.snapshots.slots import committed_slots
 from tests.snapshots.saves import Bench, savers
 from tests.snapshots.test_snap_copies import HOST, OTHERS, SIZE, Between, Node, content, pair

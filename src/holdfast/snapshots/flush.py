@@ -21,17 +21,18 @@ import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotIncompleteError, SnapshotWriteError
-from holdfast.snapshots import disk, memory_folder, slots
+from holdfast.snapshots import disk, slots
 from holdfast.snapshots.changes import SaveRequest, abandon, commit, write_rank
 from holdfast.snapshots.folder import attempt_place, being_written, entries, inspect, is_being_written
 from holdfast.snapshots.layout import FolderKind, Key, parse_name
 from holdfast.snapshots.mapping import Mappings
+from holdfast.snapshots.memory_folder import Packet, Tell
 from holdfast.snapshots.read_back import READ_BACK, Original, ReadBacks, Written
 from holdfast.snapshots.remote import LOOK_S, Place, RemotePath, place_of
 
@@ -268,9 +269,6 @@ def pending_flush(
     return found
 
 
-Tell = Callable[[memory_folder.Packet], None]
-
-
 class Save(NamedTuple):
     """The work of one thread. The thread owns the descriptor."""
 
@@ -347,7 +345,7 @@ def _carry_out(save: Save, written: list[Written], tell: Tell) -> Place | None:
         save.pending_flush.end_meeting()
 
 
-def _failed(save: Save, code: str, text: str) -> memory_folder.Packet:
+def _failed(save: Save, code: str, text: str) -> Packet:
     """The report of a failed save. `made_good`: another attempt has brought the step to the disk; a worker that died
     meanwhile gets no report."""
     made_good = newest_on_disk(save.request.folder) == save.request.step

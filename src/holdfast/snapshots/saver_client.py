@@ -158,7 +158,7 @@ class SaverClient:
         """Results of a previous worker's saves."""
         self._await_prefetch = (address.folder / memory_folder.PREFETCH).exists()
         self.prefetched: memory_folder.Packet = {}
-        """What was fetched for this rank before; see prefetch.py."""
+        """What was fetched for this rank before; see copy_service.py."""
         self._connect()
         if self._await_prefetch:
             with contextlib.suppress(SnapshotError):  # it is fetched later then
