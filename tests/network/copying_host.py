@@ -48,7 +48,7 @@ def send(folder: Path, to: tuple[str, int], key: bytes) -> None:
             "to": list(to),
             "keep": keep,
         }
-        service.sending(about, [lend(folder, slot)])(tell)
+        service.sending(about, [lend(slot)])(tell)
         time.sleep(0.1)
 
 

@@ -54,7 +54,7 @@ class Node:
     def send(self, slot: Slot, port: int, keep: int | None = None) -> None:
         assert slot.request is not None
         kept = None if keep is None else (keep, 7, keep)
-        self.service.send(lend(self.folder, slot), slot.sequence, slot.request, (HOST, port), kept)
+        self.service.send(lend(slot), slot.sequence, slot.request, (HOST, port), kept)
 
     def copied(self, rank: int) -> list[int]:
         """The steps of this rank that it keeps; all whole."""

@@ -220,7 +220,7 @@ def test_what_was_not_written_to_its_end_leaves_no_valid_slot(tmp_path: Path, ow
 
 
 def test_where_all_slots_are_in_use_nothing_is_written(tmp_path: Path, own: Slots) -> None:
-    lent = [slots.lend(tmp_path, slot) for slot in own.committed()]
+    lent = [slots.lend(slot) for slot in own.committed()]
     with pytest.raises(SnapshotMemoryError, match="in use"), own.writing(3, SIZE):
         raise AssertionError
     assert [slot.step for slot in own.committed()] == [2, 1]

@@ -103,7 +103,7 @@ def test_a_rescue_ends_when_the_others_have_gone_on_and_saved_a_newer_step(tmp_p
     assert own.stage(40, SIZE) is not None
     request = SaveRequest(str(tmp_path), 40, rescue_attempt(), rank, 2)
     here = StepInMemory(40, 1)
-    pending = PendingFlush(held.path, {here: (own.commit(request), request)}, Inventory((here,), -1, 20))
+    pending = PendingFlush({here: (own.commit(request), request)}, Inventory((here,), -1, 20))
     with ThreadPoolExecutor() as threads:
         met = threads.submit(pending.meet, threading.Event(), limit_s(60))
         (tmp_path / "step_000000030.0001").mkdir()  # older than what is in memory

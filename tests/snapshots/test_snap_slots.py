@@ -110,11 +110,11 @@ def test_a_truncated_file_is_refused_without_touching_what_is_not_there(tmp_path
 
 
 def test_a_slot_that_is_written_out_is_not_staged_into(tmp_path: Path, own: Slots) -> None:
-    lent = slots.lend(tmp_path, put(own, 1, 1))
+    lent = slots.lend(put(own, 1, 1))
     put(own, 2, 2)
     put(own, 3, 3)  # over 2: slot 1 is still being read
     assert [slot.step for slot in own.committed()] == [3, 1]
-    both = slots.lend(tmp_path, own.committed()[0])
+    both = slots.lend(own.committed()[0])
     assert own.stage(4, SIZE) is None
     os.close(lent)
     put(own, 5, 5)
@@ -127,7 +127,7 @@ def test_an_overwritten_slot_is_not_lent(tmp_path: Path, own: Slots) -> None:
     put(own, 2, 2)
     put(own, 3, 3)
     with pytest.raises(ValueError, match="staged into since"):
-        slots.lend(tmp_path, old)
+        slots.lend(old)
 
 
 def test_a_history_that_was_given_up_is_forgotten(own: Slots) -> None:
@@ -475,11 +475,13 @@ def test_a_memory_folder_about_to_be_cleaned_is_not_taken(tmp_path: Path) -> Non
     memory_folder.MemoryFolder.at("x", tmp_path).remove()
 
 
+@pytest.mark.parametrize("held", [1, 2])
 def test_a_state_is_held_without_a_look_into_the_files(
-    tmp_path: Path, own: Slots, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, own: Slots, monkeypatch: pytest.MonkeyPatch, held: int
 ) -> None:
-    """In each save with copies, while training waits."""
+    """In each save with copies, while training waits; whichever slot of an earlier worker it is in."""
     put(own, 1, 1)
+    put(own, 2, 2)
     own.close()
     successor = Slots(tmp_path, SlotOwner(0), slots.COUNT_MAX)
 
@@ -488,10 +490,10 @@ def test_a_state_is_held_without_a_look_into_the_files(
 
     with monkeypatch.context() as guarded:
         guarded.setattr(slots, "read", read)
-        successor.hold(request(1).identity)
-        for step in (2, 3, 4, 5):
+        successor.hold(request(held).identity)
+        for step in (3, 4, 5, 6):
             put(successor, step, step)
-        successor.hold(request(1).identity, request(4).identity)
-        put(successor, 6, 6)
-    assert [slot.step for slot in successor.committed()] == [6, 4, 1]
+        successor.hold(request(held).identity, request(5).identity)
+        put(successor, 7, 7)
+    assert [slot.step for slot in successor.committed()] == [7, 5, held]
     successor.close()

@@ -177,7 +177,7 @@ class CopyService:
             slots.regroup(request.rank, request.world, generation)
             for slot in slots.committed():
                 if slot.request is not None and slot.request.identity == keep:
-                    held.callback(release, lend(self._folder / COPIES, slot))
+                    held.callback(release, lend(slot))
             memory = slots.stage(request.step, size_bytes)
             if memory is None:
                 raise ValueError("the copies of this rank are being read")
@@ -232,7 +232,7 @@ class CopyService:
     @contextlib.contextmanager
     def _lent(self, folder: Path, slot: Slot) -> Iterator[Slot]:
         """ValueError when it was staged into since."""
-        fd = lend(folder, slot)
+        fd = lend(slot)
         try:
             found = self._received_as(folder, slot)
             if found is None:  # a mapping that is kept would keep the memory of a copy that is removed

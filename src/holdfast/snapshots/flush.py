@@ -108,7 +108,6 @@ class _OutrunError(Exception):
 class PendingFlush:
     """One rank's states of one snapshot folder, after all workers of the node have died."""
 
-    memory_folder: Path
     held: Mapping[StepInMemory, tuple[slots.Slot, SaveRequest]]
     """States that all ranks of the node have. There is at least one."""
     inventory: Inventory
@@ -235,7 +234,6 @@ def newest_on_disk(folder: str) -> int:
 
 
 def pending_flush(
-    memory_folder: Path,
     by_rank: Mapping[int, Sequence[tuple[slots.Slot, SaveRequest]]],
     asked: Mapping[tuple[str, int], int],
 ) -> list[PendingFlush]:
@@ -263,7 +261,7 @@ def pending_flush(
         alone = choose(list(inventories.values())) if len(held) == world else None
         if alone or (common and len(held) < world):
             found += [
-                PendingFlush(memory_folder, {step: theirs[step] for step in common}, inventories[local_rank], alone)
+                PendingFlush({step: theirs[step] for step in common}, inventories[local_rank], alone)
                 for local_rank, theirs in held.items()
             ]
     return found
@@ -365,7 +363,7 @@ def _agree(save: Save, pending_flush: PendingFlush) -> Save | None:
             return save
         try:
             # Only now: a lent slot keeps the next life from staging into it.
-            lent = slots.lend(pending_flush.memory_folder, slot)
+            lent = slots.lend(slot)
         except ValueError as error:
             raise SnapshotIncompleteError(f"step {step.step} was not saved: {error}") from error
         return save._replace(fd=lent, sequence=slot.sequence, request=request)

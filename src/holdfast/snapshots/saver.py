@@ -358,10 +358,10 @@ class Saver:
             ]
             for rank in ranks
         }
-        for each in pending_flush(self._folder, by_rank, self._newest_asked):
+        for each in pending_flush(by_rank, self._newest_asked):
             slot, request = each.held[each.alone or max(each.held)]
             save = Save(
-                slots.lend(self._folder, slot),
+                slots.lend(slot),
                 slot.sequence,
                 request,
                 FINISH_LIMIT_S,

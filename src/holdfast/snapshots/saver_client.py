@@ -253,7 +253,7 @@ class SaverClient:
         request = slot.request
         assert request is not None
         try:
-            lent = lend(slot.path.parent, slot)
+            lent = lend(slot)
         except ValueError as error:
             self.copy_error = str(error)
             return
@@ -303,7 +303,7 @@ class SaverClient:
         seqpacket.MESSAGE_BYTES_MAX."""
         assert self._committed is not None
         slot = self._committed
-        lent = lend(self._address.folder, slot)
+        lent = lend(slot)
         try:
             packet = {
                 "do": "persist",
