@@ -293,8 +293,8 @@ class Saver:
             _send(worker, answer)
             if answer["is"] == "failed":
                 worker.failures.append(_of_rank(save, answer["text"]))
-        elif answer["is"] == "failed" and not answer["made_good"]:
-            self._report(save, answer["text"])
+        else:
+            self._report(save, answer)
 
     def _worker_gone(self, worker: SaverConnection) -> None:
         """A worker died. Its earlier packets are read first."""
@@ -370,11 +370,7 @@ class Saver:
                 each,
                 needless=self._flushes.setdefault(request.folder, threading.Event()),
             )
-            self._begin(save, partial(self._rescued, save))
-
-    def _rescued(self, save: Save, answer: Packet) -> None:
-        if answer["is"] == "failed" and not answer["made_good"]:
-            self._report(save, answer["text"])
+            self._begin(save, partial(self._report, save))
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
@@ -397,7 +393,9 @@ class Saver:
             flights.writing -= writing
             writing = False
             if answer["is"] != "written":
-                self._over(save, answer, before)
+                flights.saves -= 1
+            if answer["is"] == "failed" and self._newest_asked.get(asked) == save.request.step:
+                self._newest_asked[asked] = before
             if answer["is"] == "saved" and answer["path"]:
                 took_s = time.monotonic() - began_s
                 path = os.path.abspath(answer["path"])
@@ -425,12 +423,6 @@ class Saver:
 
         threading.Thread(target=work, args=(in_main,), daemon=True).start()
 
-    def _over(self, save: Save, answer: Packet, before: int) -> None:
-        asked = (save.request.folder, save.local_rank)
-        if answer["is"] == "failed" and self._newest_asked.get(asked) == save.request.step:
-            self._newest_asked[asked] = before
-        self._flights(save.local_rank).saves -= 1
-
     def _settle(self) -> None:
         self._woken.recv(4096)
         while True:
@@ -440,11 +432,12 @@ class Saver:
                 return
             call()
 
-    def _report(self, save: Save, text: str) -> None:
+    def _report(self, save: Save, answer: Packet) -> None:
         """Report a failure to which no living worker is waiting."""
-        said = _of_rank(save, text)
-        self._news_to_agent(said)
-        self._keep_news(save.local_rank, said)
+        if answer["is"] == "failed" and not answer["made_good"]:
+            said = _of_rank(save, answer["text"])
+            self._news_to_agent(said)
+            self._keep_news(save.local_rank, said)
 
     def _keep_news(self, local_rank: int, *texts: str) -> None:
         """Keep the texts for the next worker of this rank, which may be connected already."""
