@@ -240,7 +240,7 @@ def test_one_failed_beat_is_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     with acquire(tmp_path, "a", beat_s=0.02) as held:
         with monkeypatch.context() as patch:
-            patch.setattr(FolderLease, "_put", fails)
+            patch.setattr(lease._LeaseFile, "put", fails)
             until(lambda: len(beats) >= 1, "a beat")
             assert trouble(held) is None or len(beats) >= lease.BEATS_MISSED_MAX
             until(lambda: len(beats) > lease.BEATS_MISSED_MAX, "too few beats")

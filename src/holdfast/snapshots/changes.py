@@ -40,7 +40,7 @@ from holdfast.protocol.errors import (
     SnapshotIncompleteError,
 )
 from holdfast.snapshots import disk, remote_commit
-from holdfast.snapshots.disk import chunk_digests, root_digest
+from holdfast.snapshots.disk import ChunkDigests, root_digest
 from holdfast.snapshots.folder import Snapshot, attempt_place, quarantine, rename_aside, survey, verify
 from holdfast.snapshots.layout import (
     MANIFEST,
@@ -188,7 +188,7 @@ def write_rank(request: SaveRequest, buffer: bytes | bytearray | memoryview, *, 
     try:
         if isinstance(folder, RemotePath):
             remote_commit.check_open(folder)  # nobody could keep us from replacing a committed object
-        with chunk_digests(data) as digests:
+        with ChunkDigests(data) as digests:
             disk.write_all(file, data, beside=digests.start)
             at("written")
             chunks = digests.results()

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import threading
 import time
@@ -463,11 +462,6 @@ def all_slots(folder: Path, *, beside: bool = True) -> Iterator[tuple[Path, Slot
 def is_copy(path: Path) -> bool:
     """Whether this slot holds a state of another node's rank."""
     return path.parent.name in (COPIES, FETCHED)
-
-
-def drop_fetched(folder: Path) -> None:
-    """Remove what was fetched; mappings stay valid."""
-    shutil.rmtree(folder / FETCHED, ignore_errors=True)
 
 
 def _size(message: Packet) -> int:

@@ -293,7 +293,7 @@ def connect(folder: Path) -> socket.socket:
 def start_saver(place: SaverAddress) -> socket.socket:
     """Start a saver that outlives this process, unless another worker of this node just has. Raises OSError."""
     path = place.folder / SOCKET
-    starting = os.open(place.folder / "starting", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    starting = open_for_writing(place.folder / "starting")
     try:
         _lock_within(starting, START_LIMIT_S)
         with contextlib.suppress(OSError):

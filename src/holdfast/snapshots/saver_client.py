@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -38,7 +39,7 @@ from holdfast.protocol.errors import (
 from holdfast.snapshots import disk, folder, memory_folder
 from holdfast.snapshots.changes import PATIENCE_S, SaveRequest
 from holdfast.snapshots.copy_connection import Address
-from holdfast.snapshots.copy_service import State, all_slots, drop_fetched, is_copy
+from holdfast.snapshots.copy_service import State, all_slots, is_copy
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.remote import RemotePath, absolute
@@ -154,11 +155,10 @@ class SaverClient:
         self._lost_at_s: float | None = None
         self._news: list[str] = []
         """Results of a previous worker's saves."""
-        prefetching = (address.folder / memory_folder.PREFETCH).exists()
         self.prefetched: memory_folder.Packet = {}
         """What was fetched for this rank before; see copy_service.py."""
         self._connect()
-        if prefetching:
+        if (address.folder / memory_folder.PREFETCH).exists():
             with contextlib.suppress(SnapshotError):  # it is fetched later then
                 self._ask({"do": "prefetched"}, "prefetched")
                 self._wait_for("prefetched")
@@ -277,7 +277,7 @@ class SaverClient:
 
     def drop_fetched(self) -> None:
         if self._copies:
-            drop_fetched(self._address.folder)
+            shutil.rmtree(self._address.folder / memory_folder.FETCHED, ignore_errors=True)  # mappings stay valid
 
     # --- saves --------------------------------------------------------------------------------------------------------
 
