@@ -1,4 +1,4 @@
-"""A saver to try: its worker is the test's own process, its anchor a process that the test ends."""
+"""What tests of snapshots share: savers to try, and small snapshots to damage."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from holdfast.protocol.errors import SaverLostError
 from holdfast.snapshots import changes, folder, memory_folder
 from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.folder import Snapshot
@@ -34,15 +35,39 @@ def savers(place: Path) -> list[int]:
     return found
 
 
+class Memory:
+    """A shared-memory folder, and the anchor of its saver: a process that the test ends."""
+
+    def __init__(self) -> None:
+        self.anchor = subprocess.Popen(["sleep", "600"])
+        self.held = memory_folder.MemoryFolder.make("bench")
+        self.path = self.held.path
+
+    def address(self, local_rank: int = 0, generation: int = 0) -> SaverAddress:
+        """A worker's. Its saver keeps the folder, and removes it in the end."""
+        return SaverAddress(self.path, local_rank, generation, self.anchor.pid, self.held)
+
+    def end(self) -> None:
+        """The launcher's."""
+        self.anchor.kill()
+        self.anchor.wait()
+        self.held.close()
+
+    def close(self) -> None:
+        self.end()
+        for pid in savers(self.path):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        until(lambda: not self.path.exists(), "the shared-memory folder is gone")
+
+
 class Bench:
-    """A worker in this process, with a saver whose anchor is a process that the test ends."""
+    """A worker in this process, with its saver."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.anchor = subprocess.Popen(["sleep", "600"])
-        held = memory_folder.MemoryFolder.make("bench")
-        self.held = held
-        self.place = SaverAddress(held.path, 0, 0, self.anchor.pid)
+        self.memory = Memory()
+        self.place = SaverAddress(self.memory.path, 0, 0, self.memory.anchor.pid)
         self.connect()
 
     def connect(self) -> None:
@@ -68,6 +93,18 @@ class Bench:
         number = changes.begin(self.folder, step)
         self.hand_over(SaveRequest(str(self.folder), step, number, 0, 1, metadata={"step": step}), size)
 
+    def read_back(self, path: Path, patience_s: float = WAIT_S) -> None:
+        """By the saver."""
+        memory_folder.read_back(self.place.folder, path, patience_s)
+
+    def is_read_by_another(self, path: Path) -> bool:
+        """By the saver that replaces one that was killed."""
+        self.client.check()  # notices that its saver is gone, and starts another one
+        with contextlib.suppress(SaverLostError):
+            self.read_back(path)
+            return True
+        return False
+
     @property
     def saver(self) -> int:
         (pid,) = until(lambda: savers(self.place.folder), "a saver has started")
@@ -75,13 +112,7 @@ class Bench:
 
     def close(self) -> None:
         self.client.close()
-        self.held.close()
-        self.anchor.kill()
-        self.anchor.wait()
-        for pid in savers(self.place.folder):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-        until(lambda: not self.place.folder.exists(), "the shared-memory folder is gone")
+        self.memory.close()
 
 
 # --- snapshots to damage: small, of several ranks, made by the real commit protocol -----------------------------------

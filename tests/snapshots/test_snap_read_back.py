@@ -9,13 +9,13 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from holdfast.protocol.errors import SaverLostError, SnapshotDamagedError
-from holdfast.snapshots import changes, folder, memory_folder
+from holdfast.protocol.errors import SnapshotDamagedError
+from holdfast.snapshots import changes, folder
 from holdfast.snapshots import read_back as reading
 from holdfast.snapshots.changes import Keep, SaveRequest, Verified, prune
 from holdfast.snapshots.folder import Snapshot, being_written
@@ -105,14 +105,14 @@ def test_each_node_reads_its_own_file_and_none_the_others(nodes: list[Bench]) ->
     until(lambda: all(is_checked(newest(path.parent), rank) for rank in range(2)), "both were read back")
     assert is_whole(newest(path.parent))
     flip(path / rank_file(1))  # after its node has read it
-    memory_folder.read_back(nodes[0].place.folder, path, WAIT_S)
+    nodes[0].read_back(path)
     with pytest.raises(SnapshotDamagedError):
         folder.verify(newest(path.parent))
 
 
 def test_rank_0s_node_waits_for_one_that_gives_way(nodes: list[Bench]) -> None:
     path = hand_over(nodes, 3, staging=True)
-    asked = threading.Thread(target=memory_folder.read_back, args=(nodes[0].place.folder, path, WAIT_S))
+    asked = threading.Thread(target=nodes[0].read_back, args=(path,))
     asked.start()
     until(lambda: is_checked(newest(path.parent), 0), "its own is read")
     assert not is_checked(newest(path.parent), 1)
@@ -128,25 +128,17 @@ def test_what_a_killed_saver_has_not_read_the_next_life_reads(nodes: list[Bench]
     until(lambda: is_checked(newest(path.parent), 0), "rank 0's is read")
     for node in reversed(nodes):
         os.kill(node.saver, signal.SIGKILL)
-    until(lambda: _is_read_by_another(nodes[0], path), "another saver reads it")
+    until(lambda: nodes[0].is_read_by_another(path), "another saver reads it")
     assert not is_checked(newest(path.parent), 1)
     flip(path / rank_file(1))
     with pytest.raises(SnapshotDamagedError, match="are not what was saved"):
-        memory_folder.read_back(nodes[0].place.folder, path, WAIT_S)
+        nodes[0].read_back(path)
     until(lambda: _has_another_saver(nodes[1]), "rank 1 has a saver again, which removes its memory in the end")
 
 
 def _has_another_saver(node: Bench) -> bool:
     node.client.check()
     return bool(saves.savers(node.place.folder))
-
-
-def _is_read_by_another(node: Bench, path: Path) -> bool:
-    node.client.check()  # notices that its saver is gone, and starts another one
-    with suppress(SaverLostError):
-        memory_folder.read_back(node.place.folder, path, WAIT_S)
-        return True
-    return False
 
 
 # --- what a writer finds, and what rank 0 does with it ----------------------------------------------------------------

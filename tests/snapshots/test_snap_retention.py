@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
@@ -26,7 +25,6 @@ from holdfast.snapshots import read_back as reading
 from holdfast.snapshots.changes import Keep, SaveRequest, Verified, prune
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.layout import Manifest, RankEntry, rank_file
-from holdfast.snapshots.memory_folder import read_back
 from holdfast.snapshots.slots import SlotOwner, Slots
 from tests.snapshots import saves
 from tests.snapshots.saves import SIZE, WAIT_S, Bench, content, is_whole, newest, save
@@ -220,13 +218,13 @@ def test_it_reads_snapshots_back_for_retention(bench: Bench) -> None:
     for step in (1, 2):
         saves.save(bench.folder, step, 1)
     first, second = (bench.folder / f"step_{step:09d}.0001" for step in (1, 2))
-    read_back(bench.place.folder, first, WAIT_S)
+    bench.read_back(first)
     file = second / "rank_00000.safetensors"
     file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(SnapshotDamagedError, match="are not what was saved"):
-        read_back(bench.place.folder, second, WAIT_S)
+        bench.read_back(second)
     with pytest.raises(SnapshotGoneError):
-        read_back(bench.place.folder, bench.folder / "step_000000003.0001", WAIT_S)
+        bench.read_back(bench.folder / "step_000000003.0001")
     bench.persist(4)
     bench.client.wait(WAIT_S)
     assert (bench.folder / "step_000000004.0001").is_dir()
@@ -237,23 +235,15 @@ def test_reading_back_by_a_saver_that_is_stopped_or_dies(bench: Bench) -> None:
     saver = bench.saver
     os.kill(saver, signal.SIGSTOP)
     with pytest.raises(SnapshotError, match="is the saver stopped"):
-        read_back(bench.place.folder, path, 0.05)
+        bench.read_back(path, 0.05)
     killing = threading.Timer(0.2, os.kill, (saver, signal.SIGKILL))
     killing.start()
     with pytest.raises(SaverLostError):
-        read_back(bench.place.folder, path, WAIT_S)
+        bench.read_back(path)
     killing.join()
     with pytest.raises(SaverLostError):
-        read_back(bench.place.folder, path, WAIT_S)
-
-    def is_read_by_another() -> bool:
-        bench.client.check()  # notices that its saver is gone, and starts another one
-        with contextlib.suppress(SaverLostError):
-            read_back(bench.place.folder, path, WAIT_S)
-            return True
-        return False
-
-    until(is_read_by_another, "another saver reads it")
+        bench.read_back(path)
+    until(lambda: bench.is_read_by_another(path), "another saver reads it")
 
 
 def test_it_gives_way_to_a_rank_that_stages(bench: Bench) -> None:
@@ -265,10 +255,10 @@ def test_it_gives_way_to_a_rank_that_stages(bench: Bench) -> None:
     assert bench.slots.stage(4, SIZE) is not None
     assert slots.is_any_staged(bench.place.folder, [0])
     with pytest.raises(SnapshotError, match="is the saver stopped"):
-        read_back(bench.place.folder, path, 0.3)
+        bench.read_back(path, 0.3)
     assert not slots.is_any_staged(bench.place.folder, [-1, 1, 2]), "others do not"
     bench.slots.commit()
-    read_back(bench.place.folder, path, WAIT_S)
+    bench.read_back(path)
 
 
 def test_what_a_dead_rank_had_begun_holds_up_nobody(bench: Bench) -> None:
@@ -280,7 +270,7 @@ def test_what_a_dead_rank_had_begun_holds_up_nobody(bench: Bench) -> None:
     assert other.stage(3, SIZE) is not None
     other.close()  # as its death leaves it
     assert slots.is_any_staged(bench.place.folder, [1])
-    read_back(bench.place.folder, path, WAIT_S)
+    bench.read_back(path)
 
 
 def test_it_gives_way_for_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
