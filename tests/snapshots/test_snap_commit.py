@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -126,13 +127,8 @@ def test_the_digest_sees_every_bit_and_the_length() -> None:
 
 
 def test_attempts_are_numbered_and_never_shared(tmp_path: Path) -> None:
-    numbers: list[int] = []
-    threads = [threading.Thread(target=lambda: numbers.append(changes.begin(tmp_path, 5))) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(numbers) == list(range(1, 9))
+    with ThreadPoolExecutor(8) as threads:
+        assert sorted(threads.map(lambda _: changes.begin(tmp_path, 5), range(8))) == list(range(1, 9))
 
 
 def test_the_order_is_step_then_attempt_never_time(tmp_path: Path) -> None:

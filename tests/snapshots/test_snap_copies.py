@@ -62,6 +62,10 @@ class Node:
         assert all(bytes(each.data) == content(each.step, len(each.data)) for each in found)
         return sorted(each.step for each in found)
 
+    def close(self) -> None:
+        self.slots.close()
+        self.service.close()
+
 
 def content(step: int, size: int) -> bytes:
     return bytes([step % 251]) * size
@@ -72,8 +76,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[Node, Node]]:
     made = Node(tmp_path / "a", 0), Node(tmp_path / "b", 1)
     yield made
     for each in made:
-        each.slots.close()
-        each.service.close()
+        each.close()
         until(lambda each=each: not each.service._open, "no connection is left")
 
 
@@ -171,8 +174,7 @@ def test_copies_of_earlier_lives_go_when_all_have_one_of_this(pair: tuple[Node, 
     beside.send(beside.stage(2, attempt=8), b.port)
     a.send(a.stage(3, attempt=8), b.port, keep=2)  # of life 7: rank 3 has none of that here, but one of this life
     assert slots.local_ranks(b.folder / COPIES) == [0, 3]
-    beside.slots.close()
-    beside.service.close()
+    beside.close()
     b.service.forget(2)
     assert b.copied(0) == [2]
 
@@ -216,19 +218,21 @@ def forged(data: bytes) -> bytes:
     return data[:at] + bytes(map(int.__xor__, data[at : at + 5], change)) + data[at + 5 :]
 
 
-def test_with_a_job_token_nobody_forges_a_chunk(tmp_path: Path) -> None:
+def test_with_a_job_token_nobody_forges_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert zlib.crc32(forged(b"0123456789")) == zlib.crc32(b"0123456789")
     for name in "ab":
         (tmp_path / name).mkdir()
         (tmp_path / name / KEY).write_bytes(b"derived from the token")
     a, b = Node(tmp_path / "a", 0), Node(tmp_path / "b", 1)
-    with pytest.raises(CopyError):
-        a.send(a.stage(1), Between(b.port, 3 << 20, forge).port)
+    with monkeypatch.context() as patch:
+        patch.setattr(copy_connection, "STALL_S", limit_s(0.5))  # `Between` holds its socket
+        with pytest.raises(CopyError):
+            a.send(a.stage(1), Between(b.port, 3 << 20, forge).port)
+    assert b.copied(0) == []
     a.send(a.stage(2), b.port)
     assert b.copied(0) == [2]
     for each in (a, b):
-        each.slots.close()
-        each.service.close()
+        each.close()
 
 
 def test_the_crc_of_zlib_ng_is_that_of_zlib() -> None:
@@ -412,8 +416,7 @@ def test_snaps_ls_shows_what_this_host_has_in_memory(
     with contextlib.ExitStack() as closing:
         one, two = (Node(tmp_path / memory_folder.name_of("a-run", key), rank) for rank, key in enumerate("xy"))
         for node in (one, two):
-            closing.callback(node.slots.close)
-            closing.callback(node.service.close)
+            closing.callback(node.close)
         memory = one.slots.stage(4, 4096)
         assert memory is not None
         slot = one.slots.commit(SaveRequest(str(runs), 4, 7, 0, 2, {"save": 4}))

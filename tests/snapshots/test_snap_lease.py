@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -268,26 +270,18 @@ def test_a_lease_that_cannot_be_read_is_somebodys(tmp_path: Path, text: str) -> 
 
 def test_of_several_contenders_one_wins(tmp_path: Path) -> None:
     """Twenty rounds of six threads that all see the lease given back."""
+    barrier = threading.Barrier(6)
+
+    def contend(_: int) -> FolderLease | None:
+        barrier.wait()
+        with contextlib.suppress(SnapshotBusyError):
+            return acquire(tmp_path, "", beat_s=0.005, look_s=0.04, looks=100)
+        return None
+
     for number in range(20):
         for name in numbers(tmp_path):
             (tmp_path / name).unlink()
         write(tmp_path, number + 1, ELSEWHERE, lease.FREE)
-        won: list[FolderLease] = []
-        lost: list[str] = []
-        barrier = threading.Barrier(6)
-
-        def contend(barrier: threading.Barrier = barrier, won: list[FolderLease] = won, lost: list[str] = lost) -> None:
-            barrier.wait()
-            try:
-                won.append(acquire(tmp_path, "", beat_s=0.005, look_s=0.04, looks=100))
-            except SnapshotBusyError as error:
-                lost.append(str(error))
-
-        threads = [threading.Thread(target=contend) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for each in won:
-            each.release()
-        assert (len(won), len(lost)) == (1, 5)
+        with ThreadPoolExecutor(6) as threads:
+            (won,) = filter(None, threads.map(contend, range(6)))
+        won.release()

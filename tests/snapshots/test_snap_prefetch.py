@@ -76,8 +76,7 @@ def test_what_the_worker_has_itself_is_not_replaced(pair: tuple[Node, Node], new
     own.stage(9)
     assert fetched(newcomer, b.port) == {}
     assert [each.step for each in committed_slots(newcomer, 0)] == [9]
-    own.slots.close()
-    own.service.close()
+    own.close()
 
 
 @pytest.mark.parametrize("fault", ["nobody", "another life", "not there", "another token"])

@@ -200,24 +200,30 @@ def test_a_worker_killed_while_staging_leaves_a_whole_slot(tmp_path: Path) -> No
     assert torn, "no kill hit a staging: the test proves nothing"
 
 
+@contextlib.contextmanager
+def forked_child() -> Iterator[None]:
+    """A data loader's worker, which has this process's descriptors and does nothing."""
+    pid = os.fork()
+    if not pid:
+        time.sleep(600)
+        os._exit(0)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
 def test_a_lock_goes_with_its_holder_not_with_a_forked_child(tmp_path: Path, own: Slots) -> None:
     put(own, 1, 1)
-    read_end, write_end = os.pipe()
-    pid = os.fork()  # a data loader's worker
-    if pid == 0:
-        os.close(write_end)
-        os.read(read_end, 1)
-        os._exit(0)
-    own.stage(2, SIZE)
-    memory_folder._claimed.clear()  # as if it were another process, whose previous leader is dead
-    successor = Slots(tmp_path, SlotOwner(0))
-    assert successor.stage(3, SIZE) is None, "the only good slot must not be overwritten"
-    own.abandon()
-    put(successor, 4, 4)
-    put(successor, 5, 5)
-    os.close(write_end)
-    os.waitpid(pid, 0)
-    os.close(read_end)
+    with forked_child():
+        own.stage(2, SIZE)
+        memory_folder._claimed.clear()  # as if it were another process, whose previous leader is dead
+        successor = Slots(tmp_path, SlotOwner(0))
+        assert successor.stage(3, SIZE) is None, "the only good slot must not be overwritten"
+        own.abandon()
+        put(successor, 4, 4)
+        put(successor, 5, 5)
     own.close()
     successor.close()
 
@@ -252,21 +258,15 @@ try:
 except Exception as error:
     print(error)
 """
-    read_end, write_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(write_end)
-        os.read(read_end, 1)
-        os._exit(0)
-    line = [sys.executable, "-c", program, str(tmp_path)]
-    told = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(30)).stdout.splitlines()
-    assert told == ["1", "another process has the memory slots of local rank 0."]
-    first.close()
-    told = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(30)).stdout.splitlines()
-    assert told == ["1", "True"]
-    os.close(write_end)
-    os.waitpid(pid, 0)
-    os.close(read_end)
+
+    def told() -> list[str]:
+        line = [sys.executable, "-c", program, str(tmp_path)]
+        return subprocess.run(line, capture_output=True, text=True, timeout=limit_s(30)).stdout.splitlines()
+
+    with forked_child():
+        assert told() == ["1", "another process has the memory slots of local rank 0."]
+        first.close()
+        assert told() == ["1", "True"]
 
 
 # --- no room ----------------------------------------------------------------------------------------------------------
@@ -397,17 +397,11 @@ def test_a_child_that_is_forked_while_memory_is_taken_locks_nothing(own: Slots) 
     """A data loader's, beside the first step."""
     pieces = own.reserving(9 << 20)
     next(pieces)
-    child = os.fork()
-    if not child:
-        time.sleep(600)
-    try:
+    with forked_child():
         list(pieces)
         put(own, 1, 1, 9 << 20)
         put(own, 2, 2, 9 << 20)
         assert [slot.step for slot in own.committed()] == [2, 1]
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
 
 
 def test_a_group_s_limit_counts(tmp_path: Path) -> None:
