@@ -44,7 +44,7 @@ def collapses() -> bool:
 
 def test_what_one_writes_the_other_reads(fd: int) -> None:
     written, read = MappedFile(fd, SIZE_BYTES, writable=True), MappedFile(fd, SIZE_BYTES, writable=False)
-    assert list(written.populate())
+    assert list(written.populate(SIZE_BYTES))
     text = os.urandom(SIZE_BYTES)
     written.memory[:] = text
     assert bytes(read.memory) == text == os.pread(fd, SIZE_BYTES, 0)
@@ -83,7 +83,7 @@ def test_huge_pages_have_the_same_bytes_while_others_write(fd: int) -> None:
 @pytest.mark.skipif(not collapses(), reason="this kernel makes no huge pages on request")
 def test_pages_become_huge(fd: int) -> None:
     mapping = MappedFile(fd, SIZE_BYTES, writable=True)
-    assert list(mapping.populate())
+    assert list(mapping.populate(SIZE_BYTES))
     before = huge_kib()
     assert len(list(mapping.make_huge())) == 3
     assert huge_kib() == before + 3 * 2048

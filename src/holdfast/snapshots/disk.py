@@ -240,12 +240,6 @@ def read_text(path: Place, bytes_max: int) -> str:
         raise SnapshotDamagedError(f"{path}: not text") from None
 
 
-def read_error(error: OSError, path: Place) -> SnapshotError:
-    """The error for a file of a snapshot that cannot be read: damage, or another reason."""
-    kind = SnapshotDamagedError if error.errno in DAMAGE else SnapshotError
-    return kind(f"{path}: {error.strerror or error}")
-
-
 def vanished(folder: Place) -> SnapshotFolderError:
     """The error for a running job that has lost its snapshot folder."""
     return SnapshotFolderError(

@@ -370,7 +370,8 @@ def unreadable(snapshot: Place, error: OSError) -> SnapshotError:
         return SnapshotGoneError(f"{snapshot} was removed meanwhile; look for a newer one")
     if error.errno == errno.ENOENT:
         return SnapshotDamagedError(f"{snapshot}: {Path(error.filename or '').name} is missing")
-    return disk.read_error(error, place_of(error.filename or snapshot))
+    kind = SnapshotDamagedError if error.errno in disk.DAMAGE else SnapshotError
+    return kind(f"{place_of(error.filename or snapshot)}: {error.strerror or error}")
 
 
 def _exists(snapshot: Place) -> bool:

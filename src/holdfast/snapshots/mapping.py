@@ -84,14 +84,12 @@ class MappedFile:
         """Whether a file of this size needs no new mapping."""
         return size_bytes <= len(self._room)
 
-    def populate(self, end: int | None = None) -> Iterator[int]:
-        """Make all pages present, piece by piece. On a kernel without this, the first access to each page waits for it.
-
-        The file's memory is taken already, up to `end`. Yields how many bytes are present."""
-        size_bytes = len(self.memory) if end is None else end
-        for at in range(self._present_bytes, size_bytes, _POPULATE_BYTES):
-            self._advise(at, min(_POPULATE_BYTES, size_bytes - at), _POPULATE_READ)
-            self._present_bytes = min(at + _POPULATE_BYTES, size_bytes)
+    def populate(self, end: int) -> Iterator[int]:
+        """Make all pages present up to `end`, piece by piece: the file's memory is taken already. On a kernel without
+        this, the first access to each page waits for it. Yields how many bytes are present."""
+        for at in range(self._present_bytes, end, _POPULATE_BYTES):
+            self._advise(at, min(_POPULATE_BYTES, end - at), _POPULATE_READ)
+            self._present_bytes = min(at + _POPULATE_BYTES, end)
             yield self._present_bytes
 
     def take(self, fd: int, begin: int, size_bytes: int) -> Iterator[int]:
