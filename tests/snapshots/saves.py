@@ -13,7 +13,7 @@ from typing import Any
 
 from holdfast.protocol.errors import SaverLostError
 from holdfast.snapshots import changes, folder, memory_folder
-from holdfast.snapshots.changes import SaveRequest
+from holdfast.snapshots.changes import At, SaveRequest, nowhere
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.layout import Image, TensorEntry
 from holdfast.snapshots.memory_folder import SaverAddress
@@ -133,13 +133,18 @@ def content(step: int, rank: int, items: int = WEIGHT_ITEMS) -> bytes:
 
 
 def save(
-    path: Path, step: int, world: int = 2, metadata: Mapping[str, Any] | None = None, items: int = WEIGHT_ITEMS
+    path: Path,
+    step: int,
+    world: int = 2,
+    metadata: Mapping[str, Any] | None = None,
+    items: int = WEIGHT_ITEMS,
+    at: At = nowhere,
 ) -> Path:
     """Save one step of all ranks; returns the committed folder."""
-    number = changes.begin(path, step)
+    number = changes.begin(path, step, at=at)
     for rank in range(world):
-        changes.write_rank(SaveRequest(str(path), step, number, rank, world), content(step, rank, items))
-    return changes.commit(SaveRequest(str(path), step, number, 0, world, metadata=metadata or {}))
+        changes.write_rank(SaveRequest(str(path), step, number, rank, world), content(step, rank, items), at=at)
+    return changes.commit(SaveRequest(str(path), step, number, 0, world, metadata=metadata or {}), at=at)
 
 
 def load(snapshot: Snapshot) -> list[bytes]:

@@ -41,19 +41,14 @@ from tests.support.limits import limit_s
 
 SAVE = """
 import os, signal, sys
-from holdfast.snapshots import changes
-from holdfast.snapshots.changes import SaveRequest
-from tests.snapshots.saves import content
+from tests.snapshots.saves import save
 path, first, last, phase = sys.argv[1], int(sys.argv[2]), int(sys.argv[3]), sys.argv[4]
 def at(reached):
     print(reached, flush=True)
     if reached == phase:
         os.kill(os.getpid(), signal.SIGKILL)
 for step in range(first, last + 1):
-    number = changes.begin(path, step, at=at)
-    for rank in range(2):
-        changes.write_rank(SaveRequest(path, step, number, rank, 2), content(step, rank), at=at)
-    changes.commit(SaveRequest(path, step, number, 0, 2), at=at)
+    save(path, step, at=at)
 """
 
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -18,7 +16,7 @@ from holdfast.snapshots.folder import being_written
 from holdfast.snapshots.saver_client import SaverClient
 from holdfast.snapshots.slots import SlotOwner, Slots, release
 from tests.snapshots.saves import Memory, is_whole, newest
-from tests.snapshots.test_snap_saver import LAUNCHER, SIZE, WORKER, committed
+from tests.snapshots.test_snap_saver import SIZE, committed, run, run_lives
 from tests.support.limits import limit_s, until
 
 
@@ -47,8 +45,7 @@ def test_a_life_that_went_back_to_an_older_step_is_rescued_too(tmp_path: Path) -
     number = rescue_attempt()
     first = "persist(40)\nsaver.wait(LIMIT_S)\nsay()\ndie()"
     second = f"import shutil\nshutil.rmtree(FOLDER + '/step_000000040.0001')\nstage(30, {number})\ndie()"
-    line = [sys.executable, "-c", LAUNCHER, WORKER, str(tmp_path), first, second]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(60))
+    done = run_lives(tmp_path, first, second)
     until(lambda: list(committed(tmp_path)) == [30], done.stderr)
     until(lambda: not Path(done.stdout.strip()).exists(), "the shared-memory folder is gone")
 
@@ -142,9 +139,7 @@ atexit.register(late)
 
 def test_saves_and_retention_at_exit(tmp_path: Path) -> None:
     script = SCRIPT.format(root=str(Path(__file__).parents[2]))
-    done = subprocess.run(
-        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, timeout=limit_s(60)
-    )
+    done = run("-c", script, str(tmp_path))
     assert (done.stdout, done.stderr) == ("done\n", "")
     assert newest(tmp_path).step == 2
     assert prune(tmp_path, Keep(last=1)).deleted == ()

@@ -22,7 +22,7 @@ from holdfast.protocol.errors import (
 )
 from holdfast.snapshots import changes, folder, slots
 from holdfast.snapshots import read_back as reading
-from holdfast.snapshots.changes import Keep, SaveRequest, Verified, prune
+from holdfast.snapshots.changes import Keep, Verified, prune
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.layout import Manifest, RankEntry, rank_file
 from holdfast.snapshots.slots import SlotOwner, Slots
@@ -195,10 +195,7 @@ def test_a_reader_beside_retention_gets_all_or_is_told(tmp_path: Path) -> None:
         each.start()
     try:
         for step in range(1, 500):
-            number = changes.begin(tmp_path, step)
-            for rank in range(2):
-                changes.write_rank(SaveRequest(str(tmp_path), step, number, rank, 2), content(step, rank, 1000))
-            changes.commit(SaveRequest(str(tmp_path), step, number, 0, 2))
+            save(tmp_path, step, items=1000)
             prune(tmp_path, Keep(last=1))
             if outcomes["whole"] > 5 and outcomes["gone"] > 5:
                 break

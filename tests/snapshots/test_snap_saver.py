@@ -59,9 +59,13 @@ def die():
 """
 
 
-def run_worker(body: str, folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-c", WORKER + body, str(folder)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=limit_s(60), env={**os.environ, **environ})
+def run(*line: str) -> subprocess.CompletedProcess[str]:
+    """What this Python prints."""
+    return subprocess.run([sys.executable, *line], capture_output=True, text=True, timeout=limit_s(60))
+
+
+def run_worker(body: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return run("-c", WORKER + body, str(folder))
 
 
 def committed(folder: Path) -> dict[int, dict[str, Any]]:
@@ -266,12 +270,12 @@ try:
 except OSError as error:
     print(type(error).__name__)
 """
-    line = [sys.executable, "-I", "-S", "-c", program]
-    assert subprocess.run(line, capture_output=True, text=True, timeout=limit_s(30)).stdout == "PermissionError\n"
+    line = ("-I", "-S", "-c", program)
+    assert run(*line).stdout == "PermissionError\n"
     os.chmod(bench.place.folder, 0o711)
     os.chmod(bench.place.folder / memory_folder.SOCKET, 0o777)
     answers = ("b''\n", "ConnectionResetError\n")
-    assert subprocess.run(line, capture_output=True, text=True, timeout=limit_s(30)).stdout in answers
+    assert run(*line).stdout in answers
 
 
 # --- a worker's death -------------------------------------------------------------------------------------------------
@@ -326,11 +330,15 @@ for count, body in enumerate(sys.argv[3:]):
 """
 
 
+def run_lives(folder: Path, *bodies: str) -> subprocess.CompletedProcess[str]:
+    """One worker after the other, under one launcher."""
+    return run("-c", LAUNCHER, WORKER, str(folder), *bodies)
+
+
 def test_a_restarted_worker_finds_its_slots_under_torchrun(tmp_path: Path) -> None:
     first = "say('first')\nstage(20)\nstage(40)\nown.stage(60, SIZE)\ndie()"
     second = "found = own.committed()[0]\nsay(found.step, found.generation, found.local_rank, found.data[0], place.generation)"
-    line = [sys.executable, "-c", LAUNCHER, WORKER, str(tmp_path), first, second]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(60))
+    done = run_lives(tmp_path, first, second)
     one, two = (text.split() for text in done.stdout.splitlines())
     assert one[0] == two[0]
     assert two[1:] == ["40", "0", "3", "40", "1"]
@@ -346,8 +354,7 @@ def test_a_failure_of_a_dead_worker_s_save_is_its_successor_s_news(tmp_path: Pat
         "    while not heard and time.monotonic() < end: saver.check(); time.sleep(0.01)\n"
         "say(*(each.message for each in heard))"
     )
-    line = [sys.executable, "-c", LAUNCHER, WORKER, str(tmp_path), first, second]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(60))
+    done = run_lives(tmp_path, first, second)
     told = done.stdout.splitlines()[1]
     assert "rank 0, before its restart: " in told, done.stderr
     assert "is not there" in told
@@ -374,7 +381,7 @@ for name in os.listdir("/proc"):
 say(count)
 saver.close()
 """
-    done = subprocess.run([sys.executable, "-c", many, WORKER, str(tmp_path), body], capture_output=True, text=True)
+    done = run("-c", many, WORKER, str(tmp_path), body)
     told = [text.split() for text in done.stdout.splitlines()]
     assert len(told) == 6, done.stderr
     assert {each[1] for each in told} == {"1"}
