@@ -18,9 +18,9 @@ from holdfast.protocol.errors import SnapshotDamagedError
 from holdfast.snapshots import changes, folder
 from holdfast.snapshots import read_back as reading
 from holdfast.snapshots.changes import Keep, SaveRequest, Verified, prune
-from holdfast.snapshots.folder import Snapshot, being_written
+from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.layout import rank_file
-from holdfast.snapshots.read_back import READ_BACK, Original, ReadBacks, Written, checked_file
+from holdfast.snapshots.read_back import READ_BACK, ReadBacks, Written, checked_file
 from holdfast.snapshots.slots import SlotOwner, Slots
 from tests.snapshots import saves
 from tests.snapshots.saves import WAIT_S, Bench, content, is_whole, newest
@@ -45,6 +45,12 @@ def is_checked(snapshot: Snapshot, rank: int) -> bool:
     return isinstance(file, Path) and file.exists() and file.read_text() == snapshot.manifest.ranks[rank].digest
 
 
+def write(request: SaveRequest, data: bytes, slot: tuple[int, int] | None = None) -> Written:
+    written = reading.write(request, memoryview(data), slot)
+    assert written is not None
+    return written
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Iterator[tuple[Snapshot, list[Written]]]:
     """A snapshot of two ranks that were not read back yet, and their writers."""
@@ -53,10 +59,8 @@ def saved(tmp_path: Path) -> Iterator[tuple[Snapshot, list[Written]]]:
     written = []
     with ExitStack() as opened:
         for rank in range(2):
-            request = SaveRequest(str(tmp_path), 1, number, rank, 2)
-            with being_written(request.attempt_path) as folder_fd:
-                record = changes.write_rank(request, content(1, rank, items))
-                written.append(Written(folder_fd, record))
+            request = SaveRequest(str(tmp_path), 1, number, rank, 2, {READ_BACK: True})
+            written.append(write(request, content(1, rank, items)))
             opened.callback(written[-1].close)
         assert not folder.is_being_written(request.attempt_path), "reading is not writing"
         changes.commit(SaveRequest(str(tmp_path), 1, number, 0, 2))
@@ -239,12 +243,10 @@ def test_killed_while_it_reads_back(tmp_path: Path) -> None:
 import os, signal, sys
 from pathlib import Path
 from holdfast.snapshots import changes
-from holdfast.snapshots.folder import being_written
-from holdfast.snapshots.read_back import Written
+from holdfast.snapshots.read_back import READ_BACK, write
 from tests.snapshots.saves import content
-request = changes.SaveRequest(sys.argv[1], 1, changes.begin(sys.argv[1], 1), 0, 1)
-with being_written(request.attempt_path) as folder_fd:
-    written = Written(folder_fd, changes.write_rank(request, content(1, 0, 1_500_000)))
+request = changes.SaveRequest(sys.argv[1], 1, changes.begin(sys.argv[1], 1), 0, 1, {READ_BACK: True})
+written = write(request, memoryview(content(1, 0, 1_500_000)))
 changes.commit(request)
 looks = iter(range(int(sys.argv[2])))
 written.check(lambda: next(looks, None) is None and os.kill(os.getpid(), signal.SIGKILL))
@@ -277,9 +279,8 @@ def test_it_is_compared_with_memory_while_that_holds_it(tmp_path: Path, staged: 
         held.append(slots.commit())
     slot = held[0]
     slot_fd = os.open(memory / f"0.{slot.number}", os.O_RDONLY)
-    request = SaveRequest(str(tmp_path / "snaps"), 1, changes.begin(tmp_path / "snaps", 1), 0, 1)
-    with being_written(request.attempt_path) as folder_fd:
-        written = Written(folder_fd, changes.write_rank(request, data), Original(slot_fd, slot.sequence))
+    request = SaveRequest(str(tmp_path / "snaps"), 1, changes.begin(tmp_path / "snaps", 1), 0, 1, {READ_BACK: True})
+    written = write(request, data, (slot_fd, slot.sequence))
     os.close(slot_fd)
     original = written._original
     assert original is not None
@@ -314,9 +315,8 @@ def test_saves_that_come_faster_than_they_are_read(tmp_path: Path) -> None:
     read_backs = ReadBacks(is_busy)
     threads = []
     for step in range(1, 4):
-        request = SaveRequest(str(tmp_path), step, changes.begin(tmp_path, step), 0, 1)
-        with being_written(request.attempt_path) as folder_fd:
-            written = Written(folder_fd, changes.write_rank(request, content(step, 0, 1000)))
+        request = SaveRequest(str(tmp_path), step, changes.begin(tmp_path, step), 0, 1, {READ_BACK: True})
+        written = write(request, content(step, 0, 1000))
         changes.commit(request)
         threads.append(threading.Thread(target=read_backs.own, args=(written,)))
         threads[-1].start()

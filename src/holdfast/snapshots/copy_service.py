@@ -233,7 +233,10 @@ class CopyService:
         """ValueError when it was staged into since."""
         fd = lend(slot)
         try:
-            found = self._received_as(folder, slot)
+            with self._lock:
+                received = self._received.get(slot.local_rank) if folder.name == COPIES else None
+            # To map what was received again would cost half as much processor time as to send it.
+            found = None if received is None else received[0].mapped(slot.number)
             if found is None:  # a mapping that is kept would keep the memory of a copy that is removed
                 found = read_descriptor(fd, mappings=self._mappings if folder == self._folder else None)
             if found is None or found.sequence != slot.sequence:
@@ -242,18 +245,8 @@ class CopyService:
         finally:
             release(fd)
 
-    def _received_as(self, folder: Path, slot: Slot) -> Slot | None:
-        """From the memory into which it was received: to map it again costs half as much processor time as to send
-        it."""
-        with self._lock:
-            received = self._received.get(slot.local_rank)
-        if folder.name != COPIES or received is None:
-            return None
-        found = received[0].mapped(slot.number)
-        return found if found is not None and found.sequence == slot.sequence else None
-
     def _known(self, folder: Path, slot: Slot) -> Digests:
-        """None where it was neither sent nor received."""
+        """Empty where it was neither sent nor received."""
         return self._digests.get((folder, slot.local_rank), {}).get(slot.sequence, ())
 
     def _remember(self, folder: Path, slot: Slot, digests: Digests) -> None:

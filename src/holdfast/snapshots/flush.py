@@ -28,12 +28,12 @@ from typing import NamedTuple
 
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotIncompleteError, SnapshotWriteError
 from holdfast.snapshots import disk, slots
-from holdfast.snapshots.changes import SaveRequest, abandon, commit, write_rank
-from holdfast.snapshots.folder import attempt_place, being_written, entries, inspect, is_being_written
+from holdfast.snapshots.changes import SaveRequest, abandon, commit
+from holdfast.snapshots.folder import attempt_place, entries, inspect, is_being_written
 from holdfast.snapshots.layout import FolderKind, Key, parse_name
 from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.memory_folder import Packet, Tell
-from holdfast.snapshots.read_back import READ_BACK, Original, ReadBacks, Written
+from holdfast.snapshots.read_back import READ_BACK, ReadBacks, Written, write
 from holdfast.snapshots.remote import LOOK_S, Place, RemotePath, place_of
 
 ATTEMPT_MIN, ATTEMPT_MAX = 500_000_000, 899_999_999
@@ -401,12 +401,8 @@ def _write(save: Save, written: list[Written], tell: Tell) -> None:
             data = _staged(data, save.stage)
             slot_s.close()
             tell({"is": "written"})
-        with being_written(save.request.attempt_path) as folder_fd:
-            record = write_rank(save.request, data)
-            if READ_BACK in save.request.note and folder_fd >= 0:
-                with contextlib.suppress(OSError):  # then rank 0's process reads it
-                    original = None if save.stage else Original(save.fd, save.sequence)
-                    written.append(Written(folder_fd, record, original))
+        back = write(save.request, data, None if save.stage else (save.fd, save.sequence))
+        written += [] if back is None else [back]
     if not save.stage:
         tell({"is": "written"})
 

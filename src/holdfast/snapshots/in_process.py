@@ -12,9 +12,9 @@ from collections.abc import Generator
 from holdfast.protocol.errors import SnapshotError, SnapshotMemoryError, SnapshotWriteError
 from holdfast.snapshots import changes
 from holdfast.snapshots.changes import SaveRequest
-from holdfast.snapshots.folder import Snapshot, being_written
+from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.memory_folder import SaverAddress
-from holdfast.snapshots.read_back import READ_BACK, ReadBacks, Written
+from holdfast.snapshots.read_back import ReadBacks, write
 from holdfast.snapshots.saver_client import SaverClient, Tier
 from holdfast.snapshots.slots import Slot
 
@@ -64,9 +64,7 @@ class InProcessStaging:
 
     def _write(self, request: SaveRequest, data: memoryview) -> None:
         try:
-            with being_written(request.attempt_path) as folder_fd:
-                record = changes.write_rank(request, data)
-                written = Written(folder_fd, record) if READ_BACK in request.note and folder_fd >= 0 else None
+            written = write(request, data)
             path = changes.commit(request) if request.rank == 0 else None
             if path is not None and written is not None:
                 self._read_backs.committed(path)
