@@ -105,6 +105,11 @@ class Bench:
             return True
         return False
 
+    def save(self, step: int) -> None:
+        """It is on the disk when this returns."""
+        self.persist(step)
+        self.client.wait(WAIT_S)
+
     @property
     def saver(self) -> int:
         (pid,) = until(lambda: savers(self.place.folder), "a saver has started")

@@ -27,7 +27,7 @@ from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.layout import Manifest, RankEntry, rank_file
 from holdfast.snapshots.slots import SlotOwner, Slots
 from tests.snapshots import saves
-from tests.snapshots.saves import SIZE, WAIT_S, Bench, content, is_whole, newest, save
+from tests.snapshots.saves import SIZE, Bench, content, is_whole, newest, save
 from tests.support.limits import limit_s, until
 from tests.support.tables import tables
 
@@ -222,8 +222,7 @@ def test_it_reads_snapshots_back_for_retention(bench: Bench) -> None:
         bench.read_back(second)
     with pytest.raises(SnapshotGoneError):
         bench.read_back(bench.folder / "step_000000003.0001")
-    bench.persist(4)
-    bench.client.wait(WAIT_S)
+    bench.save(4)
     assert (bench.folder / "step_000000004.0001").is_dir()
 
 

@@ -84,8 +84,7 @@ def content(folder: Path, step: int) -> bytes:
 
 def test_what_was_handed_over_is_on_the_disk(bench: Bench) -> None:
     bench.persist(1)
-    bench.persist(2)
-    bench.client.wait(WAIT_S)
+    bench.save(2)
     assert committed(bench.folder) == {1: {"step": 1}, 2: {"step": 2}}
     assert content(bench.folder, 2) == b"\2" * SIZE
     assert not bench.client.busy
@@ -96,8 +95,7 @@ def test_a_failure_comes_out_at_the_next_call_as_what_it_is(bench: Bench) -> Non
     with pytest.raises(SnapshotIncompleteError, match="is not there"):
         bench.client.wait(WAIT_S)
     bench.client.check()
-    bench.persist(2)
-    bench.client.wait(WAIT_S)
+    bench.save(2)
     assert list(committed(bench.folder)) == [2]
 
 
@@ -112,26 +110,22 @@ def test_a_killed_saver_is_told_and_replaced(bench: Bench) -> None:
     with pytest.raises(SaverLostError, match="step 1 was not saved"):
         bench.client.wait(WAIT_S)
     bench.client.check()
-    bench.persist(2)
-    bench.client.wait(WAIT_S)
+    bench.save(2)
     assert list(committed(bench.folder)) == [2]
     assert bench.saver != first
 
 
 def test_a_saver_that_died_between_saves_is_nobody_s_error(bench: Bench) -> None:
-    bench.persist(1)
-    bench.client.wait(WAIT_S)
+    bench.save(1)
     os.kill(bench.saver, signal.SIGKILL)
     until(lambda: not savers(bench.place.folder), "it has ended")
-    bench.persist(2)
-    bench.client.wait(WAIT_S)
+    bench.save(2)
     assert sorted(committed(bench.folder)) == [1, 2]
 
 
 def test_a_stopped_saver_stalls_nobody(bench: Bench) -> None:
     """Back-pressure: two saves are taken, then there is no slot, at once; nothing is lost."""
-    bench.persist(1)
-    bench.client.wait(WAIT_S)
+    bench.save(1)
     os.kill(bench.saver, signal.SIGSTOP)
     bench.persist(2)
     for step in range(3, 20):
@@ -193,8 +187,7 @@ def test_what_waits_for_ranks_that_never_come_holds_up_no_successor(bench: Bench
     bench.client.close()
     bench.connect()
     bench.client.await_previous_worker(WAIT_S)
-    bench.persist(2)
-    bench.client.wait(WAIT_S)
+    bench.save(2)
     assert sorted(committed(bench.folder)) == [2]
     # The job goes on without it, and clears it away.
     snapshots.clear_debris(snapshots.survey(bench.folder))
@@ -205,8 +198,7 @@ def test_what_waits_for_ranks_that_never_come_holds_up_no_successor(bench: Bench
 
 
 def test_a_slot_that_was_staged_into_since_is_refused(bench: Bench) -> None:
-    bench.persist(1)
-    bench.client.wait(WAIT_S)
+    bench.save(1)
     bench.stage(2)
     bench.stage(3)
     with pytest.raises(ValueError, match="staged into since"):
@@ -239,8 +231,7 @@ def test_nonsense_ends_its_sender_s_connection_and_nothing_else(bench: Bench) ->
             with open("/dev/null") as null:
                 socket.send_fds(sock, [each if isinstance(each, bytes) else json.dumps(each).encode()], [null.fileno()])
             assert sock.recv(100) == b"", each
-    bench.persist(1)
-    bench.client.wait(WAIT_S)
+    bench.save(1)
     assert list(committed(bench.folder)) == [1]
 
 
