@@ -10,15 +10,17 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from holdfast.protocol.errors import SnapshotDamagedError
+from holdfast.protocol.errors import SnapshotDamagedError, SnapshotIncompleteError
 from holdfast.snapshots import changes, folder
 from holdfast.snapshots import read_back as reading
 from holdfast.snapshots.changes import Keep, SaveRequest, Verified, prune
 from holdfast.snapshots.folder import Snapshot
+from holdfast.snapshots.in_process import InProcessStaging
 from holdfast.snapshots.layout import rank_file
 from holdfast.snapshots.read_back import READ_BACK, ReadBacks, Written, checked_file
 from holdfast.snapshots.slots import SlotOwner, Slots
@@ -259,6 +261,16 @@ written.check(lambda: next(looks, None) is None and os.kill(os.getpid(), signal.
         assert not is_checked(found, 0)
         assert saves.load(found) == [content(1, 0, 1_500_000)]
         ReadBacks(idle).rest(found)  # the next life's
+
+
+def test_a_save_in_process_that_is_not_committed_leaves_nothing_open(tmp_path: Path) -> None:
+    own = SaveRequest(str(tmp_path), 1, changes.begin(tmp_path, 1), 0, 2, {READ_BACK: True})
+    staging = InProcessStaging()
+    assert staging.stage(1, 1000, wait=False) is not None
+    changes.refuse(replace(own, rank=1), "its disk is full")
+    staging.persist(own)
+    with pytest.raises(SnapshotIncompleteError, match="its disk is full"):
+        staging.wait()
 
 
 # --- the memory that it was written from ------------------------------------------------------------------------------

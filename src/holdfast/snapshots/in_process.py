@@ -63,19 +63,23 @@ class InProcessStaging:
         self._thread.start()
 
     def _write(self, request: SaveRequest, data: memoryview) -> None:
+        written = None
         try:
             written = write(request, data)
             path = changes.commit(request) if request.rank == 0 else None
             if path is not None and written is not None:
                 self._read_backs.committed(path)
-            if written is not None:
-                threading.Thread(
-                    target=self._read_backs.own, args=(written,), name="holdfast-check", daemon=True
-                ).start()
         except SnapshotError as error:
             self._failures.append(error)
         except (OSError, ValueError) as error:
             self._failures.append(SnapshotWriteError(f"step {request.step} was not saved: {error}"))
+        else:
+            if written is not None:
+                work, given = self._read_backs.own, (written,)
+                threading.Thread(target=work, args=given, name="holdfast-check", daemon=True).start()
+            return
+        if written is not None:
+            written.close()
 
     def _join(self) -> None:
         if self._thread is not None:
