@@ -18,7 +18,7 @@ from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.layout import Image, TensorEntry
 from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.saver_client import SaverClient
-from holdfast.snapshots.slots import Slot
+from holdfast.snapshots.slots import Slot, Slots
 from tests.support.limits import limit_s, until
 
 SIZE = 2 << 20
@@ -33,6 +33,14 @@ def savers(place: Path) -> list[int]:
             if b"holdfast.snapshots.saver" in (line := path.read_bytes()) and os.fsencode(place) in line:
                 found.append(int(path.parent.name))
     return found
+
+
+def put(own: Slots, step: int, data: bytes, request: SaveRequest | None = None) -> Slot:
+    """Stage and commit a state."""
+    memory = own.stage(step, len(data))
+    assert memory is not None
+    memory[:] = data
+    return own.commit(request)
 
 
 class Memory:
@@ -84,10 +92,7 @@ class Bench:
         self.client.persist(request)
 
     def stage(self, step: int, size: int = SIZE) -> Slot:
-        memory = self.slots.stage(step, size)
-        assert memory is not None
-        memory[:] = bytes([step]) * size
-        return self.slots.commit()
+        return put(self.slots, step, bytes([step]) * size)
 
     def persist(self, step: int, size: int = SIZE) -> None:
         number = changes.begin(self.folder, step)

@@ -27,6 +27,7 @@ from holdfast.snapshots.copy_service import CopyService, all_slots, fetch
 from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.memory_folder import COPIES, FETCHED, KEY, key_of_life, remove_folder
 from holdfast.snapshots.slots import COUNT_MAX, Slot, SlotOwner, Slots, lend
+from tests.snapshots.saves import put
 from tests.support.limits import limit_s, until
 
 HOST = "127.0.0.1"
@@ -46,10 +47,8 @@ class Node:
         self.slots = Slots(folder, SlotOwner(0, rank, 2, 1), COUNT_MAX)
 
     def stage(self, step: int, attempt: int = 7, size: int = SIZE) -> Slot:
-        memory = self.slots.stage(step, size)
-        assert memory is not None
-        memory[:] = content(step, size)
-        return self.slots.commit(SaveRequest("/runs", step, attempt, self.rank, 2, {"save": step}))
+        request = SaveRequest("/runs", step, attempt, self.rank, 2, {"save": step})
+        return put(self.slots, step, content(step, size), request)
 
     def send(self, slot: Slot, port: int, keep: int | None = None) -> None:
         assert slot.request is not None
@@ -162,9 +161,7 @@ def test_copies_of_earlier_lives_go_when_all_have_one_of_this(pair: tuple[Node, 
     before = Slots(b.folder / COPIES, SlotOwner(5))
     a.send(a.stage(1), b.port)
     os.makedirs(b.folder / COPIES, exist_ok=True)
-    memory = before.stage(9, 100)
-    assert memory is not None
-    before.commit(SaveRequest("/runs", 9, 3, 5, 6))
+    put(before, 9, bytes(100), SaveRequest("/runs", 9, 3, 5, 6))
     before.close()
     a.send(a.stage(2), b.port)
     assert slots.local_ranks(b.folder / COPIES) == [0, 5]
@@ -417,9 +414,7 @@ def test_snaps_ls_shows_what_this_host_has_in_memory(
         one, two = (Node(tmp_path / memory_folder.name_of("a-run", key), rank) for rank, key in enumerate("xy"))
         for node in (one, two):
             closing.callback(node.close)
-        memory = one.slots.stage(4, 4096)
-        assert memory is not None
-        slot = one.slots.commit(SaveRequest(str(runs), 4, 7, 0, 2, {"save": 4}))
+        slot = put(one.slots, 4, bytes(4096), SaveRequest(str(runs), 4, 7, 0, 2, {"save": 4}))
         two.stage(9)  # of another folder
         one.send(slot, two.port)
         assert main(["snaps", "ls", "--json", str(runs)]) == 0

@@ -18,6 +18,7 @@ from holdfast.snapshots import mapping, slots
 from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.mapping import MappedFile, Mappings, huge_page_bytes
 from holdfast.snapshots.slots import SlotOwner, Slots
+from tests.snapshots.saves import put
 
 SIZE_BYTES = 3 * (2 << 20) + 5 * mmap.PAGESIZE
 
@@ -173,16 +174,9 @@ def own(tmp_path: Path) -> Iterator[Slots]:
     """The slots of local rank 0, with two steps."""
     own = Slots(tmp_path, SlotOwner(0))
     for step in (1, 2):
-        put(own, step)
+        put(own, step, bytes([step]) * SIZE)
     yield own
     own.close()
-
-
-def put(own: Slots, step: int, size: int = SIZE) -> None:
-    memory = own.stage(step, size)
-    assert memory is not None
-    memory[:] = bytes([step]) * size
-    own.commit()
 
 
 def test_bytes_can_be_written_in_any_order_and_are_valid_at_the_end(tmp_path: Path, own: Slots) -> None:
@@ -196,8 +190,8 @@ def test_bytes_can_be_written_in_any_order_and_are_valid_at_the_end(tmp_path: Pa
     newest, other = slots.committed_slots(tmp_path, 0)
     assert bytes(newest.data) == b"".join(bytes([number]) * SIZE for number in range(9)) + bytes([9])
     assert (newest.step, other.step) == (3, 2)
-    put(own, 4)
-    put(own, 5, LARGE)
+    put(own, 4, bytes([4]) * SIZE)
+    put(own, 5, bytes([5]) * LARGE)
     assert [slot.step for slot in slots.committed_slots(tmp_path, 0)] == [5, 4], "it is staged into as any other"
 
 
@@ -215,7 +209,7 @@ def test_what_was_not_written_to_its_end_leaves_no_valid_slot(tmp_path: Path, ow
     assert [path.stat().st_size for path in sorted(tmp_path.glob("0.[01]"))] == sizes
     with pytest.raises(RuntimeError, match="without stage"):
         own.commit()
-    put(own, 4, LARGE)  # nothing is locked
+    put(own, 4, bytes([4]) * LARGE)  # nothing is locked
     assert [slot.step for slot in slots.committed_slots(tmp_path, 0)] == [4, 2]
 
 
@@ -238,7 +232,7 @@ def test_pages_of_a_slot_that_is_held_are_mapped_all_the_same(tmp_path: Path) ->
     assert not own.has_room
     assert list(own.reserving(LARGE))[-1] == 2
     assert own.has_room
-    put(own, 4, LARGE)
-    put(own, 5, LARGE)
+    put(own, 4, bytes([4]) * LARGE)
+    put(own, 5, bytes([5]) * LARGE)
     assert sorted(slot.step for slot in slots.committed_slots(tmp_path, 0)) == [3, 5], "and it stays held"
     own.close()

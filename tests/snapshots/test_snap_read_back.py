@@ -25,7 +25,7 @@ from holdfast.snapshots.layout import rank_file
 from holdfast.snapshots.read_back import READ_BACK, ReadBacks, Written, checked_file
 from holdfast.snapshots.slots import SlotOwner, Slots
 from tests.snapshots import saves
-from tests.snapshots.saves import WAIT_S, Bench, content, is_whole, newest
+from tests.snapshots.saves import WAIT_S, Bench, content, is_whole, newest, put
 from tests.support.limits import limit_s, until
 
 
@@ -283,13 +283,7 @@ def test_it_is_compared_with_memory_while_that_holds_it(tmp_path: Path, staged: 
     memory.mkdir()
     slots = Slots(memory, SlotOwner(0))
     data, later = content(1, 0, 1_500_000), content(2, 0, 1_500_000)
-    held = []
-    for step in (1, 2):  # the older slot is used again
-        room = slots.stage(step, len(data))
-        assert room is not None
-        room[:] = data if step == 1 else later
-        held.append(slots.commit())
-    slot = held[0]
+    slot, _ = (put(slots, step, body) for step, body in ((1, data), (2, later)))  # the older one is used again
     slot_fd = os.open(memory / f"0.{slot.number}", os.O_RDONLY)
     request = SaveRequest(str(tmp_path / "snaps"), 1, changes.begin(tmp_path / "snaps", 1), 0, 1, {READ_BACK: True})
     written = write(request, data, (slot_fd, slot.sequence))

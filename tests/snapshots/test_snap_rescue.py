@@ -15,7 +15,7 @@ from holdfast.snapshots.flush import PATIENCE_S, Inventory, PendingFlush, StepIn
 from holdfast.snapshots.folder import being_written
 from holdfast.snapshots.saver_client import SaverClient
 from holdfast.snapshots.slots import SlotOwner, Slots, release
-from tests.snapshots.saves import Memory, is_whole, newest
+from tests.snapshots.saves import Memory, is_whole, newest, put
 from tests.snapshots.test_snap_saver import SIZE, committed, run, run_lives
 from tests.support.limits import limit_s, until
 
@@ -29,10 +29,8 @@ def test_a_crash_among_saves_of_one_step_mixes_nothing(tmp_path: Path, memory: M
         clients.append(SaverClient(memory.address(rank, 3)))
         own = Slots(memory.path, SlotOwner(rank, rank, 2, 3))
         for save in saves:
-            room = own.stage(40, SIZE)
-            assert room is not None
-            room[:] = bytes([save]) * SIZE
-            own.commit(SaveRequest(str(folder), 40, number, rank, 2, {"save": save}))
+            request = SaveRequest(str(folder), 40, number, rank, 2, {"save": save})
+            put(own, 40, bytes([save]) * SIZE, request)
         own.close()
     for client in clients:
         client._drop()
@@ -59,8 +57,7 @@ def test_a_save_that_only_one_rank_had_handed_over_is_made_good(tmp_path: Path, 
     for rank in (0, 1):
         clients.append(SaverClient(memory.address(rank, 3)))
         own = Slots(memory.path, SlotOwner(rank, rank, 2, 3))
-        assert own.stage(40, SIZE) is not None
-        slot = own.commit(SaveRequest(str(folder), 40, number, rank, 2, {"save": 1}))
+        slot = put(own, 40, bytes(SIZE), SaveRequest(str(folder), 40, number, rank, 2, {"save": 1}))
         if rank == 0:
             clients[0]._committed = slot
             request = SaveRequest(str(folder), 40, begin(folder, 40), 0, 2)
@@ -84,10 +81,9 @@ def test_a_rescue_ends_when_the_others_have_gone_on_and_saved_a_newer_step(tmp_p
     """The last worker of this node was lost; those of the others live, in ht.survive, and leave no list."""
     (tmp_path / "memory").mkdir()
     own = Slots(tmp_path / "memory", SlotOwner(rank, rank, 2, 3))
-    assert own.stage(40, SIZE) is not None
     request = SaveRequest(str(tmp_path), 40, rescue_attempt(), rank, 2)
     here = StepInMemory(40, 1)
-    pending = PendingFlush({here: (own.commit(request), request)}, Inventory((here,), -1, 20))
+    pending = PendingFlush({here: (put(own, 40, bytes(SIZE), request), request)}, Inventory((here,), -1, 20))
     with ThreadPoolExecutor() as threads:
         met = threads.submit(pending.meet, threading.Event(), limit_s(60))
         (tmp_path / "step_000000030.0001").mkdir()  # older than what is in memory
@@ -104,8 +100,7 @@ def test_a_folder_that_was_closed_while_the_job_goes_on_in_another(tmp_path: Pat
     clients = [SaverClient(memory.address(rank, 0)) for rank in (0, 1)]
     for rank in (0, 1):
         slots.append(Slots(memory.path, SlotOwner(rank, rank, 2, 0)))
-        assert slots[-1].stage(40, SIZE) is not None
-        slots[-1].commit(SaveRequest(str(first), 40, number, rank, 2))
+        put(slots[-1], 40, bytes(SIZE), SaveRequest(str(first), 40, number, rank, 2))
     again = []
     for rank, client in enumerate(clients):
         client.close(ahead=True)
@@ -154,8 +149,7 @@ def test_a_rescue_that_waits_for_another_node_ends_when_the_next_life_goes_on_fr
     first, folder = SaverClient(address), tmp_path / "snaps"
     folder.mkdir()
     own = Slots(memory.path, SlotOwner(0, 0, 2, 0))
-    assert own.stage(40, SIZE) is not None
-    slot = own.commit(SaveRequest(str(folder), 40, rescue_attempt(), 0, 2))
+    slot = put(own, 40, bytes(SIZE), SaveRequest(str(folder), 40, rescue_attempt(), 0, 2))
     first._drop()
     until(lambda: list(folder.glob("*/*.offer")), "the rescue waits for the other node")
     assert own._lock(slot.number) is None

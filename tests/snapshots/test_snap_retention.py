@@ -27,7 +27,7 @@ from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.layout import Manifest, RankEntry, rank_file
 from holdfast.snapshots.slots import SlotOwner, Slots
 from tests.snapshots import saves
-from tests.snapshots.saves import SIZE, Bench, content, is_whole, newest, save
+from tests.snapshots.saves import SIZE, Bench, content, is_whole, newest, put, save
 from tests.support.limits import limit_s, until
 from tests.support.tables import tables
 
@@ -261,8 +261,7 @@ def test_what_a_dead_rank_had_begun_holds_up_nobody(bench: Bench) -> None:
     path = saves.save(bench.folder, 1, 1)
     other = Slots(bench.place.folder, SlotOwner(1))
     for step in (1, 2):
-        assert other.stage(step, SIZE) is not None
-        other.commit()
+        put(other, step, bytes(SIZE))
     assert other.stage(3, SIZE) is not None
     other.close()  # as its death leaves it
     assert slots.is_any_staged(bench.place.folder, [1])

@@ -20,6 +20,7 @@ from holdfast.protocol.errors import SnapshotMemoryError
 from holdfast.snapshots import memory_folder, slots
 from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.slots import HEADER_BYTES, SlotOwner, Slots
+from tests.snapshots import saves
 from tests.support.limits import limit_s
 
 SIZE = 3 * (1 << 20) + 17
@@ -38,10 +39,7 @@ def request(step: int) -> SaveRequest:
 
 
 def put(own: Slots, step: int, byte: int, size: int = SIZE) -> slots.Slot:
-    memory = own.stage(step, size)
-    assert memory is not None
-    memory[:] = bytes([byte]) * size
-    return own.commit(request(step))
+    return saves.put(own, step, bytes([byte]) * size, request(step))
 
 
 def test_a_successor_finds_the_newest_whatever_its_rank(tmp_path: Path) -> None:
