@@ -36,7 +36,7 @@ from holdfast.snapshots.layout import (
     rank_file,
     record_file,
 )
-from tests.snapshots.saves import content, is_whole, load, newest, save
+from tests.snapshots.saves import content, is_whole, newest, save
 from tests.support.limits import limit_s
 
 SAVE = """
@@ -144,11 +144,6 @@ def test_a_rename_replaces_nothing(tmp_path: Path) -> None:
     assert newest(tmp_path).path == committed
     assert is_whole(newest(tmp_path))
     assert not folder.survey(tmp_path).debris
-
-
-def test_a_request_travels_as_json() -> None:
-    request = SaveRequest("runs/a", 5, 1, 0, 4, {"loader": [1, 2]})
-    assert SaveRequest.from_json(json.loads(json.dumps(request.to_json()))) == request
 
 
 def test_ranks_may_come_in_any_order_and_late(tmp_path: Path) -> None:
@@ -279,15 +274,6 @@ def test_names() -> None:
     ):
         assert parse_name(name) is None, name
     assert Key(10**9, 1).name > "", "large steps have names too"
-
-
-def test_load_returns_memory_of_its_own(tmp_path: Path) -> None:
-    save(tmp_path, 1, 1)
-    with folder.RankFile(newest(tmp_path), 0) as file:
-        data = file.load()
-        image = file.image
-    data[image.spans["bias"]] = bytes(6)
-    assert load(newest(tmp_path)) == [content(1, 0)]
 
 
 def test_a_late_writer_leaves_nothing_in_the_next_attempt(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -194,11 +194,13 @@ def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
         changes.begin(tmp_path / "runs", 1)
 
 
-def test_what_was_read_outlives_the_snapshot(tmp_path: Path) -> None:
-    """What was read stays valid when the snapshot is deleted."""
+def test_what_was_read_is_memory_of_its_own(tmp_path: Path) -> None:
+    """What is written into it changes no snapshot, and it stays valid when the snapshot is deleted."""
     save(tmp_path, 1, 1)
     with folder.RankFile(newest(tmp_path), 0) as file:
         before = file.load()
+        before[file.image.spans["bias"]] = bytes(6)
+    assert is_whole(newest(tmp_path))
     kept = bytes(before)
     for each in newest(tmp_path).path.iterdir():
         each.unlink()
