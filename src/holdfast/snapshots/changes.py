@@ -41,7 +41,7 @@ from holdfast.protocol.errors import (
 )
 from holdfast.snapshots import disk, remote_commit
 from holdfast.snapshots.disk import ChunkDigests, root_digest
-from holdfast.snapshots.folder import Snapshot, attempt_place, quarantine, rename_aside, survey, verify
+from holdfast.snapshots.folder import Snapshot, attempt_place, first_of, quarantine, rename_aside, survey, verify
 from holdfast.snapshots.layout import (
     MANIFEST,
     RECORD_BYTES_MAX,
@@ -294,7 +294,7 @@ def _gather(request: SaveRequest, patience: float) -> list[RankRecord]:
         if not awaited:
             return [records[rank] for rank in range(request.world)]
         if time.monotonic() >= deadline:
-            missing = ", ".join(map(str, sorted(awaited)[:8])) + (" …" if len(awaited) > 8 else "")
+            missing = first_of(sorted(awaited), 8)
             raise SnapshotIncompleteError(
                 f"step {request.step} was not saved: after {patience:g} s nothing came from rank {missing}"
             )

@@ -29,7 +29,7 @@ from typing import NamedTuple
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotIncompleteError, SnapshotWriteError
 from holdfast.snapshots import disk, slots
 from holdfast.snapshots.changes import SaveRequest, abandon, commit
-from holdfast.snapshots.folder import attempt_place, entries, inspect, is_being_written
+from holdfast.snapshots.folder import attempt_place, entries, first_of, inspect, is_being_written
 from holdfast.snapshots.layout import FolderKind, Key, parse_name
 from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.memory_folder import Packet, Tell
@@ -211,11 +211,9 @@ def _inventories(place: Place, request: SaveRequest, until: Until) -> list[Inven
         if len(inventories) == request.world:
             return list(inventories.values())
         if until.over(place):
-            missing = [rank for rank in range(request.world) if rank not in inventories]
-            more = " …" if len(missing) > 8 else ""
+            missing = first_of([rank for rank in range(request.world) if rank not in inventories], 8)
             raise SnapshotIncompleteError(
-                f"step {request.step}, which is in memory, was not saved: nothing came from rank "
-                f"{', '.join(map(str, missing[:8]))}{more}"
+                f"step {request.step}, which is in memory, was not saved: nothing came from rank {missing}"
             )
 
 
