@@ -154,9 +154,8 @@ def begin(folder: str | os.PathLike[str] | RemotePath, step: int, *, make: bool 
     try:
         if make:
             disk.make_folder(path)
-        listed = path.sizes() if isinstance(path, RemotePath) else os.listdir(path)
-        taken = [named.key.attempt for name in listed if (named := parse_name(name)) and named.key.step == step]
-        attempt = max(taken, default=0) + 1
+        named = [each for name in disk.listed(path) if (each := parse_name(name))]
+        attempt = max((each.key.attempt for each in named if each.key.step == step), default=0) + 1
         if isinstance(path, RemotePath):
             attempt = remote_commit.begin(path, step, attempt)
         while isinstance(path, Path):

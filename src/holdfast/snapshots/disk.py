@@ -193,11 +193,15 @@ def sync_folder(path: Place) -> None:
 
 def names(folder: Place) -> list[str]:
     """The names in a folder. OSError; FileNotFoundError when there is no folder, or nothing under a URL."""
-    if not isinstance(folder, RemotePath):
-        return os.listdir(folder)
-    if found := folder.sizes():
-        return list(found)
-    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+    found = listed(folder)
+    if not found and isinstance(folder, RemotePath):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+    return found
+
+
+def listed(folder: Place) -> list[str]:
+    """As `names`; none when there is nothing under a URL."""
+    return list(folder.sizes()) if isinstance(folder, RemotePath) else os.listdir(folder)
 
 
 def size(path: Place) -> int:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
-import os
 import random
 import tempfile
 import threading
@@ -191,8 +190,7 @@ def _meeting_place(request: SaveRequest, until: Until) -> Place:
         return place
     folder = place_of(request.folder)
     while True:
-        listed = folder.sizes() if isinstance(folder, RemotePath) else os.listdir(folder)
-        for name in listed:
+        for name in disk.listed(folder):
             named = parse_name(name)  # no other attempt has this number
             if named and named.key.attempt == request.attempt - MEETING_BELOW:
                 return folder / name

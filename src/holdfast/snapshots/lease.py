@@ -373,8 +373,7 @@ def _newest(folder: Place) -> _Seen | None:
 
 
 def _numbers(folder: Place) -> list[int]:
-    listed = folder.sizes() if isinstance(folder, RemotePath) else os.listdir(folder)
-    return [int(found[1]) for name in listed if (found := _NAME.fullmatch(name))]
+    return [int(found[1]) for name in disk.listed(folder) if (found := _NAME.fullmatch(name))]
 
 
 def _name(number: int) -> str:
