@@ -13,9 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-from holdfast.snapshots import copy_connection, copy_paths
+from holdfast.snapshots import copy_connection
 from holdfast.snapshots.changes import SaveRequest
-from holdfast.snapshots.copy_paths import CopyPaths
+from holdfast.snapshots.copy_connection import CopyPaths
 from holdfast.snapshots.copy_service import CopyService, fetch
 from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.slots import COUNT_MAX, SlotOwner, Slots, lend
@@ -48,12 +48,12 @@ def send(folder: Path, to: tuple[str, int], key: bytes) -> None:
             "to": list(to),
             "keep": keep,
         }
-        service.sending(about, [lend(folder, slot)])(tell)
+        service.sending(about, [lend(slot)])(tell)
         time.sleep(0.1)
 
 
 def main(what: str, folder: Path, hosts: str, port: str = "0", key: str = "") -> None:
-    copy_connection.STALL_S = copy_paths.SAMPLE_S_MAX = STALL_S
+    copy_connection.STALL_S = copy_connection.SAMPLE_S_MAX = STALL_S
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     if what == "addresses":
         from holdfast.train.copies import own_addresses

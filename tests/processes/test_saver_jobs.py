@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
-from tests.processes.conftest import is_alive
+from tests.processes.conftest import children, is_alive
+from tests.snapshots.saves import savers
 from tests.support.limits import until
 
 ONE = ("--standalone", "--nproc-per-node", "1")
@@ -43,22 +43,13 @@ def snapshots(site) -> list[int]:
     return sorted(int(path.name[5:14]) for path in (site.folder / "snaps").glob("step_*"))
 
 
-def saver_of(place: str) -> int:
+def saver_of(place: Path) -> int:
     """The process that looks after this shared-memory folder."""
-
-    def find() -> int:
-        for path in Path("/proc").glob("[0-9]*/cmdline"):
-            with contextlib.suppress(OSError):
-                line = path.read_bytes()
-                if b"holdfast.snapshots.saver" in line and place.encode() in line and is_alive(int(path.parent.name)):
-                    return int(path.parent.name)
-        return 0
-
-    return int(until(find, "a saver"))
+    return int(until(lambda: savers(place), "a saver")[0])
 
 
-def memory_folder_of(site, event: str = "place") -> str:
-    return str(site.wait(1, event)[0]["place"])
+def memory_folder_of(site) -> Path:
+    return Path(site.wait(1, "place")[0]["place"])
 
 
 def script(site, body: str) -> Path:
@@ -83,7 +74,7 @@ if ROUND < 2:
         path.name: sorted(int(each.name[5:14]) for each in path.glob("step_*")) for path in site.folder.glob("snaps*")
     }
     assert found == {f"snaps{rank}": [0, 1] for rank in range(6)}, agent.text
-    assert not Path(memory_folder_of(site)).exists()
+    assert not memory_folder_of(site).exists()
 
 
 def test_what_only_memory_had_is_on_disk_when_the_job_has_failed(site) -> None:
@@ -114,7 +105,7 @@ def test_an_agent_that_is_told_to_end_waits_for_a_save(site, signum: int) -> Non
     assert agent.end() == 128 + signum, agent.text
     assert snapshots(site) == [5]
     assert not is_alive(saver)
-    assert not Path(memory_folder_of(site)).exists()
+    assert not memory_folder_of(site).exists()
 
 
 def test_a_killed_agent_leaves_no_process_and_no_file(site) -> None:
@@ -124,7 +115,7 @@ def test_a_killed_agent_leaves_no_process_and_no_file(site) -> None:
     saver = saver_of(place)
     agent.signal(signal.SIGKILL)
     site.all_gone()
-    until(lambda: not is_alive(saver) and not Path(place).exists(), "saver and slots are gone", 1.0)
+    until(lambda: not is_alive(saver) and not place.exists(), "saver and slots are gone", 1.0)
 
 
 def test_what_a_killed_agent_and_supervisor_left_goes_with_the_next_start(site) -> None:
@@ -133,14 +124,14 @@ def test_what_a_killed_agent_and_supervisor_left_goes_with_the_next_start(site) 
     place = memory_folder_of(site)
     saver = saver_of(place)
     os.kill(saver, signal.SIGSTOP)
-    (supervisor,) = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    (supervisor,) = children(agent.pid)
     agent.signal(signal.SIGSTOP)  # so that it does not start another one
-    os.kill(int(supervisor), signal.SIGKILL)
+    os.kill(supervisor, signal.SIGKILL)
     agent.signal(signal.SIGKILL)
     site.all_gone()
     until(lambda: not is_alive(saver), "the saver is gone", 1.0)
     site.ends(0, *ONE, site.script("note('second')", "second.py"))
-    assert not Path(place).exists()
+    assert not place.exists()
     assert snapshots(site) == [5]
 
 
@@ -193,8 +184,8 @@ saver.check()
     agent = site.start(*ONE, "--max-restarts", "1", script(site, body))
     site.wait(1, "up")
     saver = saver_of(memory_folder_of(site))
-    (supervisor,) = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
-    os.kill(int(supervisor), signal.SIGKILL)
+    (supervisor,) = children(agent.pid)
+    os.kill(supervisor, signal.SIGKILL)
     assert agent.end() == 0, agent.text
     assert not is_alive(saver)
     assert [each["step"] for each in site.trail("found")] == [40]

@@ -1,4 +1,4 @@
-"""What tests of the saver share."""
+"""Savers to try."""
 
 from __future__ import annotations
 
@@ -7,11 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from tests.snapshots.saves import Bench
+from tests.snapshots.saves import Bench, Memory
 
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
     made = Bench(tmp_path / "snaps")
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def memory() -> Iterator[Memory]:
+    made = Memory()
     yield made
     made.close()

@@ -1,4 +1,4 @@
-"""A saver to try: its worker is the test's own process, its anchor a process that the test ends."""
+"""What tests of snapshots share: savers to try, and small snapshots to damage."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from holdfast.protocol.errors import SaverLostError
 from holdfast.snapshots import changes, folder, memory_folder
-from holdfast.snapshots.changes import SaveRequest
+from holdfast.snapshots.changes import At, SaveRequest, nowhere
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.layout import Image, TensorEntry
 from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.saver_client import SaverClient
-from holdfast.snapshots.slots import Slot
+from holdfast.snapshots.slots import Slot, Slots
 from tests.support.limits import limit_s, until
 
 SIZE = 2 << 20
@@ -34,15 +35,47 @@ def savers(place: Path) -> list[int]:
     return found
 
 
+def put(own: Slots, step: int, data: bytes, request: SaveRequest | None = None) -> Slot:
+    """Stage and commit a state."""
+    memory = own.stage(step, len(data))
+    assert memory is not None
+    memory[:] = data
+    return own.commit(request)
+
+
+class Memory:
+    """A shared-memory folder, and the anchor of its saver: a process that the test ends."""
+
+    def __init__(self) -> None:
+        self.anchor = subprocess.Popen(["sleep", "600"])
+        self.held = memory_folder.MemoryFolder.make("bench")
+        self.path = self.held.path
+
+    def address(self, local_rank: int = 0, generation: int = 0) -> SaverAddress:
+        """A worker's. Its saver keeps the folder, and removes it in the end."""
+        return SaverAddress(self.path, local_rank, generation, self.anchor.pid, self.held)
+
+    def end(self) -> None:
+        """The launcher's."""
+        self.anchor.kill()
+        self.anchor.wait()
+        self.held.close()
+
+    def close(self) -> None:
+        self.end()
+        for pid in savers(self.path):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        until(lambda: not self.path.exists(), "the shared-memory folder is gone")
+
+
 class Bench:
-    """A worker in this process, with a saver whose anchor is a process that the test ends."""
+    """A worker in this process, with its saver."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.anchor = subprocess.Popen(["sleep", "600"])
-        held = memory_folder.MemoryFolder.make("bench")
-        self.held = held
-        self.place = SaverAddress(held.path, 0, 0, self.anchor.pid)
+        self.memory = Memory()
+        self.place = SaverAddress(self.memory.path, 0, 0, self.memory.anchor.pid)
         self.connect()
 
     def connect(self) -> None:
@@ -59,14 +92,28 @@ class Bench:
         self.client.persist(request)
 
     def stage(self, step: int, size: int = SIZE) -> Slot:
-        memory = self.slots.stage(step, size)
-        assert memory is not None
-        memory[:] = bytes([step]) * size
-        return self.slots.commit()
+        return put(self.slots, step, bytes([step]) * size)
 
     def persist(self, step: int, size: int = SIZE) -> None:
         number = changes.begin(self.folder, step)
         self.hand_over(SaveRequest(str(self.folder), step, number, 0, 1, metadata={"step": step}), size)
+
+    def read_back(self, path: Path, patience_s: float = WAIT_S) -> None:
+        """By the saver."""
+        memory_folder.read_back(self.place.folder, path, patience_s)
+
+    def is_read_by_another(self, path: Path) -> bool:
+        """By the saver that replaces one that was killed."""
+        self.client.check()  # notices that its saver is gone, and starts another one
+        with contextlib.suppress(SaverLostError):
+            self.read_back(path)
+            return True
+        return False
+
+    def save(self, step: int) -> None:
+        """It is on the disk when this returns."""
+        self.persist(step)
+        self.client.wait(WAIT_S)
 
     @property
     def saver(self) -> int:
@@ -75,13 +122,7 @@ class Bench:
 
     def close(self) -> None:
         self.client.close()
-        self.held.close()
-        self.anchor.kill()
-        self.anchor.wait()
-        for pid in savers(self.place.folder):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-        until(lambda: not self.place.folder.exists(), "the shared-memory folder is gone")
+        self.memory.close()
 
 
 # --- snapshots to damage: small, of several ranks, made by the real commit protocol -----------------------------------
@@ -102,13 +143,18 @@ def content(step: int, rank: int, items: int = WEIGHT_ITEMS) -> bytes:
 
 
 def save(
-    path: Path, step: int, world: int = 2, metadata: Mapping[str, Any] | None = None, items: int = WEIGHT_ITEMS
+    path: Path,
+    step: int,
+    world: int = 2,
+    metadata: Mapping[str, Any] | None = None,
+    items: int = WEIGHT_ITEMS,
+    at: At = nowhere,
 ) -> Path:
     """Save one step of all ranks; returns the committed folder."""
-    number = changes.begin(path, step)
+    number = changes.begin(path, step, at=at)
     for rank in range(world):
-        changes.write_rank(SaveRequest(str(path), step, number, rank, world), content(step, rank, items))
-    return changes.commit(SaveRequest(str(path), step, number, 0, world, metadata=metadata or {}))
+        changes.write_rank(SaveRequest(str(path), step, number, rank, world), content(step, rank, items), at=at)
+    return changes.commit(SaveRequest(str(path), step, number, 0, world, metadata=metadata or {}), at=at)
 
 
 def load(snapshot: Snapshot) -> list[bytes]:

@@ -20,14 +20,14 @@ import pytest
 
 from holdfast.cli import main
 from holdfast.protocol.errors import CopyError, SnapshotMemoryError
-from holdfast.snapshots import copy_connection, copy_service, disk, growing, memory_folder, slots
+from holdfast.snapshots import copy_connection, copy_service, disk, mapping, memory_folder, slots
 from holdfast.snapshots.changes import SaveRequest
-from holdfast.snapshots.copy_connection import CopyConnection
-from holdfast.snapshots.copy_paths import Pace
+from holdfast.snapshots.copy_connection import CopyConnection, Pace
 from holdfast.snapshots.copy_service import CopyService, all_slots, fetch
 from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.memory_folder import COPIES, FETCHED, KEY, key_of_life, remove_folder
 from holdfast.snapshots.slots import COUNT_MAX, Slot, SlotOwner, Slots, lend
+from tests.snapshots.saves import put
 from tests.support.limits import limit_s, until
 
 HOST = "127.0.0.1"
@@ -47,21 +47,23 @@ class Node:
         self.slots = Slots(folder, SlotOwner(0, rank, 2, 1), COUNT_MAX)
 
     def stage(self, step: int, attempt: int = 7, size: int = SIZE) -> Slot:
-        memory = self.slots.stage(step, size)
-        assert memory is not None
-        memory[:] = content(step, size)
-        return self.slots.commit(SaveRequest("/runs", step, attempt, self.rank, 2, {"save": step}))
+        request = SaveRequest("/runs", step, attempt, self.rank, 2, {"save": step})
+        return put(self.slots, step, content(step, size), request)
 
     def send(self, slot: Slot, port: int, keep: int | None = None) -> None:
         assert slot.request is not None
         kept = None if keep is None else (keep, 7, keep)
-        self.service.send(lend(self.folder, slot), slot.sequence, slot.request, (HOST, port), kept)
+        self.service.send(lend(slot), slot.sequence, slot.request, (HOST, port), kept)
 
     def copied(self, rank: int) -> list[int]:
         """The steps of this rank that it keeps; all whole."""
         found = slots.committed_slots(self.folder / COPIES, rank)
         assert all(bytes(each.data) == content(each.step, len(each.data)) for each in found)
         return sorted(each.step for each in found)
+
+    def close(self) -> None:
+        self.slots.close()
+        self.service.close()
 
 
 def content(step: int, size: int) -> bytes:
@@ -73,8 +75,7 @@ def pair(tmp_path: Path) -> Iterator[tuple[Node, Node]]:
     made = Node(tmp_path / "a", 0), Node(tmp_path / "b", 1)
     yield made
     for each in made:
-        each.slots.close()
-        each.service.close()
+        each.close()
         until(lambda each=each: not each.service._open, "no connection is left")
 
 
@@ -160,9 +161,7 @@ def test_copies_of_earlier_lives_go_when_all_have_one_of_this(pair: tuple[Node, 
     before = Slots(b.folder / COPIES, SlotOwner(5))
     a.send(a.stage(1), b.port)
     os.makedirs(b.folder / COPIES, exist_ok=True)
-    memory = before.stage(9, 100)
-    assert memory is not None
-    before.commit(SaveRequest("/runs", 9, 3, 5, 6))
+    put(before, 9, bytes(100), SaveRequest("/runs", 9, 3, 5, 6))
     before.close()
     a.send(a.stage(2), b.port)
     assert slots.local_ranks(b.folder / COPIES) == [0, 5]
@@ -172,8 +171,7 @@ def test_copies_of_earlier_lives_go_when_all_have_one_of_this(pair: tuple[Node, 
     beside.send(beside.stage(2, attempt=8), b.port)
     a.send(a.stage(3, attempt=8), b.port, keep=2)  # of life 7: rank 3 has none of that here, but one of this life
     assert slots.local_ranks(b.folder / COPIES) == [0, 3]
-    beside.slots.close()
-    beside.service.close()
+    beside.close()
     b.service.forget(2)
     assert b.copied(0) == [2]
 
@@ -217,19 +215,21 @@ def forged(data: bytes) -> bytes:
     return data[:at] + bytes(map(int.__xor__, data[at : at + 5], change)) + data[at + 5 :]
 
 
-def test_with_a_job_token_nobody_forges_a_chunk(tmp_path: Path) -> None:
+def test_with_a_job_token_nobody_forges_a_chunk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert zlib.crc32(forged(b"0123456789")) == zlib.crc32(b"0123456789")
     for name in "ab":
         (tmp_path / name).mkdir()
         (tmp_path / name / KEY).write_bytes(b"derived from the token")
     a, b = Node(tmp_path / "a", 0), Node(tmp_path / "b", 1)
-    with pytest.raises(CopyError):
-        a.send(a.stage(1), Between(b.port, 3 << 20, forge).port)
+    with monkeypatch.context() as patch:
+        patch.setattr(copy_connection, "STALL_S", limit_s(0.5))  # `Between` holds its socket
+        with pytest.raises(CopyError):
+            a.send(a.stage(1), Between(b.port, 3 << 20, forge).port)
+    assert b.copied(0) == []
     a.send(a.stage(2), b.port)
     assert b.copied(0) == [2]
     for each in (a, b):
-        each.slots.close()
-        each.service.close()
+        each.close()
 
 
 def test_the_crc_of_zlib_ng_is_that_of_zlib() -> None:
@@ -337,7 +337,7 @@ def test_without_memory_a_copy_is_refused(pair: tuple[Node, Node], monkeypatch: 
         raise OSError(12, "too little memory is available")
 
     slot = a.stage(2)
-    monkeypatch.setattr(growing, "check_memory", none)
+    monkeypatch.setattr(mapping, "check_memory", none)
     with pytest.raises(CopyError, match=r"refused: .* no room for a copy of 9 MB: too little memory"):
         a.send(slot, b.port)
     assert b.copied(0) == [1]
@@ -413,11 +413,8 @@ def test_snaps_ls_shows_what_this_host_has_in_memory(
     with contextlib.ExitStack() as closing:
         one, two = (Node(tmp_path / memory_folder.name_of("a-run", key), rank) for rank, key in enumerate("xy"))
         for node in (one, two):
-            closing.callback(node.slots.close)
-            closing.callback(node.service.close)
-        memory = one.slots.stage(4, 4096)
-        assert memory is not None
-        slot = one.slots.commit(SaveRequest(str(runs), 4, 7, 0, 2, {"save": 4}))
+            closing.callback(node.close)
+        slot = put(one.slots, 4, bytes(4096), SaveRequest(str(runs), 4, 7, 0, 2, {"save": 4}))
         two.stage(9)  # of another folder
         one.send(slot, two.port)
         assert main(["snaps", "ls", "--json", str(runs)]) == 0

@@ -21,116 +21,61 @@ from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.layout import MANIFEST, Image, TensorEntry, rank_file, record_file
 from tests.snapshots.saves import content, is_whole, newest, save
 
-FILE = rank_file(1)
+FILE, RECORD = rank_file(1), record_file(1)
+Damage = Callable[[Path], object]
 
 
-def truncated(path: Path) -> None:
-    os.truncate(path / FILE, (path / FILE).stat().st_size - 1)
+def changed(name: str, change: Callable[[bytes], bytes]) -> Damage:
+    """The file of this name has other bytes."""
+    return lambda path: (path / name).write_bytes(change((path / name).read_bytes()))
 
 
-def longer(path: Path) -> None:
-    with (path / FILE).open("ab") as file:
-        file.write(b"\0")
+def other_chunk(data: bytes) -> bytes:
+    record = json.loads(data)
+    record["chunks"][0] = "0" * 64
+    return json.dumps(record).encode()
 
 
-def emptied(path: Path) -> None:
-    os.truncate(path / FILE, 0)
+def swapped(path: Path, *files: Callable[[int], str]) -> None:
+    """Those of the two ranks, which have equal sizes."""
+    for file in files:
+        (path / file(1)).rename(path / "aside")
+        (path / file(0)).rename(path / file(1))
+        (path / "aside").rename(path / file(0))
 
 
-def page_zeroed(path: Path) -> None:
-    with (path / FILE).open("r+b") as file:
-        file.seek(4096 * 50)
-        file.write(bytes(4096))
-
-
-def whole_zeroed(path: Path) -> None:
-    size = (path / FILE).stat().st_size
-    os.truncate(path / FILE, 0)
-    os.truncate(path / FILE, size)
-
-
-def header_zeroed(path: Path) -> None:
-    with (path / FILE).open("r+b") as file:
-        file.write(bytes(64))
-
-
-def swapped(path: Path) -> None:
-    """The two ranks' files have equal sizes."""
-    (path / FILE).rename(path / "aside")
-    (path / rank_file(0)).rename(path / FILE)
-    (path / "aside").rename(path / rank_file(0))
-
-
-def swapped_with_records(path: Path) -> None:
-    swapped(path)
-    (path / record_file(1)).rename(path / "aside")
-    (path / record_file(0)).rename(path / record_file(1))
-    (path / "aside").rename(path / record_file(0))
-
-
-def file_of_another_step(path: Path) -> None:
-    (path / FILE).write_bytes(content(1, 1))
-
-
-def file_missing(path: Path) -> None:
-    (path / FILE).unlink()
-
-
-def file_is_folder(path: Path) -> None:
+def is_folder(path: Path) -> None:
     (path / FILE).unlink()
     (path / FILE).mkdir()
-
-
-def record_missing(path: Path) -> None:
-    (path / record_file(1)).unlink()
-
-
-def record_edited(path: Path) -> None:
-    file = path / record_file(1)
-    record = json.loads(file.read_text())
-    record["chunks"][0] = "0" * 64
-    file.write_text(json.dumps(record))
-
-
-def record_torn(path: Path) -> None:
-    os.truncate(path / record_file(1), 100)
-
-
-def manifest_missing(path: Path) -> None:
-    (path / MANIFEST).unlink()
-
-
-def manifest_torn(path: Path) -> None:
-    os.truncate(path / MANIFEST, 200)
-
-
-def manifest_edited(path: Path) -> None:
-    file = path / MANIFEST
-    file.write_text(file.read_text().replace('"loss": 0.5', '"loss": 0.1'))
 
 
 def manifest_of_another(path: Path) -> None:
     shutil.copy(path.parent / "step_000000001.0001" / MANIFEST, path / MANIFEST)
 
 
-def manifest_not_text(path: Path) -> None:
-    (path / MANIFEST).write_bytes(b"\xff\xfe")
-
-
-def manifest_nested(path: Path) -> None:
-    (path / MANIFEST).write_text("[" * 200_000)
-
-
-def all_removed(path: Path) -> None:
-    for name in os.listdir(path):
-        (path / name).unlink()
-
-
-DAMAGES = [
-    truncated, longer, emptied, page_zeroed, whole_zeroed, header_zeroed, swapped, swapped_with_records,
-    file_of_another_step, file_missing, file_is_folder, record_missing, record_edited, record_torn,
-    manifest_missing, manifest_torn, manifest_edited, manifest_of_another, manifest_not_text, manifest_nested, all_removed,
-]  # fmt: skip
+DAMAGES: dict[str, Damage] = {
+    "truncated": changed(FILE, lambda data: data[:-1]),
+    "longer": changed(FILE, lambda data: data + b"\0"),
+    "emptied": changed(FILE, lambda _: b""),
+    "page_zeroed": changed(FILE, lambda data: data[: 4096 * 50] + bytes(4096) + data[4096 * 51 :]),
+    "whole_zeroed": changed(FILE, lambda data: bytes(len(data))),
+    "header_zeroed": changed(FILE, lambda data: bytes(64) + data[64:]),
+    "swapped": lambda path: swapped(path, rank_file),
+    "swapped_with_records": lambda path: swapped(path, rank_file, record_file),
+    "file_of_another_step": changed(FILE, lambda _: content(1, 1)),
+    "file_missing": lambda path: (path / FILE).unlink(),
+    "file_is_folder": is_folder,
+    "record_missing": lambda path: (path / RECORD).unlink(),
+    "record_edited": changed(RECORD, other_chunk),
+    "record_torn": changed(RECORD, lambda data: data[:100]),
+    "manifest_missing": lambda path: (path / MANIFEST).unlink(),
+    "manifest_torn": changed(MANIFEST, lambda data: data[:200]),
+    "manifest_edited": changed(MANIFEST, lambda data: data.replace(b'"loss": 0.5', b'"loss": 0.1')),
+    "manifest_of_another": manifest_of_another,
+    "manifest_not_text": changed(MANIFEST, lambda _: b"\xff\xfe"),
+    "manifest_nested": changed(MANIFEST, lambda _: b"[" * 200_000),
+    "all_removed": lambda path: [each.unlink() for each in path.iterdir()],
+}
 
 
 def read_back(path: Path) -> Snapshot:
@@ -150,11 +95,11 @@ def read_back(path: Path) -> Snapshot:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_is_found_named_and_passed_over(tmp_path: Path, damage: Callable[[Path], None]) -> None:
+def test_damage_is_found_named_and_passed_over(tmp_path: Path, damage: str) -> None:
     save(tmp_path, 1)
     bad = save(tmp_path, 2, metadata={"metrics": {"loss": 0.5}})
     assert newest(tmp_path).step == 2
-    damage(bad)
+    DAMAGES[damage](bad)
     with pytest.raises(SnapshotDamagedError, match=r"step_000000002\.0001"):
         folder.verify(folder.inspect(bad))
     with pytest.raises(SnapshotDamagedError, match=r"step_000000002\.0001"):
@@ -166,16 +111,14 @@ def test_damage_is_found_named_and_passed_over(tmp_path: Path, damage: Callable[
     assert [path.name for path in aside] == ["bad.step_000000002.0001"]
     assert "step_000000002.0001 was set aside: " in (aside[0] / folder.WHY).read_text()
     # The step is saved again, is damaged again, and again there is a place for it.
-    damage(save(tmp_path, 2, metadata={"metrics": {"loss": 0.5}}))
+    DAMAGES[damage](save(tmp_path, 2, metadata={"metrics": {"loss": 0.5}}))
     assert read_back(tmp_path).step == 1
     assert len(folder.survey(tmp_path).quarantined) == 2
 
 
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damage_to_the_only_one_is_no_silent_start_from_zero(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    if damage is manifest_of_another:
-        pytest.skip("there is no other one")
-    damage(save(tmp_path, 2, metadata={"metrics": {"loss": 0.5}}))
+@pytest.mark.parametrize("damage", sorted({*DAMAGES} - {"manifest_of_another"}))
+def test_damage_to_the_only_one_is_no_silent_start_from_zero(tmp_path: Path, damage: str) -> None:
+    DAMAGES[damage](save(tmp_path, 2, metadata={"metrics": {"loss": 0.5}}))
     with pytest.raises(NoValidSnapshotError, match=r"step_000000002\.0001"):
         read_back(tmp_path)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -10,8 +11,10 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +24,8 @@ from holdfast.snapshots.lease import FolderLease, LeaseOwner, acquire
 from tests.support.limits import limit_s, until
 
 ELSEWHERE = LeaseOwner("other", "far", 4711, "another boot", "1")
+OF_JOB = replace(ELSEWHERE, job_uid="node7#1")
+HERE = LeaseOwner.me("other", "")
 HOLD = """
 import sys, time
 from holdfast.snapshots import lease
@@ -75,38 +80,28 @@ def test_a_live_owner_elsewhere_is_named(tmp_path: Path) -> None:
     assert numbers(tmp_path) == ["lease.000007"]
 
 
-def test_a_dead_owner_elsewhere_is_taken_over_after_the_stated_looks(tmp_path: Path) -> None:
-    write(tmp_path, 7, ELSEWHERE, 1)
+@pytest.mark.parametrize(
+    ("owner", "run_id", "more", "looks"),
+    [
+        pytest.param(ELSEWHERE, "mine", {}, lease.LOOKS, id="dead or stopped"),
+        pytest.param(ELSEWHERE, "mine", {"lost": 7}, 0, id="known to be lost"),
+        pytest.param(ELSEWHERE, "mine", {"lost": 6}, lease.LOOKS, id="another job has taken it since"),
+        # holdfast starts a generation when none of the others is left.
+        pytest.param(OF_JOB, "mine", {"job_uid": "node7#1"}, 0, id="an earlier generation of the same job"),
+        pytest.param(OF_JOB, "mine", {"job_uid": "node7#2"}, lease.LOOKS, id="of another job"),
+        pytest.param(replace(ELSEWHERE, run_id=""), "", {}, lease.LOOKS, id="a run id that is none"),
+        pytest.param(replace(ELSEWHERE, run_id="none"), "none", {}, lease.LOOKS, id="a run id that everybody has"),
+        pytest.param(replace(HERE, pid=2**22 + 1), "other", {}, 0, id="dead on this machine"),
+        pytest.param(replace(HERE, started="1"), "mine", {}, 0, id="a pid that is used again"),
+    ],
+)
+def test_an_owner_that_does_not_beat_is_waited_for(
+    tmp_path: Path, owner: LeaseOwner, run_id: str, more: dict[str, Any], looks: int
+) -> None:
+    write(tmp_path, 7, owner, 1)
     waits = Waits()
-    with acquire(tmp_path, "mine", wait=waits):
-        assert waits.count == lease.LOOKS
-        assert numbers(tmp_path) == ["lease.000008"]
-
-
-def test_who_is_known_to_be_lost_is_not_waited_for(tmp_path: Path) -> None:
-    write(tmp_path, 7, ELSEWHERE, 1)
-    waits = Waits()
-    with acquire(tmp_path, "mine", lost=7, wait=waits) as held:
-        assert held.number == 8
-    assert waits.count == 0
-    write(tmp_path, 9, ELSEWHERE, 1)
-    with acquire(tmp_path, "mine", lost=7, wait=waits):
-        assert waits.count == lease.LOOKS, "another job has taken it since"
-
-
-def test_an_earlier_generation_of_the_same_job_is_not_waited_for(tmp_path: Path) -> None:
-    """holdfast starts one when none of the others is left."""
-    waits = Waits()
-    write(tmp_path, 7, replace(ELSEWHERE, job_uid="node7#1"), 1)
-    with acquire(tmp_path, "mine", job_uid="node7#1", wait=waits):
-        assert waits.count == 0
-    for owner, job_uid in ((ELSEWHERE, ""), (replace(ELSEWHERE, job_uid="node7#1"), "node7#2")):
-        waits = Waits()
-        path = tmp_path / (job_uid or "none")
-        path.mkdir()
-        write(path, 7, owner, 1)
-        with acquire(path, "mine", job_uid=job_uid, wait=waits):
-            assert waits.count == lease.LOOKS
+    with acquire(tmp_path, run_id, wait=waits, **more) as held:
+        assert (held.number, waits.count, numbers(tmp_path)) == (8, looks, ["lease.000008"])
 
 
 def test_a_lease_of_another_version_names_its_owner(tmp_path: Path) -> None:
@@ -122,10 +117,6 @@ def test_the_same_run_takes_over_sooner(tmp_path: Path) -> None:
     waits = Waits(lambda count: count == 2 and write(tmp_path, 7, ELSEWHERE, 2))
     with acquire(tmp_path, "other", wait=waits):
         assert waits.count == 2 + lease.LOOKS_SAME_RUN
-    write(tmp_path, 9, replace(LeaseOwner.me("other", ""), pid=2**22 + 1), 1)
-    waits = Waits()
-    with acquire(tmp_path, "other", wait=waits):
-        assert waits.count == 0
 
 
 def test_the_same_run_does_not_rob_who_beats(tmp_path: Path) -> None:
@@ -147,14 +138,6 @@ def test_a_living_process_of_this_machine_is_not_robbed(tmp_path: Path, run_id: 
     assert numbers(tmp_path) == ["lease.000007"]
 
 
-@pytest.mark.parametrize("run_id", ["", "none"])
-def test_a_run_id_that_everybody_has_is_no_identity(tmp_path: Path, run_id: str) -> None:
-    write(tmp_path, 7, replace(ELSEWHERE, run_id=run_id), 1)
-    waits = Waits()
-    with acquire(tmp_path, run_id, wait=waits):
-        assert waits.count == lease.LOOKS
-
-
 def test_a_live_and_then_killed_owner_on_this_machine(tmp_path: Path) -> None:
     """Really another process: busy while it lives; free at once when it was killed."""
     with subprocess.Popen(
@@ -171,12 +154,6 @@ def test_a_live_and_then_killed_owner_on_this_machine(tmp_path: Path) -> None:
     waits = Waits()
     with acquire(tmp_path, "b", wait=waits):
         assert waits.count == 0
-
-
-def test_a_pid_that_is_used_again_is_not_the_owner(tmp_path: Path) -> None:
-    write(tmp_path, 1, replace(LeaseOwner.me("other", ""), started="1"), 1)
-    with acquire(tmp_path, "mine", wait=Waits()):
-        assert numbers(tmp_path) == ["lease.000002"]
 
 
 def test_twice_in_one_process(tmp_path: Path) -> None:
@@ -240,7 +217,7 @@ def test_one_failed_beat_is_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     with acquire(tmp_path, "a", beat_s=0.02) as held:
         with monkeypatch.context() as patch:
-            patch.setattr(FolderLease, "_put", fails)
+            patch.setattr(lease._LeaseFile, "put", fails)
             until(lambda: len(beats) >= 1, "a beat")
             assert trouble(held) is None or len(beats) >= lease.BEATS_MISSED_MAX
             until(lambda: len(beats) > lease.BEATS_MISSED_MAX, "too few beats")
@@ -268,26 +245,18 @@ def test_a_lease_that_cannot_be_read_is_somebodys(tmp_path: Path, text: str) -> 
 
 def test_of_several_contenders_one_wins(tmp_path: Path) -> None:
     """Twenty rounds of six threads that all see the lease given back."""
+    barrier = threading.Barrier(6)
+
+    def contend(_: int) -> FolderLease | None:
+        barrier.wait()
+        with contextlib.suppress(SnapshotBusyError):
+            return acquire(tmp_path, "", beat_s=0.005, look_s=0.04, looks=100)
+        return None
+
     for number in range(20):
         for name in numbers(tmp_path):
             (tmp_path / name).unlink()
         write(tmp_path, number + 1, ELSEWHERE, lease.FREE)
-        won: list[FolderLease] = []
-        lost: list[str] = []
-        barrier = threading.Barrier(6)
-
-        def contend(barrier: threading.Barrier = barrier, won: list[FolderLease] = won, lost: list[str] = lost) -> None:
-            barrier.wait()
-            try:
-                won.append(acquire(tmp_path, "", beat_s=0.005, look_s=0.04, looks=100))
-            except SnapshotBusyError as error:
-                lost.append(str(error))
-
-        threads = [threading.Thread(target=contend) for _ in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        for each in won:
-            each.release()
-        assert (len(won), len(lost)) == (1, 5)
+        with ThreadPoolExecutor(6) as threads:
+            (won,) = filter(None, threads.map(contend, range(6)))
+        won.release()

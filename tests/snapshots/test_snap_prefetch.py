@@ -13,10 +13,9 @@ import pytest
 
 from holdfast.protocol.errors import CopyError
 from holdfast.snapshots import disk
-from holdfast.snapshots.copy_connection import CopyConnection
-from holdfast.snapshots.copy_paths import CopyPaths
+from holdfast.snapshots.copy_connection import CopyConnection, CopyPaths
+from holdfast.snapshots.copy_service import Prefetch, WantedState, prefetch
 from holdfast.snapshots.memory_folder import KEY, PREFETCH, key_of_life
-from holdfast.snapshots.prefetch import Prefetch, WantedState, prefetch
 from holdfast.snapshots.slots import committed_slots
 from tests.snapshots.saves import Bench, savers
 from tests.snapshots.test_snap_copies import HOST, OTHERS, SIZE, Between, Node, content, pair
@@ -77,8 +76,7 @@ def test_what_the_worker_has_itself_is_not_replaced(pair: tuple[Node, Node], new
     own.stage(9)
     assert fetched(newcomer, b.port) == {}
     assert [each.step for each in committed_slots(newcomer, 0)] == [9]
-    own.slots.close()
-    own.service.close()
+    own.close()
 
 
 @pytest.mark.parametrize("fault", ["nobody", "another life", "not there", "another token"])

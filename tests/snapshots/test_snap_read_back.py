@@ -9,21 +9,23 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from holdfast.protocol.errors import SaverLostError, SnapshotDamagedError
-from holdfast.snapshots import changes, folder, memory_folder
+from holdfast.protocol.errors import SnapshotDamagedError, SnapshotIncompleteError
+from holdfast.snapshots import changes, folder
 from holdfast.snapshots import read_back as reading
 from holdfast.snapshots.changes import Keep, SaveRequest, Verified, prune
-from holdfast.snapshots.folder import Snapshot, being_written
+from holdfast.snapshots.folder import Snapshot
+from holdfast.snapshots.in_process import InProcessStaging
 from holdfast.snapshots.layout import rank_file
-from holdfast.snapshots.read_back import READ_BACK, Original, ReadBacks, Written, checked_file
+from holdfast.snapshots.read_back import READ_BACK, ReadBacks, Written, checked_file
 from holdfast.snapshots.slots import SlotOwner, Slots
 from tests.snapshots import saves
-from tests.snapshots.saves import WAIT_S, Bench, content, is_whole, newest
+from tests.snapshots.saves import WAIT_S, Bench, content, is_whole, newest, put
 from tests.support.limits import limit_s, until
 
 
@@ -45,6 +47,12 @@ def is_checked(snapshot: Snapshot, rank: int) -> bool:
     return isinstance(file, Path) and file.exists() and file.read_text() == snapshot.manifest.ranks[rank].digest
 
 
+def write(request: SaveRequest, data: bytes, slot: tuple[int, int] | None = None) -> Written:
+    written = reading.write(request, memoryview(data), slot)
+    assert written is not None
+    return written
+
+
 @pytest.fixture
 def saved(tmp_path: Path) -> Iterator[tuple[Snapshot, list[Written]]]:
     """A snapshot of two ranks that were not read back yet, and their writers."""
@@ -53,10 +61,8 @@ def saved(tmp_path: Path) -> Iterator[tuple[Snapshot, list[Written]]]:
     written = []
     with ExitStack() as opened:
         for rank in range(2):
-            request = SaveRequest(str(tmp_path), 1, number, rank, 2)
-            with being_written(request.attempt_path) as folder_fd:
-                record = changes.write_rank(request, content(1, rank, items))
-                written.append(Written(folder_fd, record))
+            request = SaveRequest(str(tmp_path), 1, number, rank, 2, {READ_BACK: True})
+            written.append(write(request, content(1, rank, items)))
             opened.callback(written[-1].close)
         assert not folder.is_being_written(request.attempt_path), "reading is not writing"
         changes.commit(SaveRequest(str(tmp_path), 1, number, 0, 2))
@@ -105,14 +111,14 @@ def test_each_node_reads_its_own_file_and_none_the_others(nodes: list[Bench]) ->
     until(lambda: all(is_checked(newest(path.parent), rank) for rank in range(2)), "both were read back")
     assert is_whole(newest(path.parent))
     flip(path / rank_file(1))  # after its node has read it
-    memory_folder.read_back(nodes[0].place.folder, path, WAIT_S)
+    nodes[0].read_back(path)
     with pytest.raises(SnapshotDamagedError):
         folder.verify(newest(path.parent))
 
 
 def test_rank_0s_node_waits_for_one_that_gives_way(nodes: list[Bench]) -> None:
     path = hand_over(nodes, 3, staging=True)
-    asked = threading.Thread(target=memory_folder.read_back, args=(nodes[0].place.folder, path, WAIT_S))
+    asked = threading.Thread(target=nodes[0].read_back, args=(path,))
     asked.start()
     until(lambda: is_checked(newest(path.parent), 0), "its own is read")
     assert not is_checked(newest(path.parent), 1)
@@ -128,25 +134,17 @@ def test_what_a_killed_saver_has_not_read_the_next_life_reads(nodes: list[Bench]
     until(lambda: is_checked(newest(path.parent), 0), "rank 0's is read")
     for node in reversed(nodes):
         os.kill(node.saver, signal.SIGKILL)
-    until(lambda: _is_read_by_another(nodes[0], path), "another saver reads it")
+    until(lambda: nodes[0].is_read_by_another(path), "another saver reads it")
     assert not is_checked(newest(path.parent), 1)
     flip(path / rank_file(1))
     with pytest.raises(SnapshotDamagedError, match="are not what was saved"):
-        memory_folder.read_back(nodes[0].place.folder, path, WAIT_S)
+        nodes[0].read_back(path)
     until(lambda: _has_another_saver(nodes[1]), "rank 1 has a saver again, which removes its memory in the end")
 
 
 def _has_another_saver(node: Bench) -> bool:
     node.client.check()
     return bool(saves.savers(node.place.folder))
-
-
-def _is_read_by_another(node: Bench, path: Path) -> bool:
-    node.client.check()  # notices that its saver is gone, and starts another one
-    with suppress(SaverLostError):
-        memory_folder.read_back(node.place.folder, path, WAIT_S)
-        return True
-    return False
 
 
 # --- what a writer finds, and what rank 0 does with it ----------------------------------------------------------------
@@ -247,12 +245,10 @@ def test_killed_while_it_reads_back(tmp_path: Path) -> None:
 import os, signal, sys
 from pathlib import Path
 from holdfast.snapshots import changes
-from holdfast.snapshots.folder import being_written
-from holdfast.snapshots.read_back import Written
+from holdfast.snapshots.read_back import READ_BACK, write
 from tests.snapshots.saves import content
-request = changes.SaveRequest(sys.argv[1], 1, changes.begin(sys.argv[1], 1), 0, 1)
-with being_written(request.attempt_path) as folder_fd:
-    written = Written(folder_fd, changes.write_rank(request, content(1, 0, 1_500_000)))
+request = changes.SaveRequest(sys.argv[1], 1, changes.begin(sys.argv[1], 1), 0, 1, {READ_BACK: True})
+written = write(request, memoryview(content(1, 0, 1_500_000)))
 changes.commit(request)
 looks = iter(range(int(sys.argv[2])))
 written.check(lambda: next(looks, None) is None and os.kill(os.getpid(), signal.SIGKILL))
@@ -267,6 +263,16 @@ written.check(lambda: next(looks, None) is None and os.kill(os.getpid(), signal.
         ReadBacks(idle).rest(found)  # the next life's
 
 
+def test_a_save_in_process_that_is_not_committed_leaves_nothing_open(tmp_path: Path) -> None:
+    own = SaveRequest(str(tmp_path), 1, changes.begin(tmp_path, 1), 0, 2, {READ_BACK: True})
+    staging = InProcessStaging()
+    assert staging.stage(1, 1000, wait=False) is not None
+    changes.refuse(replace(own, rank=1), "its disk is full")
+    staging.persist(own)
+    with pytest.raises(SnapshotIncompleteError, match="its disk is full"):
+        staging.wait()
+
+
 # --- the memory that it was written from ------------------------------------------------------------------------------
 
 
@@ -277,17 +283,10 @@ def test_it_is_compared_with_memory_while_that_holds_it(tmp_path: Path, staged: 
     memory.mkdir()
     slots = Slots(memory, SlotOwner(0))
     data, later = content(1, 0, 1_500_000), content(2, 0, 1_500_000)
-    held = []
-    for step in (1, 2):  # the older slot is used again
-        room = slots.stage(step, len(data))
-        assert room is not None
-        room[:] = data if step == 1 else later
-        held.append(slots.commit())
-    slot = held[0]
+    slot, _ = (put(slots, step, body) for step, body in ((1, data), (2, later)))  # the older one is used again
     slot_fd = os.open(memory / f"0.{slot.number}", os.O_RDONLY)
-    request = SaveRequest(str(tmp_path / "snaps"), 1, changes.begin(tmp_path / "snaps", 1), 0, 1)
-    with being_written(request.attempt_path) as folder_fd:
-        written = Written(folder_fd, changes.write_rank(request, data), Original(slot_fd, slot.sequence))
+    request = SaveRequest(str(tmp_path / "snaps"), 1, changes.begin(tmp_path / "snaps", 1), 0, 1, {READ_BACK: True})
+    written = write(request, data, (slot_fd, slot.sequence))
     os.close(slot_fd)
     original = written._original
     assert original is not None
@@ -322,9 +321,8 @@ def test_saves_that_come_faster_than_they_are_read(tmp_path: Path) -> None:
     read_backs = ReadBacks(is_busy)
     threads = []
     for step in range(1, 4):
-        request = SaveRequest(str(tmp_path), step, changes.begin(tmp_path, step), 0, 1)
-        with being_written(request.attempt_path) as folder_fd:
-            written = Written(folder_fd, changes.write_rank(request, content(step, 0, 1000)))
+        request = SaveRequest(str(tmp_path), step, changes.begin(tmp_path, step), 0, 1, {READ_BACK: True})
+        written = write(request, content(step, 0, 1000))
         changes.commit(request)
         threads.append(threading.Thread(target=read_backs.own, args=(written,)))
         threads[-1].start()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import signal
@@ -23,13 +22,12 @@ from holdfast.protocol.errors import (
 )
 from holdfast.snapshots import changes, folder, slots
 from holdfast.snapshots import read_back as reading
-from holdfast.snapshots.changes import Keep, SaveRequest, Verified, prune
+from holdfast.snapshots.changes import Keep, Verified, prune
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.layout import Manifest, RankEntry, rank_file
-from holdfast.snapshots.memory_folder import read_back
 from holdfast.snapshots.slots import SlotOwner, Slots
 from tests.snapshots import saves
-from tests.snapshots.saves import SIZE, WAIT_S, Bench, content, is_whole, newest, save
+from tests.snapshots.saves import SIZE, Bench, content, is_whole, newest, put, save
 from tests.support.limits import limit_s, until
 from tests.support.tables import tables
 
@@ -197,10 +195,7 @@ def test_a_reader_beside_retention_gets_all_or_is_told(tmp_path: Path) -> None:
         each.start()
     try:
         for step in range(1, 500):
-            number = changes.begin(tmp_path, step)
-            for rank in range(2):
-                changes.write_rank(SaveRequest(str(tmp_path), step, number, rank, 2), content(step, rank, 1000))
-            changes.commit(SaveRequest(str(tmp_path), step, number, 0, 2))
+            save(tmp_path, step, items=1000)
             prune(tmp_path, Keep(last=1))
             if outcomes["whole"] > 5 and outcomes["gone"] > 5:
                 break
@@ -220,15 +215,14 @@ def test_it_reads_snapshots_back_for_retention(bench: Bench) -> None:
     for step in (1, 2):
         saves.save(bench.folder, step, 1)
     first, second = (bench.folder / f"step_{step:09d}.0001" for step in (1, 2))
-    read_back(bench.place.folder, first, WAIT_S)
+    bench.read_back(first)
     file = second / "rank_00000.safetensors"
     file.write_bytes(bytes(file.stat().st_size))
     with pytest.raises(SnapshotDamagedError, match="are not what was saved"):
-        read_back(bench.place.folder, second, WAIT_S)
+        bench.read_back(second)
     with pytest.raises(SnapshotGoneError):
-        read_back(bench.place.folder, bench.folder / "step_000000003.0001", WAIT_S)
-    bench.persist(4)
-    bench.client.wait(WAIT_S)
+        bench.read_back(bench.folder / "step_000000003.0001")
+    bench.save(4)
     assert (bench.folder / "step_000000004.0001").is_dir()
 
 
@@ -237,23 +231,15 @@ def test_reading_back_by_a_saver_that_is_stopped_or_dies(bench: Bench) -> None:
     saver = bench.saver
     os.kill(saver, signal.SIGSTOP)
     with pytest.raises(SnapshotError, match="is the saver stopped"):
-        read_back(bench.place.folder, path, 0.05)
+        bench.read_back(path, 0.05)
     killing = threading.Timer(0.2, os.kill, (saver, signal.SIGKILL))
     killing.start()
     with pytest.raises(SaverLostError):
-        read_back(bench.place.folder, path, WAIT_S)
+        bench.read_back(path)
     killing.join()
     with pytest.raises(SaverLostError):
-        read_back(bench.place.folder, path, WAIT_S)
-
-    def is_read_by_another() -> bool:
-        bench.client.check()  # notices that its saver is gone, and starts another one
-        with contextlib.suppress(SaverLostError):
-            read_back(bench.place.folder, path, WAIT_S)
-            return True
-        return False
-
-    until(is_read_by_another, "another saver reads it")
+        bench.read_back(path)
+    until(lambda: bench.is_read_by_another(path), "another saver reads it")
 
 
 def test_it_gives_way_to_a_rank_that_stages(bench: Bench) -> None:
@@ -265,22 +251,21 @@ def test_it_gives_way_to_a_rank_that_stages(bench: Bench) -> None:
     assert bench.slots.stage(4, SIZE) is not None
     assert slots.is_any_staged(bench.place.folder, [0])
     with pytest.raises(SnapshotError, match="is the saver stopped"):
-        read_back(bench.place.folder, path, 0.3)
+        bench.read_back(path, 0.3)
     assert not slots.is_any_staged(bench.place.folder, [-1, 1, 2]), "others do not"
     bench.slots.commit()
-    read_back(bench.place.folder, path, WAIT_S)
+    bench.read_back(path)
 
 
 def test_what_a_dead_rank_had_begun_holds_up_nobody(bench: Bench) -> None:
     path = saves.save(bench.folder, 1, 1)
     other = Slots(bench.place.folder, SlotOwner(1))
     for step in (1, 2):
-        assert other.stage(step, SIZE) is not None
-        other.commit()
+        put(other, step, bytes(SIZE))
     assert other.stage(3, SIZE) is not None
     other.close()  # as its death leaves it
     assert slots.is_any_staged(bench.place.folder, [1])
-    read_back(bench.place.folder, path, WAIT_S)
+    bench.read_back(path)
 
 
 def test_it_gives_way_for_so_long_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:

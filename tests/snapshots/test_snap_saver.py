@@ -59,9 +59,13 @@ def die():
 """
 
 
-def run_worker(body: str, folder: Path, **environ: str) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-c", WORKER + body, str(folder)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=limit_s(60), env={**os.environ, **environ})
+def run(*line: str) -> subprocess.CompletedProcess[str]:
+    """What this Python prints."""
+    return subprocess.run([sys.executable, *line], capture_output=True, text=True, timeout=limit_s(60))
+
+
+def run_worker(body: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    return run("-c", WORKER + body, str(folder))
 
 
 def committed(folder: Path) -> dict[int, dict[str, Any]]:
@@ -80,8 +84,7 @@ def content(folder: Path, step: int) -> bytes:
 
 def test_what_was_handed_over_is_on_the_disk(bench: Bench) -> None:
     bench.persist(1)
-    bench.persist(2)
-    bench.client.wait(WAIT_S)
+    bench.save(2)
     assert committed(bench.folder) == {1: {"step": 1}, 2: {"step": 2}}
     assert content(bench.folder, 2) == b"\2" * SIZE
     assert not bench.client.busy
@@ -92,8 +95,7 @@ def test_a_failure_comes_out_at_the_next_call_as_what_it_is(bench: Bench) -> Non
     with pytest.raises(SnapshotIncompleteError, match="is not there"):
         bench.client.wait(WAIT_S)
     bench.client.check()
-    bench.persist(2)
-    bench.client.wait(WAIT_S)
+    bench.save(2)
     assert list(committed(bench.folder)) == [2]
 
 
@@ -108,26 +110,22 @@ def test_a_killed_saver_is_told_and_replaced(bench: Bench) -> None:
     with pytest.raises(SaverLostError, match="step 1 was not saved"):
         bench.client.wait(WAIT_S)
     bench.client.check()
-    bench.persist(2)
-    bench.client.wait(WAIT_S)
+    bench.save(2)
     assert list(committed(bench.folder)) == [2]
     assert bench.saver != first
 
 
 def test_a_saver_that_died_between_saves_is_nobody_s_error(bench: Bench) -> None:
-    bench.persist(1)
-    bench.client.wait(WAIT_S)
+    bench.save(1)
     os.kill(bench.saver, signal.SIGKILL)
     until(lambda: not savers(bench.place.folder), "it has ended")
-    bench.persist(2)
-    bench.client.wait(WAIT_S)
+    bench.save(2)
     assert sorted(committed(bench.folder)) == [1, 2]
 
 
 def test_a_stopped_saver_stalls_nobody(bench: Bench) -> None:
     """Back-pressure: two saves are taken, then there is no slot, at once; nothing is lost."""
-    bench.persist(1)
-    bench.client.wait(WAIT_S)
+    bench.save(1)
     os.kill(bench.saver, signal.SIGSTOP)
     bench.persist(2)
     for step in range(3, 20):
@@ -189,8 +187,7 @@ def test_what_waits_for_ranks_that_never_come_holds_up_no_successor(bench: Bench
     bench.client.close()
     bench.connect()
     bench.client.await_previous_worker(WAIT_S)
-    bench.persist(2)
-    bench.client.wait(WAIT_S)
+    bench.save(2)
     assert sorted(committed(bench.folder)) == [2]
     # The job goes on without it, and clears it away.
     snapshots.clear_debris(snapshots.survey(bench.folder))
@@ -201,8 +198,7 @@ def test_what_waits_for_ranks_that_never_come_holds_up_no_successor(bench: Bench
 
 
 def test_a_slot_that_was_staged_into_since_is_refused(bench: Bench) -> None:
-    bench.persist(1)
-    bench.client.wait(WAIT_S)
+    bench.save(1)
     bench.stage(2)
     bench.stage(3)
     with pytest.raises(ValueError, match="staged into since"):
@@ -235,8 +231,7 @@ def test_nonsense_ends_its_sender_s_connection_and_nothing_else(bench: Bench) ->
             with open("/dev/null") as null:
                 socket.send_fds(sock, [each if isinstance(each, bytes) else json.dumps(each).encode()], [null.fileno()])
             assert sock.recv(100) == b"", each
-    bench.persist(1)
-    bench.client.wait(WAIT_S)
+    bench.save(1)
     assert list(committed(bench.folder)) == [1]
 
 
@@ -266,12 +261,12 @@ try:
 except OSError as error:
     print(type(error).__name__)
 """
-    line = [sys.executable, "-I", "-S", "-c", program]
-    assert subprocess.run(line, capture_output=True, text=True, timeout=limit_s(30)).stdout == "PermissionError\n"
+    line = ("-I", "-S", "-c", program)
+    assert run(*line).stdout == "PermissionError\n"
     os.chmod(bench.place.folder, 0o711)
     os.chmod(bench.place.folder / memory_folder.SOCKET, 0o777)
     answers = ("b''\n", "ConnectionResetError\n")
-    assert subprocess.run(line, capture_output=True, text=True, timeout=limit_s(30)).stdout in answers
+    assert run(*line).stdout in answers
 
 
 # --- a worker's death -------------------------------------------------------------------------------------------------
@@ -326,11 +321,15 @@ for count, body in enumerate(sys.argv[3:]):
 """
 
 
+def run_lives(folder: Path, *bodies: str) -> subprocess.CompletedProcess[str]:
+    """One worker after the other, under one launcher."""
+    return run("-c", LAUNCHER, WORKER, str(folder), *bodies)
+
+
 def test_a_restarted_worker_finds_its_slots_under_torchrun(tmp_path: Path) -> None:
     first = "say('first')\nstage(20)\nstage(40)\nown.stage(60, SIZE)\ndie()"
     second = "found = own.committed()[0]\nsay(found.step, found.generation, found.local_rank, found.data[0], place.generation)"
-    line = [sys.executable, "-c", LAUNCHER, WORKER, str(tmp_path), first, second]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(60))
+    done = run_lives(tmp_path, first, second)
     one, two = (text.split() for text in done.stdout.splitlines())
     assert one[0] == two[0]
     assert two[1:] == ["40", "0", "3", "40", "1"]
@@ -346,8 +345,7 @@ def test_a_failure_of_a_dead_worker_s_save_is_its_successor_s_news(tmp_path: Pat
         "    while not heard and time.monotonic() < end: saver.check(); time.sleep(0.01)\n"
         "say(*(each.message for each in heard))"
     )
-    line = [sys.executable, "-c", LAUNCHER, WORKER, str(tmp_path), first, second]
-    done = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(60))
+    done = run_lives(tmp_path, first, second)
     told = done.stdout.splitlines()[1]
     assert "rank 0, before its restart: " in told, done.stderr
     assert "is not there" in told
@@ -374,7 +372,7 @@ for name in os.listdir("/proc"):
 say(count)
 saver.close()
 """
-    done = subprocess.run([sys.executable, "-c", many, WORKER, str(tmp_path), body], capture_output=True, text=True)
+    done = run("-c", many, WORKER, str(tmp_path), body)
     told = [text.split() for text in done.stdout.splitlines()]
     assert len(told) == 6, done.stderr
     assert {each[1] for each in told} == {"1"}

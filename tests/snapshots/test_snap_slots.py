@@ -20,6 +20,7 @@ from holdfast.protocol.errors import SnapshotMemoryError
 from holdfast.snapshots import memory_folder, slots
 from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.slots import HEADER_BYTES, SlotOwner, Slots
+from tests.snapshots import saves
 from tests.support.limits import limit_s
 
 SIZE = 3 * (1 << 20) + 17
@@ -38,10 +39,7 @@ def request(step: int) -> SaveRequest:
 
 
 def put(own: Slots, step: int, byte: int, size: int = SIZE) -> slots.Slot:
-    memory = own.stage(step, size)
-    assert memory is not None
-    memory[:] = bytes([byte]) * size
-    return own.commit(request(step))
+    return saves.put(own, step, bytes([byte]) * size, request(step))
 
 
 def test_a_successor_finds_the_newest_whatever_its_rank(tmp_path: Path) -> None:
@@ -110,11 +108,11 @@ def test_a_truncated_file_is_refused_without_touching_what_is_not_there(tmp_path
 
 
 def test_a_slot_that_is_written_out_is_not_staged_into(tmp_path: Path, own: Slots) -> None:
-    lent = slots.lend(tmp_path, put(own, 1, 1))
+    lent = slots.lend(put(own, 1, 1))
     put(own, 2, 2)
     put(own, 3, 3)  # over 2: slot 1 is still being read
     assert [slot.step for slot in own.committed()] == [3, 1]
-    both = slots.lend(tmp_path, own.committed()[0])
+    both = slots.lend(own.committed()[0])
     assert own.stage(4, SIZE) is None
     os.close(lent)
     put(own, 5, 5)
@@ -127,7 +125,7 @@ def test_an_overwritten_slot_is_not_lent(tmp_path: Path, own: Slots) -> None:
     put(own, 2, 2)
     put(own, 3, 3)
     with pytest.raises(ValueError, match="staged into since"):
-        slots.lend(tmp_path, old)
+        slots.lend(old)
 
 
 def test_a_history_that_was_given_up_is_forgotten(own: Slots) -> None:
@@ -200,24 +198,30 @@ def test_a_worker_killed_while_staging_leaves_a_whole_slot(tmp_path: Path) -> No
     assert torn, "no kill hit a staging: the test proves nothing"
 
 
+@contextlib.contextmanager
+def forked_child() -> Iterator[None]:
+    """A data loader's worker, which has this process's descriptors and does nothing."""
+    pid = os.fork()
+    if not pid:
+        time.sleep(600)
+        os._exit(0)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+
+
 def test_a_lock_goes_with_its_holder_not_with_a_forked_child(tmp_path: Path, own: Slots) -> None:
     put(own, 1, 1)
-    read_end, write_end = os.pipe()
-    pid = os.fork()  # a data loader's worker
-    if pid == 0:
-        os.close(write_end)
-        os.read(read_end, 1)
-        os._exit(0)
-    own.stage(2, SIZE)
-    memory_folder._claimed.clear()  # as if it were another process, whose previous leader is dead
-    successor = Slots(tmp_path, SlotOwner(0))
-    assert successor.stage(3, SIZE) is None, "the only good slot must not be overwritten"
-    own.abandon()
-    put(successor, 4, 4)
-    put(successor, 5, 5)
-    os.close(write_end)
-    os.waitpid(pid, 0)
-    os.close(read_end)
+    with forked_child():
+        own.stage(2, SIZE)
+        memory_folder._claimed.clear()  # as if it were another process, whose previous leader is dead
+        successor = Slots(tmp_path, SlotOwner(0))
+        assert successor.stage(3, SIZE) is None, "the only good slot must not be overwritten"
+        own.abandon()
+        put(successor, 4, 4)
+        put(successor, 5, 5)
     own.close()
     successor.close()
 
@@ -252,21 +256,15 @@ try:
 except Exception as error:
     print(error)
 """
-    read_end, write_end = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(write_end)
-        os.read(read_end, 1)
-        os._exit(0)
-    line = [sys.executable, "-c", program, str(tmp_path)]
-    told = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(30)).stdout.splitlines()
-    assert told == ["1", "another process has the memory slots of local rank 0."]
-    first.close()
-    told = subprocess.run(line, capture_output=True, text=True, timeout=limit_s(30)).stdout.splitlines()
-    assert told == ["1", "True"]
-    os.close(write_end)
-    os.waitpid(pid, 0)
-    os.close(read_end)
+
+    def told() -> list[str]:
+        line = [sys.executable, "-c", program, str(tmp_path)]
+        return subprocess.run(line, capture_output=True, text=True, timeout=limit_s(30)).stdout.splitlines()
+
+    with forked_child():
+        assert told() == ["1", "another process has the memory slots of local rank 0."]
+        first.close()
+        assert told() == ["1", "True"]
 
 
 # --- no room ----------------------------------------------------------------------------------------------------------
@@ -397,17 +395,11 @@ def test_a_child_that_is_forked_while_memory_is_taken_locks_nothing(own: Slots) 
     """A data loader's, beside the first step."""
     pieces = own.reserving(9 << 20)
     next(pieces)
-    child = os.fork()
-    if not child:
-        time.sleep(600)
-    try:
+    with forked_child():
         list(pieces)
         put(own, 1, 1, 9 << 20)
         put(own, 2, 2, 9 << 20)
         assert [slot.step for slot in own.committed()] == [2, 1]
-    finally:
-        os.kill(child, signal.SIGKILL)
-        os.waitpid(child, 0)
 
 
 def test_a_group_s_limit_counts(tmp_path: Path) -> None:
@@ -475,11 +467,13 @@ def test_a_memory_folder_about_to_be_cleaned_is_not_taken(tmp_path: Path) -> Non
     memory_folder.MemoryFolder.at("x", tmp_path).remove()
 
 
+@pytest.mark.parametrize("held", [1, 2])
 def test_a_state_is_held_without_a_look_into_the_files(
-    tmp_path: Path, own: Slots, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, own: Slots, monkeypatch: pytest.MonkeyPatch, held: int
 ) -> None:
-    """In each save with copies, while training waits."""
+    """In each save with copies, while training waits; whichever slot of an earlier worker it is in."""
     put(own, 1, 1)
+    put(own, 2, 2)
     own.close()
     successor = Slots(tmp_path, SlotOwner(0), slots.COUNT_MAX)
 
@@ -488,10 +482,10 @@ def test_a_state_is_held_without_a_look_into_the_files(
 
     with monkeypatch.context() as guarded:
         guarded.setattr(slots, "read", read)
-        successor.hold(request(1).identity)
-        for step in (2, 3, 4, 5):
+        successor.hold(request(held).identity)
+        for step in (3, 4, 5, 6):
             put(successor, step, step)
-        successor.hold(request(1).identity, request(4).identity)
-        put(successor, 6, 6)
-    assert [slot.step for slot in successor.committed()] == [6, 4, 1]
+        successor.hold(request(held).identity, request(5).identity)
+        put(successor, 7, 7)
+    assert [slot.step for slot in successor.committed()] == [7, 5, held]
     successor.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import random
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -113,34 +115,22 @@ def test_is_read_as_it_was_saved_and_is_a_plain_folder_when_copied(url: str, tmp
 
 
 def test_attempts_are_numbered_and_never_shared(url: str) -> None:
-    numbers: list[int] = []
-    threads = [threading.Thread(target=lambda: numbers.append(changes.begin(url, 5))) for _ in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(numbers) == list(range(1, 7))
+    with ThreadPoolExecutor(6) as threads:
+        assert sorted(threads.map(lambda _: changes.begin(url, 5), range(6))) == list(range(1, 7))
 
 
 def test_either_the_commit_or_the_end_of_an_attempt_wins(url: str) -> None:
     for step in range(1, 4):
         request = SaveRequest(url, step, changes.begin(url, step), 0, 1)
         changes.write_rank(request, content(step, 0))
-        ended: list[str] = []
-
-        def commit(request: SaveRequest = request, ended: list[str] = ended) -> None:
-            try:
-                changes.commit(request)
-            except SnapshotIncompleteError:
-                ended.append("given up")
-
-        racing = threading.Thread(target=commit)
-        racing.start()
-        time.sleep(random.uniform(0, 0.1))
-        changes.abandon(request)
-        racing.join()
+        with ThreadPoolExecutor() as threads:
+            racing = threads.submit(changes.commit, request)
+            time.sleep(random.uniform(0, 0.1))
+            changes.abandon(request)
+        given_up = racing.exception()
+        assert given_up is None or isinstance(given_up, SnapshotIncompleteError)
         committed = [each.step for each in folder.survey(url).committed]
-        assert (step in committed) == (not ended)
+        assert (step in committed) == (given_up is None)
         if step in committed:
             folder.verify(newest(url))
 
@@ -332,24 +322,17 @@ def test_the_life_of_a_folder_in_other_stores(protocol: str) -> None:
 
 def test_one_of_many_contenders_gets_the_lease(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lease.LeaseOwner, "is_here", lambda self: False)
+
+    def contend(_: int) -> lease.FolderLease | None:
+        with contextlib.suppress(SnapshotBusyError):
+            return lease.acquire(url, "", beat_s=0.05, look_s=limit_s(0.2))
+        return None
+
     for number in range(1, 3):
-        won: list[lease.FolderLease] = []
-        lost: list[str] = []
-
-        def contend(won: list[lease.FolderLease] = won, lost: list[str] = lost) -> None:
-            try:
-                won.append(lease.acquire(url, "", beat_s=0.05, look_s=limit_s(0.2)))
-            except SnapshotBusyError as error:
-                lost.append(str(error))
-
-        threads = [threading.Thread(target=contend) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert (len(won), len(lost)) == (1, 2)
-        assert won[0].number >= number
-        won[0].release()
+        with ThreadPoolExecutor(3) as threads:
+            (won,) = filter(None, threads.map(contend, range(3)))
+        assert won.number >= number
+        won.release()
 
 
 def test_a_lease_that_another_job_has_taken_is_noticed(url: str) -> None:

@@ -241,10 +241,9 @@ def forget_connections() -> None:
 SAVES = """
 import json, os, signal, sys
 import s3fs  # once for all children; not used before they are forked
-from holdfast.snapshots import changes, remote
-from holdfast.snapshots.changes import SaveRequest
+from holdfast.snapshots import remote
 from holdfast.snapshots.remote import RemotePath
-from tests.snapshots.saves import content
+from tests.snapshots import saves
 remote.PART_BYTES = 5 << 20
 def save(url, step, phase, items):
     parts = 0
@@ -260,10 +259,7 @@ def save(url, step, phase, items):
             at(f"part {parts}")
         return answer
     RemotePath._ask = counted
-    number = changes.begin(url, step, at=at)
-    for rank in range(2):
-        changes.write_rank(SaveRequest(url, step, number, rank, 2), content(step, rank, items), at=at)
-    changes.commit(SaveRequest(url, step, number, 0, 2), at=at)
+    saves.save(url, step, items=items, at=at)
 for line in sys.stdin:
     url, step, phase, items, after_s = json.loads(line)
     pid = os.fork()

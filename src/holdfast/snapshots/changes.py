@@ -40,8 +40,8 @@ from holdfast.protocol.errors import (
     SnapshotIncompleteError,
 )
 from holdfast.snapshots import disk, remote_commit
-from holdfast.snapshots.disk import chunk_digests, root_digest
-from holdfast.snapshots.folder import Snapshot, attempt_place, quarantine, rename_aside, survey, verify
+from holdfast.snapshots.disk import ChunkDigests, root_digest
+from holdfast.snapshots.folder import Snapshot, attempt_place, first_of, quarantine, rename_aside, survey, verify
 from holdfast.snapshots.layout import (
     MANIFEST,
     RECORD_BYTES_MAX,
@@ -154,9 +154,8 @@ def begin(folder: str | os.PathLike[str] | RemotePath, step: int, *, make: bool 
     try:
         if make:
             disk.make_folder(path)
-        listed = path.sizes() if isinstance(path, RemotePath) else os.listdir(path)
-        taken = [named.key.attempt for name in listed if (named := parse_name(name)) and named.key.step == step]
-        attempt = max(taken, default=0) + 1
+        named = [each for name in disk.listed(path) if (each := parse_name(name))]
+        attempt = max((each.key.attempt for each in named if each.key.step == step), default=0) + 1
         if isinstance(path, RemotePath):
             attempt = remote_commit.begin(path, step, attempt)
         while isinstance(path, Path):
@@ -188,7 +187,7 @@ def write_rank(request: SaveRequest, buffer: bytes | bytearray | memoryview, *, 
     try:
         if isinstance(folder, RemotePath):
             remote_commit.check_open(folder)  # nobody could keep us from replacing a committed object
-        with chunk_digests(data) as digests:
+        with ChunkDigests(data) as digests:
             disk.write_all(file, data, beside=digests.start)
             at("written")
             chunks = digests.results()
@@ -294,7 +293,7 @@ def _gather(request: SaveRequest, patience: float) -> list[RankRecord]:
         if not awaited:
             return [records[rank] for rank in range(request.world)]
         if time.monotonic() >= deadline:
-            missing = ", ".join(map(str, sorted(awaited)[:8])) + (" …" if len(awaited) > 8 else "")
+            missing = first_of(sorted(awaited), 8)
             raise SnapshotIncompleteError(
                 f"step {request.step} was not saved: after {patience:g} s nothing came from rank {missing}"
             )

@@ -1,4 +1,5 @@
-"""A connection between savers, or from a rank to a saver, over which copies of memory slots travel.
+"""A connection between savers, or from a rank to a saver, over which copies of memory slots travel; which of a node's
+addresses it takes, and how much of the network.
 
 It begins with a proof, from both sides, that they know the key of this life of the job: it comes from the job
 token, where there is one, and from a random word of rank 0. After it every frame carries a MAC (protocol/seal.py), and
@@ -9,11 +10,13 @@ nothing is unpickled.
            the state                                                       → {"is": "kept"}
     get    {"do": "get", "folder", "state"|null, "rank"} → {"is": "found", "size_bytes", "generation", "request"}
                                                            the state; or {"is": "refused"}
-    measure {"do": "measure"}                            → {"is": "found"}, and SAMPLE (copy_paths.py)
+    measure {"do": "measure"}                            → {"is": "found"}, and SAMPLE
     a state: for each chunk {"digest"}, then its bytes
 
 With a job token a digest is a sha256, which nobody on the way can forge. Without one nobody is kept out, and a CRC
-finds what goes wrong by itself, at a fifth of the cost (memory_folder.py: digest_of_life).
+finds what goes wrong by itself, at a fifth of the cost (digest_of_life).
+
+Each address of a node is measured once with a few MB, and the fastest is kept (CopyPaths).
 
 Standard library only."""
 
@@ -24,15 +27,17 @@ import json
 import mmap
 import os
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 from holdfast.protocol import seal
 from holdfast.protocol.errors import AuthenticationError, CopyError
 from holdfast.snapshots import disk
-from holdfast.snapshots.memory_folder import Packet
+from holdfast.snapshots.memory_folder import KEY, Packet
 
 MAGIC = b"HFCOPY\0\1"
 CHANCE_BYTES = 16
@@ -41,6 +46,11 @@ LENGTH_BYTES = 4
 FRAME_BYTES_MAX = 128 * 1024
 STALL_S = 20.0
 """A chunk that takes longer ends its connection: the other side is stopped, or the network is."""
+SAMPLE = bytes(4 << 20)
+SAMPLE_S_MAX = 1.0
+"""An address that does not answer costs this once; from a slow one no more is read."""
+BETTER_FACTOR = 1.25
+"""Another address than the first has to be so much faster: one network card may have several."""
 Address = tuple[str, int]
 """A host, or the addresses of one, separated by blanks; and a port."""
 Digests = Sequence[str]
@@ -171,6 +181,59 @@ class CopyConnection:
             write(begin, chunk)
 
 
+class CopyPaths:
+    """The addresses that this process takes. For any thread."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        """While one thread measures, the others wait for the result."""
+        self._taken: dict[Address, Address] = {}
+
+    def fastest(self, offered: Address, key: bytes) -> Address:
+        """`offered`: a saver's addresses, separated by blanks."""
+        hosts, port = offered[0].split(), offered[1]
+        if len(hosts) < 2:
+            return offered
+        with self._lock:
+            if offered not in self._taken:
+                found = {host: _bytes_s((host, port), key) for host in hosts}
+                best = max(hosts, key=lambda host: found[host] * (BETTER_FACTOR if host == hosts[0] else 1))
+                if not found[best]:
+                    return hosts[0], port  # none is reached now
+                self._taken[offered] = best, port
+            return self._taken[offered]
+
+    def forget(self, offered: Address) -> None:
+        """What was taken does not work any more: measure again."""
+        with self._lock:
+            self._taken.pop(offered, None)
+
+
+class Pace:
+    """Limits the bytes that all threads together send."""
+
+    def __init__(self, bytes_s: float) -> None:
+        """`bytes_s`: bytes per second; 0: no limit."""
+        self._bytes_s = bytes_s
+        self._turn = threading.Lock()
+        self._free_s = 0.0
+
+    def spend(self, size_bytes: int) -> None:
+        """Returns when so many more bytes may be sent."""
+        if not self._bytes_s:
+            return
+        with self._turn:
+            now_s = time.monotonic()
+            begin_s = max(self._free_s, now_s)
+            self._free_s = begin_s + size_bytes / self._bytes_s
+        time.sleep(begin_s - now_s)
+
+
+def digest_of_life(folder: Path) -> Digest:
+    """Of chunks on their way to another node: with a job token one that nobody can forge, otherwise a cheap one."""
+    return disk.chunk_digest if (folder / KEY).exists() else disk.chunk_crc
+
+
 @contextlib.contextmanager
 def errors(address: Address | None = None) -> Iterator[None]:
     place = "" if address is None else f"{address[0]} port {address[1]}: "
@@ -201,3 +264,13 @@ def _fill(sock: socket.socket, memory: memoryview) -> None:
         if not got:
             raise ConnectionResetError(104, "the connection was closed")
         memory = memory[got:]
+
+
+def _bytes_s(address: Address, key: bytes) -> float:
+    """0: it is not reached."""
+    with contextlib.suppress(CopyError), CopyConnection.call(address, key, stall_s=SAMPLE_S_MAX) as connection:
+        connection.say(do="measure")
+        connection.hear("found")
+        began_s = time.monotonic()
+        return connection.drain(len(SAMPLE), SAMPLE_S_MAX) / max(time.monotonic() - began_s, 1e-6)
+    return 0.0

@@ -1,30 +1,49 @@
-"""Copies of memory slots on other nodes: how savers exchange them, and how a rank fetches what its node lacks.
+"""Copies of memory slots on other nodes: how savers exchange them, and how a node fetches what it lacks.
 
 What a saver receives lies in slots below the shared-memory folder: `copies/RANK.0|1`. So a copy that was not received
 whole is never valid, and the one named by `keep`, which all ranks have, stays until all have a newer one. A newcomer
 fetches its rank's state into its own slot; what a job of another size needs beside that lies in `fetched/RANK.0` until
 training has its own pages. Memory that is short refuses a copy, nothing else.
 
-A new key ends all connections of the life before but those that fetch: what it finds here is what stays. Standard
-library only."""
+A new key ends all connections of the life before but those that fetch: what it finds here is what stays.
+
+**Prefetch.** A node without states fetches them while its workers start, so that they resume at once. The coordinator
+reports to the agent which savers have the states of its ranks (protocol/policy.py: HeldStates). The agent makes the
+folder `PREFETCH` below its shared-memory folder, starts its workers, and orders its saver to fetch the newest state of
+each rank. While that folder exists, a worker that opens its slots asks the saver, and waits: to fetch the rest of a
+state takes less time than to begin again. A state that arrived whole is that worker's own slot then. Otherwise the
+worker fetches what the ranks agree on: that is why an error here is not reported.
+
+Standard library only."""
 
 from __future__ import annotations
 
 import contextlib
-import shutil
+import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from itertools import chain
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from holdfast.protocol.errors import CopyError, SnapshotMemoryError
 from holdfast.snapshots.changes import SaveRequest
-from holdfast.snapshots.copy_connection import STALL_S, Address, CopyConnection, Digests, errors
-from holdfast.snapshots.copy_paths import SAMPLE, CopyPaths, Pace
+from holdfast.snapshots.copy_connection import (
+    SAMPLE,
+    STALL_S,
+    Address,
+    CopyConnection,
+    CopyPaths,
+    Digests,
+    Pace,
+    digest_of_life,
+    errors,
+)
 from holdfast.snapshots.mapping import Mappings
-from holdfast.snapshots.memory_folder import COPIES, FETCHED, Packet, digest_of_life, field, key_of_life
+from holdfast.snapshots.memory_folder import COPIES, FETCHED, PREFETCH, Packet, Tell, field, key_of_life, remove_folder
 from holdfast.snapshots.slots import (
     COUNT_MAX,
     Slot,
@@ -35,6 +54,7 @@ from holdfast.snapshots.slots import (
     local_ranks,
     read_descriptor,
     release,
+    slot_path,
 )
 
 BACKLOG = CONNECTIONS_MAX = 256
@@ -156,7 +176,7 @@ class CopyService:
             slots.regroup(request.rank, request.world, generation)
             for slot in slots.committed():
                 if slot.request is not None and slot.request.identity == keep:
-                    held.callback(release, lend(self._folder / COPIES, slot))
+                    held.callback(release, lend(slot))
             memory = slots.stage(request.step, size_bytes)
             if memory is None:
                 raise ValueError("the copies of this rank are being read")
@@ -211,9 +231,12 @@ class CopyService:
     @contextlib.contextmanager
     def _lent(self, folder: Path, slot: Slot) -> Iterator[Slot]:
         """ValueError when it was staged into since."""
-        fd = lend(folder, slot)
+        fd = lend(slot)
         try:
-            found = self._received_as(folder, slot)
+            with self._lock:
+                received = self._received.get(slot.local_rank) if folder.name == COPIES else None
+            # To map what was received again would cost half as much processor time as to send it.
+            found = None if received is None else received[0].mapped(slot.number)
             if found is None:  # a mapping that is kept would keep the memory of a copy that is removed
                 found = read_descriptor(fd, mappings=self._mappings if folder == self._folder else None)
             if found is None or found.sequence != slot.sequence:
@@ -222,18 +245,8 @@ class CopyService:
         finally:
             release(fd)
 
-    def _received_as(self, folder: Path, slot: Slot) -> Slot | None:
-        """From the memory into which it was received: to map it again costs half as much processor time as to send
-        it."""
-        with self._lock:
-            received = self._received.get(slot.local_rank)
-        if folder.name != COPIES or received is None:
-            return None
-        found = received[0].mapped(slot.number)
-        return found if found is not None and found.sequence == slot.sequence else None
-
     def _known(self, folder: Path, slot: Slot) -> Digests:
-        """None where it was neither sent nor received."""
+        """Empty where it was neither sent nor received."""
         return self._digests.get((folder, slot.local_rank), {}).get(slot.sequence, ())
 
     def _remember(self, folder: Path, slot: Slot, digests: Digests) -> None:
@@ -241,7 +254,7 @@ class CopyService:
         newest = sorted(known)[1 - COUNT_MAX :]
         self._digests[folder, slot.local_rank] = {**{each: known[each] for each in newest}, slot.sequence: digests}
 
-    def forget(self, above_step: int, tell: Callable[[Packet], None] = lambda _: None) -> None:
+    def forget(self, above_step: int, tell: Tell = lambda _: None) -> None:
         """Drop copies of later steps: training goes on from this one. May wait; `tell` gets the answer."""
         for rank in local_ranks(self._folder / COPIES):
             with contextlib.suppress(ValueError), self._slots_of(rank) as slots:
@@ -257,7 +270,7 @@ class CopyService:
 
     # --- sending ------------------------------------------------------------------------------------------------------
 
-    def sending(self, packet: Packet, fds: list[int]) -> Callable[[Callable[[Packet], None]], None]:
+    def sending(self, packet: Packet, fds: list[int]) -> Callable[[Tell], None]:
         """What a worker's "copy" asks for; tells the agent's packet. Takes the last descriptor. ValueError."""
         request = SaveRequest.from_json(field(packet, "request", dict))
         sequence, beside, keep = field(packet, "sequence", int), field(packet, "beside", str), packet.get("keep")
@@ -267,7 +280,7 @@ class CopyService:
             raise ValueError(f"beside: {beside!r}"[:200])
         fd = fds.pop()
 
-        def work(tell: Callable[[Packet], None]) -> None:
+        def work(tell: Tell) -> None:
             began_s, size_bytes, why = time.monotonic(), 0, ""
             way = self._paths.fastest(to, self._key)
             try:
@@ -340,6 +353,91 @@ def fetch(
     return of[0]
 
 
+# --- ahead of the workers ---------------------------------------------------------------------------------------------
+
+
+class WantedState(NamedTuple):
+    """One rank's state, and who has it."""
+
+    local_rank: int
+    rank: int
+    sources: Sequence[tuple[str, int, str, str]]
+    """Of each saver that has it: host, port, word of the life that left it (`key_of_life`), snapshot folder."""
+
+
+class Prefetch:
+    """The saver's part. For its main thread."""
+
+    def __init__(self, folder: Path, in_thread: Callable[..., None]) -> None:
+        """`in_thread(work, tell=)`: see Saver."""
+        self._folder, self._in_thread = folder, in_thread
+        self._paths = CopyPaths()
+        self._under_way = 0
+        self._fetched: dict[int, Packet] = {}
+        """By local rank."""
+        self._waiting: list[tuple[int, Tell]] = []
+
+    def begin(self, packet: Packet) -> None:
+        """The agent's order. ValueError."""
+        for each in field(packet, "states", list):
+            self._under_way += 1
+            self._in_thread(partial(prefetch, self._folder, WantedState(*each), self._paths), tell=self._over)
+
+    def when_over(self, local_rank: int, answer: Tell) -> None:
+        """Answer with what was fetched for this local rank, once nothing is under way any more."""
+        self._waiting.append((local_rank, answer))
+        self._answer()
+
+    def _over(self, fetched: Packet) -> None:
+        self._under_way -= 1
+        if fetched:
+            self._fetched[fetched.pop("local_rank")] = fetched
+        self._answer()
+
+    def _answer(self) -> None:
+        if self._under_way:
+            return
+        waiting, self._waiting = self._waiting, []
+        for local_rank, answer in waiting:
+            answer({"is": "prefetched", "fetched": self._fetched.pop(local_rank, {})})
+        if not self._fetched:  # nobody has to ask any more
+            with contextlib.suppress(OSError):
+                remove_folder(self._folder / PREFETCH)
+
+
+def prefetch(folder: Path, wanted: WantedState, paths: CopyPaths, tell: Tell) -> None:
+    """Fetch the newest state of this rank into its worker's slot, which nobody uses yet; `tell` gets what was fetched:
+    nothing when it was not."""
+    fetched: Packet = {}
+    try:
+        for source in wanted.sources if not committed_slots(folder, wanted.local_rank) else ():
+            with contextlib.suppress(CopyError, SnapshotMemoryError, OSError):
+                fetched = _fetched(folder, wanted, source, paths)
+                break
+    finally:
+        tell(fetched)
+
+
+def _fetched(folder: Path, wanted: WantedState, source: Sequence[Any], paths: CopyPaths) -> Packet:
+    began_s = time.monotonic()
+    host, port, word, path = source
+    slots = Slots(folder / PREFETCH, SlotOwner(wanted.local_rank, wanted.rank), 1)
+    try:
+        way = fetch(folder, (host, port), key_of_life(folder, word), path, None, wanted.rank, slots, paths)
+        (slot,) = slots.committed()
+        assert slot.request is not None
+        there = slot_path(folder / PREFETCH, wanted.local_rank, 0)
+        os.link(there, slot_path(folder, wanted.local_rank, 0))  # fails if the worker has made one meanwhile
+        os.unlink(there)
+    finally:
+        slots.close()
+    about = {"local_rank": wanted.local_rank, "rank": wanted.rank, "step": slot.step, "of": way}
+    return {**about, "state": slot.request.identity, "took_s": round(time.monotonic() - began_s, 3)}
+
+
+# --- what is here -----------------------------------------------------------------------------------------------------
+
+
 def skipped(step: int) -> Packet:
     """No rank copies this step: the agent's packet."""
     why = "the copy before it is still on its way"
@@ -357,11 +455,6 @@ def all_slots(folder: Path, *, beside: bool = True) -> Iterator[tuple[Path, Slot
 def is_copy(path: Path) -> bool:
     """Whether this slot holds a state of another node's rank."""
     return path.parent.name in (COPIES, FETCHED)
-
-
-def drop_fetched(folder: Path) -> None:
-    """Remove what was fetched; mappings stay valid."""
-    shutil.rmtree(folder / FETCHED, ignore_errors=True)
 
 
 def _size(message: Packet) -> int:

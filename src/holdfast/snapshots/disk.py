@@ -17,9 +17,9 @@ import fcntl
 import hashlib
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -88,10 +88,11 @@ def root_digest(size_bytes: int, chunks: Sequence[str]) -> str:
 
 
 class ChunkDigests:
-    """The digests of the chunks of `data`, made by threads between `start` and `results`."""
+    """The digests of the chunks of `data`, made by threads between `start` and `results`. Use it as a context manager:
+    the threads have ended when the body is left."""
 
-    def __init__(self, data: memoryview, pool: ThreadPoolExecutor) -> None:
-        self._data, self._pool = data, pool
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._pool = data, ThreadPoolExecutor(hash_threads(), "holdfast-digest")
         self._begins = chunk_begins(len(data))
         self._shares: list[Future[list[str]]] = []
         self._stopped = False
@@ -107,32 +108,15 @@ class ChunkDigests:
         shares = [share.result() for share in self._shares]
         return tuple(shares[number % len(shares)][number // len(shares)] for number in range(len(self._begins)))
 
-    def stop(self) -> None:
-        """The remaining digests are not needed."""
+    def __enter__(self) -> ChunkDigests:
+        return self
+
+    def __exit__(self, *_: object) -> None:
         self._stopped = True
+        self._pool.shutdown(cancel_futures=True)
 
     def _digest(self, begins: Iterable[int]) -> list[str]:
         return [chunk_digest(self._data[begin : begin + CHUNK_BYTES]) for begin in begins if not self._stopped]
-
-
-@contextmanager
-def chunk_digests(data: memoryview) -> Iterator[ChunkDigests]:
-    """Threads for the digests of `data`; they have ended when the body is left."""
-    pool = ThreadPoolExecutor(hash_threads(), "holdfast-digest")
-    digests = ChunkDigests(data, pool)
-    try:
-        yield digests
-    finally:
-        digests.stop()
-        pool.shutdown(cancel_futures=True)
-
-
-def digest(data: bytes | bytearray | memoryview) -> str:
-    """The digest of `data`: `root_digest` of its chunks."""
-    view = memoryview(data).cast("B")
-    with chunk_digests(view) as digests:
-        digests.start()
-        return root_digest(len(view), digests.results())
 
 
 FIRST_BYTES = 16 << 20
@@ -146,21 +130,19 @@ DAMAGE = (errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, err
 """The kernel's errors for files that are lost. Other errors (permissions, no memory, no server) may be temporary."""
 
 
-def write_all(path: Place, data: memoryview, beside: Callable[[], None] | None = None) -> None:
+def write_all(path: Place, data: memoryview, beside: Callable[[], None]) -> None:
     """Make the file, which must not exist, with these bytes; they are on the disk when this returns.
 
     `beside` starts parallel work. It is called when the disk has begun, so that the disk does not wait for it. OSError;
     FileNotFoundError when the file was removed or replaced meanwhile."""
     if isinstance(path, RemotePath):
-        if beside is not None:
-            beside()
+        beside()
         return path.upload(data)
     file = _create(path)
     try:
-        if beside is not None:
-            _write(file, data[:FIRST_BYTES])
-            beside()
-        _write(file, data, 0 if beside is None else FIRST_BYTES)
+        _write(file, data[:FIRST_BYTES])
+        beside()
+        _write(file, data, FIRST_BYTES)
         os.fsync(file)
         if not os.path.samestat(os.stat(path), os.fstat(file)):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
@@ -211,11 +193,15 @@ def sync_folder(path: Place) -> None:
 
 def names(folder: Place) -> list[str]:
     """The names in a folder. OSError; FileNotFoundError when there is no folder, or nothing under a URL."""
-    if not isinstance(folder, RemotePath):
-        return os.listdir(folder)
-    if found := folder.sizes():
-        return list(found)
-    raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+    found = listed(folder)
+    if not found and isinstance(folder, RemotePath):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+    return found
+
+
+def listed(folder: Place) -> list[str]:
+    """As `names`; none when there is nothing under a URL."""
+    return list(folder.sizes()) if isinstance(folder, RemotePath) else os.listdir(folder)
 
 
 def size(path: Place) -> int:
@@ -256,12 +242,6 @@ def read_text(path: Place, bytes_max: int) -> str:
         return data.decode()
     except UnicodeDecodeError:
         raise SnapshotDamagedError(f"{path}: not text") from None
-
-
-def read_error(error: OSError, path: Place) -> SnapshotError:
-    """The error for a file of a snapshot that cannot be read: damage, or another reason."""
-    kind = SnapshotDamagedError if error.errno in DAMAGE else SnapshotError
-    return kind(f"{path}: {error.strerror or error}")
 
 
 def vanished(folder: Place) -> SnapshotFolderError:

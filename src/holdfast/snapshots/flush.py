@@ -16,23 +16,23 @@ from __future__ import annotations
 import contextlib
 import json
 import mmap
-import os
 import random
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotIncompleteError, SnapshotWriteError
-from holdfast.snapshots import disk, memory_folder, slots
-from holdfast.snapshots.changes import SaveRequest, abandon, commit, write_rank
-from holdfast.snapshots.folder import attempt_place, being_written, entries, inspect, is_being_written
+from holdfast.snapshots import disk, slots
+from holdfast.snapshots.changes import SaveRequest, abandon, commit
+from holdfast.snapshots.folder import attempt_place, entries, first_of, inspect, is_being_written
 from holdfast.snapshots.layout import FolderKind, Key, parse_name
 from holdfast.snapshots.mapping import Mappings
-from holdfast.snapshots.read_back import READ_BACK, Original, ReadBacks, Written
+from holdfast.snapshots.memory_folder import Packet, Tell
+from holdfast.snapshots.read_back import READ_BACK, ReadBacks, Written, write
 from holdfast.snapshots.remote import LOOK_S, Place, RemotePath, place_of
 
 ATTEMPT_MIN, ATTEMPT_MAX = 500_000_000, 899_999_999
@@ -107,7 +107,6 @@ class _OutrunError(Exception):
 class PendingFlush:
     """One rank's states of one snapshot folder, after all workers of the node have died."""
 
-    memory_folder: Path
     held: Mapping[StepInMemory, tuple[slots.Slot, SaveRequest]]
     """States that all ranks of the node have. There is at least one."""
     inventory: Inventory
@@ -191,8 +190,7 @@ def _meeting_place(request: SaveRequest, until: Until) -> Place:
         return place
     folder = place_of(request.folder)
     while True:
-        listed = folder.sizes() if isinstance(folder, RemotePath) else os.listdir(folder)
-        for name in listed:
+        for name in disk.listed(folder):
             named = parse_name(name)  # no other attempt has this number
             if named and named.key.attempt == request.attempt - MEETING_BELOW:
                 return folder / name
@@ -211,11 +209,9 @@ def _inventories(place: Place, request: SaveRequest, until: Until) -> list[Inven
         if len(inventories) == request.world:
             return list(inventories.values())
         if until.over(place):
-            missing = [rank for rank in range(request.world) if rank not in inventories]
-            more = " …" if len(missing) > 8 else ""
+            missing = first_of([rank for rank in range(request.world) if rank not in inventories], 8)
             raise SnapshotIncompleteError(
-                f"step {request.step}, which is in memory, was not saved: nothing came from rank "
-                f"{', '.join(map(str, missing[:8]))}{more}"
+                f"step {request.step}, which is in memory, was not saved: nothing came from rank {missing}"
             )
 
 
@@ -234,7 +230,6 @@ def newest_on_disk(folder: str) -> int:
 
 
 def pending_flush(
-    memory_folder: Path,
     by_rank: Mapping[int, Sequence[tuple[slots.Slot, SaveRequest]]],
     asked: Mapping[tuple[str, int], int],
 ) -> list[PendingFlush]:
@@ -262,13 +257,10 @@ def pending_flush(
         alone = choose(list(inventories.values())) if len(held) == world else None
         if alone or (common and len(held) < world):
             found += [
-                PendingFlush(memory_folder, {step: theirs[step] for step in common}, inventories[local_rank], alone)
+                PendingFlush({step: theirs[step] for step in common}, inventories[local_rank], alone)
                 for local_rank, theirs in held.items()
             ]
     return found
-
-
-Tell = Callable[[memory_folder.Packet], None]
 
 
 class Save(NamedTuple):
@@ -347,7 +339,7 @@ def _carry_out(save: Save, written: list[Written], tell: Tell) -> Place | None:
         save.pending_flush.end_meeting()
 
 
-def _failed(save: Save, code: str, text: str) -> memory_folder.Packet:
+def _failed(save: Save, code: str, text: str) -> Packet:
     """The report of a failed save. `made_good`: another attempt has brought the step to the disk; a worker that died
     meanwhile gets no report."""
     made_good = newest_on_disk(save.request.folder) == save.request.step
@@ -367,7 +359,7 @@ def _agree(save: Save, pending_flush: PendingFlush) -> Save | None:
             return save
         try:
             # Only now: a lent slot keeps the next life from staging into it.
-            lent = slots.lend(pending_flush.memory_folder, slot)
+            lent = slots.lend(slot)
         except ValueError as error:
             raise SnapshotIncompleteError(f"step {step.step} was not saved: {error}") from error
         return save._replace(fd=lent, sequence=slot.sequence, request=request)
@@ -405,12 +397,8 @@ def _write(save: Save, written: list[Written], tell: Tell) -> None:
             data = _staged(data, save.stage)
             slot_s.close()
             tell({"is": "written"})
-        with being_written(save.request.attempt_path) as folder_fd:
-            record = write_rank(save.request, data)
-            if READ_BACK in save.request.note and folder_fd >= 0:
-                with contextlib.suppress(OSError):  # then rank 0's process reads it
-                    original = None if save.stage else Original(save.fd, save.sequence)
-                    written.append(Written(folder_fd, record, original))
+        back = write(save.request, data, None if save.stage else (save.fd, save.sequence))
+        written += [] if back is None else [back]
     if not save.stage:
         tell({"is": "written"})
 

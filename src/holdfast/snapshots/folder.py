@@ -45,9 +45,6 @@ from holdfast.snapshots.layout import (
 )
 from holdfast.snapshots.remote import Place, RemotePath, place_of
 
-GiveWay = Callable[[], object]
-"""Returns when no more urgent work is in progress."""
-
 
 class RankFile:
     """One rank's file of a committed snapshot, open for reading. Use it as a context manager.
@@ -96,12 +93,12 @@ class RankFile:
         _in_threads(fill, numbers)
         return data
 
-    def check(self, beside: GiveWay | None = None) -> None:
+    def check(self, beside: Callable[[], object] | None = None) -> None:
         """Read and check everything, keep nothing.
 
-        `beside` is called before each chunk, for a check during training: with it one thread reads past the page cache.
-        That takes twice as long, uses a quarter of the processor time when all cores are busy, and leaves the cache to
-        the data loader.
+        `beside` is called before each chunk, for a check during training, and returns when no more urgent work is in
+        progress: with it one thread reads past the page cache. That takes twice as long, uses a quarter of the
+        processor time when all cores are busy, and leaves the cache to the data loader.
         """
 
         def pass_over(part: Sequence[int]) -> None:
@@ -171,7 +168,7 @@ class RankFile:
         return SnapshotDamagedError(f"{self.path}: {why}")
 
 
-def verify(snapshot: Snapshot, beside: GiveWay | None = None) -> None:
+def verify(snapshot: Snapshot, beside: Callable[[], object] | None = None) -> None:
     """Read every byte of a snapshot and check it. SnapshotDamagedError names the file; SnapshotGoneError;
     SnapshotError.
 
@@ -370,7 +367,8 @@ def unreadable(snapshot: Place, error: OSError) -> SnapshotError:
         return SnapshotGoneError(f"{snapshot} was removed meanwhile; look for a newer one")
     if error.errno == errno.ENOENT:
         return SnapshotDamagedError(f"{snapshot}: {Path(error.filename or '').name} is missing")
-    return disk.read_error(error, place_of(error.filename or snapshot))
+    kind = SnapshotDamagedError if error.errno in disk.DAMAGE else SnapshotError
+    return kind(f"{place_of(error.filename or snapshot)}: {error.strerror or error}")
 
 
 def _exists(snapshot: Place) -> bool:
@@ -394,11 +392,15 @@ def choose(found: Survey, *, fresh_ok: bool = False) -> Snapshot | None:
     if newest is not None or fresh_ok or found.fresh:
         return newest
     remains = [*(problem.path for problem in found.problems), *found.debris, *found.quarantined]
-    names = ", ".join(path.name for path in remains[:4]) + (" …" if len(remains) > 4 else "")
     raise NoValidSnapshotError(
-        f"{found.path} holds no valid snapshot, only {names}.\n"
+        f"{found.path} holds no valid snapshot, only {first_of([path.name for path in remains], 4)}.\n"
         "To start from zero on purpose, pass fresh_ok=True or choose another folder."
     )
+
+
+def first_of(names: Sequence[object], most: int) -> str:
+    """For a message: so many of them."""
+    return ", ".join(map(str, names[:most])) + (" …" if len(names) > most else "")
 
 
 def quarantine(path: Place, why: str) -> Place | None:

@@ -12,9 +12,9 @@ from collections.abc import Generator
 from holdfast.protocol.errors import SnapshotError, SnapshotMemoryError, SnapshotWriteError
 from holdfast.snapshots import changes
 from holdfast.snapshots.changes import SaveRequest
-from holdfast.snapshots.folder import Snapshot, being_written
+from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.memory_folder import SaverAddress
-from holdfast.snapshots.read_back import READ_BACK, ReadBacks, Written
+from holdfast.snapshots.read_back import ReadBacks, write
 from holdfast.snapshots.saver_client import SaverClient, Tier
 from holdfast.snapshots.slots import Slot
 
@@ -63,21 +63,23 @@ class InProcessStaging:
         self._thread.start()
 
     def _write(self, request: SaveRequest, data: memoryview) -> None:
+        written = None
         try:
-            with being_written(request.attempt_path) as folder_fd:
-                record = changes.write_rank(request, data)
-                written = Written(folder_fd, record) if READ_BACK in request.note and folder_fd >= 0 else None
+            written = write(request, data)
             path = changes.commit(request) if request.rank == 0 else None
             if path is not None and written is not None:
                 self._read_backs.committed(path)
-            if written is not None:
-                threading.Thread(
-                    target=self._read_backs.own, args=(written,), name="holdfast-check", daemon=True
-                ).start()
         except SnapshotError as error:
             self._failures.append(error)
         except (OSError, ValueError) as error:
             self._failures.append(SnapshotWriteError(f"step {request.step} was not saved: {error}"))
+        else:
+            if written is not None:
+                work, given = self._read_backs.own, (written,)
+                threading.Thread(target=work, args=given, name="holdfast-check", daemon=True).start()
+            return
+        if written is not None:
+            written.close()
 
     def _join(self) -> None:
         if self._thread is not None:

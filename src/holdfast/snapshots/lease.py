@@ -220,7 +220,7 @@ class FolderLease:
         if not self._thread.is_alive():
             with contextlib.suppress(OSError):
                 if self._trouble is None:
-                    self._put(FREE)
+                    self._file.put(FREE)
             self._file.close()
 
     def __enter__(self) -> FolderLease:
@@ -235,7 +235,7 @@ class FolderLease:
             count += 1
             try:
                 self._look()
-                self._put(COUNTER.format(count))
+                self._file.put(COUNTER.format(count))
             except SnapshotBusyError as error:
                 self._trouble = error
                 return
@@ -247,9 +247,6 @@ class FolderLease:
                     self._trouble = disk.write_error(error, self._folder / _name(self.number))
             else:
                 missed, self._trouble = 0, None
-
-    def _put(self, counter: str) -> None:
-        self._file.put(counter)
 
 
 def acquire(
@@ -376,8 +373,7 @@ def _newest(folder: Place) -> _Seen | None:
 
 
 def _numbers(folder: Place) -> list[int]:
-    listed = folder.sizes() if isinstance(folder, RemotePath) else os.listdir(folder)
-    return [int(found[1]) for name in listed if (found := _NAME.fullmatch(name))]
+    return [int(found[1]) for name in disk.listed(folder) if (found := _NAME.fullmatch(name))]
 
 
 def _name(number: int) -> str:

@@ -4,7 +4,7 @@
       saver.sock                                 where workers reach the saver
       <local rank>.<0|1|2>                       slots (slots.py)
       copies/, fetched/                          slots of other nodes' ranks (copy_service.py)
-      prefetch/                                  slots that are being fetched for this node's ranks (prefetch.py)
+      prefetch/                                  slots that are being fetched for this node's ranks (copy_service.py)
       key                                        derived from the job token, where there is one
 
 A shared-memory folder is in use while any process holds a shared lock on the folder itself: the agent under holdfast,
@@ -24,7 +24,7 @@ Messages on that socket are those of seqpacket.py:
                      {"do": "persist", "id", "sequence", "request", "patience_s"} with the slot's descriptor, which
                                                                       carries a shared lock on it; perhaps "stage"
                      {"do": "wait", "id"}                             for "idle": nothing of this local rank is written
-                     {"do": "prefetched"}                             wait for what the agent ordered (prefetch.py)
+                     {"do": "prefetched"}                             wait for what the agent ordered (copy_service.py)
                      {"do": "serve", "word", "host", "bytes_s", "folder", "rank", "world"}
                                                                       exchange copies with others (copy_service.py);
                                                                       no rescue in this folder waits for them any more
@@ -97,6 +97,8 @@ BACKLOG = 256
 FINISH_LIMIT_S = 120.0
 """At the agent's end: how long to wait for saves in flight. A save that is not done then is an uncommitted attempt."""
 Packet = dict[str, Any]
+Tell = Callable[[Packet], None]
+"""Takes what a thread has to tell."""
 
 _PROGRAM = (
     "import os, sys; sys.argv[3] == '-1' and os.fork() and os._exit(0); sys.path.insert(0, {root!r}); "
@@ -291,7 +293,7 @@ def connect(folder: Path) -> socket.socket:
 def start_saver(place: SaverAddress) -> socket.socket:
     """Start a saver that outlives this process, unless another worker of this node just has. Raises OSError."""
     path = place.folder / SOCKET
-    starting = os.open(place.folder / "starting", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    starting = open_for_writing(place.folder / "starting")
     try:
         _lock_within(starting, START_LIMIT_S)
         with contextlib.suppress(OSError):
@@ -397,13 +399,6 @@ def key_of_life(folder: Path, word: str) -> bytes:
     return hmac.digest(held, b"holdfast copies " + word.encode(), "sha256")
 
 
-def digest_of_life(folder: Path) -> Callable[[memoryview], str]:
-    """Of chunks on their way to another node: with a job token one that nobody can forge, otherwise a cheap one."""
-    from holdfast.snapshots import disk  # here and below: the agent, which starts at once, needs none
-
-    return disk.chunk_digest if (folder / KEY).exists() else disk.chunk_crc
-
-
 def read_back(folder: Path, path: Path, patience_s: float) -> None:
     """Have the saver read a committed snapshot and check every byte. For any thread; waits.
 
@@ -420,6 +415,6 @@ def read_back(folder: Path, path: Path, patience_s: float) -> None:
     if got is None:
         raise SaverLostError("the saver has ended meanwhile")
     if got[0].get("code") != "":
-        from holdfast.snapshots.disk import error_of
+        from holdfast.snapshots.disk import error_of  # here: the agent, which starts at once, does not need it
 
         raise error_of(str(got[0].get("code")), str(got[0].get("text")))

@@ -25,9 +25,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from holdfast.protocol.errors import SnapshotError
-from holdfast.snapshots import disk, slots
+from holdfast.snapshots import changes, disk, slots
+from holdfast.snapshots.changes import SaveRequest
 from holdfast.snapshots.disk import CHUNK_BYTES
-from holdfast.snapshots.folder import RankFile, Snapshot, confirm, unreadable
+from holdfast.snapshots.folder import RankFile, Snapshot, being_written, confirm, unreadable
 from holdfast.snapshots.layout import RankRecord, rank_file
 from holdfast.snapshots.remote import Place, RemotePath
 
@@ -136,6 +137,17 @@ class Written:
         os.close(self._folder_fd)
         if self._original is not None:
             self._original.close()
+
+
+def write(request: SaveRequest, data: memoryview, slot: tuple[int, int] | None = None) -> Written | None:
+    """As `changes.write_rank`; returns what shall be read back, if the request says so and there is a folder. `slot`:
+    the descriptor and the sequence number of the memory slot that holds the data."""
+    with being_written(request.attempt_path) as folder_fd:
+        record = changes.write_rank(request, data)
+        if READ_BACK in request.note and folder_fd >= 0:
+            with contextlib.suppress(OSError):  # then rank 0's process reads it
+                return Written(folder_fd, record, None if slot is None else Original(*slot))
+    return None
 
 
 class ReadBacks:

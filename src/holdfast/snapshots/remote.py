@@ -82,13 +82,6 @@ class RemotePath:
         """The object's size in bytes, by its name."""
         return int(self._ask(lambda fs: fs.info(self.url))["size"])
 
-    def exists(self) -> bool:
-        """Whether there is an object of this name."""
-        try:
-            return self.size() >= 0
-        except FileNotFoundError:
-            return False
-
     def sizes(self) -> dict[str, int]:
         """Names below this one, as the store lists them; the size of what is no object is 0. Empty: nothing."""
         try:

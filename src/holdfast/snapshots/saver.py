@@ -14,7 +14,7 @@ Its promises:
 - Where retention needs it, a save is then read back, which nobody waits for but rank 0's (read_back.py).
 - On "finish" from the agent it completes the saves in flight and ends. The agent waits memory_folder.FINISH_LIMIT_S.
 - Where the workers ask for it, it sends their slots to another node's saver, and receives others' (copy_service.py).
-- Where the agent orders it, it fetches slots from other nodes before the workers ask for them (prefetch.py).
+- Where the agent orders it, it fetches slots from other nodes before the workers ask for them (copy_service.py).
 - When the agent is gone without "finish", it ends at once, and a save in flight stays an uncommitted attempt.
 - Without an agent it ends, and removes the shared-memory folder, when the anchor is gone, no worker is left and no save
   is in flight.
@@ -43,11 +43,10 @@ from pathlib import Path
 from holdfast import seqpacket
 from holdfast.snapshots import memory_folder, slots
 from holdfast.snapshots.changes import SaveRequest
-from holdfast.snapshots.copy_service import CopyService
-from holdfast.snapshots.flush import Save, Tell, carry_out, pending_flush, read_back
+from holdfast.snapshots.copy_service import CopyService, Prefetch
+from holdfast.snapshots.flush import Save, carry_out, pending_flush, read_back
 from holdfast.snapshots.mapping import Mappings
-from holdfast.snapshots.memory_folder import FINISH_LIMIT_S, STALL
-from holdfast.snapshots.prefetch import Prefetch
+from holdfast.snapshots.memory_folder import FINISH_LIMIT_S, STALL, Packet, Tell
 from holdfast.snapshots.read_back import ReadBacks
 from holdfast.snapshots.remote import adopt, place_of
 
@@ -221,7 +220,7 @@ class Saver:
         self._drop(worker)
         return False
 
-    def _serve(self, worker: SaverConnection, packet: memory_folder.Packet, fds: list[int]) -> None:
+    def _serve(self, worker: SaverConnection, packet: Packet, fds: list[int]) -> None:
         try:
             match packet.get("do"):
                 case "hello":
@@ -267,7 +266,7 @@ class Saver:
             for fd in fds:
                 os.close(fd)
 
-    def _persist(self, worker: SaverConnection, packet: memory_folder.Packet, fds: list[int]) -> None:
+    def _persist(self, worker: SaverConnection, packet: Packet, fds: list[int]) -> None:
         number = memory_folder.field(packet, "id", int)
         if self._flights(worker.local_rank).saves >= SAVES_PER_WORKER_MAX:
             raise ValueError(f"more than {SAVES_PER_WORKER_MAX} saves at once")
@@ -278,24 +277,24 @@ class Saver:
         save = Save(fds.pop(), sequence, request, patience_s, worker.local_rank, self._mappings, stage=stage)
         self._begin(save, lambda answer: self._answer(worker, save, {**answer, "id": number}))
 
-    def _copy(self, worker: SaverConnection, packet: memory_folder.Packet, fds: list[int]) -> None:
+    def _copy(self, worker: SaverConnection, packet: Packet, fds: list[int]) -> None:
         """Send this slot to another node, in a thread."""
         number = memory_folder.field(packet, "id", int)
         work = self._copies.sending(packet, fds)
 
-        def told(copy: memory_folder.Packet) -> None:
+        def told(copy: Packet) -> None:
             _send(worker, {"is": "copied", "id": number, "text": copy["why"]})
             self._tell_agent(copy)
 
         self._in_thread(work, tell=told)
 
-    def _answer(self, worker: SaverConnection, save: Save, answer: memory_folder.Packet) -> None:
+    def _answer(self, worker: SaverConnection, save: Save, answer: Packet) -> None:
         if worker in self._workers:
             _send(worker, answer)
             if answer["is"] == "failed":
                 worker.failures.append(_of_rank(save, answer["text"]))
-        elif answer["is"] == "failed" and not answer["made_good"]:
-            self._report(save, answer["text"])
+        else:
+            self._report(save, answer)
 
     def _worker_gone(self, worker: SaverConnection) -> None:
         """A worker died. Its earlier packets are read first."""
@@ -359,10 +358,10 @@ class Saver:
             ]
             for rank in ranks
         }
-        for each in pending_flush(self._folder, by_rank, self._newest_asked):
+        for each in pending_flush(by_rank, self._newest_asked):
             slot, request = each.held[each.alone or max(each.held)]
             save = Save(
-                slots.lend(self._folder, slot),
+                slots.lend(slot),
                 slot.sequence,
                 request,
                 FINISH_LIMIT_S,
@@ -371,11 +370,7 @@ class Saver:
                 each,
                 needless=self._flushes.setdefault(request.folder, threading.Event()),
             )
-            self._begin(save, partial(self._rescued, save))
-
-    def _rescued(self, save: Save, answer: memory_folder.Packet) -> None:
-        if answer["is"] == "failed" and not answer["made_good"]:
-            self._report(save, answer["text"])
+            self._begin(save, partial(self._report, save))
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
@@ -393,12 +388,14 @@ class Saver:
         self._newest_asked[asked] = max(before, save.request.step)
         began_s = time.monotonic()
 
-        def told(answer: memory_folder.Packet) -> None:
+        def told(answer: Packet) -> None:
             nonlocal writing
             flights.writing -= writing
             writing = False
             if answer["is"] != "written":
-                self._over(save, answer, before)
+                flights.saves -= 1
+            if answer["is"] == "failed" and self._newest_asked.get(asked) == save.request.step:
+                self._newest_asked[asked] = before
             if answer["is"] == "saved" and answer["path"]:
                 took_s = time.monotonic() - began_s
                 path = os.path.abspath(answer["path"])
@@ -420,17 +417,11 @@ class Saver:
     def _in_thread(self, work: Callable[[Tell], None], *, tell: Tell) -> None:
         """Run the work in its own thread, since the disk may block it for ever. `tell` is called in the main thread."""
 
-        def in_main(answer: memory_folder.Packet) -> None:
+        def in_main(answer: Packet) -> None:
             self._done.put(partial(tell, answer))
             self._wake.send(b"!")
 
         threading.Thread(target=work, args=(in_main,), daemon=True).start()
-
-    def _over(self, save: Save, answer: memory_folder.Packet, before: int) -> None:
-        asked = (save.request.folder, save.local_rank)
-        if answer["is"] == "failed" and self._newest_asked.get(asked) == save.request.step:
-            self._newest_asked[asked] = before
-        self._flights(save.local_rank).saves -= 1
 
     def _settle(self) -> None:
         self._woken.recv(4096)
@@ -441,11 +432,12 @@ class Saver:
                 return
             call()
 
-    def _report(self, save: Save, text: str) -> None:
+    def _report(self, save: Save, answer: Packet) -> None:
         """Report a failure to which no living worker is waiting."""
-        said = _of_rank(save, text)
-        self._news_to_agent(said)
-        self._keep_news(save.local_rank, said)
+        if answer["is"] == "failed" and not answer["made_good"]:
+            said = _of_rank(save, answer["text"])
+            self._news_to_agent(said)
+            self._keep_news(save.local_rank, said)
 
     def _keep_news(self, local_rank: int, *texts: str) -> None:
         """Keep the texts for the next worker of this rank, which may be connected already."""
@@ -462,7 +454,7 @@ class Saver:
     def _news_to_agent(self, text: str) -> None:
         self._tell_agent({"is": "news", "text": text})
 
-    def _tell_agent(self, packet: memory_folder.Packet) -> None:
+    def _tell_agent(self, packet: Packet) -> None:
         if self._control is not None:
             with contextlib.suppress(OSError):
                 seqpacket.send(self._control, packet)
@@ -472,7 +464,7 @@ def _of_rank(save: Save, text: str) -> str:
     return f"rank {save.request.rank}, before its restart: {text}"
 
 
-def _send(worker: SaverConnection, packet: memory_folder.Packet) -> None:
+def _send(worker: SaverConnection, packet: Packet) -> None:
     """Send to a worker. Errors are ignored: it is gone, or does not read."""
     with contextlib.suppress(OSError):
         seqpacket.send(worker.sock, packet)

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -38,7 +39,7 @@ from holdfast.protocol.errors import (
 from holdfast.snapshots import disk, folder, memory_folder
 from holdfast.snapshots.changes import PATIENCE_S, SaveRequest
 from holdfast.snapshots.copy_connection import Address
-from holdfast.snapshots.copy_service import State, all_slots, drop_fetched, is_copy
+from holdfast.snapshots.copy_service import State, all_slots, is_copy
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.remote import RemotePath, absolute
@@ -132,12 +133,10 @@ class SaverClient:
         self.copy_error = ""
         """Why one of the last did not arrive, or why the saver cannot exchange copies."""
         self._serve: memory_folder.Packet | None = None
-        self._serve_unanswered = False
         self._copying: set[int] = set()
         """Ids of copies on their way to another node."""
         self._kept: tuple[State | None, ...] = ()
         """The state that all ranks have sent, and the one that is or was sent last."""
-        self._forgotten = True
         self._copies = copies
         self._committed: Slot | None = None
         self._newest_step = -1
@@ -148,22 +147,21 @@ class SaverClient:
         self._making_huge: threading.Thread | None = None
         self._sock: socket.socket | None = None
         self._asked: dict[int, _Asked] = {}
-        """Requests without a final answer."""
-        self._waiting_for = 0
-        """The id of the last packet that asked for "idle"; 0: answered."""
+        """Saves without a final answer."""
+        self._awaited: set[str] = set()
+        """Answers to other requests that are still to come: "forgotten", "idle", "prefetched", "serving"."""
         self._last_id = 0
         self._failures: list[SnapshotError] = []
         self._lost_at_s: float | None = None
         self._news: list[str] = []
         """Results of a previous worker's saves."""
-        self._await_prefetch = (address.folder / memory_folder.PREFETCH).exists()
         self.prefetched: memory_folder.Packet = {}
-        """What was fetched for this rank before; see prefetch.py."""
+        """What was fetched for this rank before; see copy_service.py."""
         self._connect()
-        if self._await_prefetch:
+        if (address.folder / memory_folder.PREFETCH).exists():
             with contextlib.suppress(SnapshotError):  # it is fetched later then
-                self._send({"do": "prefetched"})
-                self._receive_until(lambda: not self._await_prefetch, PATIENCE_S)
+                self._ask({"do": "prefetched"}, "prefetched")
+                self._wait_for("prefetched")
         self.slots = Slots(address.folder, owner, self.states)
 
     # --- memory -------------------------------------------------------------------------------------------------------
@@ -217,9 +215,8 @@ class SaverClient:
         if self._newest_step > above_step:  # a read costs a few milliseconds
             self.slots.forget(above_step=above_step)
             if self._copies:
-                self._forgotten = False
-                self._send({"do": "forget", "above_step": above_step})
-                self._receive_until(lambda: self._forgotten, PATIENCE_S)  # before a copy of such a step comes
+                self._ask({"do": "forget", "above_step": above_step}, "forgotten")
+                self._wait_for("forgotten")  # before a copy of such a step comes
 
     # --- copies on other nodes ----------------------------------------------------------------------------------------
 
@@ -229,15 +226,14 @@ class SaverClient:
         about = {"word": word, "host": host, "bytes_s": float(bytes_s), "folder": folder}
         self._serve = {"do": "serve", **about, "rank": place[0], "world": place[1]}
         self.await_served()
-        self.port, self.copy_error, self._serve_unanswered = 0, "", True
+        self.port, self.copy_error = 0, ""
         with contextlib.suppress(SnapshotError):
-            self._send(self._serve)
+            self._ask(self._serve, "serving")
 
     def await_served(self) -> None:
         """Until the saver has answered the last `serve`: `port` or `copy_error` is known then."""
-        if self._serve_unanswered:  # it may just have been started
-            self._receive_until(lambda: not self._serve_unanswered, PATIENCE_S)
-            self._serve_unanswered = False
+        self._wait_for("serving")  # it may just have been started
+        self._awaited.discard("serving")
 
     @property
     def copying(self) -> bool:
@@ -253,7 +249,7 @@ class SaverClient:
         request = slot.request
         assert request is not None
         try:
-            lent = lend(slot.path.parent, slot)
+            lent = lend(slot)
         except ValueError as error:
             self.copy_error = str(error)
             return
@@ -281,7 +277,7 @@ class SaverClient:
 
     def drop_fetched(self) -> None:
         if self._copies:
-            drop_fetched(self._address.folder)
+            shutil.rmtree(self._address.folder / memory_folder.FETCHED, ignore_errors=True)  # mappings stay valid
 
     # --- saves --------------------------------------------------------------------------------------------------------
 
@@ -303,7 +299,7 @@ class SaverClient:
         seqpacket.MESSAGE_BYTES_MAX."""
         assert self._committed is not None
         slot = self._committed
-        lent = lend(self._address.folder, slot)
+        lent = lend(slot)
         try:
             packet = {
                 "do": "persist",
@@ -352,11 +348,10 @@ class SaverClient:
     def _previous_worker_written(self, patience_s: float) -> bool:
         """A save that is written and waits for other ranks may continue to wait: they may never come."""
         self._receive()
-        if self._sock is not None and not self._waiting_for:
-            self._waiting_for = self._next_id()
+        if self._sock is not None and "idle" not in self._awaited:
             with contextlib.suppress(SnapshotError):
-                self._send({"do": "wait", "id": self._waiting_for})
-        return self._receive_until(lambda: not self._waiting_for, patience_s)
+                self._ask({"do": "wait", "id": self._next_id()}, "idle")
+        return self._wait_for("idle", patience_s)
 
     def read_back(self, snapshot: Snapshot) -> None:
         """By the saver: hashing threads in this process would delay training by the interpreter's lock and its memory
@@ -408,6 +403,16 @@ class SaverClient:
             else:
                 return
 
+    def _ask(self, packet: memory_folder.Packet, answer: str) -> None:
+        """Send a request; see `_wait_for`."""
+        self._awaited.add(answer)
+        self._send(packet)
+        self._awaited.add(answer)  # again: a saver that was lost meanwhile was replaced, and got the request as well
+
+    def _wait_for(self, answer: str, patience_s: float = PATIENCE_S) -> bool:
+        """Wait for the answer to what was asked last. False: the saver is gone, or it took too long."""
+        return answer not in self._awaited or self._receive_until(lambda: answer not in self._awaited, patience_s)
+
     def _receive(self) -> None:
         """Handle all received packets."""
         while self._sock is not None:
@@ -432,9 +437,10 @@ class SaverClient:
             seqpacket.is_readable(self._sock, left_s)
 
     def _take(self, packet: memory_folder.Packet) -> None:
+        self._awaited.discard(str(packet.get("is")))
         match packet.get("is"), packet.get("id", 0):
             case "prefetched", _:
-                self._await_prefetch, self.prefetched = False, packet.get("fetched", {})
+                self.prefetched = packet.get("fetched", {})
             case "written", number:
                 if number in self._asked:
                     self._asked[number].written = True
@@ -445,23 +451,17 @@ class SaverClient:
                     self._failures.append(disk.error_of(str(packet.get("code")), str(packet.get("text"))))
             case "serving", _:
                 self.port, self.copy_error = int(packet.get("port", 0)), str(packet.get("text", ""))
-                self._serve_unanswered = False
-            case "forgotten", _:
-                self._forgotten = True
             case "copied", number:
                 if number in self._copying:
                     self._copying.discard(number)
                     self.copy_error = str(packet.get("text")) or self.copy_error
-            case "idle", number:
-                if number == self._waiting_for:
-                    self._waiting_for = 0
             case "news", _:
                 self._news.append(str(packet.get("text")))
 
     def _lost(self) -> None:
         """The saver has died, and its saves with it."""
         self._drop()
-        self._waiting_for = 0
+        self._awaited.discard("idle")  # what it wrote for a previous worker has ended with it
         if self.copying:
             self.copy_error = "the process that sent it was killed"
             self._copying.clear()

@@ -47,8 +47,7 @@ from typing import Any, NamedTuple
 from holdfast.linux import check_memory
 from holdfast.protocol.errors import SnapshotMemoryError
 from holdfast.snapshots.changes import SaveRequest
-from holdfast.snapshots.growing import GrowingFile
-from holdfast.snapshots.mapping import Mappings
+from holdfast.snapshots.mapping import GrowingFile, Mappings
 from holdfast.snapshots.memory_folder import claim, open_for_writing, unclaim
 
 HEADER_BYTES = 64 * 1024
@@ -72,15 +71,20 @@ class Slot(NamedTuple):
 
     step: int
     data: memoryview  # the bytes of the rank's snapshot file; good until the slot is staged into again
-    number: int  # 0, 1 or 2
     sequence: int  # order of staging: the newest has the highest number, whatever its step
     generation: int
     rank: int
     world: int
     local_rank: int
     request: SaveRequest | None  # how the saver writes it if the worker dies before its own request; None: not at all
-    path: Path | None = None  # the slot's file, where it was read by its name
+    path: Path | None = None  # the slot's file, where it was committed here or read by its name
     unix_s: float = 0.0  # when it was committed
+
+    @property
+    def number(self) -> int:
+        """0, 1 or 2."""
+        assert self.path is not None
+        return int(self.path.suffix[1:])
 
 
 class SlotOwner(NamedTuple):
@@ -212,7 +216,7 @@ class Slots:
         return number, held
 
     def _invalidate(self, number: int, held: int) -> None:
-        """Before the first byte of it changes."""
+        """Before the first byte of it changes, or to drop it."""
         os.pwrite(held, bytes(_WORD_BYTES), _COMMIT * _WORD_BYTES)
         self._files[number].slot = None
 
@@ -240,12 +244,13 @@ class Slots:
             raise ValueError(f"the request takes {len(encoded)} bytes, at most {NOTE_BYTES_MAX} are allowed")
         self._sequence = sequence = self._sequence + 1
         file.memory[_WORDS_BYTES : _WORDS_BYTES + len(encoded)] = encoded
-        file.words[_MAGIC] = MAGIC
-        file.words[_SEQUENCE] = sequence
-        file.words[_NOTE] = len(encoded) << 32 | zlib.crc32(encoded, sequence & 0xFFFFFFFF)
-        file.words[_COMMIT] = sequence
+        words = file.memory[:_WORDS_BYTES].cast("Q")
+        words[_MAGIC] = MAGIC
+        words[_SEQUENCE] = sequence
+        words[_NOTE] = len(encoded) << 32 | zlib.crc32(encoded, sequence & 0xFFFFFFFF)
+        words[_COMMIT] = sequence
         self.abandon()  # releases the lock; the committed bytes stay
-        slot = _slot_of(note, data.toreadonly(), staging.number, sequence, file.path)
+        slot = _slot_of(note, data.toreadonly(), sequence, file.path)
         file.slot = _without_data(slot)
         return slot
 
@@ -258,8 +263,8 @@ class Slots:
     def mapped(self, number: int) -> Slot | None:
         """This slot, from the mapping that this process writes through, whose pages are present. For any thread. None:
         there is no such mapping, or it is invalid."""
-        memory = self._files[number].memory
-        return read(memory, number) if len(memory) > HEADER_BYTES else None
+        file = self._files[number]
+        return read(file.memory, file.path) if len(file.memory) > HEADER_BYTES else None
 
     def hold(self, *states: tuple[int, int, int] | None) -> None:
         """Keep the states of these identities (SaveRequest), and no others that were held before."""
@@ -269,7 +274,7 @@ class Slots:
         for slot in (file.slot for file in self._files):  # a look into the files costs 2 to 5 ms, in every save
             if slot is not None and slot.request is not None and slot.request.identity in states:
                 with contextlib.suppress(ValueError):
-                    self._held.append(lend(self._folder, slot))
+                    self._held.append(lend(slot))
 
     def committed(self) -> list[Slot]:
         """All valid slots of this and of previous workers, newest first."""
@@ -280,8 +285,7 @@ class Slots:
         """Drop slots of later steps: the ranks agreed to continue from this step."""
         for slot in self.committed():
             if slot.step > above_step and (held := self._lock(slot.number)) is not None:
-                os.pwrite(held, bytes(_WORD_BYTES), _COMMIT * _WORD_BYTES)
-                self._files[slot.number].slot = None
+                self._invalidate(slot.number, held)
                 release(held)
 
     def discard(self) -> None:
@@ -353,23 +357,20 @@ class _File(GrowingFile):
         """Of its committed bytes; 0: none."""
         return 0 if self.slot is None else self.slot.sequence
 
-    @property
-    def words(self) -> memoryview:
-        return self.memory[:_WORDS_BYTES].cast("Q")
-
 
 def _without_data(slot: Slot) -> Slot:
     """It keeps no memory in use."""
     return slot._replace(data=memoryview(b""))
 
 
-def lend(folder: Path, slot: Slot) -> int:
+def lend(slot: Slot) -> int:
     """A descriptor that protects the slot against staging while it is open, here or in a process that receives it.
 
-    Raises ValueError when the slot has been staged into since.
+    `slot`: as it was committed, or read by its name. Raises ValueError when it has been staged into since.
     """
+    assert slot.path is not None
     try:
-        fd = os.open(slot_path(folder, slot.local_rank, slot.number), os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        fd = os.open(slot.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except FileNotFoundError:
         raise ValueError(f"the slot of step {slot.step} is gone") from None
     try:
@@ -409,7 +410,7 @@ def local_ranks(folder: Path) -> list[int]:
 
 def committed_slots(folder: Path, local_rank: int) -> list[Slot]:
     """All valid slots of one local rank, newest first; for processes other than its worker."""
-    found = [read_file(slot_path(folder, local_rank, index), index) for index in range(COUNT_MAX)]
+    found = [read_file(slot_path(folder, local_rank, index)) for index in range(COUNT_MAX)]
     return sorted((slot for slot in found if slot is not None), key=lambda slot: -slot.sequence)
 
 
@@ -432,28 +433,28 @@ def _commit_word(folder: Path, local_rank: int, index: int) -> int | None:
     return None
 
 
-def read_file(path: Path, index: int = 0) -> Slot | None:
+def read_file(path: Path) -> Slot | None:
     """The slot in this file; None when there is none, or it is invalid."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError:
         return None
     try:
-        return read_descriptor(fd, index, path=path)
+        return read_descriptor(fd, path=path)
     finally:
         os.close(fd)
 
 
-def read_descriptor(fd: int, index: int = 0, mappings: Mappings | None = None, path: Path | None = None) -> Slot | None:
+def read_descriptor(fd: int, mappings: Mappings | None = None, path: Path | None = None) -> Slot | None:
     """The slot in this open file; None when it is invalid. The caller keeps the descriptor."""
     if os.fstat(fd).st_size < HEADER_BYTES:
         return None
     with contextlib.suppress(OSError):
-        return read((mappings or Mappings()).of(fd).memory, index, path)
+        return read((mappings or Mappings()).of(fd).memory, path)
     return None
 
 
-def read(memory: memoryview, index: int, path: Path | None = None) -> Slot | None:
+def read(memory: memoryview, path: Path | None) -> Slot | None:
     """The slot in this memory; None when it is invalid."""
     words = memory[:_WORDS_BYTES].cast("Q")
     sequence, length, crc = words[_SEQUENCE], words[_NOTE] >> 32, words[_NOTE] & 0xFFFFFFFF
@@ -466,15 +467,14 @@ def read(memory: memoryview, index: int, path: Path | None = None) -> Slot | Non
     data = memory[HEADER_BYTES : HEADER_BYTES + note["size_bytes"]].toreadonly()
     if len(data) != note["size_bytes"] or sample(data) != note["sample"]:
         return None
-    return _slot_of(note, data, index, sequence, path)
+    return _slot_of(note, data, sequence, path)
 
 
-def _slot_of(note: Mapping[str, Any], data: memoryview, index: int, sequence: int, path: Path | None) -> Slot:
+def _slot_of(note: Mapping[str, Any], data: memoryview, sequence: int, path: Path | None) -> Slot:
     request = note["request"]
     return Slot(
         note["step"],
         data,
-        index,
         sequence,
         note["generation"],
         note["rank"],

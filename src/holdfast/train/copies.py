@@ -5,7 +5,7 @@ next ones are skipped. So there is always one state that every rank has twice: i
 its node's partner. When a node is lost, the others and a newcomer go on from it, or from a newer one that is complete.
 
 Nodes form a ring, and a partner is in another failure domain if no domain has more than half of the nodes. Savers offer
-all addresses of their node, and who sends or fetches takes the fastest (snapshots/copy_paths.py).
+all addresses of their node, and who sends or fetches takes the fastest (snapshots/copy_connection.py).
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from typing import Any, NamedTuple
 
 from holdfast.linux import VIRTUAL, addresses, boot_id, own_address
 from holdfast.protocol.errors import CopyError, SnapshotMemoryError
-from holdfast.snapshots.copy_connection import Address
-from holdfast.snapshots.copy_paths import CopyPaths
+from holdfast.snapshots.copy_connection import Address, CopyPaths
 from holdfast.snapshots.copy_service import State, fetch, skipped
 from holdfast.snapshots.memory_folder import FETCHED, key_of_life
 from holdfast.snapshots.saver_client import SaverClient, Tier
