@@ -9,7 +9,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from typing import Any
 
 
@@ -273,11 +272,13 @@ USE_ENV = Option(
     "--use-env", FLAG, False, "do not add --local-rank=N to the script's arguments", env=False, group=PROGRAM
 )
 LAUNCH_OPTIONS = (*OPTIONS, USE_ENV)
-"""The table of `holdfast launch`."""
+TABLES = {"run": OPTIONS, "launch": LAUNCH_OPTIONS}
+"""The options of each command."""
 
 
-def render(command: str, table: Sequence[Option]) -> str:
+def render(command: str) -> str:
     """The text of `holdfast COMMAND --help`."""
+    table = TABLES[command]
     lines = [
         f"usage: holdfast {command} [options] script.py [arguments of the script]",
         "",

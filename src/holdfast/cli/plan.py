@@ -14,7 +14,7 @@ import sys
 from signal import Signals
 from typing import TYPE_CHECKING
 
-from holdfast.cli.grammar import FROM_FLAG
+from holdfast.cli.grammar import FROM_FLAG, FROM_STEP
 from holdfast.cli.rendezvous import survives
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import CommandKind, worker_environment
@@ -127,8 +127,6 @@ def node_text(options: RunOptions) -> str:
 
 def slurm_text(parsed: Parsed) -> str:
     """The values of the Slurm step; empty where there is none."""
-    from holdfast.cli.grammar import FROM_STEP
-
     taken = [dest for dest, source in parsed.sources.items() if source == FROM_STEP]
     said = [f"--{dest.replace('_', '-')} {getattr(parsed.values, dest)}" for dest in taken]
     said += [f"restart {parsed.requeues}"] if parsed.requeues else []

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from holdfast.cli import rendezvous as meeting
 from holdfast.cli.devices import THIS_NODE, Count, Probes, count_cpus, count_processes
 from holdfast.cli.grammar import ABOUT_US
-from holdfast.cli.option_table import FLAG, HOSTS, LIST, Option
+from holdfast.cli.option_table import FLAG, HOSTS, LIST, TABLES, Option
 from holdfast.cli.program import preload, worker_command
 from holdfast.protocol.errors import (
     BindingError,
@@ -32,7 +32,7 @@ from holdfast.protocol.policy import Limits
 from holdfast.text import is_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from holdfast.cli.grammar import Parsed
     from holdfast.protocol.policy import JobSpec
@@ -405,10 +405,10 @@ def signal_numbers(text: str) -> tuple[tuple[int, ...], list[str]]:
     return tuple(dict.fromkeys(numbers)), unknown
 
 
-def words_elsewhere(parsed: Parsed, table: Sequence[Option], settled: Mapping[str, str | None]) -> list[str]:
+def words_elsewhere(parsed: Parsed, command: str, settled: Mapping[str, str | None]) -> list[str]:
     """The line of another agent: all given options and then the `settled` ones (None: left out)."""
-    words = []
-    for option in table:
+    words = [command]
+    for option in TABLES[command]:
         if option.dest in settled or option.group == HOSTS or option.dest in ONLY_HERE:
             continue
         if parsed.given(option.dest):
@@ -429,9 +429,7 @@ def words_of(option: Option, value: object) -> list[str]:
     return [] if value is None else [f"{option.name}={value}"]
 
 
-def line_of_others(
-    parsed: Parsed, command: str, table: Sequence[Option], options: RunOptions, environ: Mapping[str, str]
-) -> str:
+def line_of_others(parsed: Parsed, command: str, options: RunOptions, environ: Mapping[str, str]) -> str:
     """The line to type on each other node; empty: there is no other node, or something else starts the agents."""
     job = options.job
     if options.standalone or job.max_nodes == 1 or any(name in environ for name in STARTED_BY_OTHERS):
@@ -443,7 +441,7 @@ def line_of_others(
         settled |= {"master_addr": own} if is_static else {"rdzv_endpoint": f"{own}:{place.port}"}
     if job.fixed_ranks:
         settled["node_rank"] = str(1 - (options.node_rank or 0)) if job.max_nodes == 2 else "RANK"
-    words = words_elsewhere(parsed, table, settled)
+    words = words_elsewhere(parsed, command, settled)
     if not parsed.values.training_script.startswith("-"):
         words.remove("--")
-    return shlex.join(["holdfast", command, *words])
+    return shlex.join(["holdfast", *words])

@@ -10,14 +10,13 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from holdfast.cli import config, grammar
-from holdfast.cli.option_table import HOSTS, LAUNCH_OPTIONS, OPTIONS
+from holdfast.cli import EXIT_INTERRUPTED, config, grammar, print_version, say_interrupted
+from holdfast.cli.option_table import HOSTS, OPTIONS, TABLES, render
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from holdfast.cli.grammar import Parsed
-    from holdfast.cli.option_table import Option
     from holdfast.protocol.options import RunOptions
     from holdfast.protocol.rank_progress import Finding, RankStory
     from holdfast.runtime.agent_service import Finished
@@ -33,20 +32,22 @@ WARNING = (
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status. Raises HoldfastError."""
-    parsed = grammar.parse(argv, os.environ, OPTIONS, configure=config.configure)
-    if any(getattr(parsed.values, dest) for dest in grammar.ABOUT_US):
-        return tell_about(parsed, "run", OPTIONS)
-    return execute(parsed, "run", argv)
+    return main_of("run", argv)
 
 
 def main_launch(argv: Sequence[str]) -> int:
     """`holdfast launch`: torch.distributed.launch, for scripts that want a --local-rank argument. Returns the exit
     status. Raises HoldfastError."""
-    parsed = grammar.parse(argv, os.environ, LAUNCH_OPTIONS, configure=config.configure)
+    return main_of("launch", argv)
+
+
+def main_of(command: str, argv: Sequence[str]) -> int:
+    parsed = grammar.parse(argv, os.environ, TABLES[command], configure=config.configure)
     if any(getattr(parsed.values, dest) for dest in grammar.ABOUT_US):
-        return tell_about(parsed, "launch", LAUNCH_OPTIONS)
-    print(f"holdfast: {WARNING}", file=sys.stderr)
-    return execute(parsed, "launch", argv)
+        return tell_about(parsed, command)
+    if command == "launch":
+        print(f"holdfast: {WARNING}", file=sys.stderr)
+    return execute(parsed, command, argv)
 
 
 def main_remote(argv: Sequence[str]) -> int:
@@ -56,8 +57,8 @@ def main_remote(argv: Sequence[str]) -> int:
     `FD run|launch [options] script ...`: FD takes the report. Returns the exit status. Raises HoldfastError."""
     import json
 
-    tells, table = int(argv[0]), LAUNCH_OPTIONS if argv[1] == "launch" else OPTIONS
-    parsed = grammar.parse(argv[2:], {}, table)  # the launcher has read all variables
+    tells = int(argv[0])
+    parsed = grammar.parse(argv[2:], {}, TABLES[argv[1]])  # the launcher has read all variables
 
     def show(finished: Finished) -> str:
         from holdfast.diagnosis.screen import render
@@ -71,14 +72,10 @@ def main_remote(argv: Sequence[str]) -> int:
     return start(parsed, show=show, say_notices=False)
 
 
-def tell_about(parsed: Parsed, command: str, table: Sequence[Option]) -> int:
+def tell_about(parsed: Parsed, command: str) -> int:
     """Print the text of --help, --version or --print-completion."""
-    from holdfast.cli import print_version
-
     if parsed.values.help:
-        from holdfast.cli.option_table import render
-
-        print(render(command, table))
+        print(render(command))
         return 0
     if parsed.values.version:
         return print_version()
@@ -176,8 +173,6 @@ def be_interruptible() -> None:
 
 
 def leave_at_once(*_: object) -> None:
-    from holdfast.cli import EXIT_INTERRUPTED, say_interrupted
-
     say_interrupted()
     os._exit(EXIT_INTERRUPTED)
 
@@ -209,15 +204,13 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], command: str = "") -> Ru
     """The options of this command line, with defaults and variables. Raises CallerError."""
     from msgspec import structs
 
-    from holdfast.cli.option_table import LAUNCH_OPTIONS
     from holdfast.cli.resolve import line_of_others
     from holdfast.cli.resolve import resolve as resolve_all
 
     options = resolve_all(parsed, environ).options
     if not command:
         return options
-    table = LAUNCH_OPTIONS if command == "launch" else OPTIONS
-    return structs.replace(options, line_of_others=line_of_others(parsed, command, table, options, environ))
+    return structs.replace(options, line_of_others=line_of_others(parsed, command, options, environ))
 
 
 def show_plan(parsed: Parsed) -> int:
