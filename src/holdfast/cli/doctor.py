@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
-from holdfast.cli import config, grammar
+from holdfast.cli import config, grammar, print_version
 from holdfast.cli.option_table import FLAG, FLOAT, OPTIONS, TEXT, Option
 from holdfast.cli.option_table import line as help_line
 from holdfast.cli.printing import Parser, print_json
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from holdfast.cli.rendezvous import RendezvousOptions
     from holdfast.doctor import DoctorFinding, LocalFacts
     from holdfast.doctor.joint import JointOptions, JointResult
-    from holdfast.protocol.options import Endpoint
 
 ALL_REDUCE = "a small one with gloo: auto (where all nodes have torch) or off"
 OWN = tuple(
@@ -79,8 +78,6 @@ def main(argv: Sequence[str]) -> int:
         print(usage())
         return 0
     if parsed.values.version:
-        from holdfast.cli import print_version
-
         return print_version()
     if not 0 < parsed.values.timeout <= TIMEOUT_S_MAX:
         raise parsed.error("timeout", UsageError, f"must be a positive number of seconds, {TIMEOUT_S_MAX:g} at most")
@@ -140,6 +137,7 @@ async def examine(parsed: Parsed, place: RendezvousOptions, *, together: bool) -
     import asyncio
 
     from holdfast.cli.program import interpreter
+    from holdfast.cli.resolve import node_size
     from holdfast.doctor.facts import FactsRequest, gather_facts
     from holdfast.doctor.joint import check_together
     from holdfast.doctor.local import examine as examine_facts
@@ -149,10 +147,10 @@ async def examine(parsed: Parsed, place: RendezvousOptions, *, together: bool) -
     timeout_s: float = parsed.values.timeout
     asked = FactsRequest(
         python=python,
-        nproc=number_of_workers(parsed),
+        nproc=node_size(parsed, os.environ).number,
         nodes=place.job.max_nodes,
         log_dir=log_folder(parsed),
-        endpoint=endpoint_of(place),
+        endpoint=None if place.standalone or not place.endpoint.port else place.endpoint,
         try_port=not together,  # the joint check binds it otherwise
         environ=os.environ,
         torch_s_max=max(timeout_s, LOCAL_TORCH_S_MIN),
@@ -207,21 +205,6 @@ def joint_options(parsed: Parsed, place: RendezvousOptions, python: str) -> Join
         reduce=parsed.values.all_reduce == "auto",
         python=python,
     )
-
-
-def endpoint_of(place: RendezvousOptions) -> Endpoint | None:
-    return None if place.standalone or not place.endpoint.port else place.endpoint
-
-
-def number_of_workers(parsed: Parsed) -> int:
-    """The number of workers of this node. Raises ProcessesError."""
-    from holdfast.cli.devices import count_processes
-    from holdfast.protocol.errors import ProcessesError
-
-    try:
-        return count_processes(parsed.values.nproc_per_node, os.environ).number
-    except ProcessesError as error:
-        raise parsed.error("nproc_per_node", ProcessesError, str(error)) from None
 
 
 def log_folder(parsed: Parsed) -> str | None:

@@ -144,7 +144,7 @@ def logs_specs_problem(name: str) -> str:
     return f"no such entry point in {LOGS_SPECS_GROUP}; installed: {', '.join(installed)}"
 
 
-def node_size(parsed: Parsed, environ: Mapping[str, str], probes: Probes) -> Count:
+def node_size(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NODE) -> Count:
     try:
         return count_processes(parsed.values.nproc_per_node, environ, probes)
     except ProcessesError as error:

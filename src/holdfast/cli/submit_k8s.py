@@ -13,7 +13,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, TypeVar
 
-from holdfast.cli import grammar
+from holdfast.cli import grammar, print_version
 from holdfast.cli.devices import NAMES, THIS_NODE
 from holdfast.cli.option_table import FLAG, HOSTS, INT, OPTIONS, TEXT, Option, in_group, own
 from holdfast.cli.option_table import line as help_line
@@ -370,8 +370,6 @@ def main(argv: Sequence[str]) -> int:
         print(usage())
         return 0
     if parsed.values.version:
-        from holdfast.cli import print_version
-
         return print_version()
     given = parsed.values
     if given.apply and given.dry_run:
