@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
-from holdfast.cli import config, grammar, print_version
+from holdfast.cli import config, grammar, print_version, say
 from holdfast.cli.option_table import FLAG, FLOAT, OPTIONS, TEXT, Option
 from holdfast.cli.option_table import line as help_line
 from holdfast.cli.printing import Parser, print_json
@@ -236,10 +236,6 @@ def as_json(found: Found, *, strict: bool = False) -> dict[str, object]:
         ]
     document["facts"] = msgspec.to_builtins(found.facts)
     return document
-
-
-def say(text: str) -> None:
-    print(f"holdfast: {text}", file=sys.stderr, flush=True)
 
 
 # --- holdfast env ----------------------------------------------------------------------------------------------------

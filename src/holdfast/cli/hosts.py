@@ -17,7 +17,7 @@ import uuid
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from holdfast.cli import grammar
+from holdfast.cli import grammar, say
 from holdfast.cli.option_table import HOSTS, OPTIONS, TABLES
 from holdfast.cli.plan import option_lines, shown_job_id
 from holdfast.cli.program import find_program, folder_here
@@ -86,7 +86,7 @@ def execute(parsed: Parsed, command: str) -> int:
         print(plan(parsed, spec, options))
         return 0
     for notice in options.notices:
-        print(f"holdfast: {notice}", file=sys.stderr)
+        say(notice)
     from holdfast.launchers.ssh.launcher import run
 
     return run(spec, options.job.run_id)

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from holdfast.cli import say
 from holdfast.cli.finding import run_folders, running_job
 from holdfast.cli.printing import Parser, ranks_of
 from holdfast.protocol.errors import HoldfastError, NoRunError, UsageError
@@ -62,7 +63,7 @@ def main(argv: Sequence[str]) -> int:
         for line in lines if chosen.lines is None else deque(lines, chosen.lines):
             show(line)
     if not any(os.path.getsize(file.path) for file in files):
-        print(f"holdfast: {', '.join(map(str, folders))}: these workers wrote nothing", file=sys.stderr)
+        say(f"{', '.join(map(str, folders))}: these workers wrote nothing")
     return 0
 
 

@@ -7,10 +7,9 @@ parsed, so that a typing error forks nothing.
 from __future__ import annotations
 
 import os
-import sys
 from typing import TYPE_CHECKING
 
-from holdfast.cli import EXIT_INTERRUPTED, config, grammar, print_version, say_interrupted
+from holdfast.cli import EXIT_INTERRUPTED, config, grammar, print_version, say, say_interrupted
 from holdfast.cli.option_table import HOSTS, OPTIONS, TABLES, render
 
 if TYPE_CHECKING:
@@ -46,7 +45,7 @@ def main_of(command: str, argv: Sequence[str]) -> int:
     if any(getattr(parsed.values, dest) for dest in grammar.ABOUT_US):
         return tell_about(parsed, command)
     if command == "launch":
-        print(f"holdfast: {WARNING}", file=sys.stderr)
+        say(WARNING)
     return execute(parsed, command, argv)
 
 
@@ -125,11 +124,11 @@ def start(
         options = resolve(parsed, os.environ, command)
         forget_secrets()
         for notice in options.notices if say_notices else ():
-            print(f"holdfast: {notice}", file=sys.stderr)
+            say(notice)
         if options.succession and say_notices:
             from holdfast.cli.rendezvous import survives
 
-            print(f"holdfast: this job survives {survives(options)}", file=sys.stderr)
+            say(f"this job survives {survives(options)}")
         from holdfast.runtime.inherited import provide_descriptors
         from holdfast.supervisor import worker_command
 

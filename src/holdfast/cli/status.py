@@ -20,6 +20,7 @@ from pathlib import Path
 
 import msgspec
 
+from holdfast.cli import say
 from holdfast.cli.finding import end_of, ended_run, outcome_of, running_job
 from holdfast.cli.printing import Parser, print_json, ranks_of
 from holdfast.cli.report import COPIES_NEED, copies_of, read_journal, safe_text
@@ -333,7 +334,7 @@ def end_job(made: Parser, argv: Sequence[str], question: Question) -> int:
             print(f"{entry.name}: {question.value} sent to {plural(nodes, 'node')}", flush=True)
         answer = wait(entry, waiting)
     if answer is None:
-        print(f"holdfast: the agent (pid {entry.pid}) ended without a report; see {entry.folder}", file=sys.stderr)
+        say(f"the agent (pid {entry.pid}) ended without a report; see {entry.folder}")
         return EXIT_NOT_STOPPED
     end = answer.read(NodeEnd)
     tell(chosen.json, {"run": entry.name, "nodes": nodes, "whole": whole, "ended": True, **msgspec.to_builtins(end)})
@@ -409,7 +410,7 @@ def wait(entry: RunningAgent, waiting: Call) -> Reply | None:
         try:
             return waiting.answer(limit_s=SAY_S)
         except ControlSilentError:
-            print(f"holdfast: {entry.name} (pid {entry.pid}) has not ended yet; Ctrl-C stops waiting", file=sys.stderr)
+            say(f"{entry.name} (pid {entry.pid}) has not ended yet; Ctrl-C stops waiting")
 
 
 def hold(entries: list[RunningAgent]) -> tuple[RunningAgent, Call]:
@@ -433,4 +434,4 @@ def tell(as_json: bool, end: dict[str, object]) -> None:
         why = end["message"] or end["cause"]
         print(f"{end['run']} has ended: {how_it_ended(str(end['kind']), int(str(end['exit_code'])), str(why))}")
     if not end["whole"]:
-        print("holdfast: the coordinator does not answer: only this node got the request", file=sys.stderr)
+        say("the coordinator does not answer: only this node got the request")

@@ -15,12 +15,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from signal import Signals
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from holdfast.cli import EXIT_INTERRUPTED, grammar
+from holdfast.cli import EXIT_INTERRUPTED, grammar, say
 from holdfast.cli.option_table import FLAG, HOSTS, OPTIONS, Option
 from holdfast.launchers.slurm import JobState, ask_scontrol, read_job
 from holdfast.protocol.errors import (
@@ -31,9 +31,6 @@ from holdfast.protocol.errors import (
     ScriptError,
     UsageError,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 LOG_LOOK_S, JOB_LOOK_S = 0.3, 2.0
 """Neither a shared file system nor Slurm reports changes, so both are polled."""
@@ -157,9 +154,9 @@ def to_slurm(argv: Sequence[str]) -> int:
         )
     path = write(Path(f"{request.batch.name}.sbatch"), text)
     job = submit(path)
-    print(f"holdfast: submitted {path} as job {job}; stop it with: scancel {job}", file=sys.stderr)
+    say(f"submitted {path} as job {job}; stop it with: scancel {job}")
     if request.batch.is_array:
-        print("holdfast: this is an array and each task has its own log; no log is followed", file=sys.stderr)
+        say("this is an array and each task has its own log; no log is followed")
         return 0
     return follow(job) if request.follow else 0
 
@@ -311,7 +308,7 @@ class Follower:
     def say(self, text: str) -> None:
         if text != self.said:
             self.said = text
-            print(f"holdfast: {text}", file=sys.stderr, flush=True)
+            say(text)
 
     def copy_for(self, seconds: float) -> None:
         end = time.monotonic() + seconds

@@ -13,7 +13,7 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, TypeVar
 
-from holdfast.cli import grammar, print_version
+from holdfast.cli import grammar, print_version, say
 from holdfast.cli.devices import NAMES, THIS_NODE
 from holdfast.cli.option_table import FLAG, HOSTS, INT, OPTIONS, TEXT, Option, in_group, own
 from holdfast.cli.option_table import line as help_line
@@ -439,7 +439,3 @@ def apply(job: KubernetesJob, *, own_secret: bool) -> int:
     say(f"watch it:   kubectl logs{space} {selector} --prefix --follow --max-log-requests={max(job.most, 5)}")
     say(f"remove it:  kubectl delete{space} {kinds} {selector}")
     return 0
-
-
-def say(text: str) -> None:
-    print(f"holdfast: {text}", file=sys.stderr)
