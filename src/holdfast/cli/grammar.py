@@ -18,6 +18,9 @@ from holdfast.protocol.errors import ConfigFileError, EnvironmentValueError, Hol
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from typing import Any, TypeVar
+
+    T = TypeVar("T")
 
 FROM_FLAG, FROM_DEFAULT = "flag", "default"
 ABOUT_US = ("help", "version", "print_completion")
@@ -145,6 +148,13 @@ class Parsed(NamedTuple):
             kind = ConfigFileError
         return kind(f"{self.said(dest)}: {problem}")
 
+    def converted(self, dest: str, convert: Callable[[Any], T], kind: type[HoldfastError] = UsageError) -> T:
+        """What `convert` makes of the value; its ValueError becomes an error about the value."""
+        try:
+            return convert(getattr(self.values, dest))
+        except ValueError as error:
+            raise self.error(dest, kind, str(error)) from None
+
 
 def parse(
     argv: Sequence[str],
@@ -234,7 +244,7 @@ def stem(variable: str) -> str:
 
 def say_late(line: CommandLine, spellings: Mapping[str, Option]) -> list[str]:
     """A hint for launcher options after the script, which belong to the script."""
-    late = [word for word in line.args if spellings.get(word.partition("=")[0].strip(), None) is not None]
+    late = [word for word in line.args if word.partition("=")[0].strip() in spellings]
     late = [word for word in late if word.partition("=")[0].lstrip("-").replace("_", "-") in SURELY_OURS]
     if not late:
         return []

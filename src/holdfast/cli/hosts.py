@@ -176,10 +176,7 @@ def make_spec(
 
 def ssh_command(parsed: Parsed) -> tuple[str, ...]:
     """The words of --ssh, cut as a shell cuts them."""
-    try:
-        words = tuple(shlex.split(parsed.values.ssh))
-    except ValueError as error:
-        raise parsed.error("ssh", UsageError, str(error)) from None
+    words = tuple(parsed.converted("ssh", shlex.split))
     if not parsed.given("ssh"):
         return words  # a login shows whether it exists
     if not words or find_program(words[0], os.environ) is None:
@@ -210,10 +207,7 @@ def node_limits(parsed: Parsed, count: int) -> tuple[int, int]:
                 "--host-discovery needs --nnodes MIN:MAX, the number of hosts that the job needs and may have"
             )
         return count, count
-    try:
-        least, most = node_range(parsed.values.nnodes)
-    except ValueError as error:
-        raise parsed.error("nnodes", NodesError, str(error)) from None
+    least, most = parsed.converted("nnodes", node_range, NodesError)
     if count and count < least:
         raise parsed.error("nnodes", NodesError, f"only {count} host{'s are' if count > 1 else ' is'} named")
     if count > most:

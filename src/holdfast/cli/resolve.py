@@ -168,13 +168,7 @@ def stop_grace_s(parsed: Parsed, environ: Mapping[str, str]) -> float:
 
 def served(parsed: Parsed, dest: str) -> Endpoint | None:
     """`[HOST:]PORT` of --dashboard, --metrics or --health."""
-    text = getattr(parsed.values, dest)
-    if text is None:
-        return None
-    try:
-        return serving_place(text)
-    except ValueError as error:
-        raise parsed.error(dest, UsageError, str(error)) from None
+    return None if getattr(parsed.values, dest) is None else parsed.converted(dest, serving_place)
 
 
 def targets(parsed: Parsed) -> tuple[str, ...]:
@@ -207,33 +201,13 @@ def health_check(parsed: Parsed, environ: Mapping[str, str], notices: list[str])
 
 
 def signals_to_handle(parsed: Parsed, notices: list[str]) -> tuple[int, ...]:
-    try:
-        numbers, unknown = signal_numbers(parsed.values.signals_to_handle)
-    except ValueError as error:
-        raise parsed.error("signals_to_handle", UsageError, str(error)) from None
+    numbers, unknown = parsed.converted("signals_to_handle", signal_numbers)
     notices.extend(f"{parsed.said('signals_to_handle')}: {name} is not a signal and is ignored" for name in unknown)
     return numbers
 
 
 def preempt_signal(parsed: Parsed) -> int | None:
-    """The number of the signal; `USR1` means `SIGUSR1`."""
-    text = parsed.values.preempt_signal
-    if text is None:
-        return None
-    name = text.strip().upper()
-    try:
-        numbers, _ = signal_numbers(name if name.startswith("SIG") else f"SIG{name}")
-    except ValueError as error:
-        raise parsed.error("preempt_signal", UsageError, str(error)) from None
-    if len(numbers) != 1:
-        raise parsed.error("preempt_signal", UsageError, f"{text!r} is not a signal")
-    if numbers[0] in (SIGTERM, SIGINT, SIGQUIT, SIGWINCH, SIGCHLD, SIGCONT):
-        raise parsed.error(
-            "preempt_signal",
-            UsageError,
-            f"{text!r} already has a meaning (SIGTERM announces a preemption too); use USR1",
-        )
-    return numbers[0]
+    return None if parsed.values.preempt_signal is None else parsed.converted("preempt_signal", preempt_number)
 
 
 def check_virtual_local_rank(parsed: Parsed, environ: Mapping[str, str], nproc: int) -> None:
@@ -257,10 +231,7 @@ def omp_num_threads(environ: Mapping[str, str], nproc: int, cpus: int) -> int | 
 def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices: list[str]) -> LogOptions:
     given = parsed.values
     redirects, tee = (streams(parsed, dest, nproc, notices) for dest in ("redirects", "tee"))
-    try:
-        ranks = rank_list(given.local_ranks_filter)
-    except ValueError as error:
-        raise parsed.error("local_ranks_filter", LogOptionsError, str(error)) from None
+    ranks = parsed.converted("local_ranks_filter", rank_list, LogOptionsError)
     report_absent(parsed, "local_ranks_filter", ranks or frozenset(), nproc, notices)
     log_dir = log_folder(parsed, notices)
     duplicates = {
@@ -290,10 +261,7 @@ def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices:
 
 
 def streams(parsed: Parsed, dest: str, nproc: int, notices: list[str]) -> StreamChoice:
-    try:
-        choice = stream_choice(getattr(parsed.values, dest))
-    except ValueError as error:
-        raise parsed.error(dest, LogOptionsError, str(error)) from None
+    choice = parsed.converted(dest, stream_choice, LogOptionsError)
     report_absent(parsed, dest, frozenset(choice.by_local_rank), nproc, notices)
     return choice
 
@@ -403,6 +371,17 @@ def signal_numbers(text: str) -> tuple[tuple[int, ...], list[str]]:
         elif name:
             unknown.append(name)
     return tuple(dict.fromkeys(numbers)), unknown
+
+
+def preempt_number(text: str) -> int:
+    """The number of the signal of --preempt-signal; `USR1` means `SIGUSR1`."""
+    name = text.strip().upper()
+    numbers, _ = signal_numbers(name if name.startswith("SIG") else f"SIG{name}")
+    if len(numbers) != 1:
+        raise ValueError(f"{text!r} is not a signal")
+    if numbers[0] in (SIGTERM, SIGINT, SIGQUIT, SIGWINCH, SIGCHLD, SIGCONT):
+        raise ValueError(f"{text!r} already has a meaning (SIGTERM announces a preemption too); use USR1")
+    return numbers[0]
 
 
 def words_elsewhere(parsed: Parsed, command: str, settled: Mapping[str, str | None]) -> list[str]:
