@@ -52,6 +52,7 @@ SHARED = {
     "remote": ("run", "main_remote"),
     "env": ("doctor", "main_env"),
     "explain": ("report", "main_explain"),
+    "dashboard": ("status", "main_dashboard"),
     "stacks": ("status", "main_stacks"),
     "profile": ("status", "main_profile"),
     "save": ("status", "main_save"),

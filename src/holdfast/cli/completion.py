@@ -9,10 +9,10 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from holdfast.cli import COMMANDS
-from holdfast.cli.option_table import FLAG, LAUNCH_OPTIONS, OPTIONS, Option
+from holdfast.cli.option_table import FLAG, TABLES, Option
 from holdfast.protocol.errors import UsageError
 
 if TYPE_CHECKING:
@@ -73,51 +73,34 @@ def main(argv: Sequence[str]) -> int:
 
 def commands() -> list[Command]:
     """All commands, from their own tables and parsers."""
-    from holdfast.cli import (
-        doctor,
-        logs,
-        report,
-        shim,
-        snaps,
-        status,
-        submit,
-        submit_k8s,
-        witness,
-    )
+    from holdfast.cli import doctor, logs, report, shim, snaps, status, submit, submit_k8s, witness
     from holdfast.diagnosis.reference import everything
 
     sbatch = [Word(("--" + name,), "as for sbatch", takes_value=True) for name in sorted(submit.VALUES)]
     sbatch += [Word(("--" + name,), "as for sbatch") for name in sorted(submit.FLAGS)]
     sbatch.append(Word(("--no-follow",), "submit, and do not follow the log"))
     submitting = [Word(("--slurm",), "to Slurm"), Word(("--k8s",), "to Kubernetes"), *words(submit_k8s.TABLE), *sbatch]
-    found = [
-        Command("run", "", words(OPTIONS), SCRIPT),
-        Command("launch", "", words(LAUNCH_OPTIONS), SCRIPT),
-        Command("submit", "", once(submitting), SCRIPT),
-        Command("doctor", "", words(doctor.TABLE), SCRIPT),
-        Command("completion", "", (), NOTHING, SHELLS),
-        Command("explain", "", words_of_parser(report.explain_parser()), NOTHING, tuple(sorted(everything()))),
-        Command("snaps", "", words_of_parser(snaps.parser()), FILE, tuple(sub_parsers(snaps.parser()))),
-    ]
-    others = {
-        "status": status.parser(),
-        "stacks": status.stacks_parser(),
-        "profile": status.profile_parser(),
-        "save": status.save_parser(),
-        "logs": logs.parser(),
-        "stop": status.stop_parser(),
-        "kill": status.kill_parser(),
-        "env": doctor.env_parser(),
-        "report": report.parser(),
-        "token": shim.token_parser(),
-        "witness": witness.parser(),
+    known: dict[str, tuple[Any, ...]] = {
+        **{name: (words(table), SCRIPT) for name, table in TABLES.items()},
+        "submit": (once(submitting), SCRIPT),
+        "doctor": (words(doctor.TABLE), SCRIPT),
+        "completion": ((), NOTHING, SHELLS),
+        "explain": (words_of_parser(report.explain_parser()), NOTHING, tuple(sorted(everything()))),
+        "snaps": (words_of_parser(snaps.parser()), FILE, tuple(sub_parsers(snaps.parser()))),
+        "status": (words_of_parser(status.parser()),),
+        "stacks": (words_of_parser(status.stacks_parser()),),
+        "profile": (words_of_parser(status.profile_parser()),),
+        "save": (words_of_parser(status.save_parser()),),
+        "logs": (words_of_parser(logs.parser()),),
+        "stop": (words_of_parser(status.stop_parser()),),
+        "kill": (words_of_parser(status.kill_parser()),),
+        "env": (words_of_parser(doctor.env_parser()),),
+        "report": (words_of_parser(report.parser()),),
+        "token": (words_of_parser(shim.token_parser()),),
+        "witness": (words_of_parser(witness.parser()),),
     }
-    found += [Command(name, "", words_of_parser(parser)) for name, parser in others.items()]
-    by_name = {command.name: command for command in found}
-    return [
-        by_name.get(name, Command(name, "", (Word(("--help",), "print the usage"),)))._replace(help=text)
-        for name, text in COMMANDS.items()
-    ]
+    nothing = ((Word(("--help",), "print the usage"),),)
+    return [Command(name, text, *known.get(name, nothing)) for name, text in COMMANDS.items()]
 
 
 def words(table: Iterable[Option]) -> tuple[Word, ...]:

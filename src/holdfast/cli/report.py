@@ -73,8 +73,8 @@ def folders_of(run: str) -> list[Path]:
 
 def newest_run() -> Path:
     """The newest run folder here. Raises UsageError if there is none."""
-    if folders := newest_ended(None):
-        return folders[0]
+    if folder := newest_ended(None):
+        return folder
     raise UsageError(f"no run in {default_log_dir()}; name a run folder: holdfast report FOLDER")
 
 
