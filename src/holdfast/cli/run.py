@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from holdfast.protocol.options import RunOptions
     from holdfast.protocol.rank_progress import Finding, RankStory
     from holdfast.runtime.agent_service import Finished
+    from holdfast.supervisor.supervisor import SupervisorHandle
 
 
 TEXT_CHARACTERS_MAX = 12_000
@@ -129,21 +130,31 @@ def start(
             from holdfast.cli.rendezvous import survives
 
             say(f"this job survives {survives(options)}")
-        from holdfast.runtime.inherited import provide_descriptors
-        from holdfast.supervisor import worker_command
-
-        provide_descriptors(options.nproc)
-        worker_command.begin(supervisor, options)  # before our own heavy modules: both import at the same time
-        from holdfast.diagnosis.causes import judge
-        from holdfast.runtime.agent_service import run_job
-
-        if begin is not None:
-            begin()
-        hand_on_interrupts()
-        return run_job(options, supervisor, judge=judge, examine=examine, render=show or last_screen, load=load_end)
+        return run_agent(supervisor, options, show or last_screen, begin)
     finally:
         hand_on_interrupts()
         supervisor.sock.close()  # the supervisor ends with its end of file
+
+
+def run_agent(
+    supervisor: SupervisorHandle,
+    options: RunOptions,
+    show: Callable[[Finished], str],
+    begin: Callable[[], None] | None = None,
+) -> int:
+    """Run this node's agent above its supervisor until the job has ended."""
+    from holdfast.runtime.inherited import provide_descriptors
+    from holdfast.supervisor import worker_command
+
+    provide_descriptors(options.nproc)
+    worker_command.begin(supervisor, options)  # before our own heavy modules: both import at the same time
+    from holdfast.diagnosis.causes import judge
+    from holdfast.runtime.agent_service import run_job
+
+    if begin is not None:
+        begin()
+    hand_on_interrupts()
+    return run_job(options, supervisor, judge=judge, examine=examine, render=show, load=load_end)
 
 
 def load_end() -> None:

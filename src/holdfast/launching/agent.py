@@ -13,7 +13,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING
 
-from holdfast.cli import grammar
+from holdfast.cli import grammar, say
 from holdfast.cli.option_table import OPTIONS
 from holdfast.protocol.errors import EXIT_SIGNAL_BASE, HoldfastError
 from holdfast.supervisor import processes
@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from holdfast.protocol.outcome import Outcome
+    from holdfast.runtime.agent_service import Finished
 
 
 def main(argv: Sequence[str]) -> int:
@@ -63,29 +64,23 @@ def run(argv: Sequence[str], call_fd: int, result_fds: tuple[int, ...], report_f
         from msgspec import structs
 
         from holdfast.cli.resolve import resolve
-        from holdfast.cli.run import examine, load_end
-        from holdfast.diagnosis.causes import judge
+        from holdfast.cli.run import run_agent
         from holdfast.protocol.options import CallFds
-        from holdfast.runtime import inherited
-        from holdfast.supervisor import worker_command
+        from holdfast.runtime.inherited import forget_secrets
 
         options = structs.replace(
             resolve(parsed, os.environ).options, call_fds=CallFds(call=call_fd, results=result_fds)
         )
-        inherited.forget_secrets()
-        inherited.provide_descriptors(options.nproc)
-        worker_command.begin(supervisor, options)
+        forget_secrets()
         for notice in options.notices:
-            sys.stderr.write(f"holdfast: {notice}\n")
-
-        from holdfast.runtime.agent_service import Finished, run_job
+            say(notice)
 
         def tell(end: Finished) -> str:
             """Report to the caller, whose exception shows the end; the console shows nothing."""
             report(report_fd, end.outcome, end.folder, None)
             return ""
 
-        return run_job(options, supervisor, judge=judge, examine=examine, render=tell, load=load_end)
+        return run_agent(supervisor, options, tell)
     finally:
         supervisor.sock.close()  # the supervisor ends with its end of file
 
