@@ -140,7 +140,7 @@ def clock_synchronised() -> bool | None:
     return not state.status & STA_UNSYNC
 
 
-def own_addresses(host: str) -> tuple[tuple[str, ...], str]:
+def resolve(host: str) -> tuple[tuple[str, ...], str]:
     """The addresses of a host name on this machine, or why it does not resolve."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -193,8 +193,7 @@ async def gather_facts(asked: FactsRequest) -> LocalFacts:
 
     async def own_name() -> tuple[tuple[str, ...], str]:
         nonlocal resolved_s
-        late: tuple[tuple[str, ...], str] = ((), f"no answer within {RESOLVE_S_MAX:g} s")
-        found = await bounded(lambda: own_addresses(host), RESOLVE_S_MAX, late)
+        found = await addresses_of(host)
         resolved_s = time.monotonic() - began
         return found
 
@@ -262,6 +261,12 @@ def machine_facts(host: str, python: str) -> LocalFacts:
         default_interface=default_interface(),
         ephemeral_ports=ephemeral_ports(),
     )
+
+
+async def addresses_of(host: str) -> tuple[tuple[str, ...], str]:
+    """As `resolve`, within its time limit."""
+    late: tuple[tuple[str, ...], str] = ((), f"no answer within {RESOLVE_S_MAX:g} s")
+    return await bounded(lambda: resolve(host), RESOLVE_S_MAX, late)
 
 
 async def folder(path: str) -> Folder:
