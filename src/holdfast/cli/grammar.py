@@ -192,11 +192,14 @@ def parse(
             if sources.get(dest) == FROM_DEFAULT:
                 values[dest], sources[dest] = setting.value, setting.place
     namespace = SimpleNamespace(**values, training_script=line.script, training_script_args=line.args)
-    spellings = {spelling: option for option in table for spelling in option.spellings}
     notices = [f"{typed} taken as {full}" for typed, full in line.prefixes]
     if not asks_about_us:
-        notices += say_unread(environ, table) + say_late(line, spellings)
+        notices += say_unread(environ, table) + say_late(line, spellings_of(table))
     return Parsed(namespace, sources, tuple(notices))
+
+
+def spellings_of(table: Sequence[Option]) -> dict[str, Option]:
+    return {spelling: option for option in table for spelling in option.spellings}
 
 
 def check_spaces(line: CommandLine) -> None:
@@ -254,7 +257,7 @@ def say_late(line: CommandLine, spellings: Mapping[str, Option]) -> list[str]:
 def read_line(argv: Sequence[str], table: Sequence[Option]) -> CommandLine:
     """Read options and values up to the script. Raises UsageError for an option that is unknown, ambiguous or lacks its
     value."""
-    spellings = {spelling: option for option in table for spelling in option.spellings}
+    spellings = spellings_of(table)
     line = CommandLine({}, None, [], [])
     words = list(argv)
     while words:

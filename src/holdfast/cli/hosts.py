@@ -105,7 +105,7 @@ def read_hosts(parsed: Parsed) -> list[HostSpec]:
             )
         return []
     if given.hosts:
-        hosts = parse_list(given.hosts, "--hosts")
+        hosts = parse_list(given.hosts)
     else:
         hosts = parse_file(read_file(given.hostfile), given.hostfile)
         if not hosts:

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
     from typing import Any
 
 
+EVENT_HANDLERS = ("null", "console", "dynamic_rendezvous")
+"""torchrun's own values of --event-log-handler; it also takes plug-ins."""
 COLUMN = 38
 """Column of the explanations in the help."""
 FLAG, TEXT, INT, FLOAT, LIST = "flag", "text", "int", "float", "list"

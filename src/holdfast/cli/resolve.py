@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from holdfast.cli import rendezvous as meeting
 from holdfast.cli.devices import THIS_NODE, Count, Probes, count_cpus, count_processes
 from holdfast.cli.grammar import ABOUT_US
-from holdfast.cli.option_table import FLAG, HOSTS, LIST, TABLES, Option
+from holdfast.cli.option_table import EVENT_HANDLERS, FLAG, HOSTS, LIST, TABLES, Option
 from holdfast.cli.program import preload, worker_command
 from holdfast.protocol.errors import (
     BindingError,
@@ -29,6 +29,7 @@ from holdfast.protocol.errors import (
 )
 from holdfast.protocol.options import Endpoint, LogOptions, RunOptions, Std, StreamChoice
 from holdfast.protocol.policy import Limits
+from holdfast.rendezvous.conf import PORT_MAX
 from holdfast.text import is_loopback
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 
 LOOPBACK = "127.0.0.1"
-PORT_MAX = 65535
 UNCATCHABLE = ("SIGKILL", "SIGSTOP")
 STREAMS = ("0", "1", "2", "3")
 ONLY_HERE = frozenset({*ABOUT_US, "plan", "config", "no_config"})
@@ -49,7 +49,6 @@ STARTED_BY_OTHERS = ("SLURM_STEP_ID", "KUBERNETES_SERVICE_HOST")
 STOP_GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 STOP_GRACE_S = 30.0
 HEALTH_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
-EVENT_HANDLERS = ("null", "console", "dynamic_rendezvous")
 LOGS_SPECS_GROUP = "torchrun.logs_specs"
 
 

@@ -165,7 +165,7 @@ def read(argv: Sequence[str]) -> BatchRequest:
     """Sort the words into sbatch's, ours and the script's. Raises UsageError."""
     words, own, directives = list(argv), [], list[Directive]()
     chosen = {"--dry-run": False, "--no-follow": False}
-    spellings = {spelling: option for option in RUN_OPTIONS for spelling in option.spellings}
+    spellings = grammar.spellings_of(RUN_OPTIONS)
     while words:
         word = words[0]
         if word == "--" or not word.startswith("-"):
@@ -357,7 +357,6 @@ def check(directives: list[Directive]) -> None:
             raise UsageError(f"{directive}: {REFUSED[directive.name]}")
         if "\n" in (directive.value or ""):
             raise UsageError(f"--{directive.name}: its value must be one line")
-    preempt_signal(directives)
 
 
 def preempt_signal(directives: list[Directive]) -> str | None:

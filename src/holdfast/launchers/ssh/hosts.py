@@ -238,12 +238,12 @@ def parse_slots(slots: str, text: str, where: str) -> int:
     return int(slots)
 
 
-def parse_list(text: str, where: str = "--hosts") -> list[HostSpec]:
-    """Hosts separated by commas."""
+def parse_list(text: str) -> list[HostSpec]:
+    """The hosts of --hosts, separated by commas."""
     words = [word for word in text.split(",") if word.strip()]
     if not words:
-        raise HostsError(f"{where} names no host")
-    return checked([parse_host(word, where) for word in words], where)
+        raise HostsError("--hosts names no host")
+    return checked([parse_host(word, "--hosts") for word in words], "--hosts")
 
 
 def parse_file(text: str, where: str) -> list[HostSpec]:
