@@ -119,6 +119,10 @@ class KubernetesJob:
             "app.kubernetes.io/managed-by": "holdfast-submit",
         }
 
+    @property
+    def all_labels(self) -> Manifest:
+        return {**self.own_labels, **dict(self.labels)}
+
 
 def last_pod(most: int, *, jobset: bool) -> str:
     """The longest suffix that a pod's host name adds to the job's name."""
@@ -148,7 +152,7 @@ def metadata(job: KubernetesJob, name: str) -> Manifest:
     made: Manifest = {"name": name}
     if job.namespace:
         made["namespace"] = job.namespace
-    return {**made, "labels": {**job.own_labels, **dict(job.labels)}}
+    return {**made, "labels": job.all_labels}
 
 
 def service(job: KubernetesJob) -> Manifest:
@@ -172,7 +176,7 @@ def indexed_job(job: KubernetesJob) -> Manifest:
 
 def jobset(job: KubernetesJob) -> Manifest:
     """The JobSet, from which the controller makes the Service and one Indexed Job."""
-    template: Manifest = {"metadata": {"labels": {**job.own_labels, **dict(job.labels)}}, "spec": job_spec(job)}
+    template: Manifest = {"metadata": {"labels": job.all_labels}, "spec": job_spec(job)}
     spec: Manifest = {
         "network": {
             "enableDNSHostnames": True,
@@ -217,7 +221,7 @@ def job_spec(job: KubernetesJob) -> Manifest:
         )
     if job.ttl_s is not None and not job.jobset:
         spec["ttlSecondsAfterFinished"] = job.ttl_s
-    spec["template"] = {"metadata": {"labels": {**job.own_labels, **dict(job.labels)}}, "spec": pod_spec(job)}
+    spec["template"] = {"metadata": {"labels": job.all_labels}, "spec": pod_spec(job)}
     return spec
 
 

@@ -261,7 +261,7 @@ class SshSession:
         self._open_feeds = 0
         self._all_read = asyncio.Event()
 
-    async def start(self) -> HostFacts:
+    async def start(self) -> None:
         """Log in and get the facts. On HostUnreachableError the connection is closed."""
         source = FAR.read_bytes()
         expected = self._launch.expected
@@ -282,7 +282,6 @@ class SshSession:
         for feed in self._feeds:
             feed.show()
         self._screen.console.wake()
-        return self.facts
 
     async def _spawn(self, line: Sequence[str]) -> None:
         pipes = [os.pipe() for _ in range(2)]
