@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from holdfast.launchers.kubernetes import RUNS_PATH
+from holdfast.linux import process_stat
+from tests.conftest import descendants
 from tests.kubernetes.manifests import agent_of, job_of
 from tests.network.fleet import Agent, Fleet
 from tests.network.hosts import Host, PretendHosts
@@ -92,16 +94,10 @@ class Pods(Fleet):
 def init_of(agent: Agent) -> int:
     """The container's PID 1, as this machine counts."""
     outer = agent.program.pid
-    children = Path(f"/proc/{outer}/task/{outer}/children")
-    if children.exists():
-        return int(children.read_text().split()[0])
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = stat.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == outer:
-            return int(stat.parent.name)
+    for pid in descendants(outer):
+        stat = process_stat(pid)
+        if stat is not None and stat.parent == outer:
+            return pid
     raise AssertionError(f"{outer} has no child")
 
 
