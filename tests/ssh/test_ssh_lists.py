@@ -100,14 +100,14 @@ B = HostSpec("b", 2)
     ],
 )
 def test_complaints_name_the_host_and_what_to_do(text: str, code: int | None, said: str) -> None:
-    line = explain(B, text, code, "/x/python", 30.0)
+    line = explain(B, text, code, "/x/python")
     assert line.startswith("host b: ")
     assert said in line
     assert "\n" not in line
 
 
 def test_words_of_a_login_shell_that_lets_nobody_in() -> None:
-    assert "(Not available)" in explain(B, "", 1, "/x/python", 30.0, "Not available.\n")
+    assert "(Not available)" in explain(B, "", 1, "/x/python", "Not available.\n")
 
 
 def test_words_of_ssh() -> None:

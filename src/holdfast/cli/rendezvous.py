@@ -40,11 +40,11 @@ class RendezvousOptions(NamedTuple):
     is_host: bool | None
     token: bytes | None
     node_rank: int | None
-    etcd: EtcdOptions | None = None
-    third_party: ThirdPartyOptions | None = None
-    more_endpoints: tuple[Endpoint, ...] = ()
-    succession: bool = False
-    agent_port: int = 0
+    etcd: EtcdOptions | None
+    third_party: ThirdPartyOptions | None
+    more_endpoints: tuple[Endpoint, ...]
+    succession: bool
+    agent_port: int
 
 
 def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, notices: list[str]) -> RendezvousOptions:

@@ -66,33 +66,33 @@ class KubernetesJob:
     """Further options of `holdfast run`. They come last, so they take precedence."""
     args: tuple[str, ...]
     """The script and its own arguments."""
-    namespace: str = ""
-    jobset: bool = False
-    gpus: int = 0
-    gpu_resource: str = "nvidia.com/gpu"
-    cpus: str = ""
-    memory: str = ""
-    shm: str = ""
-    volumes: tuple[Volume, ...] = ()
-    env: tuple[tuple[str, str], ...] = ()
-    env_from: tuple[tuple[str, str], ...] = ()
-    cwd: str = ""
-    service_account: str = ""
-    pull_secret: str = ""
-    priority_class: str = ""
-    run_as: tuple[int, int] | None = None
-    labels: tuple[tuple[str, str], ...] = ()
-    node_selector: tuple[tuple[str, str], ...] = ()
-    retries: int = 3
-    ttl_s: int | None = None
-    token_secret: str = ""
+    namespace: str
+    jobset: bool
+    gpus: int
+    gpu_resource: str
+    cpus: str
+    memory: str
+    shm: str
+    volumes: tuple[Volume, ...]
+    env: tuple[tuple[str, str], ...]
+    env_from: tuple[tuple[str, str], ...]
+    cwd: str
+    service_account: str
+    pull_secret: str
+    priority_class: str
+    run_as: tuple[int, int] | None
+    labels: tuple[tuple[str, str], ...]
+    node_selector: tuple[tuple[str, str], ...]
+    retries: int
+    ttl_s: int | None
+    token_secret: str
     """Name of the Secret whose key `token` is the job's token; empty: none."""
-    drain_s: float = 60.0
-    stop_grace_s: float = 30.0
+    drain_s: float
+    stop_grace_s: float
     save_s: float
     """How long an agent waits for snapshots that are being written; those in memory go with the pod."""
-    health_port: int = HEALTH_PORT
-    metrics_port: int | None = None
+    health_port: int
+    metrics_port: int | None
 
     @property
     def alone(self) -> bool:

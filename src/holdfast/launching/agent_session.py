@@ -36,10 +36,10 @@ PROGRAM = (
 class AgentReport(Struct, frozen=True, kw_only=True):
     """The agent's final report: how the job ended, or the error that prevented its start."""
 
-    outcome: Outcome | None = None
-    folder: str = ""
-    code: str = ""
-    message: str = ""
+    outcome: Outcome | None
+    folder: str
+    code: str
+    message: str
 
 
 class TextStream(Protocol):

@@ -173,7 +173,7 @@ def run(
     # Resolved here too, so that errors are raised here with their own class.
     nproc = resolve(grammar.parse([*argv, "--", script], variables, OPTIONS), variables).options.nproc
     with ExitStack() as files:
-        call_fd, *answer_fds = (memory_file(f"holdfast-{index}") for index in range(nproc + 1))
+        call_fd, *answer_fds = (os.memfd_create(f"holdfast-{index}", os.MFD_CLOEXEC) for index in range(nproc + 1))
         for fd in (call_fd, *answer_fds):
             files.callback(os.close, fd)
         write_call(call_fd, fn, args)
@@ -214,7 +214,8 @@ def fail(report: AgentReport, answer_fds: Sequence[int]) -> Never:
     if verdict is None:
         raise with_exit_code(error_of(outcome.code, outcome.message), outcome)
     if verdict.culprit is None:
-        raise with_exit_code(error_of(verdict.code, advised(verdict)), outcome)
+        text = f"{verdict.cause}\n{verdict.advice}" if verdict.advice else verdict.cause
+        raise with_exit_code(error_of(verdict.code, text), outcome)
     raise worker_failed(verdict, verdict.culprit, report.folder) from cause(verdict.culprit, answer_fds)
 
 
@@ -233,10 +234,6 @@ def error_of(code: str, message: str) -> HoldfastError:
 def with_exit_code(error: HoldfastError, outcome: Outcome) -> HoldfastError:
     error.exit_code = outcome.exit_code
     return error
-
-
-def advised(verdict: Verdict) -> str:
-    return f"{verdict.cause}\n{verdict.advice}" if verdict.advice else verdict.cause
 
 
 def worker_failed(verdict: Verdict, culprit: Failure, folder: str) -> WorkerFailedError:
@@ -289,10 +286,6 @@ class Answered(NamedTuple):
     has_value: bool
     value: Any = None
     error: BaseException | None = None
-
-
-def memory_file(name: str) -> int:
-    return os.memfd_create(name, os.MFD_CLOEXEC)
 
 
 def write_call(fd: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

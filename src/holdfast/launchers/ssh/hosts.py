@@ -45,31 +45,31 @@ class LaunchSpec(Struct, frozen=True, kw_only=True):
 
     hosts: tuple[HostSpec, ...]
     """Empty with discovery."""
-    discovery: str = ""
+    discovery: str
     """A program that prints the current hosts."""
     min_nodes: int
     max_nodes: int
-    nproc: int | None = None
+    nproc: int | None
     """Workers on a host without slots; None: each host decides (gpu, auto …)."""
     expected: Expected
-    program: bool = False
+    program: bool
     """The script is a program (--no-python)."""
-    environ: dict[str, str] = {}
+    environ: dict[str, str]
     """Variables that are sent to the hosts, with the job's token."""
     line: Callable[[HostSpec, int | None, str], list[str]]
     """Makes the far agent's command line from the host, its preferred group rank and the endpoint (empty: none)."""
-    endpoint: str = ""
+    endpoint: str
     """The endpoint as given; empty: a port of the first host."""
-    alone: bool = False
+    alone: bool
     """A job of one node, without a rendezvous."""
-    succession: bool = False
+    succession: bool
     """If the coordinator's host is lost, three hosts or more elect another one."""
-    detach: bool = False
-    ssh: tuple[str, ...] = ("ssh",)
+    detach: bool
+    ssh: tuple[str, ...]
     """The ssh command with the user's options."""
     lock: str
     """A unique secret name, the same for all connections of this run."""
-    signals: tuple[int, ...] = ()
+    signals: tuple[int, ...]
     """Signals that end the job (--signals-to-handle, --preempt-signal)."""
 
 
