@@ -9,9 +9,10 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from importlib import import_module
+from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.cli import COMMANDS
+from holdfast.cli import COMMANDS, SHARED
 from holdfast.cli.option_table import FLAG, TABLES, Option
 from holdfast.protocol.errors import UsageError
 
@@ -73,34 +74,34 @@ def main(argv: Sequence[str]) -> int:
 
 def commands() -> list[Command]:
     """All commands, from their own tables and parsers."""
-    from holdfast.cli import doctor, logs, report, shim, snaps, status, submit, submit_k8s, witness
+    from holdfast.cli import doctor, submit, submit_k8s
     from holdfast.diagnosis.reference import everything
 
     sbatch = [Word(("--" + name,), "as for sbatch", takes_value=True) for name in sorted(submit.VALUES)]
     sbatch += [Word(("--" + name,), "as for sbatch") for name in sorted(submit.FLAGS)]
     sbatch.append(Word(("--no-follow",), "submit, and do not follow the log"))
     submitting = [Word(("--slurm",), "to Slurm"), Word(("--k8s",), "to Kubernetes"), *words(submit_k8s.TABLE), *sbatch]
-    known: dict[str, tuple[Any, ...]] = {
-        **{name: (words(table), SCRIPT) for name, table in TABLES.items()},
-        "submit": (once(submitting), SCRIPT),
-        "doctor": (words(doctor.TABLE), SCRIPT),
-        "completion": ((), NOTHING, SHELLS),
-        "explain": (words_of_parser(report.explain_parser()), NOTHING, tuple(sorted(everything()))),
-        "snaps": (words_of_parser(snaps.parser()), FILE, tuple(sub_parsers(snaps.parser()))),
-        "status": (words_of_parser(status.parser()),),
-        "stacks": (words_of_parser(status.stacks_parser()),),
-        "profile": (words_of_parser(status.profile_parser()),),
-        "save": (words_of_parser(status.save_parser()),),
-        "logs": (words_of_parser(logs.parser()),),
-        "stop": (words_of_parser(status.stop_parser()),),
-        "kill": (words_of_parser(status.kill_parser()),),
-        "env": (words_of_parser(doctor.env_parser()),),
-        "report": (words_of_parser(report.parser()),),
-        "token": (words_of_parser(shim.token_parser()),),
-        "witness": (words_of_parser(witness.parser()),),
-    }
-    nothing = ((Word(("--help",), "print the usage"),),)
-    return [Command(name, text, *known.get(name, nothing)) for name, text in COMMANDS.items()]
+    tables = {**{name: words(table) for name, table in TABLES.items()}, "doctor": words(doctor.TABLE)}
+    tables["submit"] = once(submitting)
+    found = []
+    for name, text in COMMANDS.items():
+        parser = parser_of(name)
+        if name in tables:
+            found.append(Command(name, text, tables[name], SCRIPT))
+        elif parser is None:  # this command itself
+            found.append(Command(name, text, (), NOTHING, SHELLS))
+        elif name == "explain":
+            found.append(Command(name, text, words_of_parser(parser), NOTHING, tuple(sorted(everything()))))
+        else:
+            found.append(Command(name, text, words_of_parser(parser), FILE, tuple(sub_parsers(parser))))
+    return found
+
+
+def parser_of(name: str) -> argparse.ArgumentParser | None:
+    """argparse's parser of a command; None where it has none."""
+    module = import_module(f"holdfast.cli.{SHARED.get(name, (name,))[0]}")
+    make = getattr(module, f"{name}_parser" if name in SHARED else "parser", None)
+    return None if make is None else make()
 
 
 def words(table: Iterable[Option]) -> tuple[Word, ...]:

@@ -189,13 +189,9 @@ async def gather_facts(asked: FactsRequest) -> LocalFacts:
     host = socket.gethostname()
     paths = [path for path in (asked.log_dir, tempfile.gettempdir()) if path]
     began = time.monotonic()
-    resolved_s = 0.0
 
-    async def own_name() -> tuple[tuple[str, ...], str]:
-        nonlocal resolved_s
-        found = await addresses_of(host)
-        resolved_s = time.monotonic() - began
-        return found
+    async def own_name() -> tuple[tuple[str, ...], str, float]:
+        return *await addresses_of(host), time.monotonic() - began
 
     async with asyncio.TaskGroup() as tasks:
         torch = tasks.create_task(ask_torch(asked.python, asked.torch_s_max))
@@ -206,7 +202,7 @@ async def gather_facts(asked: FactsRequest) -> LocalFacts:
         place = tasks.create_task(endpoint_here(asked.endpoint if asked.try_port else None))
         towards = asked.endpoint.host if asked.endpoint else ""
         way = tasks.create_task(bounded(lambda: own_address(towards), RESOLVE_S_MAX, ""))
-    addresses, resolve_error = names.result()
+    addresses, resolve_error, resolved_s = names.result()
     here, holder = place.result()
     gpus, gpu_error = smi.result()
     return structs.replace(
