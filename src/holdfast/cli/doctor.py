@@ -67,8 +67,8 @@ class Found(NamedTuple):
 
     findings: tuple[DoctorFinding, ...]
     facts: LocalFacts
-    joint: JointResult | None
-    """None: this node was checked alone."""
+    joint: JointResult
+    """Empty: this node was checked alone."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -139,7 +139,7 @@ async def examine(parsed: Parsed, place: RendezvousOptions, *, together: bool) -
     from holdfast.cli.program import interpreter
     from holdfast.cli.resolve import node_size
     from holdfast.doctor.facts import FactsRequest, gather_facts
-    from holdfast.doctor.joint import check_together
+    from holdfast.doctor.joint import JointResult, check_together
     from holdfast.doctor.local import examine as examine_facts
     from holdfast.doctor.together import examine_together
 
@@ -157,11 +157,8 @@ async def examine(parsed: Parsed, place: RendezvousOptions, *, together: bool) -
     )
     facts = asyncio.create_task(gather_facts(asked))
     saying = asyncio.create_task(say_busy(facts))
-    if not together:
-        known = await facts
-        await saying
-        return Found(examine_facts(known), known, None)
-    joint = await check_together(joint_options(parsed, place, python), facts, examine_facts, say)
+    options = joint_options(parsed, place, python)
+    joint = await check_together(options, facts, examine_facts, say) if together else JointResult(None)
     known = await facts
     await saying
     findings = list(examine_facts(known))
@@ -222,7 +219,7 @@ def as_json(found: Found, *, strict: bool = False) -> dict[str, object]:
     from holdfast.doctor import as_json as findings_json
 
     document: dict[str, object] = {"host": found.facts.host, **findings_json(found.findings, strict=strict)}
-    check = found.joint.check if found.joint is not None else None
+    check = found.joint.check
     if check is not None:
         document["nodes"] = [
             {"name": name, **(msgspec.to_builtins(report.summary) if report is not None else {"silent": True})}

@@ -388,18 +388,24 @@ def end_job(question: Question, argv: Sequence[str]) -> int:
     with waiting:
         reply = ask(entry, question)
         nodes = reply.read(Sent).nodes
-        whole = reply.whole
-        if chosen.no_wait:
-            tell(chosen.json, {"run": entry.name, "nodes": nodes, "whole": whole, "ended": False})
-            return 0
-        if not chosen.json:
-            print(f"{entry.name}: {question.value} sent to {plural(nodes, 'node')}", flush=True)
-        answer = wait(entry, waiting)
-    if answer is None:
-        say(f"the agent (pid {entry.pid}) ended without a report; see {entry.folder}")
-        return EXIT_NOT_STOPPED
-    end = answer.read(NodeEnd)
-    tell(chosen.json, {"run": entry.name, "nodes": nodes, "whole": whole, "ended": True, **msgspec.to_builtins(end)})
+        text = f"{entry.name}: sent to {plural(nodes, 'node')}"
+        document = {"run": entry.name, "nodes": nodes, "whole": reply.whole, "ended": not chosen.no_wait}
+        if not chosen.no_wait:
+            if not chosen.json:
+                print(f"{entry.name}: {question.value} sent to {plural(nodes, 'node')}", flush=True)
+            answer = wait(entry, waiting)
+            if answer is None:
+                say(f"the agent (pid {entry.pid}) ended without a report; see {entry.folder}")
+                return EXIT_NOT_STOPPED
+            end = answer.read(NodeEnd)
+            document |= msgspec.to_builtins(end)
+            text = f"{entry.name} has ended: {how_it_ended(end.kind, end.exit_code, end.message or end.cause)}"
+    if chosen.json:
+        print_json(document)
+    else:
+        print(text)
+    if not reply.whole:
+        say("the coordinator does not answer: only this node got the request")
     return 0
 
 
@@ -464,15 +470,3 @@ def hold(entries: list[RunningAgent]) -> tuple[RunningAgent, Call]:
         except (ControlSilentError, NoRunError):
             continue
     return entries[-1], Call(entries[-1], None)
-
-
-def tell(as_json: bool, end: dict[str, object]) -> None:
-    if as_json:
-        print_json(end)
-    elif not end["ended"]:
-        print(f"{end['run']}: sent to {plural(int(str(end['nodes'])), 'node')}")
-    else:
-        why = end["message"] or end["cause"]
-        print(f"{end['run']} has ended: {how_it_ended(str(end['kind']), int(str(end['exit_code'])), str(why))}")
-    if not end["whole"]:
-        say("the coordinator does not answer: only this node got the request")
