@@ -13,7 +13,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from holdfast.cli.option_table import FLAG, FLOAT, INT, LIST, Option
+from holdfast.cli.option_table import FLAG, FLOAT, INT, LIST, Option, flag_of
 from holdfast.protocol.errors import ConfigFileError, EnvironmentValueError, HoldfastError, UsageError
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ class Parsed(NamedTuple):
         if self.by_file(dest):
             shown = str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else value
             return f"{self.sources[dest]}: {dest.replace('_', '-')} = {shown}"
-        name = "--" + dest.replace("_", "-")
+        name = flag_of(dest)
         if isinstance(value, bool):
             return name
         return f"{name} {value}" if value != "" else f"{name} ''"
@@ -219,7 +219,7 @@ def swallowed(line: CommandLine) -> str:
     """The option that took the script as its value, if any; else the usage."""
     for dest, value in line.values.items():
         if isinstance(value, str) and value.endswith(".py"):
-            return f"{value} was taken for the value of --{dest.replace('_', '-')}"
+            return f"{value} was taken for the value of {flag_of(dest)}"
     return "usage: holdfast run [options] script.py [its arguments]"
 
 

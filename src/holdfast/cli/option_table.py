@@ -65,6 +65,14 @@ class Option(NamedTuple):
         return self.variables[0] if self.variables else ""
 
 
+def flag_of(dest: str) -> str:
+    """
+    >>> flag_of("log_dir")
+    '--log-dir'
+    """
+    return "--" + dest.replace("_", "-")
+
+
 def own(name: str, kind: str, default: object, text: str, metavar: str = "", **more: Any) -> Option:
     """An option that torchrun does not have."""
     return Option(name, kind, default, text, metavar, ours=True, **more)

@@ -18,6 +18,7 @@ from holdfast.protocol.policy import Grow, JobSpec, Limits, Survive
 from holdfast.rendezvous import conf as rdzv_conf
 from holdfast.rendezvous.conf import PORT_MAX, check_backend, default_port, is_built_in, parse_endpoint
 from holdfast.runtime.inherited import read_token, weakness
+from holdfast.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -366,9 +367,7 @@ def node_rank(parsed: Parsed, standalone: bool, fixed: bool, most: int, notices:
     if 0 <= rank < most:
         return rank
     if fixed or rank < 0:
-        raise parsed.error(
-            "node_rank", NodesError, f"with {most} node{'s' if most > 1 else ''} ranks are 0 to {most - 1}"
-        )
+        raise parsed.error("node_rank", NodesError, f"with {plural(most, 'node')} ranks are 0 to {most - 1}")
     reason = "this job has one node" if standalone else f"ranks are 0 to {most - 1}"
     notices.append(f"{parsed.said('node_rank')} without effect: {reason}")
     return None

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from holdfast.cli import rendezvous as meeting
 from holdfast.cli.devices import THIS_NODE, Count, Probes, count_cpus, count_processes
 from holdfast.cli.grammar import ABOUT_US
-from holdfast.cli.option_table import EVENT_HANDLERS, FLAG, HOSTS, LIST, TABLES, Option
+from holdfast.cli.option_table import EVENT_HANDLERS, FLAG, HOSTS, LIST, TABLES, Option, flag_of
 from holdfast.cli.program import preload, worker_command
 from holdfast.protocol.errors import (
     BindingError,
@@ -240,7 +240,7 @@ def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices:
     for stream, dest in ((Std.OUT, "duplicate_stdout_filters"), (Std.ERR, "duplicate_stderr_filters")):
         if not duplicates[stream]:
             continue
-        name = "--" + dest.replace("_", "-")
+        name = flag_of(dest)
         if log_dir is None:
             notices.append(f"{name} has no effect: with --log-dir {os.devnull} there are no files")
         elif not any(tee.for_rank(rank) & stream for rank in range(nproc)):
@@ -392,7 +392,7 @@ def words_elsewhere(parsed: Parsed, command: str, settled: Mapping[str, str | No
         if parsed.given(option.dest):
             words += words_of(option, getattr(parsed.values, option.dest))
     for dest, text in settled.items():
-        name = "--" + dest.replace("_", "-")
+        name = flag_of(dest)
         if text is not None:
             words.append(f"{name}={text}" if text else name)
     return [*words, "--", parsed.values.training_script, *parsed.values.training_script_args]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from holdfast.cli import grammar, print_version, say
 from holdfast.cli.devices import NAMES, THIS_NODE
-from holdfast.cli.option_table import FLAG, HOSTS, INT, OPTIONS, TEXT, Option, in_group, own
+from holdfast.cli.option_table import FLAG, HOSTS, INT, OPTIONS, TEXT, Option, flag_of, in_group, own
 from holdfast.cli.option_table import line as help_line
 from holdfast.cli.program import command_kind
 from holdfast.cli.rendezvous import node_range
@@ -346,7 +346,7 @@ def several(parsed: Parsed, dest: str, check: Callable[[str], T]) -> tuple[T, ..
         try:
             found.append(check(text))
         except ValueError as error:
-            raise UsageError(f"--{dest.replace('_', '-')} {text}: {error}") from None
+            raise UsageError(f"{flag_of(dest)} {text}: {error}") from None
     return tuple(found)
 
 

@@ -35,6 +35,7 @@ from holdfast.protocol.errors import (
     WorkerFailedError,
 )
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, Verdict, job_exit_code
+from holdfast.text import plural
 from holdfast.worker import call
 from holdfast.worker.call import ERROR, HEADER, NOTHING, TEXT_LENGTH, VALUE
 
@@ -239,7 +240,7 @@ def with_exit_code(error: HoldfastError, outcome: Outcome) -> HoldfastError:
 def worker_failed(verdict: Verdict, culprit: Failure, folder: str) -> WorkerFailedError:
     ended = f"signal {-culprit.exit_code}" if culprit.exit_code < 0 else f"exit code {culprit.exit_code}"
     details = [f"rank {culprit.rank} on {culprit.host}, {ended}"]
-    details += [f"after {verdict.restarts} restart{'s' if verdict.restarts > 1 else ''}"] if verdict.restarts else []
+    details += [f"after {plural(verdict.restarts, 'restart')}"] if verdict.restarts else []
     details += [f"log: {culprit.stderr_file}"] if culprit.stderr_file else []
     error = WorkerFailedError(
         f"{verdict.cause}\n{', '.join(details)}", exit_code=job_exit_code(verdict), rank=culprit.rank, host=culprit.host

@@ -19,7 +19,7 @@ from msgspec import Struct, structs
 from holdfast.protocol.errors import HostsError
 from holdfast.runtime.inherited import without_secrets
 from holdfast.supervisor.processes import PR_SET_PDEATHSIG, prctl
-from holdfast.text import is_loopback, listed
+from holdfast.text import is_loopback, listed, plural
 
 SHOWN_CHARACTERS = 12
 """Of a hash."""
@@ -141,14 +141,14 @@ def problems(spec: HostSpec, facts: HostFacts, expected: Expected, nproc: int | 
             f"({facts.script[:SHOWN_CHARACTERS]}, elsewhere {expected.script[:SHOWN_CHARACTERS]}); copy it there"
         )
     if nproc is not None and facts.cores and nproc > facts.cores:
-        found.append(f"{nproc} workers, but {facts.cores} CPU core{'s' if facts.cores > 1 else ''} there")
+        found.append(f"{nproc} workers, but {plural(facts.cores, 'CPU core')} there")
     return [f"host {spec}: {text}" for text in found]
 
 
 def remarks(spec: HostSpec, facts: HostFacts, nproc: int | None) -> list[str]:
     """Warnings about this host, which do not prevent the start."""
     if nproc is not None and 0 < facts.gpus < nproc:
-        return [f"host {spec}: {nproc} workers, but {facts.gpus} GPU{'s' if facts.gpus > 1 else ''} there"]
+        return [f"host {spec}: {nproc} workers, but {plural(facts.gpus, 'GPU')} there"]
     return []
 
 
