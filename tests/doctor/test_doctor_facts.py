@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import socket
@@ -129,17 +128,19 @@ def fake_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "packages" / "torch" / "__init__.py"
 
 
-def torch_of(source: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch, limit_s: float = 30.0) -> TorchFacts:
+async def torch_of(
+    source: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch, limit_s: float = 30.0
+) -> TorchFacts:
     """What is said of a torch whose source is this; None: of none at all."""
     if source is None:
         source = "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
     put(folder, "torch/__init__.py", source)
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    return asyncio.run(ask_torch(sys.executable, limit_s))
+    return await ask_torch(sys.executable, limit_s)
 
 
-def test_torch_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    got = torch_of("print('hello from a sitecustomize')\n" + FAKE, tmp_path, monkeypatch)
+async def test_torch_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    got = await torch_of("print('hello from a sitecustomize')\n" + FAKE, tmp_path, monkeypatch)
     assert (got.state, got.version, got.gloo, got.cuda) == (TorchState.OK, "9.9.0", True, "")
 
 
@@ -165,16 +166,16 @@ class cuda:
         ([], ()),
     ],
 )
-def test_gpus_without_code_in_this_build_are_named(
+async def test_gpus_without_code_in_this_build_are_named(
     archs: list[str], unsupported: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = FAKE + CUDA.replace("ARCHS", repr(archs)).replace("INIT", "None")
-    got = torch_of(source, tmp_path, monkeypatch)
+    got = await torch_of(source, tmp_path, monkeypatch)
     assert (got.cuda, got.nccl, got.gpus, got.unsupported) == ("12.6", "2.27.3", 2, unsupported)
 
 
-def test_what_cuda_says_of_an_old_driver_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    got = torch_of(FAKE + CUDA.replace("INIT", "1 / 0"), tmp_path, monkeypatch)
+async def test_what_cuda_says_of_an_old_driver_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    got = await torch_of(FAKE + CUDA.replace("INIT", "1 / 0"), tmp_path, monkeypatch)
     assert (got.state, got.gpus, got.gpu_error) == (TorchState.OK, 0, "division by zero")
 
 
@@ -188,43 +189,39 @@ def test_what_cuda_says_of_an_old_driver_is_told(tmp_path: Path, monkeypatch: py
         ("__version__ = '1'", TorchState.BROKEN, "AttributeError"),
     ],
 )
-def test_torch_that_is_absent_or_broken_is_an_answer(
+async def test_torch_that_is_absent_or_broken_is_an_answer(
     source: str | None, state: TorchState, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    got = torch_of(source, tmp_path, monkeypatch)
+    got = await torch_of(source, tmp_path, monkeypatch)
     assert got.state is state
     assert text in got.error
 
 
-def test_torch_whose_import_hangs_is_given_up_and_leaves_no_process(
+async def test_torch_whose_import_hangs_is_given_up_and_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = "import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"
-    assert torch_of(source, tmp_path, monkeypatch, limit_s=1.0).state is TorchState.SILENT
+    assert (await torch_of(source, tmp_path, monkeypatch, limit_s=1.0)).state is TorchState.SILENT
 
 
-def test_a_python_that_is_not_there_is_an_answer() -> None:
-    got = asyncio.run(ask_torch("/nowhere/python", 5.0))
+async def test_a_python_that_is_not_there_is_an_answer() -> None:
+    got = await ask_torch("/nowhere/python", 5.0)
     assert got.state is TorchState.BROKEN
     assert "No such file" in got.error
 
 
-def test_a_call_that_hangs_gives_the_other_answer() -> None:
+async def test_a_call_that_hangs_gives_the_other_answer() -> None:
     reader, writer = os.pipe()
-
-    async def hang() -> bytes:
-        try:
-            return await bounded(lambda: os.read(reader, 1), 0.1, b"late")
-        finally:
-            os.write(writer, b"x")  # lets the thread go
-
-    assert asyncio.run(hang()) == b"late"
+    try:
+        assert await bounded(lambda: os.read(reader, 1), 0.1, b"late") == b"late"
+    finally:
+        os.write(writer, b"x")  # lets the thread go
     os.close(writer)
     os.close(reader)
 
 
-def test_a_program_is_run_to_its_end() -> None:
-    done = asyncio.run(run_bounded(["sh", "-c", "echo out; echo err >&2; exit 3"], 10.0))
+async def test_a_program_is_run_to_its_end() -> None:
+    done = await run_bounded(["sh", "-c", "echo out; echo err >&2; exit 3"], 10.0)
     assert done == (3, "out\n", "err\n")
 
 
@@ -240,9 +237,9 @@ def test_the_endpoint_is_tried_by_binding(free_port) -> None:
     assert f"pid {os.getpid()} " in holder
 
 
-def test_all_facts_of_this_machine_are_gathered(tmp_path: Path, fake_torch: Path) -> None:
+async def test_all_facts_of_this_machine_are_gathered(tmp_path: Path, fake_torch: Path) -> None:
     asked = FactsRequest(sys.executable, 2, 1, str(tmp_path), None, True, {"RANK": "1", "HOME": "/"}, 30.0)
-    facts = asyncio.run(gather_facts(asked))
+    facts = await gather_facts(asked)
     assert facts.torch.version == "9.9.0"
     assert facts.python == sys.version.split()[0]
     assert facts.memory_bytes > 0

@@ -42,6 +42,7 @@ def main_launch(argv: Sequence[str]) -> int:
 
 
 def main_of(command: str, argv: Sequence[str]) -> int:
+    """Parse a line of run or launch, and do what it says."""
     parsed = grammar.parse(argv, os.environ, TABLES[command], configure=config.configure)
     if any(getattr(parsed.values, dest) for dest in grammar.ABOUT_US):
         return tell_about(parsed, command)
