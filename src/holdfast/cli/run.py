@@ -1,4 +1,5 @@
-"""`holdfast run` and `holdfast launch`: parse the line, fork the supervisor, resolve the options, start the agent.
+"""`holdfast run` and `holdfast launch`: parse the line, fork the supervisor, resolve the options, start the agent. So
+do the agents that the far side of `holdfast run --hosts` and a caller of `holdfast.launch` start.
 
 The order matters. The supervisor is forked before any heavy import, so that it stays small, and after the line is
 parsed, so that a typing error forks nothing.
@@ -7,6 +8,7 @@ parsed, so that a typing error forks nothing.
 from __future__ import annotations
 
 import os
+import sys
 from typing import TYPE_CHECKING
 
 from holdfast.cli import EXIT_INTERRUPTED, config, grammar, print_version, say, say_interrupted
@@ -16,7 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from holdfast.cli.grammar import Parsed
+    from holdfast.protocol.errors import HoldfastError
     from holdfast.protocol.options import RunOptions
+    from holdfast.protocol.outcome import Outcome
     from holdfast.protocol.rank_progress import Finding, RankStory
     from holdfast.runtime.agent_service import Finished
     from holdfast.supervisor.supervisor import SupervisorHandle
@@ -71,6 +75,83 @@ def main_remote(argv: Sequence[str]) -> int:
 
     os.set_inheritable(tells, False)
     return start(parsed, show=show, say_notices=False)
+
+
+def main_for_caller(argv: Sequence[str]) -> int:
+    """The program of the agent's process of `holdfast.launch`: run the agent with the call's descriptors and report to
+    the caller. An error before the start is reported, and printed if it is our fault.
+
+    `CALLER_PID REPORT_FD CALL_FD RESULT_FD,… [options] -- script`: one AgentReport in JSON goes to REPORT_FD; its end
+    of file shows the caller that this process has ended. Returns the exit status."""
+    from holdfast.protocol.errors import HoldfastError
+
+    caller, report_fd, call_fd = map(int, argv[:3])
+    live_and_die_with(caller)
+    os.set_inheritable(report_fd, False)
+    try:
+        return run_call(argv[4:], call_fd, tuple(map(int, argv[3].split(","))), report_fd)
+    except HoldfastError as error:
+        report(report_fd, error=error)
+        return error.exit_code
+    except Exception as error:  # noqa: BLE001 - the caller must get every error
+        from holdfast.runtime.driver import as_error
+
+        fault = as_error(error)
+        report(report_fd, error=fault)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return fault.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def live_and_die_with(caller: int) -> None:
+    """Die with the thread that launched this process, and reset the handling of signals, which the caller sends."""
+    import signal
+
+    from holdfast.protocol.errors import EXIT_SIGNAL_BASE
+    from holdfast.supervisor.processes import PR_SET_PDEATHSIG, prctl
+
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != caller:
+        sys.exit(EXIT_SIGNAL_BASE + signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def run_call(argv: Sequence[str], call_fd: int, result_fds: tuple[int, ...], report_fd: int) -> int:
+    from holdfast.supervisor.supervisor import fork_supervisor
+
+    parsed = grammar.parse(argv, os.environ, OPTIONS)
+    supervisor = fork_supervisor()
+    try:
+        from msgspec import structs
+
+        from holdfast.protocol.options import CallFds
+        from holdfast.runtime.inherited import forget_secrets
+
+        calls = CallFds(call=call_fd, results=result_fds)
+        options = structs.replace(resolve(parsed, os.environ), call_fds=calls)
+        forget_secrets()
+        for notice in options.notices:
+            say(notice)
+
+        def tell(end: Finished) -> str:
+            """Report to the caller, whose exception shows the end; the console shows nothing."""
+            report(report_fd, end.outcome, end.folder)
+            return ""
+
+        return run_agent(supervisor, options, tell)
+    finally:
+        supervisor.sock.close()  # the supervisor ends with its end of file
+
+
+def report(fd: int, outcome: Outcome | None = None, folder: str = "", error: HoldfastError | None = None) -> None:
+    from msgspec import json
+
+    code, message = (error.code, str(error)) if error else ("", "")
+    with os.fdopen(os.dup(fd), "wb") as pipe:
+        pipe.write(json.encode({"outcome": outcome, "folder": folder, "code": code, "message": message}))
 
 
 def tell_about(parsed: Parsed, command: str) -> int:
