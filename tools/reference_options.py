@@ -14,7 +14,8 @@ from importlib import import_module
 from pathlib import Path
 from unittest.mock import patch
 
-from holdfast.cli import COMMANDS, SHARED, doctor
+from holdfast.cli import COMMANDS, doctor
+from holdfast.cli.completion import parser_of
 from holdfast.cli.option_table import FLAG, LAUNCH_OPTIONS, OPTIONS, Option
 
 PATH = Path(__file__).resolve().parent.parent / "docs" / "options.md"
@@ -117,14 +118,6 @@ def command(name: str) -> str:
     for way in WAYS.get(name, ()):
         text += f"\n### `holdfast {name} {way}`\n\n```\n{help_text(name, way)}\n```\n"
     return text
-
-
-def parser_of(name: str) -> argparse.ArgumentParser | None:
-    """argparse's parser of a command; None where it has none."""
-    module = import_module(f"holdfast.cli.{SHARED.get(name, (name,))[0]}")
-    made = getattr(module, f"{name}_parser" if name in SHARED else "parser", None)
-    parser = None if made is None else made()
-    return parser if isinstance(parser, argparse.ArgumentParser) else None
 
 
 def help_text(name: str, *words: str) -> str:

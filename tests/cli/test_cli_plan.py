@@ -32,25 +32,17 @@ def plan(line: str, **environ: str) -> str:
 @pytest.mark.parametrize(
     ("line", "said"),
     [
-        ("train.py", "it has one"),
-        ("--nnodes 3 train.py", "static rendezvous"),
-        ("--nnodes 2", "two nodes have no majority"),
+        ("a,w:9 --nnodes 2", "if a witness is at w:9: 2 of 3 voters elect another; it trains when 2 are here"),
+        ("a --nnodes 3 --rdzv-conf succession=off", "succession is off"),
         (
-            "--nnodes 2 --rdzv-endpoint a,w:9",
-            "if a witness is at w:9: 2 of 3 voters elect another; it trains when 2 are here",
-        ),
-        ("--nnodes 3 --rdzv-conf succession=off", "succession is off"),
-        (
-            "--nnodes 3",
+            "a --nnodes 3",
             "1 of 3 nodes at one time, the coordinator's too: 2 of 3 voters elect another; it trains when 3 are here",
         ),
-        ("--nnodes 1:100", "3 of 100 nodes"),
+        ("a --nnodes 1:100", "3 of 100 nodes"),
     ],
 )
 def test_the_plan_states_what_the_job_survives_and_why(line: str, said: str) -> None:
-    if "train.py" not in line:
-        line = f"--rdzv-backend c10d {line if 'endpoint' in line else f'--rdzv-endpoint a {line}'} train.py"
-    assert said in survived(line)
+    assert said in survived(f"--rdzv-backend c10d --rdzv-endpoint {line} train.py")
 
 
 def survived(line: str) -> str:
@@ -151,10 +143,6 @@ local rank 1
     )
 
 
-def test_the_same_line_gives_the_same_plan() -> None:
-    assert plan("--standalone train.py") == plan("--standalone train.py")
-
-
 PARTS = [
     ("train.py", {}, ["id <random>", "nodes         1, this one", "standalone", "coordinator   this agent"]),
     ("train.py", {}, ["  WORLD_SIZE=1", "  RANK=0", "OMP_NUM_THREADS stays unset"]),
@@ -189,6 +177,7 @@ PARTS = [
 @pytest.mark.parametrize(("line", "environ", "parts"), PARTS)
 def test_what_a_plan_says(line: str, environ: dict[str, str], parts: list[str]) -> None:
     text = plan(line, **environ) + "\n"
+    assert plan(line, **environ) + "\n" == text
     assert all(part in text for part in parts), text
     assert "hush" not in text
 

@@ -1,18 +1,20 @@
-"""Accepted lines and what they resolve to."""
+"""Lines of a run: what they resolve to, what the other nodes are started with, and what is refused with one message."""
 
 from __future__ import annotations
 
 import os
 import shlex
+import socket
 import sys
 import uuid
 from pathlib import Path
 
 import pytest
 
+from holdfast.cli import main, run
 from holdfast.cli.devices import Probes
 from holdfast.cli.grammar import parse
-from holdfast.cli.option_table import LAUNCH_OPTIONS
+from holdfast.cli.option_table import LAUNCH_OPTIONS, OPTIONS
 from holdfast.cli.resolve import Resolution, resolve
 from holdfast.protocol.options import CommandKind, Endpoint, RunOptions, Std
 from holdfast.protocol.policy import Survive
@@ -34,6 +36,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "prog").chmod(0o755)
     (tmp_path / "secret").write_bytes(b"s3cret\n")
     (tmp_path / "secret").chmod(0o600)
+    (tmp_path / "nothing_in_it").write_text("\n")
+    (tmp_path / "empty").mkdir()
     return tmp_path
 
 
@@ -192,10 +196,7 @@ def test_launch_gives_the_local_rank_as_an_argument() -> None:
     assert not resolution("--use-env train.py").options.command.local_rank_argument
 
 
-NOTICES = TABLES["notices"]
-
-
-@pytest.mark.parametrize(("line", "environ", "said"), NOTICES)
+@pytest.mark.parametrize(("line", "environ", "said"), TABLES["notices"])
 def test_what_has_no_effect_is_said_in_one_line(line: str, environ: dict[str, str], said: str) -> None:
     notices = options(line, **environ).notices
     assert [notice for notice in notices if said in notice], notices
@@ -226,3 +227,88 @@ def test_the_line_says_the_prefix_of_console_lines_before_the_variables_do() -> 
     assert options("--log-line-prefix-template new train.py", **variables).logs.prefix_template == "new"
     assert options("train.py", **variables).logs.prefix_template == "pet"
     assert options("train.py", TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE="old").logs.prefix_template == "old"
+
+
+# --- the line that the other nodes of a job have to be started with ---------------------------------------------------
+
+
+def others(line: str, **environ: str) -> str:
+    return run.resolve(parse(shlex.split(line), environ, OPTIONS), environ, "run").line_of_others
+
+
+@pytest.mark.parametrize(("line", "environ", "expected"), TABLES["pasted"])
+def test_it_can_be_pasted(line: str, environ: dict[str, str], expected: str) -> None:
+    expected = expected.replace("HERE", socket.gethostname())
+    assert others(line, **environ) == expected
+    parse(shlex.split(expected.replace("RANK", "1"))[2:], {}, OPTIONS)
+
+
+@pytest.mark.parametrize(("line", "environ"), TABLES["typed"])
+def test_nobody_has_to_type_it(line: str, environ: dict[str, str]) -> None:
+    assert others(line, **environ) == ""
+
+
+# --- bad input: one message with a code, exit 2, no traceback, nothing started ----------------------------------------
+
+
+@pytest.mark.parametrize("plan", [True, False], ids=["plan", "run"])
+@pytest.mark.parametrize(("line", "environ", "code", "said"), TABLES["refused_lines"])
+def test_bad_input_is_one_message_and_exit_2(
+    line: str,
+    environ: dict[str, str],
+    code: str,
+    said: str,
+    plan: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    assert main(["run", *(["--plan"] if plan else []), *shlex.split(line)]) == 2
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.startswith(f"holdfast: {code}: ")
+    assert said in err
+    assert err.count("\n") <= 2
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        ("", "required: --bind"),
+        ("--bind 127.0.0.1", "names no port"),
+        ("--bind 192.0.2.1:29500", "cannot listen at 192.0.2.1:29500: 192.0.2.1 is not an address of this machine"),
+        ("--bind nowhere.invalid:29500", "nowhere.invalid does not resolve"),
+        ("--bind localhost:TAKEN", "is already bound on this machine"),
+        ("--bind localhost:0 --lease soon", "lease=soon: not a number of seconds"),
+        ("--bind localhost:0 --token-file nothing_in_it", "the file is empty"),
+    ],
+)
+def test_a_witness_that_cannot_begin(line: str, said: str, capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        assert main(["witness", *line.replace("TAKEN", port).split()]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("holdfast: HF1")
+    assert said in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")
+def test_permissions(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--log-dir", "/sub", "train.py"]) == 2
+    assert "holdfast: HF108: --log-dir /sub: / is not writable" in capfd.readouterr().err
+    (tmp_path / "train.py").chmod(0)
+    assert main(["run", "train.py"]) == 2
+    assert "cannot be read" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("argv", [["x.py"], ["--log-dir", "logs", "-m", "x"]])
+def test_a_current_folder_that_is_gone(argv: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    os.chdir(gone)
+    gone.rmdir()
+    assert main(["run", *argv]) == 2
+    assert "deleted" in capfd.readouterr().err

@@ -1,14 +1,18 @@
-"""Facts of a machine, read from trees that are made up, and what a process of its own says of torch."""
+"""Facts of a machine, read from trees that are made up, and what a process of its own says of torch; and
+`holdfast doctor` as a command: the line of a run, bad lines, JSON, exit codes, and that nothing heavy is imported."""
 
 from __future__ import annotations
 
-import asyncio
+import json
 import os
+import socket
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from holdfast.cli import main
 from holdfast.doctor import TorchFacts, TorchState
 from holdfast.doctor.facts import (
     FactsRequest,
@@ -116,17 +120,27 @@ class version:
 """
 
 
-def torch_of(source: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch, limit_s: float = 30.0) -> TorchFacts:
+@pytest.fixture
+def fake_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The source of a torch that is found before any other."""
+    put(tmp_path, "packages/torch/__init__.py", FAKE)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path / "packages"))
+    return tmp_path / "packages" / "torch" / "__init__.py"
+
+
+async def torch_of(
+    source: str | None, folder: Path, monkeypatch: pytest.MonkeyPatch, limit_s: float = 30.0
+) -> TorchFacts:
     """What is said of a torch whose source is this; None: of none at all."""
     if source is None:
         source = "raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')"
     put(folder, "torch/__init__.py", source)
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    return asyncio.run(ask_torch(sys.executable, limit_s))
+    return await ask_torch(sys.executable, limit_s)
 
 
-def test_torch_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    got = torch_of("print('hello from a sitecustomize')\n" + FAKE, tmp_path, monkeypatch)
+async def test_torch_that_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    got = await torch_of("print('hello from a sitecustomize')\n" + FAKE, tmp_path, monkeypatch)
     assert (got.state, got.version, got.gloo, got.cuda) == (TorchState.OK, "9.9.0", True, "")
 
 
@@ -152,16 +166,16 @@ class cuda:
         ([], ()),
     ],
 )
-def test_gpus_without_code_in_this_build_are_named(
+async def test_gpus_without_code_in_this_build_are_named(
     archs: list[str], unsupported: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = FAKE + CUDA.replace("ARCHS", repr(archs)).replace("INIT", "None")
-    got = torch_of(source, tmp_path, monkeypatch)
+    got = await torch_of(source, tmp_path, monkeypatch)
     assert (got.cuda, got.nccl, got.gpus, got.unsupported) == ("12.6", "2.27.3", 2, unsupported)
 
 
-def test_what_cuda_says_of_an_old_driver_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    got = torch_of(FAKE + CUDA.replace("INIT", "1 / 0"), tmp_path, monkeypatch)
+async def test_what_cuda_says_of_an_old_driver_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    got = await torch_of(FAKE + CUDA.replace("INIT", "1 / 0"), tmp_path, monkeypatch)
     assert (got.state, got.gpus, got.gpu_error) == (TorchState.OK, 0, "division by zero")
 
 
@@ -175,49 +189,43 @@ def test_what_cuda_says_of_an_old_driver_is_told(tmp_path: Path, monkeypatch: py
         ("__version__ = '1'", TorchState.BROKEN, "AttributeError"),
     ],
 )
-def test_torch_that_is_absent_or_broken_is_an_answer(
+async def test_torch_that_is_absent_or_broken_is_an_answer(
     source: str | None, state: TorchState, text: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    got = torch_of(source, tmp_path, monkeypatch)
+    got = await torch_of(source, tmp_path, monkeypatch)
     assert got.state is state
     assert text in got.error
 
 
-def test_torch_whose_import_hangs_is_given_up_and_leaves_no_process(
+async def test_torch_whose_import_hangs_is_given_up_and_leaves_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = "import subprocess, time; subprocess.Popen(['sleep', '1000']); time.sleep(1000)"
-    assert torch_of(source, tmp_path, monkeypatch, limit_s=1.0).state is TorchState.SILENT
+    assert (await torch_of(source, tmp_path, monkeypatch, limit_s=1.0)).state is TorchState.SILENT
 
 
-def test_a_python_that_is_not_there_is_an_answer() -> None:
-    got = asyncio.run(ask_torch("/nowhere/python", 5.0))
+async def test_a_python_that_is_not_there_is_an_answer() -> None:
+    got = await ask_torch("/nowhere/python", 5.0)
     assert got.state is TorchState.BROKEN
     assert "No such file" in got.error
 
 
-def test_a_call_that_hangs_gives_the_other_answer() -> None:
+async def test_a_call_that_hangs_gives_the_other_answer() -> None:
     reader, writer = os.pipe()
-
-    async def hang() -> bytes:
-        try:
-            return await bounded(lambda: os.read(reader, 1), 0.1, b"late")
-        finally:
-            os.write(writer, b"x")  # lets the thread go
-
-    assert asyncio.run(hang()) == b"late"
+    try:
+        assert await bounded(lambda: os.read(reader, 1), 0.1, b"late") == b"late"
+    finally:
+        os.write(writer, b"x")  # lets the thread go
     os.close(writer)
     os.close(reader)
 
 
-def test_a_program_is_run_to_its_end() -> None:
-    done = asyncio.run(run_bounded(["sh", "-c", "echo out; echo err >&2; exit 3"], 10.0))
+async def test_a_program_is_run_to_its_end() -> None:
+    done = await run_bounded(["sh", "-c", "echo out; echo err >&2; exit 3"], 10.0)
     assert done == (3, "out\n", "err\n")
 
 
 def test_the_endpoint_is_tried_by_binding(free_port) -> None:
-    import socket
-
     port = free_port()
     assert try_to_bind(Endpoint(host="127.0.0.1", port=port)) == (True, "")
     assert try_to_bind(Endpoint(host="192.0.2.99", port=port)) == (False, "")
@@ -229,11 +237,9 @@ def test_the_endpoint_is_tried_by_binding(free_port) -> None:
     assert f"pid {os.getpid()} " in holder
 
 
-def test_all_facts_of_this_machine_are_gathered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    put(tmp_path, "torch/__init__.py", FAKE)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+async def test_all_facts_of_this_machine_are_gathered(tmp_path: Path, fake_torch: Path) -> None:
     asked = FactsRequest(sys.executable, 2, 1, str(tmp_path), None, True, {"RANK": "1", "HOME": "/"}, 30.0)
-    facts = asyncio.run(gather_facts(asked))
+    facts = await gather_facts(asked)
     assert facts.torch.version == "9.9.0"
     assert facts.python == sys.version.split()[0]
     assert facts.memory_bytes > 0
@@ -242,3 +248,94 @@ def test_all_facts_of_this_machine_are_gathered(tmp_path: Path, monkeypatch: pyt
     assert any(each.name == "lo" for each in facts.interfaces)
     assert facts.folders[0].path == str(tmp_path)
     assert facts.variables == {"RANK": "1"}
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def told(argv: list[str], capsys: pytest.CaptureFixture[str]) -> tuple[int, dict[str, object]]:
+    code = main(["doctor", "--json", *argv])
+    return code, json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "text"),
+    [
+        (["--nnodes", "two"], "HF103", "--nnodes two"),
+        (["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "a:b:c"], "HF105", "a:b:c"),
+        (["--timeout", "0"], "HF101", "--timeout 0.0"),
+        (["--timeout", "soon"], "HF101", "not a number"),
+        (["--all-reduce", "maybe"], "HF101", "auto, off"),
+        (["--nproc-per-node", "0"], "HF104", "at least 1"),
+        (["--no-such-option"], "HF101", "--no-such-option is not an option"),
+        (["--nnodes", "2", "--rdzv-backend", "etcd", "--rdzv-endpoint", "a"], "HF106", "to a port of one of them"),
+        (["--nnodes", "2", "--rdzv-backend", "c10", "--rdzv-endpoint", "a"], "HF106", "did you mean"),
+    ],
+)
+def test_a_bad_line_is_one_message_and_exit_code_2(
+    argv: list[str], code: str, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["doctor", *argv]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"holdfast: {code}: ")
+    assert text in err
+
+
+def test_help_names_its_own_options_and_those_of_a_run_that_matter(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--help"]) == 0
+    out = capsys.readouterr().out
+    for name in ("--timeout", "--all-reduce", "--json", "--nnodes", "--rdzv-endpoint", "--rdzv-id", "--master-addr"):
+        assert f"  {name} " in out
+    assert "--tee" not in out
+
+
+def test_the_line_of_a_run_is_taken_as_it_is_and_its_script_is_not_started(
+    fake_torch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = tmp_path / "train.py"
+    script.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
+    line = ["--standalone", "--nproc-per-node", "2", "--tee", "3", "--max-restarts=3", str(script), "--epochs", "3"]
+    code, document = told(line, capsys)
+    assert code == document["exit_code"]
+    assert code in (0, 10, 20)
+    assert document["facts"]["nproc"] == 2  # type: ignore[index]
+    assert document["facts"]["torch"]["version"] == "9.9.0"  # type: ignore[index]
+    assert not (tmp_path / "ran").exists()
+
+
+def test_a_torch_that_crashes_is_fatal_and_the_doctor_lives(
+    fake_torch: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fake_torch.write_text("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)")
+    assert main(["doctor"]) == 30
+    out = capsys.readouterr().out
+    assert "FATAL torch                HF501 cannot be imported: its process ended with -11" in out
+    assert out.splitlines()[-1].startswith("fatal: ")
+
+
+def test_a_port_that_is_held_is_a_reason_to_try_again(
+    fake_torch: Path, free_port, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as held:
+        endpoint = f"127.0.0.1:{held.getsockname()[1]}"
+        code, document = told(["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint], capsys)
+    assert code == 20
+    findings = document["findings"]
+    assert isinstance(findings, list)
+    (found,) = [each for each in findings if each["code"] == "HF538"]
+    assert found["level"] == "retry"
+
+
+def test_a_log_folder_that_cannot_be_written_is_fatal(
+    fake_torch: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    code, document = told(["--log-dir", str(tmp_path / "file" / "runs")], capsys)
+    assert code == 30
+    assert "Not a directory" in json.dumps(document["findings"])
+
+
+def test_the_doctor_imports_no_torch() -> None:
+    code = "import sys; from holdfast.cli import main; main(['doctor', '--json']); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], stdout=subprocess.DEVNULL).returncode == 0

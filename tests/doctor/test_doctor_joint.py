@@ -6,7 +6,8 @@ import asyncio
 import os
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 
 import pytest
@@ -60,70 +61,54 @@ async def listening(me: int = 1, key: bytes = KEY) -> AsyncIterator[Peer]:
         await listener.close()
 
 
-def test_a_probe_measures_round_trip_bandwidth_and_clock() -> None:
-    async def measure() -> None:
-        async with listening() as peer:
-            slow_clock = await probe.probe(peer, 1, KEY, transfer_s=0.05, clock=lambda: __import__("time").time() - 100)
-            assert slow_clock.reached is Reached.YES
-            assert slow_clock.latency_s is not None
-            assert slow_clock.latency_s > 0
-            assert slow_clock.clock_offset_s == pytest.approx(100, abs=1)
-            assert slow_clock.bytes_s is not None
-            assert slow_clock.bytes_s > 0
-            plain = await probe.probe(peer, 1, KEY, transfer_s=0.0)
-            assert plain.bytes_s is None
-
-    asyncio.run(measure())
+async def test_a_probe_measures_round_trip_bandwidth_and_clock() -> None:
+    async with listening() as peer:
+        slow_clock = await probe.probe(peer, 1, KEY, transfer_s=0.05, clock=lambda: time.time() - 100)
+        assert slow_clock.reached is Reached.YES
+        assert slow_clock.latency_s is not None
+        assert slow_clock.latency_s > 0
+        assert slow_clock.clock_offset_s == pytest.approx(100, abs=1)
+        assert slow_clock.bytes_s is not None
+        assert slow_clock.bytes_s > 0
+        plain = await probe.probe(peer, 1, KEY, transfer_s=0.0)
+        assert plain.bytes_s is None
 
 
-def test_whoever_does_not_know_the_key_gets_no_answer() -> None:
-    async def measure() -> None:
-        async with listening(key=b"x" * 16) as peer:
-            link = await probe.probe(peer, 1, KEY, transfer_s=0.0)
-            assert link.reached is Reached.STRANGER
-            reader, writer = await asyncio.open_connection(peer.address, peer.port)
-            writer.write(b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n")
-            with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
-                await reader.readexactly(1)
-            writer.transport.abort()
-
-    asyncio.run(measure())
+async def test_whoever_does_not_know_the_key_gets_no_answer() -> None:
+    async with listening(key=b"x" * 16) as peer:
+        link = await probe.probe(peer, 1, KEY, transfer_s=0.0)
+        assert link.reached is Reached.STRANGER
+        reader, writer = await asyncio.open_connection(peer.address, peer.port)
+        writer.write(b"GET / HTTP/1.1\r\nHost: somebody\r\n\r\n")
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await reader.readexactly(1)
+        writer.transport.abort()
 
 
-def test_another_node_at_the_address_is_a_stranger() -> None:
-    async def measure() -> None:
-        async with listening(me=7) as peer:
-            link = await probe.probe(peer, 1, KEY, transfer_s=0.0)
-            assert link.reached is Reached.STRANGER
-            assert "node 7" in link.error
-
-    asyncio.run(measure())
+async def test_another_node_at_the_address_is_a_stranger() -> None:
+    async with listening(me=7) as peer:
+        link = await probe.probe(peer, 1, KEY, transfer_s=0.0)
+        assert link.reached is Reached.STRANGER
+        assert "node 7" in link.error
 
 
-def test_nobody_there_is_refused_and_no_address_is_unreachable(free_port) -> None:
-    async def measure() -> None:
-        link = await probe.probe(Peer("b", "b", "127.0.0.1", free_port()), 1, KEY, transfer_s=0.0)
-        assert (link.reached, link.error) == (Reached.REFUSED, "connection refused")
-        link = await probe.probe(Peer("b", "b", "not an address", 1), 1, KEY, transfer_s=0.0)
-        assert link.reached is Reached.UNREACHABLE
-
-    asyncio.run(measure())
+async def test_nobody_there_is_refused_and_no_address_is_unreachable(free_port) -> None:
+    link = await probe.probe(Peer("b", "b", "127.0.0.1", free_port()), 1, KEY, transfer_s=0.0)
+    assert (link.reached, link.error) == (Reached.REFUSED, "connection refused")
+    link = await probe.probe(Peer("b", "b", "not an address", 1), 1, KEY, transfer_s=0.0)
+    assert link.reached is Reached.UNREACHABLE
 
 
-def test_a_transfer_over_its_limit_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_transfer_over_its_limit_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(probe, "TRANSFER_BYTES_MAX", 1000)
-
-    async def send() -> None:
-        async with listening() as peer:
-            reader, writer = await asyncio.open_connection(peer.address, peer.port)
-            writer.write(probe.MAGIC + KEY)
-            assert struct.unpack("!I", await reader.readexactly(4)) == (1,)
-            writer.write(b"B" + bytes(5000))
-            with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
-                await reader.readexactly(1)
-            writer.transport.abort()
-
-    asyncio.run(send())
+    async with listening() as peer:
+        reader, writer = await asyncio.open_connection(peer.address, peer.port)
+        writer.write(probe.MAGIC + KEY)
+        assert struct.unpack("!I", await reader.readexactly(4)) == (1,)
+        writer.write(b"B" + bytes(5000))
+        with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+            await reader.readexactly(1)
+        writer.transport.abort()
 
 
 # --- joint checks -----------------------------------------------------------------------------------------------------
@@ -158,17 +143,10 @@ async def check(what: JointOptions, came: asyncio.Semaphore | None = None) -> Jo
     return await check_together(what, asyncio.create_task(known()), lambda _: (SMALL,), say)
 
 
-def together(*checks: Callable[[], Awaitable[JointResult]]) -> list[JointResult]:
-    async def all_of_them() -> list[JointResult]:
-        return await asyncio.gather(*(each() for each in checks))
-
-    return asyncio.run(all_of_them())
-
-
 @pytest.mark.parametrize("token", [None, b"secret"])
-def test_all_nodes_of_a_check_learn_the_same(token: bytes | None, free_port) -> None:
+async def test_all_nodes_of_a_check_learn_the_same(token: bytes | None, free_port) -> None:
     what = asked(free_port(), (3, 3), token=token)
-    got = together(*[lambda: check(what)] * 3)
+    got = await asyncio.gather(*(check(what) for _ in range(3)))
     assert sorted(each.me for each in got) == [0, 1, 2]
     assert all(each.trouble is None for each in got)
     assert all(each.check == got[0].check for each in got)
@@ -183,34 +161,31 @@ def test_all_nodes_of_a_check_learn_the_same(token: bytes | None, free_port) -> 
     assert told.no_reduce == "not requested"
 
 
-def test_who_is_missing_is_known_after_the_time_out(free_port) -> None:
-    (got,) = together(lambda: check(asked(free_port(), timeout_s=0.5)))
+async def test_who_is_missing_is_known_after_the_time_out(free_port) -> None:
+    got = await check(asked(free_port(), timeout_s=0.5))
     assert got.check is not None
     assert len(got.check.came) == 1
     assert got.check.wanted == (2, 2)
 
 
-def test_another_id_or_token_is_refused_by_name(free_port) -> None:
+async def test_another_id_or_token_is_refused_by_name(free_port) -> None:
     port = free_port()
     right = asked(port, timeout_s=limit_s(20.0), token=b"one")
-
-    async def beside_the_right_one() -> list[JointResult]:
-        came = asyncio.Semaphore(0)
-        host = asyncio.create_task(check(right, came))
-        await came.acquire()
-        others = await asyncio.gather(check(right._replace(run_id="other")), check(right._replace(token=b"two")))
-        host.cancel()
-        await asyncio.gather(host, return_exceptions=True)
-        return others
-
-    other_id, other_token = asyncio.run(beside_the_right_one())
+    came = asyncio.Semaphore(0)
+    host = asyncio.create_task(check(right, came))
+    await came.acquire()
+    other_id, other_token = await asyncio.gather(
+        check(right._replace(run_id="other")), check(right._replace(token=b"two"))
+    )
+    host.cancel()
+    await asyncio.gather(host, return_exceptions=True)
     for got, word in ((other_id, "other"), (other_token, "token")):
         assert got.trouble is not None
         assert (got.trouble.code, got.trouble.level) == ("HF552", Level.FATAL)
         assert word in got.trouble.why
 
 
-def test_another_service_at_the_endpoint_is_named() -> None:
+async def test_another_service_at_the_endpoint_is_named() -> None:
     served = asyncio.Event()
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -222,31 +197,28 @@ def test_another_service_at_the_endpoint_is_named() -> None:
             writer.close()
             served.set()
 
-        async def both() -> JointResult:
-            ssh = await asyncio.start_server(serve, sock=server)
-            try:
-                return await check(asked(port))
-            finally:
-                await served.wait()
-                ssh.close()
-
-        got = asyncio.run(both())
+        ssh = await asyncio.start_server(serve, sock=server)
+        try:
+            got = await check(asked(port))
+        finally:
+            await served.wait()
+            ssh.close()
     assert got.trouble is not None
     assert (got.trouble.code, got.trouble.level) == ("HF553", Level.RETRY)
     assert "SSH" in got.trouble.why
     assert f"pid {os.getpid()}" in got.trouble.why
 
 
-def test_nobody_at_the_endpoint_is_waited_for_and_given_up(free_port) -> None:
-    (got,) = together(lambda: check(asked(free_port(), is_host=False, timeout_s=0.6)))
+async def test_nobody_at_the_endpoint_is_waited_for_and_given_up(free_port) -> None:
+    got = await check(asked(free_port(), is_host=False, timeout_s=0.6))
     assert got.trouble is not None
     assert (got.trouble.code, got.trouble.level) == ("HF551", Level.RETRY)
     assert "connection refused" in got.trouble.why
 
 
-def test_a_name_that_does_not_resolve_is_said(free_port) -> None:
+async def test_a_name_that_does_not_resolve_is_said(free_port) -> None:
     endpoint = Endpoint(host="no-such-host.invalid", port=free_port())
-    (got,) = together(lambda: check(asked(1, timeout_s=0.3)._replace(endpoint=endpoint)))
+    got = await check(asked(1, timeout_s=0.3)._replace(endpoint=endpoint))
     assert got.trouble is not None
     assert got.trouble.code == "HF551"
     assert "does not resolve" in got.trouble.why
@@ -276,40 +248,35 @@ async def job_and_witness() -> AsyncIterator[tuple[Endpoint, Endpoint]]:
 
 
 @pytest.mark.parametrize("by_witness", [False, True])
-def test_a_job_whose_first_host_is_gone_is_found_by_the_list(free_port, *, by_witness: bool) -> None:
-    async def look() -> tuple[JointResult, Endpoint]:
-        async with job_and_witness() as (agent, witness):
-            what = asked(free_port(), is_host=False, timeout_s=3600.0)
-            return await check(what._replace(others=(witness,) if by_witness else (agent,))), agent
-
-    got, agent = asyncio.run(look())
+async def test_a_job_whose_first_host_is_gone_is_found_by_the_list(free_port, *, by_witness: bool) -> None:
+    async with job_and_witness() as (agent, witness):
+        what = asked(free_port(), is_host=False, timeout_s=3600.0)
+        got = await check(what._replace(others=(witness,) if by_witness else (agent,)))
     assert got.trouble is not None
     assert (got.trouble.code, got.trouble.level) == ("HF553", Level.RETRY)
     assert f"a job runs at {agent}" in got.trouble.why
 
 
-def test_where_the_first_host_is_gone_and_no_job_runs_the_list_has_to_change(free_port) -> None:
+async def test_where_the_first_host_is_gone_and_no_job_runs_the_list_has_to_change(free_port) -> None:
     nobody = Endpoint(host="127.0.0.1", port=free_port())
-    (got,) = together(lambda: check(asked(free_port(), is_host=False, timeout_s=0.3, others=(nobody,))))
+    got = await check(asked(free_port(), is_host=False, timeout_s=0.3, others=(nobody,)))
     assert got.trouble is not None
     assert got.trouble.code == "HF551"
     assert "name another one first" in got.trouble.fix
 
 
-def test_each_entry_of_the_list_is_a_node_or_a_witness(free_port) -> None:
-    async def look() -> list[JointResult]:
-        place = claim(Endpoint(host="127.0.0.1", port=0))
-        witness = Witness(place, b"secret", Limits(), "w", lambda _: None)
-        await witness.start()
-        elsewhere = Endpoint(host="127.0.0.250", port=free_port())
-        own = Endpoint(host="127.0.0.1", port=free_port())
-        try:
-            what = asked(free_port(), token=b"secret", others=(place.endpoint, own, elsewhere))
-            return await asyncio.gather(check(what), check(what))
-        finally:
-            witness.close()
-
-    for got in asyncio.run(look()):
+async def test_each_entry_of_the_list_is_a_node_or_a_witness(free_port) -> None:
+    place = claim(Endpoint(host="127.0.0.1", port=0))
+    witness = Witness(place, b"secret", Limits(), "w", lambda _: None)
+    await witness.start()
+    elsewhere = Endpoint(host="127.0.0.250", port=free_port())
+    own = Endpoint(host="127.0.0.1", port=free_port())
+    try:
+        what = asked(free_port(), token=b"secret", others=(place.endpoint, own, elsewhere))
+        both = await asyncio.gather(check(what), check(what))
+    finally:
+        witness.close()
+    for got in both:
         assert got.check is not None
         found = [(finding.level, finding.why) for finding in witnesses(got.check)]
         assert [level for level, _ in found] == [Level.PASS]
@@ -346,16 +313,13 @@ async def stranger(port: int) -> tuple[Roster, Callable[[], None]]:
     return await Channel(connection).next(Roster), connection.abort
 
 
-def test_a_node_that_falls_silent_costs_nothing_but_its_own_report(free_port) -> None:
+async def test_a_node_that_falls_silent_costs_nothing_but_its_own_report(free_port) -> None:
     port = free_port()
 
-    async def both() -> JointResult:
-        honest = asyncio.create_task(check(asked(port, reduce=True)))
-        _, leave = await stranger(port)
-        leave()
-        return await honest
-
-    got = asyncio.run(both())
+    checking = asyncio.create_task(check(asked(port, reduce=True)))
+    _, leave = await stranger(port)
+    leave()
+    got = await checking
     assert got.trouble is None
     assert got.check is not None
     assert got.check.came[1] == "x"
@@ -366,40 +330,32 @@ def test_a_node_that_falls_silent_costs_nothing_but_its_own_report(free_port) ->
     assert honest.links[0].reached is Reached.REFUSED
 
 
-def test_a_node_too_many_is_told_so(free_port) -> None:
-    port = free_port()
-    what = asked(port, timeout_s=limit_s(1.5))
-
-    async def three() -> list[JointResult]:
-        return await asyncio.gather(*(check(what) for _ in range(3)))
-
-    got = asyncio.run(three())
+async def test_a_node_too_many_is_told_so(free_port) -> None:
+    what = asked(free_port(), timeout_s=limit_s(1.5))
+    got = await asyncio.gather(*(check(what) for _ in range(3)))
     troubles = [each.trouble for each in got if each.trouble is not None]
     assert len(troubles) == 1
     assert troubles[0].code in ("HF552", "HF551")  # the server may have closed by then
 
 
-def test_a_server_that_goes_away_ends_the_check(free_port) -> None:
+async def test_a_server_that_goes_away_ends_the_check(free_port) -> None:
     port = free_port()
 
-    async def both() -> JointResult:
-        came = asyncio.Semaphore(0)
-        host = asyncio.create_task(check(asked(port, (3, 3), timeout_s=limit_s(20.0)), came))
-        await came.acquire()
-        other = asyncio.create_task(check(asked(port, (3, 3), timeout_s=limit_s(20.0))))
-        await came.acquire()
-        host.cancel()
-        await asyncio.gather(host, return_exceptions=True)
-        return await other
-
-    got = asyncio.run(both())
+    came = asyncio.Semaphore(0)
+    host = asyncio.create_task(check(asked(port, (3, 3), timeout_s=limit_s(20.0)), came))
+    await came.acquire()
+    other = asyncio.create_task(check(asked(port, (3, 3), timeout_s=limit_s(20.0))))
+    await came.acquire()
+    host.cancel()
+    await asyncio.gather(host, return_exceptions=True)
+    got = await other
     assert got.trouble is not None
     assert (got.trouble.code, got.trouble.level) == ("HF554", Level.RETRY)
 
 
-def test_an_all_reduce_whose_process_cannot_start_is_a_result(free_port) -> None:
+async def test_an_all_reduce_whose_process_cannot_start_is_a_result(free_port) -> None:
     what = asked(free_port(), reduce=True)
-    one, _ = together(lambda: check(what), lambda: check(what))
+    one, _ = await asyncio.gather(check(what), check(what))
     assert one.check is not None
     assert one.check.reduced is not None
     assert [each.error for each in one.check.reduced if each is not None] == ["No such file or directory"] * 2
@@ -417,9 +373,9 @@ def test_no_node_can_say_so_much_that_the_others_are_not_heard() -> None:
     assert cut.findings[0].why == "y" * joint_server.TEXT_CHARS_MAX
 
 
-def test_of_very_many_nodes_only_the_worst_links_are_told(free_port, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_of_very_many_nodes_only_the_worst_links_are_told(free_port, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(joint_server, "LINKS_SHARED_MAX", 3)
     what = asked(free_port(), (3, 3))
-    got = together(*[lambda: check(what)] * 3)
+    got = await asyncio.gather(*(check(what) for _ in range(3)))
     assert got[0].check is not None
     assert [len(report.links) for report in got[0].check.reports if report is not None] == [1, 1, 1]

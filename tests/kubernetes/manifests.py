@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import re
+from collections.abc import Mapping
 from contextlib import redirect_stderr, redirect_stdout
 from typing import Any
 
@@ -103,3 +105,12 @@ def pod_of(manifests: list[dict[str, Any]]) -> dict[str, Any]:
 def agent_of(manifests: list[dict[str, Any]]) -> dict[str, Any]:
     (agent,) = pod_of(manifests)["containers"]
     return agent
+
+
+def expanded(text: str, variables: Mapping[str, str]) -> str:
+    """`$(NAME)` replaced where there is such a variable; `$$` is one `$` and protects what follows."""
+
+    def one(found: re.Match[str]) -> str:
+        return "$" if found[0] == "$$" else variables.get(found[1], found[0])
+
+    return re.sub(r"\$\$|\$\(([A-Za-z0-9_.-]+)\)", one, text)

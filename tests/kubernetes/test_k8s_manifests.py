@@ -13,8 +13,18 @@ from hypothesis import strategies as st
 
 from holdfast.cli import main
 from holdfast.launchers.kubernetes import Noted, documents
-from tests.kubernetes.manifests import IMAGE, NEWEST, OLDEST, agent_of, job_of, pod_of, printed, submit, validate
-from tests.kubernetes.pods import expanded
+from tests.kubernetes.manifests import (
+    IMAGE,
+    NEWEST,
+    OLDEST,
+    agent_of,
+    expanded,
+    job_of,
+    pod_of,
+    printed,
+    submit,
+    validate,
+)
 from tests.support.tables import tables
 
 TABLES = tables(__file__)

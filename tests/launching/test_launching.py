@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import holdfast
+from holdfast.linux import process_stat
 from holdfast.protocol import errors
 from tests.conftest import LEAK_GRACE_S, alive
 from tests.launching import launch_cases as cases
@@ -335,10 +336,8 @@ def test_nodes_that_do_not_come(free_port) -> None:
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
 def test_agent_ended_by_somebody_else(tmp_path: Path, signum: signal.Signals) -> None:
     def end_agent() -> None:
-        worker = pids(tmp_path)[0]
-        supervisor = int(Path(f"/proc/{worker}/stat").read_text().rpartition(")")[2].split()[1])
-        agent = int(Path(f"/proc/{supervisor}/stat").read_text().rpartition(")")[2].split()[1])
-        os.kill(agent, signum)
+        supervisor = process_stat(pids(tmp_path)[0]).parent
+        os.kill(process_stat(supervisor).parent, signum)
 
     with when_working(tmp_path, 1, end_agent), pytest.raises(errors.StoppedError, match=signum.name) as caught:
         holdfast.launch(cases.sleep_and_tell, str(tmp_path))

@@ -15,6 +15,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+from holdfast.linux import process_stat
 from tests.processes.conftest import is_alive
 from tests.support.limits import limit_s, until
 from tests.support.ports import free_port
@@ -245,25 +246,24 @@ class Cluster:
 
     def _daemon(self, *line: str) -> None:
         """It forks itself into the background."""
-        environ = {name: value for name, value in self.environ.items() if not name.startswith("HOLDFAST_")}
+        null, wait_s = subprocess.DEVNULL, limit_s(CALL_S)
         with (self.folder / "daemons.out").open("ab") as out:
-            subprocess.run(
-                line, env=environ, stdin=subprocess.DEVNULL, stdout=out, stderr=out, timeout=limit_s(CALL_S), check=True
-            )
+            subprocess.run(line, env=self._bare(), stdin=null, stdout=out, stderr=out, timeout=wait_s, check=True)
 
     def _spawn(self, *line: str) -> subprocess.Popen[bytes]:
-        environ = {name: value for name, value in self.environ.items() if not name.startswith("HOLDFAST_")}
         null = subprocess.DEVNULL
-        return subprocess.Popen(line, env=environ, stdin=null, stdout=null, stderr=null, start_new_session=True)
+        return subprocess.Popen(line, env=self._bare(), stdin=null, stdout=null, stderr=null, start_new_session=True)
+
+    def _bare(self) -> dict[str, str]:
+        """Without the mark by which a test finds what it has left behind."""
+        return {name: value for name, value in self.environ.items() if not name.startswith("HOLDFAST_")}
 
 
 def step_of(pid: int) -> int | None:
     """The slurmstepd whose child this is."""
-    try:
-        parent = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-        return parent if Path(f"/proc/{parent}/comm").read_text().strip() == "slurmstepd" else None
-    except (OSError, ValueError):
-        return None
+    task = process_stat(pid)
+    parent = process_stat(task.parent) if task is not None else None
+    return task.parent if task is not None and parent is not None and parent.name == "slurmstepd" else None
 
 
 def end(pid: int) -> None:

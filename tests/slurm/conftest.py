@@ -40,6 +40,11 @@ class Jobs(Site):
         self.numbers.append(number)
         return number
 
+    def submit(self, *options: str) -> None:
+        """`holdfast submit --slurm` with these options."""
+        line = (*HOLDFAST, "submit", "--slurm", "--no-follow", *options, "train.py")
+        self.cluster.call(*line, env=self.variables, cwd=self.folder)
+
     def wait(self, count: int, event: str, limit_s: float = WAIT_S, **wanted: Any) -> list[Note]:
         """Wait for so many notes."""
         until(lambda: len(self.trail(event, **wanted)) >= count, lambda: f"{count} × {event}: {self.told()}", limit_s)

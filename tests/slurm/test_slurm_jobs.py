@@ -10,7 +10,7 @@ import pytest
 
 from tests.conftest import descendants
 from tests.processes.conftest import Site, is_alive
-from tests.slurm.conftest import HOLDFAST, Jobs
+from tests.slurm.conftest import Jobs
 from tests.support.limits import until
 
 pytestmark = pytest.mark.xdist_group("slurm")
@@ -118,8 +118,7 @@ while life() == 0:
         note("saved"); sys.exit(0)
 """
     )
-    line = (*HOLDFAST, "submit", "--slurm", "--no-follow", "-N2", "--exclusive", "--signal=USR1@30", "train.py")
-    jobs.cluster.call(*line, env=jobs.variables, cwd=jobs.folder)
+    jobs.submit("-N2", "--exclusive", "--signal=USR1@30")
     jobs.wait(2, "id")
     number = jobs.trail("id")[0]["id"].partition("_")[0]
     jobs.cluster.call("scancel", "--signal=USR1", number)
@@ -133,8 +132,7 @@ while life() == 0:
 def test_preemption_without_a_notice_starts_the_job_anew(jobs: Jobs) -> None:
     """Without --signal Slurm sends SIGTERM to all processes, and does not requeue a job that ends of it in time."""
     jobs.script(UNTIL_TOLD + 'meet(); note("life", life=life()); hold() if life() == 0 else None')
-    line = (*HOLDFAST, "submit", "--slurm", "--no-follow", "-N1", "--exclusive", "train.py")
-    jobs.cluster.call(*line, env=jobs.variables, cwd=jobs.folder)
+    jobs.submit("-N1", "--exclusive")
     number = jobs.cluster.call("squeue", "-h", "-o", "%i")
     jobs.wait(1, "life")
     jobs.ended(jobs.batch("true", "-N3", "--exclusive", "--partition=high"))
@@ -170,8 +168,7 @@ with ht.process_group() as pg, ht.Snapshots("snaps", every="1h") as snaps:
 @pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
 def test_preemption_by_a_higher_partition_loses_no_sample_and_repeats_none(jobs: Jobs) -> None:
     (jobs.folder / "train.py").write_text(TRAINING)
-    line = (*HOLDFAST, "submit", "--slurm", "--no-follow", "-N1", "--exclusive", "--signal=USR1@30", "train.py")
-    jobs.cluster.call(*line, env=jobs.variables, cwd=jobs.folder)
+    jobs.submit("-N1", "--exclusive", "--signal=USR1@30")
     number = jobs.cluster.call("squeue", "-h", "-o", "%i")
     jobs.wait(3, "trained", 40)
     urgent = jobs.batch("sleep 1", "-N3", "--exclusive", "--partition=high")

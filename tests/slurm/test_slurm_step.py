@@ -236,12 +236,6 @@ def test_when_a_life_is_over(text: str, failed: bool, said: str) -> None:
 # --- slurm's lists of hosts: ours against `scontrol show hostnames`, where there is one -------------------------------
 
 
-LISTS = [
-    *("n1", "n[1-3]", "node[01-03,7]", "a,b[1-2,09-11],c", "r[1-2]n[01-02]"),
-    *("n[001-003],m[9-11]", "gpu-a[08-12]", "n[1-2],n4,n[6]"),
-]
-
-
 @pytest.mark.parametrize("text", TABLES["scontrol_lists"])
 def test_it_says_what_scontrol_says(text: str, tmp_path: Path) -> None:
     if shutil.which("scontrol") is None:

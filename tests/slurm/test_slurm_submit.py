@@ -69,13 +69,17 @@ def test_a_file_of_somebody_else_is_left_alone() -> None:
     assert path.read_text().endswith("mine\n")
 
 
+def program(path: Path, body: str) -> None:
+    """A program in the folder's place of Slurm's own."""
+    path.write_text(f"#!/bin/sh\n{body}\n")
+    path.chmod(0o755)
+
+
 @pytest.mark.parametrize(("code", "preempted", "requeued"), TABLES["requeues"])
 def test_when_the_batch_script_requeues(folder: Path, code: int, preempted: bool, requeued: bool) -> None:
     """With a scontrol that only notes what it was asked."""
     time = "2030-01-01T00:00:00" if preempted else "None"
-    fake = folder / "scontrol"
-    fake.write_text(f'#!/bin/sh\necho "$@" >> {folder}/asked\necho "JobId=7 PreemptTime={time} X=1"\n')
-    fake.chmod(0o755)
+    program(folder / "scontrol", f'echo "$@" >> {folder}/asked\necho "JobId=7 PreemptTime={time} X=1"')
     batch = Batch((Directive("nodes", "2"),), ("sh", "-c", f"test ${{#HOLDFAST_TOKEN}} = 64 && exit {code}"), "x")
     (folder / "x.sbatch").write_text(batch_script(batch))
     environ = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
@@ -140,9 +144,7 @@ def test_ctrl_c_leaves_the_job(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
 
 
 def test_what_sbatch_refuses_is_said(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = folder / "sbatch"
-    fake.write_text("#!/bin/sh\necho 'sbatch: error: invalid partition specified: x' >&2\nexit 1\n")
-    fake.chmod(0o755)
+    program(folder / "sbatch", "echo 'sbatch: error: invalid partition specified: x' >&2\nexit 1")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
     with pytest.raises(CallerError, match="invalid partition"):
         submit.submit(Path("train.sbatch"))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -100,14 +99,14 @@ B = HostSpec("b", 2)
     ],
 )
 def test_complaints_name_the_host_and_what_to_do(text: str, code: int | None, said: str) -> None:
-    line = explain(B, text, code, "/x/python", 30.0)
+    line = explain(B, text, code, "/x/python")
     assert line.startswith("host b: ")
     assert said in line
     assert "\n" not in line
 
 
 def test_words_of_a_login_shell_that_lets_nobody_in() -> None:
-    assert "(Not available)" in explain(B, "", 1, "/x/python", 30.0, "Not available.\n")
+    assert "(Not available)" in explain(B, "", 1, "/x/python", "Not available.\n")
 
 
 def test_words_of_ssh() -> None:
@@ -184,7 +183,7 @@ ANSWER_S = round(limit_s(0.25), 1)
 """A program that answers at all does so within this time on a slow machine too."""
 
 
-def test_an_answer_counts_when_it_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_an_answer_counts_when_it_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hosts, "ANSWER_S", ANSWER_S)
     program, told = tmp_path / "hosts", list[str]()
 
@@ -199,7 +198,7 @@ def test_an_answer_counts_when_it_is_one(tmp_path: Path, monkeypatch: pytest.Mon
 
     good, nothing = "#!/bin/sh\necho a:2; echo; echo b", "#!/bin/sh\n"
     two = [HostSpec("a", 2), HostSpec("b")]
-    assert asyncio.run(answers(nothing, good, nothing, good)) == [[], two, None, two]
+    assert await answers(nothing, good, nothing, good) == [[], two, None, two]
     assert told == [f"--host-discovery {program} no longer names any host; the hosts stay as they are"]
     told.clear()
     bad = [
@@ -211,7 +210,7 @@ def test_an_answer_counts_when_it_is_one(tmp_path: Path, monkeypatch: pytest.Mon
         "#!/bin/sh\nsleep 600 & echo a",  # holds our pipe
         "#!/not/here\n",
     ]
-    assert asyncio.run(answers(*bad)) == [None] * len(bad)
+    assert await answers(*bad) == [None] * len(bad)
     said = ("ended with 3", "a is listed twice", "line 1: 'error:'", f"no answer within {ANSWER_S:g} s", "No such file")
     for line, part in zip(told, said, strict=True):
         assert part in line

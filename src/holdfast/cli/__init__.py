@@ -52,6 +52,7 @@ SHARED = {
     "remote": ("run", "main_remote"),
     "env": ("doctor", "main_env"),
     "explain": ("report", "main_explain"),
+    "dashboard": ("status", "main_dashboard"),
     "stacks": ("status", "main_stacks"),
     "profile": ("status", "main_profile"),
     "save": ("status", "main_save"),
@@ -155,7 +156,7 @@ def run_command(command: str, rest: list[str]) -> int:
             return EXIT_BROKEN_PIPE
         if isinstance(error, OSError) and error.errno in (ENOSPC, EDQUOT, EFBIG) and error.filename is None:
             drop_output()
-            print(f"holdfast: the output cannot be written: {error.strerror}", file=sys.stderr)
+            say(f"the output cannot be written: {error.strerror}")
             return EXIT_NOT_WRITTEN
         from holdfast.runtime.driver import as_error
 
@@ -183,8 +184,13 @@ def drop_output() -> None:
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
+def say(text: str) -> None:
+    """Print a line of ours on stderr."""
+    print(f"holdfast: {text}", file=sys.stderr, flush=True)
+
+
 def complain(code: str, text: str) -> int:
-    print(f"holdfast: {code}: {text}", file=sys.stderr)
+    say(f"{code}: {text}")
     return EXIT_USAGE
 
 

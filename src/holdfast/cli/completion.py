@@ -9,10 +9,11 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
+from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.cli import COMMANDS
-from holdfast.cli.option_table import FLAG, LAUNCH_OPTIONS, OPTIONS, Option
+from holdfast.cli import COMMANDS, SHARED
+from holdfast.cli.option_table import FLAG, TABLES, Option
 from holdfast.protocol.errors import UsageError
 
 if TYPE_CHECKING:
@@ -73,51 +74,34 @@ def main(argv: Sequence[str]) -> int:
 
 def commands() -> list[Command]:
     """All commands, from their own tables and parsers."""
-    from holdfast.cli import (
-        doctor,
-        logs,
-        report,
-        shim,
-        snaps,
-        status,
-        submit,
-        submit_k8s,
-        witness,
-    )
+    from holdfast.cli import doctor, submit, submit_k8s
     from holdfast.diagnosis.reference import everything
 
     sbatch = [Word(("--" + name,), "as for sbatch", takes_value=True) for name in sorted(submit.VALUES)]
     sbatch += [Word(("--" + name,), "as for sbatch") for name in sorted(submit.FLAGS)]
     sbatch.append(Word(("--no-follow",), "submit, and do not follow the log"))
     submitting = [Word(("--slurm",), "to Slurm"), Word(("--k8s",), "to Kubernetes"), *words(submit_k8s.TABLE), *sbatch]
-    found = [
-        Command("run", "", words(OPTIONS), SCRIPT),
-        Command("launch", "", words(LAUNCH_OPTIONS), SCRIPT),
-        Command("submit", "", once(submitting), SCRIPT),
-        Command("doctor", "", words(doctor.TABLE), SCRIPT),
-        Command("completion", "", (), NOTHING, SHELLS),
-        Command("explain", "", words_of_parser(report.explain_parser()), NOTHING, tuple(sorted(everything()))),
-        Command("snaps", "", words_of_parser(snaps.parser()), FILE, tuple(sub_parsers(snaps.parser()))),
-    ]
-    others = {
-        "status": status.parser(),
-        "stacks": status.stacks_parser(),
-        "profile": status.profile_parser(),
-        "save": status.save_parser(),
-        "logs": logs.parser(),
-        "stop": status.stop_parser(),
-        "kill": status.kill_parser(),
-        "env": doctor.env_parser(),
-        "report": report.parser(),
-        "token": shim.token_parser(),
-        "witness": witness.parser(),
-    }
-    found += [Command(name, "", words_of_parser(parser)) for name, parser in others.items()]
-    by_name = {command.name: command for command in found}
-    return [
-        by_name.get(name, Command(name, "", (Word(("--help",), "print the usage"),)))._replace(help=text)
-        for name, text in COMMANDS.items()
-    ]
+    tables = {**{name: words(table) for name, table in TABLES.items()}, "doctor": words(doctor.TABLE)}
+    tables["submit"] = once(submitting)
+    found = []
+    for name, text in COMMANDS.items():
+        parser = parser_of(name)
+        if name in tables:
+            found.append(Command(name, text, tables[name], SCRIPT))
+        elif parser is None:  # this command itself
+            found.append(Command(name, text, (), NOTHING, SHELLS))
+        elif name == "explain":
+            found.append(Command(name, text, words_of_parser(parser), NOTHING, tuple(sorted(everything()))))
+        else:
+            found.append(Command(name, text, words_of_parser(parser), FILE, tuple(sub_parsers(parser))))
+    return found
+
+
+def parser_of(name: str) -> argparse.ArgumentParser | None:
+    """argparse's parser of a command; None where it has none."""
+    module = import_module(f"holdfast.cli.{SHARED.get(name, (name,))[0]}")
+    make = getattr(module, f"{name}_parser" if name in SHARED else "parser", None)
+    return None if make is None else make()
 
 
 def words(table: Iterable[Option]) -> tuple[Word, ...]:

@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from holdfast.cli.grammar import Configured
 
 
+FILE_BYTES_MAX = 1 << 20
+OWN_FILE, PROJECT_FILE, REPOSITORY = "holdfast.toml", "pyproject.toml", ".git"
 TOOL, OURS = "tool", "holdfast"
 LINE_ONLY = frozenset({"config", "no_config", "plan", "help", "version", "use_env"})
 NUMBERS_TOO = frozenset({"nnodes", "nproc_per_node", "rdzv_id", "redirects", "tee", "metrics", "health", "dashboard"})
@@ -42,18 +44,6 @@ PASSWORD_KEYS = ("password",)
 IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 OPTIONS_BY_KEY = {option.name[2:]: option for option in LAUNCH_OPTIONS if option.dest not in LINE_ONLY}
-
-
-def is_about_us(path: str) -> bool:
-    """Whether the file has our options: holdfast.toml, or a pyproject.toml with our table. Raises ConfigFileError for a
-    pyproject.toml that is not TOML."""
-    if os.path.basename(path) != PROJECT_FILE:
-        return True
-    try:
-        text = read_text(path)
-    except ConfigFileError:  # a file of another tool
-        return False
-    return own_table(path, text) is not None
 
 
 def read(path: str) -> dict[str, Setting]:
@@ -220,10 +210,6 @@ def check_secrets(path: str, found: dict[str, Setting]) -> None:
         )
 
 
-FILE_BYTES_MAX = 1 << 20
-OWN_FILE, PROJECT_FILE, REPOSITORY = "holdfast.toml", "pyproject.toml", ".git"
-
-
 def configure(given: Mapping[str, object], sources: Mapping[str, str]) -> Configured:
     """The settings of the file that --config and --no-config select. Raises UsageError, ConfigFileError."""
     path, no_file = str(given["config"]), given["no_config"]
@@ -242,7 +228,7 @@ def configure(given: Mapping[str, object], sources: Mapping[str, str]) -> Config
 def nearest() -> Configured:
     """The settings of the first file with our options from the working folder up to the repository's root."""
     for path in candidates():
-        if (os.path.basename(path) == OWN_FILE or mentions_us(path)) and is_about_us(path):
+        if os.path.basename(path) == OWN_FILE or is_about_us(path):
             return read(path)
     return {}
 
@@ -279,12 +265,13 @@ def is_planted(path: str, folder: str) -> bool:
         return True
 
 
-def mentions_us(path: str) -> bool:
-    """Whether a pyproject.toml may have our table: most do not, and are not parsed."""
+def is_about_us(path: str) -> bool:
+    """Whether a pyproject.toml has our table. Raises ConfigFileError for one that mentions us and is not TOML."""
     try:
-        with open(path, "rb") as file:
-            text = file.read(FILE_BYTES_MAX)
-    except OSError:
+        text = read_text(path)
+    except ConfigFileError:  # a file of another tool
         return False
-    bare = text.translate(None, b" \t\"'")
-    return b"tool.holdfast" in bare or (b"[tool]" in bare and b"holdfast" in bare)
+    bare = re.sub(r"[ \t\"']", "", text)
+    if "tool.holdfast" not in bare and not ("[tool]" in bare and "holdfast" in bare):  # most are not parsed
+        return False
+    return own_table(path, text) is not None

@@ -115,12 +115,12 @@ def may_be_backend(name: str) -> bool:
     )
 
 
-def count_cpus(probes: Probes = THIS_NODE) -> Count:
+def count_cpus(probes: Probes) -> Count:
     """The CPUs on which this process may run."""
     return Count(probes.cpus or len(os.sched_getaffinity(0)), "cpu", "affinity mask")
 
 
-def count_gpus(environ: Mapping[str, str], probes: Probes = THIS_NODE) -> Count:
+def count_gpus(environ: Mapping[str, str], probes: Probes) -> Count:
     """The GPUs that a worker would see: NVIDIA's, else AMD's."""
     uuids = (probes.nvml or nvml_uuids)()
     if uuids:

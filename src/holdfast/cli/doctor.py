@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import psutil
 
-from holdfast.cli import config, grammar
+from holdfast.cli import config, grammar, print_version, say
 from holdfast.cli.option_table import FLAG, FLOAT, OPTIONS, TEXT, Option
 from holdfast.cli.option_table import line as help_line
 from holdfast.cli.printing import Parser, print_json
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from holdfast.cli.rendezvous import RendezvousOptions
     from holdfast.doctor import DoctorFinding, LocalFacts
     from holdfast.doctor.joint import JointOptions, JointResult
-    from holdfast.protocol.options import Endpoint
 
 ALL_REDUCE = "a small one with gloo: auto (where all nodes have torch) or off"
 OWN = tuple(
@@ -68,8 +67,8 @@ class Found(NamedTuple):
 
     findings: tuple[DoctorFinding, ...]
     facts: LocalFacts
-    joint: JointResult | None
-    """None: this node was checked alone."""
+    joint: JointResult
+    """Empty: this node was checked alone."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -79,8 +78,6 @@ def main(argv: Sequence[str]) -> int:
         print(usage())
         return 0
     if parsed.values.version:
-        from holdfast.cli import print_version
-
         return print_version()
     if not 0 < parsed.values.timeout <= TIMEOUT_S_MAX:
         raise parsed.error("timeout", UsageError, f"must be a positive number of seconds, {TIMEOUT_S_MAX:g} at most")
@@ -140,8 +137,9 @@ async def examine(parsed: Parsed, place: RendezvousOptions, *, together: bool) -
     import asyncio
 
     from holdfast.cli.program import interpreter
+    from holdfast.cli.resolve import node_size
     from holdfast.doctor.facts import FactsRequest, gather_facts
-    from holdfast.doctor.joint import check_together
+    from holdfast.doctor.joint import JointResult, check_together
     from holdfast.doctor.local import examine as examine_facts
     from holdfast.doctor.together import examine_together
 
@@ -149,21 +147,18 @@ async def examine(parsed: Parsed, place: RendezvousOptions, *, together: bool) -
     timeout_s: float = parsed.values.timeout
     asked = FactsRequest(
         python=python,
-        nproc=number_of_workers(parsed),
+        nproc=node_size(parsed, os.environ).number,
         nodes=place.job.max_nodes,
         log_dir=log_folder(parsed),
-        endpoint=endpoint_of(place),
+        endpoint=None if place.standalone or not place.endpoint.port else place.endpoint,
         try_port=not together,  # the joint check binds it otherwise
         environ=os.environ,
         torch_s_max=max(timeout_s, LOCAL_TORCH_S_MIN),
     )
     facts = asyncio.create_task(gather_facts(asked))
     saying = asyncio.create_task(say_busy(facts))
-    if not together:
-        known = await facts
-        await saying
-        return Found(examine_facts(known), known, None)
-    joint = await check_together(joint_options(parsed, place, python), facts, examine_facts, say)
+    options = joint_options(parsed, place, python)
+    joint = await check_together(options, facts, examine_facts, say) if together else JointResult(None)
     known = await facts
     await saying
     findings = list(examine_facts(known))
@@ -209,21 +204,6 @@ def joint_options(parsed: Parsed, place: RendezvousOptions, python: str) -> Join
     )
 
 
-def endpoint_of(place: RendezvousOptions) -> Endpoint | None:
-    return None if place.standalone or not place.endpoint.port else place.endpoint
-
-
-def number_of_workers(parsed: Parsed) -> int:
-    """The number of workers of this node. Raises ProcessesError."""
-    from holdfast.cli.devices import count_processes
-    from holdfast.protocol.errors import ProcessesError
-
-    try:
-        return count_processes(parsed.values.nproc_per_node, os.environ).number
-    except ProcessesError as error:
-        raise parsed.error("nproc_per_node", ProcessesError, str(error)) from None
-
-
 def log_folder(parsed: Parsed) -> str | None:
     from holdfast.runtime.run_folder import default_log_dir
 
@@ -239,7 +219,7 @@ def as_json(found: Found, *, strict: bool = False) -> dict[str, object]:
     from holdfast.doctor import as_json as findings_json
 
     document: dict[str, object] = {"host": found.facts.host, **findings_json(found.findings, strict=strict)}
-    check = found.joint.check if found.joint is not None else None
+    check = found.joint.check
     if check is not None:
         document["nodes"] = [
             {"name": name, **(msgspec.to_builtins(report.summary) if report is not None else {"silent": True})}
@@ -253,10 +233,6 @@ def as_json(found: Found, *, strict: bool = False) -> dict[str, object]:
         ]
     document["facts"] = msgspec.to_builtins(found.facts)
     return document
-
-
-def say(text: str) -> None:
-    print(f"holdfast: {text}", file=sys.stderr, flush=True)
 
 
 # --- holdfast env ----------------------------------------------------------------------------------------------------

@@ -87,13 +87,14 @@ def run_folders(run: str | None) -> list[Path]:
         return [folder]
     entries = running.entries()
     found = of_one_job(run, entries)
+    if not found:
+        ended = newest_ended(run)
+        if ended is None:
+            raise NoRunError(nothing(run, entries))
+        return [ended]
     folders = [Path(entry.folder) for entry in found if entry.folder]
-    if found and not folders:
+    if not folders:
         raise NoRunError(f"{found[0].name} runs with --log-dir /dev/null: it keeps no logs")
-    if not folders:
-        folders = newest_ended(run)
-    if not folders:
-        raise NoRunError(nothing(run, entries))
     return folders
 
 
@@ -104,7 +105,7 @@ def ended_run(run: str | None) -> Path | None:
     entries = running.entries()
     if entries if run is None else matching(entries, run):
         return None
-    return next(iter(newest_ended(run)), None)
+    return newest_ended(run)
 
 
 def is_folder(run: str) -> bool:
@@ -159,15 +160,15 @@ def unlisted(folder: Path) -> RunningAgent:
     )
 
 
-def newest_ended(run: str | None) -> list[Path]:
+def newest_ended(run: str | None) -> Path | None:
     """The newest run folder of this name in the default log folder; `run` None: of any name."""
     wanted = "" if run is None else safe_name(spoken(run))
-    ages = {folder: age for folder, age in kept_runs().items() if folder.name.startswith(wanted)}
-    if run is not None and not ages:
-        ages = {folder: age for folder, age in kept_runs().items() if run_id_of(folder).startswith(run)}
-    exact = [folder for folder in ages if wanted and wanted in (folder.name, folder.name.rpartition("_")[0])]
-    pool = exact or list(ages)
-    return [max(pool, key=lambda folder: ages[folder])] if pool else []
+    kept = kept_runs()
+    named = [folder for folder in kept if folder.name.startswith(wanted)]
+    if run is not None and not named:
+        named = [folder for folder in kept if run_id_of(folder).startswith(run)]
+    exact = [folder for folder in named if wanted and wanted in (folder.name, folder.name.rpartition("_")[0])]
+    return max(exact or named, key=lambda folder: kept[folder], default=None)
 
 
 def kept_runs() -> dict[Path, float]:
@@ -189,13 +190,12 @@ def run_id_of(folder: Path) -> str:
 
 
 def nothing(run: str | None, entries: Sequence[RunningAgent]) -> str:
-    if run is None:
-        ended = newest_ended(None)
-        last = f"; the newest run here, {ended[0]}, has ended{in_words(ended[0])}" if ended else ""
-        return f"no job of this user runs on this host{last}"
     ended = newest_ended(run)
+    if run is None:
+        last = f"; the newest run here, {ended}, has ended{in_words(ended)}" if ended else ""
+        return f"no job of this user runs on this host{last}"
     if ended:
-        return f"{run} is not running on this host: {ended[0]} has ended{in_words(ended[0])}"
+        return f"{run} is not running on this host: {ended} has ended{in_words(ended)}"
     known = f"; running jobs:\n{job_lines(entries)}" if entries else ", and no other job of this user"
     return f"no job {run!r} runs on this host{known}{kept_here()}"
 

@@ -13,11 +13,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from holdfast.cli.option_table import FLAG, FLOAT, INT, LIST, Option
+from holdfast.cli.option_table import FLAG, FLOAT, INT, LIST, Option, flag_of
 from holdfast.protocol.errors import ConfigFileError, EnvironmentValueError, HoldfastError, UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
+    from typing import Any, TypeVar
+
+    T = TypeVar("T")
 
 FROM_FLAG, FROM_DEFAULT = "flag", "default"
 ABOUT_US = ("help", "version", "print_completion")
@@ -131,7 +134,7 @@ class Parsed(NamedTuple):
         if self.by_file(dest):
             shown = str(value).lower() if isinstance(value, bool) else f'"{value}"' if isinstance(value, str) else value
             return f"{self.sources[dest]}: {dest.replace('_', '-')} = {shown}"
-        name = "--" + dest.replace("_", "-")
+        name = flag_of(dest)
         if isinstance(value, bool):
             return name
         return f"{name} {value}" if value != "" else f"{name} ''"
@@ -144,6 +147,13 @@ class Parsed(NamedTuple):
         elif self.by_file(dest):
             kind = ConfigFileError
         return kind(f"{self.said(dest)}: {problem}")
+
+    def converted(self, dest: str, convert: Callable[[Any], T], kind: type[HoldfastError] = UsageError) -> T:
+        """What `convert` makes of the value; its ValueError becomes an error about the value."""
+        try:
+            return convert(getattr(self.values, dest))
+        except ValueError as error:
+            raise self.error(dest, kind, str(error)) from None
 
 
 def parse(
@@ -182,11 +192,14 @@ def parse(
             if sources.get(dest) == FROM_DEFAULT:
                 values[dest], sources[dest] = setting.value, setting.place
     namespace = SimpleNamespace(**values, training_script=line.script, training_script_args=line.args)
-    spellings = {spelling: option for option in table for spelling in option.spellings}
     notices = [f"{typed} taken as {full}" for typed, full in line.prefixes]
     if not asks_about_us:
-        notices += say_unread(environ, table) + say_late(line, spellings)
+        notices += say_unread(environ, table) + say_late(line, spellings_of(table))
     return Parsed(namespace, sources, tuple(notices))
+
+
+def spellings_of(table: Sequence[Option]) -> dict[str, Option]:
+    return {spelling: option for option in table for spelling in option.spellings}
 
 
 def check_spaces(line: CommandLine) -> None:
@@ -206,7 +219,7 @@ def swallowed(line: CommandLine) -> str:
     """The option that took the script as its value, if any; else the usage."""
     for dest, value in line.values.items():
         if isinstance(value, str) and value.endswith(".py"):
-            return f"{value} was taken for the value of --{dest.replace('_', '-')}"
+            return f"{value} was taken for the value of {flag_of(dest)}"
     return "usage: holdfast run [options] script.py [its arguments]"
 
 
@@ -234,7 +247,7 @@ def stem(variable: str) -> str:
 
 def say_late(line: CommandLine, spellings: Mapping[str, Option]) -> list[str]:
     """A hint for launcher options after the script, which belong to the script."""
-    late = [word for word in line.args if spellings.get(word.partition("=")[0].strip(), None) is not None]
+    late = [word for word in line.args if word.partition("=")[0].strip() in spellings]
     late = [word for word in late if word.partition("=")[0].lstrip("-").replace("_", "-") in SURELY_OURS]
     if not late:
         return []
@@ -244,7 +257,7 @@ def say_late(line: CommandLine, spellings: Mapping[str, Option]) -> list[str]:
 def read_line(argv: Sequence[str], table: Sequence[Option]) -> CommandLine:
     """Read options and values up to the script. Raises UsageError for an option that is unknown, ambiguous or lacks its
     value."""
-    spellings = {spelling: option for option in table for spelling in option.spellings}
+    spellings = spellings_of(table)
     line = CommandLine({}, None, [], [])
     words = list(argv)
     while words:

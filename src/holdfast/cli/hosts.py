@@ -17,9 +17,9 @@ import uuid
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING
 
-from holdfast.cli import grammar
-from holdfast.cli.option_table import HOSTS, LAUNCH_OPTIONS, OPTIONS, Option
-from holdfast.cli.plan import option_lines
+from holdfast.cli import grammar, say
+from holdfast.cli.option_table import HOSTS, OPTIONS, TABLES
+from holdfast.cli.plan import option_lines, shown_job_id
 from holdfast.cli.program import find_program, folder_here
 from holdfast.cli.rendezvous import node_range
 from holdfast.cli.resolve import is_number, resolve, words_elsewhere
@@ -86,7 +86,7 @@ def execute(parsed: Parsed, command: str) -> int:
         print(plan(parsed, spec, options))
         return 0
     for notice in options.notices:
-        print(f"holdfast: {notice}", file=sys.stderr)
+        say(notice)
     from holdfast.launchers.ssh.launcher import run
 
     return run(spec, options.job.run_id)
@@ -105,7 +105,7 @@ def read_hosts(parsed: Parsed) -> list[HostSpec]:
             )
         return []
     if given.hosts:
-        hosts = parse_list(given.hosts, "--hosts")
+        hosts = parse_list(given.hosts)
     else:
         hosts = parse_file(read_file(given.hostfile), given.hostfile)
         if not hosts:
@@ -128,9 +128,8 @@ def make_spec(
     check_line(parsed)
     least, most = node_limits(parsed, len(hosts))
     alone = most == 1 and not parsed.given("rdzv_endpoint")
-    table = LAUNCH_OPTIONS if command == "launch" else OPTIONS
     run_id = parsed.values.rdzv_id if parsed.given("rdzv_id") and parsed.values.rdzv_id else str(uuid.uuid4())
-    environ_there = environment(parsed, environ, table)
+    environ_there = environment(parsed, environ)
     if TOKEN_VARIABLE not in environ_there and "token_file" not in parsed.values.rdzv_conf:
         environ_there[TOKEN_VARIABLE] = draw_token()
     elastic = parsed.values.rdzv_backend if parsed.given("rdzv_backend") else "c10d"
@@ -145,12 +144,10 @@ def make_spec(
             settled["node_rank"] = str(index)
         if host.slots is not None:
             settled["nproc_per_node"] = str(host.slots)
-        return [command, *words_elsewhere(parsed, table, settled)]
+        return words_elsewhere(parsed, command, settled)
 
     first = hosts[0] if hosts else HostSpec("first")
-    options = resolve_there(
-        parsed, table, line(first, 0, parsed.values.rdzv_endpoint or UNKNOWN_ENDPOINT), environ_there
-    )
+    options = resolve_there(parsed, line(first, 0, parsed.values.rdzv_endpoint or UNKNOWN_ENDPOINT), environ_there)
     if most > 1 and elastic == "c10d" and options.endpoint is not None and is_loopback(options.endpoint.host):
         raise parsed.error(
             "rdzv_endpoint", EndpointError, "means another machine on each host; leave it out, or name one host"
@@ -179,10 +176,7 @@ def make_spec(
 
 def ssh_command(parsed: Parsed) -> tuple[str, ...]:
     """The words of --ssh, cut as a shell cuts them."""
-    try:
-        words = tuple(shlex.split(parsed.values.ssh))
-    except ValueError as error:
-        raise parsed.error("ssh", UsageError, str(error)) from None
+    words = tuple(parsed.converted("ssh", shlex.split))
     if not parsed.given("ssh"):
         return words  # a login shows whether it exists
     if not words or find_program(words[0], os.environ) is None:
@@ -213,10 +207,7 @@ def node_limits(parsed: Parsed, count: int) -> tuple[int, int]:
                 "--host-discovery needs --nnodes MIN:MAX, the number of hosts that the job needs and may have"
             )
         return count, count
-    try:
-        least, most = node_range(parsed.values.nnodes)
-    except ValueError as error:
-        raise parsed.error("nnodes", NodesError, str(error)) from None
+    least, most = parsed.converted("nnodes", node_range, NodesError)
     if count and count < least:
         raise parsed.error("nnodes", NodesError, f"only {count} host{'s are' if count > 1 else ' is'} named")
     if count > most:
@@ -224,9 +215,9 @@ def node_limits(parsed: Parsed, count: int) -> tuple[int, int]:
     return least, min(most, count) if count else most
 
 
-def environment(parsed: Parsed, environ: Mapping[str, str], table: Sequence[Option]) -> dict[str, str]:
+def environment(parsed: Parsed, environ: Mapping[str, str]) -> dict[str, str]:
     """The variables to send: those in SENT and in --env. Options from variables are sent as flags instead."""
-    options = {variable for option in table for variable in option.variables}
+    options = {variable for option in OPTIONS for variable in option.variables}
     names = [name.strip() for name in parsed.values.env.split(",") if name.strip()]
     for name in names:
         if "=" in name:
@@ -247,11 +238,9 @@ def environment(parsed: Parsed, environ: Mapping[str, str], table: Sequence[Opti
     }
 
 
-def resolve_there(
-    parsed: Parsed, table: Sequence[Option], words: Sequence[str], environ: Mapping[str, str]
-) -> RunOptions:
+def resolve_there(parsed: Parsed, words: Sequence[str], environ: Mapping[str, str]) -> RunOptions:
     """Resolve the line as an agent will. The script is checked only if it has the same path here."""
-    there = grammar.parse(words[1:], {}, table)
+    there = grammar.parse(words[1:], {}, TABLES[words[0]])
     there = there._replace(notices=parsed.notices)
     if not is_number(there.values.nproc_per_node):
         there.values.nproc_per_node = "1"  # only the hosts know their devices
@@ -312,7 +301,7 @@ def program_path(name: str) -> str:
 
 def plan(parsed: Parsed, spec: LaunchSpec, options: RunOptions) -> str:
     """Which agents would be started on which hosts, in words."""
-    run_id = options.job.run_id if options.job.run_id == parsed.values.rdzv_id else "<random>"
+    run_id = shown_job_id(parsed, options)
     hosts = [f"{each}:{each.slots}" if each.slots is not None else str(each) for each in spec.hosts]
     meets = "one node, none needed" if spec.alone else spec.endpoint or "a free port of the first host"
     number = str(spec.min_nodes) if spec.min_nodes == spec.max_nodes else f"{spec.min_nodes} to {spec.max_nodes}"

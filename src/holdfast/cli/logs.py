@@ -13,10 +13,12 @@ import re
 import select
 import sys
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from holdfast.cli import say
 from holdfast.cli.finding import run_folders, running_job
 from holdfast.cli.printing import Parser, ranks_of
 from holdfast.protocol.errors import HoldfastError, NoRunError, UsageError
@@ -52,7 +54,7 @@ def main(argv: Sequence[str]) -> int:
     files = wanted.files(folders)
     if not files and not chosen.follow:
         raise NoRunError(f"{', '.join(map(str, folders))}: {wanted.missing(folders)}")
-    show = Printer(chosen.json, alone=len(wanted.ranks) == 1)
+    show = partial(print_line, as_json=chosen.json, alone=len(wanted.ranks) == 1)
     if chosen.follow:
         with contextlib.suppress(KeyboardInterrupt):
             follow(folders, wanted, show, chosen.lines if chosen.lines is not None else 10)
@@ -62,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
         for line in lines if chosen.lines is None else deque(lines, chosen.lines):
             show(line)
     if not any(os.path.getsize(file.path) for file in files):
-        print(f"holdfast: {', '.join(map(str, folders))}: these workers wrote nothing", file=sys.stderr)
+        say(f"{', '.join(map(str, folders))}: these workers wrote nothing")
     return 0
 
 
@@ -177,33 +179,21 @@ def folders_of(generation: dict[str, Any], folder: Path) -> list[Path]:
     return [attempt / str(local_rank) for local_rank in range(generation["nproc"])]
 
 
-class Printer:
-    """Prints lines with the rank in front, unless there is only one rank."""
-
-    def __init__(self, as_json: bool, *, alone: bool) -> None:
-        self._json = as_json
-        self._alone = alone
-
-    def __call__(self, line: LogLine) -> None:
-        file, text = line
-        if self._json:
-            fields = {"rank": file.rank, "stream": file.stream, "generation": file.generation, "line": text}
-            print(json.dumps(fields))
-        else:
-            print(text if self._alone else f"{file.rank}| {text}")
-
-    def flush(self) -> None:
-        sys.stdout.flush()
+def print_line(line: LogLine, *, as_json: bool, alone: bool) -> None:
+    """Print the line with the rank in front, unless there is only one rank."""
+    file, text = line
+    if as_json:
+        fields = {"rank": file.rank, "stream": file.stream, "generation": file.generation, "line": text}
+        print(json.dumps(fields))
+    else:
+        print(text if alone else f"{file.rank}| {text}")
 
 
 def whole_lines(file: LogFile) -> Iterator[LogLine]:
     """All lines of the file, also an unfinished last one. Of a line that overwrites itself, the last state."""
-    tail = Tail(file)
-    try:
+    with contextlib.closing(Tail(file)) as tail:
         yield from tail.read()
         yield from tail.rest()
-    finally:
-        tail.close()
 
 
 class Tail:
@@ -232,7 +222,7 @@ class Tail:
             yield LogLine(self.file, line.decode(errors="replace"))
 
 
-def follow(folders: list[Path], wanted: Wanted, show: Printer, lines: int) -> None:
+def follow(folders: list[Path], wanted: Wanted, show: Callable[[LogLine], None], lines: int) -> None:
     """Print the last lines and all new ones until the job ends, also of later generations."""
     with contextlib.ExitStack() as stack:
         watch = ChangeWatch()
@@ -253,7 +243,7 @@ def follow(folders: list[Path], wanted: Wanted, show: Printer, lines: int) -> No
                 news = (line for line in tail.read() if wanted.takes(line.text))
                 for line in deque(news, lines) if first else news:
                     show(line)
-            show.flush()
+            sys.stdout.flush()
             if ended or end is None:
                 break
             first = False

@@ -9,10 +9,11 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from typing import Any
 
 
+EVENT_HANDLERS = ("null", "console", "dynamic_rendezvous")
+"""torchrun's own values of --event-log-handler; it also takes plug-ins."""
 COLUMN = 38
 """Column of the explanations in the help."""
 FLAG, TEXT, INT, FLOAT, LIST = "flag", "text", "int", "float", "list"
@@ -62,6 +63,14 @@ class Option(NamedTuple):
     def variable(self) -> str:
         """The variable that the help names; empty when there is none."""
         return self.variables[0] if self.variables else ""
+
+
+def flag_of(dest: str) -> str:
+    """
+    >>> flag_of("log_dir")
+    '--log-dir'
+    """
+    return "--" + dest.replace("_", "-")
 
 
 def own(name: str, kind: str, default: object, text: str, metavar: str = "", **more: Any) -> Option:
@@ -273,11 +282,13 @@ USE_ENV = Option(
     "--use-env", FLAG, False, "do not add --local-rank=N to the script's arguments", env=False, group=PROGRAM
 )
 LAUNCH_OPTIONS = (*OPTIONS, USE_ENV)
-"""The table of `holdfast launch`."""
+TABLES = {"run": OPTIONS, "launch": LAUNCH_OPTIONS}
+"""The options of each command."""
 
 
-def render(command: str, table: Sequence[Option]) -> str:
+def render(command: str) -> str:
     """The text of `holdfast COMMAND --help`."""
+    table = TABLES[command]
     lines = [
         f"usage: holdfast {command} [options] script.py [arguments of the script]",
         "",

@@ -14,7 +14,8 @@ import sys
 from signal import Signals
 from typing import TYPE_CHECKING
 
-from holdfast.cli.grammar import FROM_FLAG
+from holdfast.cli.grammar import FROM_FLAG, FROM_STEP
+from holdfast.cli.option_table import flag_of
 from holdfast.cli.rendezvous import survives
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import CommandKind, worker_environment
@@ -39,7 +40,7 @@ VALUE_COLUMNS_MAX = 40
 def option_lines(parsed: Parsed) -> Iterator[str]:
     """The options that were given first, then the defaults."""
     rows = [
-        ("--" + dest.replace("_", "-"), shown(getattr(parsed.values, dest)), source)
+        (flag_of(dest), shown(getattr(parsed.values, dest)), source)
         for dest, source in parsed.sources.items()
         if dest not in ACTIONS
     ]
@@ -127,10 +128,8 @@ def node_text(options: RunOptions) -> str:
 
 def slurm_text(parsed: Parsed) -> str:
     """The values of the Slurm step; empty where there is none."""
-    from holdfast.cli.grammar import FROM_STEP
-
     taken = [dest for dest, source in parsed.sources.items() if source == FROM_STEP]
-    said = [f"--{dest.replace('_', '-')} {getattr(parsed.values, dest)}" for dest in taken]
+    said = [f"{flag_of(dest)} {getattr(parsed.values, dest)}" for dest in taken]
     said += [f"restart {parsed.requeues}"] if parsed.requeues else []
     return f"from the Slurm step: {', '.join(said)}" if said else ""
 

@@ -12,12 +12,13 @@ import uuid
 from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.protocol.charter import Electorate, electorate
-from holdfast.protocol.errors import EndpointError, NodesError, RendezvousConfigError
+from holdfast.protocol.errors import EndpointError, HoldfastError, NodesError, RendezvousConfigError
 from holdfast.protocol.options import Endpoint, EtcdOptions, ThirdPartyOptions
 from holdfast.protocol.policy import Grow, JobSpec, Limits, Survive
 from holdfast.rendezvous import conf as rdzv_conf
 from holdfast.rendezvous.conf import PORT_MAX, check_backend, default_port, is_built_in, parse_endpoint
 from holdfast.runtime.inherited import read_token, weakness
+from holdfast.text import plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -40,16 +41,16 @@ class RendezvousOptions(NamedTuple):
     is_host: bool | None
     token: bytes | None
     node_rank: int | None
-    etcd: EtcdOptions | None = None
-    third_party: ThirdPartyOptions | None = None
-    more_endpoints: tuple[Endpoint, ...] = ()
-    succession: bool = False
-    agent_port: int = 0
+    etcd: EtcdOptions | None
+    third_party: ThirdPartyOptions | None
+    more_endpoints: tuple[Endpoint, ...]
+    succession: bool
+    agent_port: int
 
 
 def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, notices: list[str]) -> RendezvousOptions:
     """Raises NodesError, EndpointError, RendezvousConfigError or EnvironmentValueError."""
-    least, most = nodes(parsed)
+    least, most = parsed.converted("nnodes", node_range, NodesError)
     check_backend_name(parsed)
     standalone = is_standalone(parsed, most)
     backend = "c10d" if standalone else parsed.values.rdzv_backend
@@ -230,13 +231,6 @@ def node_range(text: str) -> tuple[int, int]:
     return least, most
 
 
-def nodes(parsed: Parsed) -> tuple[int, int]:
-    try:
-        return node_range(parsed.values.nnodes)
-    except ValueError as error:
-        raise parsed.error("nnodes", NodesError, str(error)) from None
-
-
 def check_backend_name(parsed: Parsed) -> None:
     if parsed.values.standalone:
         return
@@ -246,10 +240,10 @@ def check_backend_name(parsed: Parsed) -> None:
         raise of_variable(parsed, error, "rdzv_backend") from None
 
 
-def of_variable(parsed: Parsed, error: RendezvousConfigError, dest: str = "rdzv_conf") -> Exception:
+def of_variable(parsed: Parsed, error: HoldfastError, dest: str = "rdzv_conf") -> HoldfastError:
     """The same error; it names the variable or the file if the value came from there."""
     if parsed.by_variable(dest) or parsed.by_file(dest):
-        return parsed.error(dest, RendezvousConfigError, str(error))
+        return parsed.error(dest, type(error), str(error))
     return error
 
 
@@ -292,9 +286,7 @@ def meeting_points(parsed: Parsed, backend: str, least: int, most: int, notices:
     try:
         endpoint, *more = parse_endpoints(given.rdzv_endpoint, backend, most)
     except EndpointError as error:
-        if parsed.by_variable("rdzv_endpoint") or parsed.by_file("rdzv_endpoint"):
-            raise parsed.error("rdzv_endpoint", EndpointError, str(error)) from None
-        raise
+        raise of_variable(parsed, error, "rdzv_endpoint") from None
     if not given.rdzv_endpoint.strip() and most > 1:
         notices.append(f"no --rdzv-endpoint: the endpoint is {endpoint}, which only this machine can reach")
     if endpoint.port == 0 and least > 1:
@@ -375,9 +367,7 @@ def node_rank(parsed: Parsed, standalone: bool, fixed: bool, most: int, notices:
     if 0 <= rank < most:
         return rank
     if fixed or rank < 0:
-        raise parsed.error(
-            "node_rank", NodesError, f"with {most} node{'s' if most > 1 else ''} ranks are 0 to {most - 1}"
-        )
+        raise parsed.error("node_rank", NodesError, f"with {plural(most, 'node')} ranks are 0 to {most - 1}")
     reason = "this job has one node" if standalone else f"ranks are 0 to {most - 1}"
     notices.append(f"{parsed.said('node_rank')} without effect: {reason}")
     return None

@@ -10,7 +10,6 @@ import argparse
 import contextlib
 import json
 import os
-import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
@@ -20,6 +19,7 @@ from typing import Any
 
 from msgspec.structs import asdict
 
+from holdfast.cli import say
 from holdfast.cli.finding import newest_ended, outcome_of, run_folders, screen_of
 from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.diagnosis.history import PHASES, Activity, Generation, History, Survival, Timeline, history, timeline
@@ -73,8 +73,8 @@ def folders_of(run: str) -> list[Path]:
 
 def newest_run() -> Path:
     """The newest run folder here. Raises UsageError if there is none."""
-    if folders := newest_ended(None):
-        return folders[0]
+    if folder := newest_ended(None):
+        return folder
     raise UsageError(f"no run in {default_log_dir()}; name a run folder: holdfast report FOLDER")
 
 
@@ -106,7 +106,7 @@ def read_journal(folder: Path, only: Sequence[str] = ()) -> Iterator[dict[str, A
         raise UsageError(f"{folder / JOURNAL} contains no events of holdfast")
     if left_out:
         words = "1 line is" if left_out == 1 else f"{left_out} lines are"
-        print(f"holdfast: {folder / JOURNAL}: {words} torn or of another version, and left out", file=sys.stderr)
+        say(f"{folder / JOURNAL}: {words} torn or of another version, and left out")
 
 
 def as_json(course: Timeline) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from holdfast.cli import rendezvous as meeting
 from holdfast.cli.devices import THIS_NODE, Count, Probes, count_cpus, count_processes
 from holdfast.cli.grammar import ABOUT_US
-from holdfast.cli.option_table import FLAG, HOSTS, LIST, Option
+from holdfast.cli.option_table import EVENT_HANDLERS, FLAG, HOSTS, LIST, TABLES, Option, flag_of
 from holdfast.cli.program import preload, worker_command
 from holdfast.protocol.errors import (
     BindingError,
@@ -29,17 +29,17 @@ from holdfast.protocol.errors import (
 )
 from holdfast.protocol.options import Endpoint, LogOptions, RunOptions, Std, StreamChoice
 from holdfast.protocol.policy import Limits
+from holdfast.rendezvous.conf import PORT_MAX
 from holdfast.text import is_loopback
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Mapping
 
     from holdfast.cli.grammar import Parsed
     from holdfast.protocol.policy import JobSpec
 
 
 LOOPBACK = "127.0.0.1"
-PORT_MAX = 65535
 UNCATCHABLE = ("SIGKILL", "SIGSTOP")
 STREAMS = ("0", "1", "2", "3")
 ONLY_HERE = frozenset({*ABOUT_US, "plan", "config", "no_config"})
@@ -49,7 +49,6 @@ STARTED_BY_OTHERS = ("SLURM_STEP_ID", "KUBERNETES_SERVICE_HOST")
 STOP_GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 STOP_GRACE_S = 30.0
 HEALTH_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
-EVENT_HANDLERS = ("null", "console", "dynamic_rendezvous")
 LOGS_SPECS_GROUP = "torchrun.logs_specs"
 
 
@@ -144,7 +143,7 @@ def logs_specs_problem(name: str) -> str:
     return f"no such entry point in {LOGS_SPECS_GROUP}; installed: {', '.join(installed)}"
 
 
-def node_size(parsed: Parsed, environ: Mapping[str, str], probes: Probes) -> Count:
+def node_size(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NODE) -> Count:
     try:
         return count_processes(parsed.values.nproc_per_node, environ, probes)
     except ProcessesError as error:
@@ -168,13 +167,7 @@ def stop_grace_s(parsed: Parsed, environ: Mapping[str, str]) -> float:
 
 def served(parsed: Parsed, dest: str) -> Endpoint | None:
     """`[HOST:]PORT` of --dashboard, --metrics or --health."""
-    text = getattr(parsed.values, dest)
-    if text is None:
-        return None
-    try:
-        return serving_place(text)
-    except ValueError as error:
-        raise parsed.error(dest, UsageError, str(error)) from None
+    return None if getattr(parsed.values, dest) is None else parsed.converted(dest, serving_place)
 
 
 def targets(parsed: Parsed) -> tuple[str, ...]:
@@ -207,33 +200,13 @@ def health_check(parsed: Parsed, environ: Mapping[str, str], notices: list[str])
 
 
 def signals_to_handle(parsed: Parsed, notices: list[str]) -> tuple[int, ...]:
-    try:
-        numbers, unknown = signal_numbers(parsed.values.signals_to_handle)
-    except ValueError as error:
-        raise parsed.error("signals_to_handle", UsageError, str(error)) from None
+    numbers, unknown = parsed.converted("signals_to_handle", signal_numbers)
     notices.extend(f"{parsed.said('signals_to_handle')}: {name} is not a signal and is ignored" for name in unknown)
     return numbers
 
 
 def preempt_signal(parsed: Parsed) -> int | None:
-    """The number of the signal; `USR1` means `SIGUSR1`."""
-    text = parsed.values.preempt_signal
-    if text is None:
-        return None
-    name = text.strip().upper()
-    try:
-        numbers, _ = signal_numbers(name if name.startswith("SIG") else f"SIG{name}")
-    except ValueError as error:
-        raise parsed.error("preempt_signal", UsageError, str(error)) from None
-    if len(numbers) != 1:
-        raise parsed.error("preempt_signal", UsageError, f"{text!r} is not a signal")
-    if numbers[0] in (SIGTERM, SIGINT, SIGQUIT, SIGWINCH, SIGCHLD, SIGCONT):
-        raise parsed.error(
-            "preempt_signal",
-            UsageError,
-            f"{text!r} already has a meaning (SIGTERM announces a preemption too); use USR1",
-        )
-    return numbers[0]
+    return None if parsed.values.preempt_signal is None else parsed.converted("preempt_signal", preempt_number)
 
 
 def check_virtual_local_rank(parsed: Parsed, environ: Mapping[str, str], nproc: int) -> None:
@@ -257,10 +230,7 @@ def omp_num_threads(environ: Mapping[str, str], nproc: int, cpus: int) -> int | 
 def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices: list[str]) -> LogOptions:
     given = parsed.values
     redirects, tee = (streams(parsed, dest, nproc, notices) for dest in ("redirects", "tee"))
-    try:
-        ranks = rank_list(given.local_ranks_filter)
-    except ValueError as error:
-        raise parsed.error("local_ranks_filter", LogOptionsError, str(error)) from None
+    ranks = parsed.converted("local_ranks_filter", rank_list, LogOptionsError)
     report_absent(parsed, "local_ranks_filter", ranks or frozenset(), nproc, notices)
     log_dir = log_folder(parsed, notices)
     duplicates = {
@@ -270,7 +240,7 @@ def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices:
     for stream, dest in ((Std.OUT, "duplicate_stdout_filters"), (Std.ERR, "duplicate_stderr_filters")):
         if not duplicates[stream]:
             continue
-        name = "--" + dest.replace("_", "-")
+        name = flag_of(dest)
         if log_dir is None:
             notices.append(f"{name} has no effect: with --log-dir {os.devnull} there are no files")
         elif not any(tee.for_rank(rank) & stream for rank in range(nproc)):
@@ -290,10 +260,7 @@ def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices:
 
 
 def streams(parsed: Parsed, dest: str, nproc: int, notices: list[str]) -> StreamChoice:
-    try:
-        choice = stream_choice(getattr(parsed.values, dest))
-    except ValueError as error:
-        raise parsed.error(dest, LogOptionsError, str(error)) from None
+    choice = parsed.converted(dest, stream_choice, LogOptionsError)
     report_absent(parsed, dest, frozenset(choice.by_local_rank), nproc, notices)
     return choice
 
@@ -405,16 +372,27 @@ def signal_numbers(text: str) -> tuple[tuple[int, ...], list[str]]:
     return tuple(dict.fromkeys(numbers)), unknown
 
 
-def words_elsewhere(parsed: Parsed, table: Sequence[Option], settled: Mapping[str, str | None]) -> list[str]:
+def preempt_number(text: str) -> int:
+    """The number of the signal of --preempt-signal; `USR1` means `SIGUSR1`."""
+    name = text.strip().upper()
+    numbers, _ = signal_numbers(name if name.startswith("SIG") else f"SIG{name}")
+    if len(numbers) != 1:
+        raise ValueError(f"{text!r} is not a signal")
+    if numbers[0] in (SIGTERM, SIGINT, SIGQUIT, SIGWINCH, SIGCHLD, SIGCONT):
+        raise ValueError(f"{text!r} already has a meaning (SIGTERM announces a preemption too); use USR1")
+    return numbers[0]
+
+
+def words_elsewhere(parsed: Parsed, command: str, settled: Mapping[str, str | None]) -> list[str]:
     """The line of another agent: all given options and then the `settled` ones (None: left out)."""
-    words = []
-    for option in table:
+    words = [command]
+    for option in TABLES[command]:
         if option.dest in settled or option.group == HOSTS or option.dest in ONLY_HERE:
             continue
         if parsed.given(option.dest):
             words += words_of(option, getattr(parsed.values, option.dest))
     for dest, text in settled.items():
-        name = "--" + dest.replace("_", "-")
+        name = flag_of(dest)
         if text is not None:
             words.append(f"{name}={text}" if text else name)
     return [*words, "--", parsed.values.training_script, *parsed.values.training_script_args]
@@ -429,9 +407,7 @@ def words_of(option: Option, value: object) -> list[str]:
     return [] if value is None else [f"{option.name}={value}"]
 
 
-def line_of_others(
-    parsed: Parsed, command: str, table: Sequence[Option], options: RunOptions, environ: Mapping[str, str]
-) -> str:
+def line_of_others(parsed: Parsed, command: str, options: RunOptions, environ: Mapping[str, str]) -> str:
     """The line to type on each other node; empty: there is no other node, or something else starts the agents."""
     job = options.job
     if options.standalone or job.max_nodes == 1 or any(name in environ for name in STARTED_BY_OTHERS):
@@ -443,7 +419,7 @@ def line_of_others(
         settled |= {"master_addr": own} if is_static else {"rdzv_endpoint": f"{own}:{place.port}"}
     if job.fixed_ranks:
         settled["node_rank"] = str(1 - (options.node_rank or 0)) if job.max_nodes == 2 else "RANK"
-    words = words_elsewhere(parsed, table, settled)
+    words = words_elsewhere(parsed, command, settled)
     if not parsed.values.training_script.startswith("-"):
         words.remove("--")
-    return shlex.join(["holdfast", command, *words])
+    return shlex.join(["holdfast", *words])

@@ -1,4 +1,5 @@
-"""`holdfast run` and `holdfast launch`: parse the line, fork the supervisor, resolve the options, start the agent.
+"""`holdfast run` and `holdfast launch`: parse the line, fork the supervisor, resolve the options, start the agent. So
+do the agents that the far side of `holdfast run --hosts` and a caller of `holdfast.launch` start.
 
 The order matters. The supervisor is forked before any heavy import, so that it stays small, and after the line is
 parsed, so that a typing error forks nothing.
@@ -10,17 +11,19 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
-from holdfast.cli import config, grammar
-from holdfast.cli.option_table import HOSTS, LAUNCH_OPTIONS, OPTIONS
+from holdfast.cli import EXIT_INTERRUPTED, config, grammar, print_version, say, say_interrupted
+from holdfast.cli.option_table import HOSTS, OPTIONS, TABLES, render
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
     from holdfast.cli.grammar import Parsed
-    from holdfast.cli.option_table import Option
+    from holdfast.protocol.errors import HoldfastError
     from holdfast.protocol.options import RunOptions
+    from holdfast.protocol.outcome import Outcome
     from holdfast.protocol.rank_progress import Finding, RankStory
     from holdfast.runtime.agent_service import Finished
+    from holdfast.supervisor.supervisor import SupervisorHandle
 
 
 TEXT_CHARACTERS_MAX = 12_000
@@ -33,20 +36,23 @@ WARNING = (
 
 def main(argv: Sequence[str]) -> int:
     """Returns the exit status. Raises HoldfastError."""
-    parsed = grammar.parse(argv, os.environ, OPTIONS, configure=config.configure)
-    if any(getattr(parsed.values, dest) for dest in grammar.ABOUT_US):
-        return tell_about(parsed, "run", OPTIONS)
-    return execute(parsed, "run", argv)
+    return main_of("run", argv)
 
 
 def main_launch(argv: Sequence[str]) -> int:
     """`holdfast launch`: torch.distributed.launch, for scripts that want a --local-rank argument. Returns the exit
     status. Raises HoldfastError."""
-    parsed = grammar.parse(argv, os.environ, LAUNCH_OPTIONS, configure=config.configure)
+    return main_of("launch", argv)
+
+
+def main_of(command: str, argv: Sequence[str]) -> int:
+    """Parse a line of run or launch, and do what it says."""
+    parsed = grammar.parse(argv, os.environ, TABLES[command], configure=config.configure)
     if any(getattr(parsed.values, dest) for dest in grammar.ABOUT_US):
-        return tell_about(parsed, "launch", LAUNCH_OPTIONS)
-    print(f"holdfast: {WARNING}", file=sys.stderr)
-    return execute(parsed, "launch", argv)
+        return tell_about(parsed, command)
+    if command == "launch":
+        say(WARNING)
+    return execute(parsed, command, argv)
 
 
 def main_remote(argv: Sequence[str]) -> int:
@@ -56,8 +62,8 @@ def main_remote(argv: Sequence[str]) -> int:
     `FD run|launch [options] script ...`: FD takes the report. Returns the exit status. Raises HoldfastError."""
     import json
 
-    tells, table = int(argv[0]), LAUNCH_OPTIONS if argv[1] == "launch" else OPTIONS
-    parsed = grammar.parse(argv[2:], {}, table)  # the launcher has read all variables
+    tells = int(argv[0])
+    parsed = grammar.parse(argv[2:], {}, TABLES[argv[1]])  # the launcher has read all variables
 
     def show(finished: Finished) -> str:
         from holdfast.diagnosis.screen import render
@@ -71,14 +77,87 @@ def main_remote(argv: Sequence[str]) -> int:
     return start(parsed, show=show, say_notices=False)
 
 
-def tell_about(parsed: Parsed, command: str, table: Sequence[Option]) -> int:
+def main_for_caller(argv: Sequence[str]) -> int:
+    """The program of the agent's process of `holdfast.launch`: run the agent with the call's descriptors and report to
+    the caller. An error before the start is reported, and printed if it is our fault.
+
+    `CALLER_PID REPORT_FD CALL_FD RESULT_FD,… [options] -- script`: one AgentReport in JSON goes to REPORT_FD; its end
+    of file shows the caller that this process has ended. Returns the exit status."""
+    from holdfast.protocol.errors import HoldfastError
+
+    caller, report_fd, call_fd = map(int, argv[:3])
+    live_and_die_with(caller)
+    os.set_inheritable(report_fd, False)
+    try:
+        return run_call(argv[4:], call_fd, tuple(map(int, argv[3].split(","))), report_fd)
+    except HoldfastError as error:
+        report(report_fd, error=error)
+        return error.exit_code
+    except Exception as error:  # noqa: BLE001 - the caller must get every error
+        from holdfast.runtime.driver import as_error
+
+        fault = as_error(error)
+        report(report_fd, error=fault)
+        sys.excepthook(type(error), error, error.__traceback__)
+        return fault.exit_code
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+
+
+def live_and_die_with(caller: int) -> None:
+    """Die with the thread that launched this process, and reset the handling of signals, which the caller sends."""
+    import signal
+
+    from holdfast.protocol.errors import EXIT_SIGNAL_BASE
+    from holdfast.supervisor.processes import PR_SET_PDEATHSIG, prctl
+
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != caller:
+        sys.exit(EXIT_SIGNAL_BASE + signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def run_call(argv: Sequence[str], call_fd: int, result_fds: tuple[int, ...], report_fd: int) -> int:
+    from holdfast.supervisor.supervisor import fork_supervisor
+
+    parsed = grammar.parse(argv, os.environ, OPTIONS)
+    supervisor = fork_supervisor()
+    try:
+        from msgspec import structs
+
+        from holdfast.protocol.options import CallFds
+        from holdfast.runtime.inherited import forget_secrets
+
+        calls = CallFds(call=call_fd, results=result_fds)
+        options = structs.replace(resolve(parsed, os.environ), call_fds=calls)
+        forget_secrets()
+        for notice in options.notices:
+            say(notice)
+
+        def tell(end: Finished) -> str:
+            """Report to the caller, whose exception shows the end; the console shows nothing."""
+            report(report_fd, end.outcome, end.folder)
+            return ""
+
+        return run_agent(supervisor, options, tell)
+    finally:
+        supervisor.sock.close()  # the supervisor ends with its end of file
+
+
+def report(fd: int, outcome: Outcome | None = None, folder: str = "", error: HoldfastError | None = None) -> None:
+    from msgspec import json
+
+    code, message = (error.code, str(error)) if error else ("", "")
+    with os.fdopen(os.dup(fd), "wb") as pipe:
+        pipe.write(json.encode({"outcome": outcome, "folder": folder, "code": code, "message": message}))
+
+
+def tell_about(parsed: Parsed, command: str) -> int:
     """Print the text of --help, --version or --print-completion."""
-    from holdfast.cli import print_version
-
     if parsed.values.help:
-        from holdfast.cli.option_table import render
-
-        print(render(command, table))
+        print(render(command))
         return 0
     if parsed.values.version:
         return print_version()
@@ -128,26 +207,36 @@ def start(
         options = resolve(parsed, os.environ, command)
         forget_secrets()
         for notice in options.notices if say_notices else ():
-            print(f"holdfast: {notice}", file=sys.stderr)
+            say(notice)
         if options.succession and say_notices:
             from holdfast.cli.rendezvous import survives
 
-            print(f"holdfast: this job survives {survives(options)}", file=sys.stderr)
-        from holdfast.runtime.inherited import provide_descriptors
-        from holdfast.supervisor import worker_command
-
-        provide_descriptors(options.nproc)
-        worker_command.begin(supervisor, options)  # before our own heavy modules: both import at the same time
-        from holdfast.diagnosis.causes import judge
-        from holdfast.runtime.agent_service import run_job
-
-        if begin is not None:
-            begin()
-        hand_on_interrupts()
-        return run_job(options, supervisor, judge=judge, examine=examine, render=show or last_screen, load=load_end)
+            say(f"this job survives {survives(options)}")
+        return run_agent(supervisor, options, show or last_screen, begin)
     finally:
         hand_on_interrupts()
         supervisor.sock.close()  # the supervisor ends with its end of file
+
+
+def run_agent(
+    supervisor: SupervisorHandle,
+    options: RunOptions,
+    show: Callable[[Finished], str],
+    begin: Callable[[], None] | None = None,
+) -> int:
+    """Run this node's agent above its supervisor until the job has ended."""
+    from holdfast.runtime.inherited import provide_descriptors
+    from holdfast.supervisor import worker_command
+
+    provide_descriptors(options.nproc)
+    worker_command.begin(supervisor, options)  # before our own heavy modules: both import at the same time
+    from holdfast.diagnosis.causes import judge
+    from holdfast.runtime.agent_service import run_job
+
+    if begin is not None:
+        begin()
+    hand_on_interrupts()
+    return run_job(options, supervisor, judge=judge, examine=examine, render=show, load=load_end)
 
 
 def load_end() -> None:
@@ -176,8 +265,6 @@ def be_interruptible() -> None:
 
 
 def leave_at_once(*_: object) -> None:
-    from holdfast.cli import EXIT_INTERRUPTED, say_interrupted
-
     say_interrupted()
     os._exit(EXIT_INTERRUPTED)
 
@@ -209,15 +296,13 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], command: str = "") -> Ru
     """The options of this command line, with defaults and variables. Raises CallerError."""
     from msgspec import structs
 
-    from holdfast.cli.option_table import LAUNCH_OPTIONS
     from holdfast.cli.resolve import line_of_others
     from holdfast.cli.resolve import resolve as resolve_all
 
     options = resolve_all(parsed, environ).options
     if not command:
         return options
-    table = LAUNCH_OPTIONS if command == "launch" else OPTIONS
-    return structs.replace(options, line_of_others=line_of_others(parsed, command, table, options, environ))
+    return structs.replace(options, line_of_others=line_of_others(parsed, command, options, environ))
 
 
 def show_plan(parsed: Parsed) -> int:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli import main as holdfast_main
 from holdfast.cli.grammar import parse
-from holdfast.cli.option_table import OPTIONS
+from holdfast.cli.option_table import EVENT_HANDLERS, OPTIONS
 from holdfast.protocol.errors import HoldfastError, UsageError
 from holdfast.rendezvous.conf import is_built_in
 from holdfast.runtime.inherited import draw_token
@@ -37,7 +37,6 @@ if __name__ == "__main__":
     sys.exit(torchrun(sys.argv[1:]))
 """
 TORCHS_OWN = "torch.distributed.run"
-TORCHS_HANDLERS = ("null", "console", "dynamic_rendezvous")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -100,7 +99,7 @@ def unsupported(argv: Sequence[str], environ: Mapping[str, str]) -> str:
         return ""
     if given.logs_specs not in (None, "default"):
         return f"--logs-specs {given.logs_specs} is a plug-in of torchrun's"
-    if given.event_log_handler not in TORCHS_HANDLERS:
+    if given.event_log_handler not in EVENT_HANDLERS:
         return f"--event-log-handler {given.event_log_handler} is a plug-in of torchrun's"
     if "store_type=file" in given.rdzv_conf.replace(" ", "").lower():
         return "--rdzv-conf store_type=file lets nodes meet in a file"

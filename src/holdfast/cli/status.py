@@ -1,11 +1,12 @@
-"""Commands about a running job, on any node of it: status, stacks, profile, save, stop, kill, drain, exclude, readmit.
+"""Commands about a job, on any of its nodes: status, dashboard, stacks, profile, save, stop, kill, and about its hosts.
 
 `holdfast status` shows the job as its coordinator sees it, once or repeatedly; for a job that has ended, its last
-screen. `holdfast stacks` shows where all ranks are now, equal stacks once. `holdfast profile` has ranks profiled, and
-`holdfast save` has all of them save. `holdfast stop` ends the job on all nodes, as a signal to every agent would:
-workers save first. `holdfast kill` ends it at once, and nothing is saved. The last three are about the nodes of one
-host.
-finding.py finds the job; diagnosis/screen.py makes the lines.
+screen. `holdfast dashboard` shows a job, running or ended, as a page in the browser, or the list of all. `holdfast
+stacks` shows where all ranks are now, equal stacks once. `holdfast profile` has ranks profiled, and `holdfast save` has
+all of them save. `holdfast stop` ends the job on all nodes, as a signal to every agent would: workers save first.
+`holdfast kill` ends it at once, and nothing is saved. drain, exclude and readmit are about the nodes of one host.
+finding.py finds the job; diagnosis/screen.py makes the lines. The page's server is the package dashboard, which reads
+by means of these commands: it is imported by name, when its packages are known to be there.
 """
 
 from __future__ import annotations
@@ -13,18 +14,23 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import os
 import sys
 import time
 from collections.abc import Collection, Iterator, Sequence
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 
-from holdfast.cli.finding import end_of, ended_run, outcome_of, running_job
+from holdfast.cli import say
+from holdfast.cli.finding import end_of, ended_run, of_one_job, outcome_of, run_folders, running_job
 from holdfast.cli.printing import Parser, print_json, ranks_of
 from holdfast.cli.report import COPIES_NEED, copies_of, read_journal, safe_text
 from holdfast.diagnosis.screen import group, how_it_ended, stack_lines, status_lines
 from holdfast.protocol.errors import ControlRefusedError, ControlSilentError, NoRunError, UsageError
+from holdfast.protocol.options import Endpoint
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.questions import (
     PROFILED_RANKS_MAX,
@@ -34,6 +40,7 @@ from holdfast.protocol.questions import (
     Question,
 )
 from holdfast.protocol.rank_progress import JobView, StacksView
+from holdfast.runtime import running
 from holdfast.runtime.running import Call, NodeEnd, Reply, RunningAgent, ask, ask_any
 from holdfast.text import plural, seconds_of
 
@@ -46,6 +53,8 @@ SCREEN_ON, SCREEN_OFF = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 EXIT_NOT_STOPPED = EXIT_NOT_PROFILED = 1
 SAY_S = 60.0
 """Interval of the notices that the job has not ended: a save may take long."""
+SCREENS = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
+"""Without one of these there is no browser, or only one in the terminal."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -167,6 +176,64 @@ def end_of_any(entries: list[RunningAgent]) -> str:
     return f"run {entries[0].name} has ended"
 
 
+def main_dashboard(argv: Sequence[str]) -> int:
+    """Run `holdfast dashboard` with these arguments; returns the exit status. Raises HoldfastError."""
+    import asyncio
+    import webbrowser
+    from importlib import import_module
+    from threading import Thread
+
+    from holdfast.cli.resolve import serving_place
+    from holdfast.metrics import bind
+    from holdfast.supervisor.dashboard_host import Credentials, check_packages, login_link
+    from holdfast.text import is_loopback
+
+    chosen = dashboard_parser().parse_args(argv)
+    check_packages()
+    try:
+        place = serving_place(chosen.port)
+    except ValueError as error:
+        raise UsageError(f"--port {chosen.port}: {error}") from None
+    name, folders, pid = job_of(chosen.run)
+    credentials = Credentials.make(once=is_loopback(place.host))
+    with contextlib.closing(bind(place, "--port")) as sock:
+        link = login_link(Endpoint(host=place.host, port=sock.getsockname()[1]), credentials.token)
+        print(f"dashboard {link}\n(Ctrl-C ends it; a running job goes on)", flush=True)
+        if not chosen.no_open and any(map(os.environ.get, SCREENS)):
+            # A browser in a terminal, or one that BROWSER names, may not return before its user leaves it.
+            Thread(target=webbrowser.open, args=(link,), daemon=True).start()
+        asyncio.run(import_module("holdfast.dashboard.serving").show(sock, credentials, name, folders, pid))
+    return 0
+
+
+def dashboard_parser() -> Parser:
+    made = Parser(prog="holdfast dashboard", description="Show a job, running or ended, as a page in the browser.")
+    made.add_argument(
+        "run",
+        nargs="?",
+        metavar="RUN",
+        help="run id, its beginning, or run folder; by default the only running job, else a list of all",
+    )
+    made.add_argument("--port", default="0", metavar="[HOST:]PORT", help="where to serve; by default a free port here")
+    made.add_argument("--no-open", action="store_true", help="print the link, and open no browser")
+    return made
+
+
+def job_of(run: str | None) -> tuple[str, list[Path], int | None]:
+    """The name of the job, its run folders here, and the pid of its agent if it has none. An empty name: all jobs.
+    Raises NoRunError."""
+    if run is None and len({entry.job for entry in running.entries()}) != 1:
+        return "", [], None
+    try:
+        folders = run_folders(run)
+    except NoRunError:
+        entries = of_one_job(run, running.entries())
+        if not entries:
+            raise
+        return entries[0].run_id, [], entries[0].pid
+    return str(folders[0]), folders, None
+
+
 def main_stacks(argv: Sequence[str]) -> int:
     """Run `holdfast stacks` with these arguments; returns the exit status. Raises HoldfastError."""
     chosen = stacks_parser().parse_args(argv)
@@ -197,6 +264,26 @@ def stacks_parser() -> Parser:
     return made
 
 
+class Sent(msgspec.Struct, frozen=True):
+    """The answer to a question that is passed on: to how many nodes."""
+
+    nodes: int
+    refused: str = ""
+    """Why nothing was done."""
+
+
+Body = TypeVar("Body", Sent, ProfileView)
+
+
+def ask_job(run: str | None, question: Question, kind: type[Body], **more: object) -> tuple[RunningAgent, Body]:
+    """The agent that answered, and its answer. Raises ControlRefusedError when the request is refused."""
+    entry, reply = ask_any(running_job(run), question, **more)
+    answer = reply.read(kind)
+    if answer.refused:
+        raise ControlRefusedError(f"{entry.name}: {answer.refused}")
+    return entry, answer
+
+
 PROFILED_STEPS = 5
 
 
@@ -207,10 +294,7 @@ def main_profile(argv: Sequence[str]) -> int:
         raise UsageError("--steps and --seconds: give one of them")
     steps = PROFILED_STEPS if chosen.steps is None else chosen.steps
     wanted = profile_request(ranks_of([chosen.ranks], "RANKS"), steps, chosen.seconds)
-    entry, reply = ask_any(running_job(chosen.run), Question.PROFILE, **wanted)
-    view = reply.read(ProfileView)
-    if view.refused:
-        raise ControlRefusedError(f"{entry.name}: {view.refused}")
+    entry, view = ask_job(chosen.run, Question.PROFILE, ProfileView, **wanted)
     if chosen.json:
         print_json({"run": entry.name, **msgspec.to_builtins(view)})
     else:
@@ -264,10 +348,7 @@ def profile_parser() -> Parser:
 def main_save(argv: Sequence[str]) -> int:
     """Run `holdfast save` with these arguments; returns 0 when all ranks will save. Raises HoldfastError."""
     chosen = save_parser().parse_args(argv)
-    entry, reply = ask_any(running_job(chosen.run), Question.SAVE)
-    told = reply.read(HostReply)
-    if told.refused:
-        raise ControlRefusedError(f"{entry.name}: {told.refused}")
+    entry, told = ask_job(chosen.run, Question.SAVE, Sent)
     if chosen.json:
         print_json({"run": entry.name, "nodes": told.nodes})
     else:
@@ -286,121 +367,88 @@ def save_parser() -> Parser:
     return made
 
 
-class StopReply(msgspec.Struct, frozen=True):
-    """The answer to `stop` and `kill`: to how many nodes they were sent."""
-
-    nodes: int
-
-
-def main_stop(argv: Sequence[str]) -> int:
-    """Run `holdfast stop` with these arguments; returns the exit status. Raises HoldfastError."""
-    return end_job(stop_parser(), argv, Question.STOP)
+ENDING = {
+    Question.STOP: "End a running job on all its nodes. Workers with safe points stop there and save.",
+    Question.KILL: "End a running job on all its nodes at once: SIGKILL to every worker.",
+}
 
 
-def main_kill(argv: Sequence[str]) -> int:
-    """Run `holdfast kill` with these arguments; returns the exit status. Raises HoldfastError."""
-    return end_job(kill_parser(), argv, Question.KILL)
-
-
-def stop_parser() -> Parser:
-    return end_parser("stop", "End a running job on all its nodes. Workers with safe points stop there and save.")
-
-
-def kill_parser() -> Parser:
-    return end_parser("kill", "End a running job on all its nodes at once: SIGKILL to every worker.")
-
-
-def end_parser(command: str, description: str) -> Parser:
-    made = Parser(prog=f"holdfast {command}", description=description)
+def end_parser(question: Question) -> Parser:
+    made = Parser(prog=f"holdfast {question.value}", description=ENDING[question])
     made.add_run()
     made.add_argument("--no-wait", action="store_true", help="return as soon as all nodes have been asked")
     made.add_json()
     return made
 
 
-def end_job(made: Parser, argv: Sequence[str], question: Question) -> int:
+def end_job(question: Question, argv: Sequence[str]) -> int:
     """Ask for the end of the job. Returns 0 when it has ended in any way; with --no-wait when all nodes were asked."""
-    chosen = made.parse_args(argv)
+    chosen = end_parser(question).parse_args(argv)
     entry, waiting = hold(running_job(chosen.run))
     with waiting:
         reply = ask(entry, question)
-        nodes = reply.read(StopReply).nodes
-        whole = reply.whole
-        if chosen.no_wait:
-            tell(chosen.json, {"run": entry.name, "nodes": nodes, "whole": whole, "ended": False})
-            return 0
-        if not chosen.json:
-            print(f"{entry.name}: {question.value} sent to {plural(nodes, 'node')}", flush=True)
-        answer = wait(entry, waiting)
-    if answer is None:
-        print(f"holdfast: the agent (pid {entry.pid}) ended without a report; see {entry.folder}", file=sys.stderr)
-        return EXIT_NOT_STOPPED
-    end = answer.read(NodeEnd)
-    tell(chosen.json, {"run": entry.name, "nodes": nodes, "whole": whole, "ended": True, **msgspec.to_builtins(end)})
+        nodes = reply.read(Sent).nodes
+        text = f"{entry.name}: sent to {plural(nodes, 'node')}"
+        document = {"run": entry.name, "nodes": nodes, "whole": reply.whole, "ended": not chosen.no_wait}
+        if not chosen.no_wait:
+            if not chosen.json:
+                print(f"{entry.name}: {question.value} sent to {plural(nodes, 'node')}", flush=True)
+            answer = wait(entry, waiting)
+            if answer is None:
+                say(f"the agent (pid {entry.pid}) ended without a report; see {entry.folder}")
+                return EXIT_NOT_STOPPED
+            end = answer.read(NodeEnd)
+            document |= msgspec.to_builtins(end)
+            text = f"{entry.name} has ended: {how_it_ended(end.kind, end.exit_code, end.message or end.cause)}"
+    if chosen.json:
+        print_json(document)
+    else:
+        print(text)
+    if not reply.whole:
+        say("the coordinator does not answer: only this node got the request")
     return 0
 
 
-class HostReply(msgspec.Struct, frozen=True):
-    """The answer to a question about one host."""
-
-    nodes: int
-    refused: str = ""
-    """Why nothing was done."""
+# Each command has a `main` and a `parser` of its own name: cli/__init__.py and the reference in docs/ look for them.
+main_stop, main_kill = (partial(end_job, question) for question in ENDING)
+stop_parser, kill_parser = (partial(end_parser, question) for question in ENDING)
 
 
-def main_drain(argv: Sequence[str]) -> int:
-    """Run `holdfast drain` with these arguments; returns the exit status. Raises HoldfastError."""
-    return ask_about_host(drain_parser(), argv, Question.DRAIN)
+ABOUT_HOST = {
+    Question.DRAIN: "Have the nodes of one host leave a running job, after its workers have saved.",
+    Question.EXCLUDE: "The same, and let the host take no part for a time.",
+    Question.READMIT: "Let a host that is excluded from a running job take part again.",
+}
 
 
-def main_exclude(argv: Sequence[str]) -> int:
-    """Run `holdfast exclude` with these arguments; returns the exit status. Raises HoldfastError."""
-    return ask_about_host(exclude_parser(), argv, Question.EXCLUDE)
-
-
-def main_readmit(argv: Sequence[str]) -> int:
-    """Run `holdfast readmit` with these arguments; returns the exit status. Raises HoldfastError."""
-    return ask_about_host(readmit_parser(), argv, Question.READMIT)
-
-
-def drain_parser() -> Parser:
-    return host_parser("drain", "Have the nodes of one host leave a running job, after its workers have saved.")
-
-
-def exclude_parser() -> Parser:
-    made = host_parser("exclude", "The same, and let the host take no part for a time.")
-    made.add_argument("--for", dest="time", default=EXCLUDED, metavar="TIME", help=f"90s, 30min, 1h, 1d; {EXCLUDED}")
-    return made
-
-
-def readmit_parser() -> Parser:
-    return host_parser("readmit", "Let a host that is excluded from a running job take part again.")
-
-
-def host_parser(command: str, description: str) -> Parser:
-    made = Parser(prog=f"holdfast {command}", description=description)
+def host_parser(question: Question) -> Parser:
+    made = Parser(prog=f"holdfast {question.value}", description=ABOUT_HOST[question])
     made.add_argument("host", metavar="HOST", help="as `holdfast status` shows it")
     made.add_run()
     made.add_json()
+    if question is Question.EXCLUDE:
+        usual = f"90s, 30min, 1h, 1d; {EXCLUDED}"
+        made.add_argument("--for", dest="time", default=EXCLUDED, metavar="TIME", help=usual)
     return made
 
 
-def ask_about_host(made: Parser, argv: Sequence[str], question: Question) -> int:
+def ask_about_host(question: Question, argv: Sequence[str]) -> int:
     """Ask; returns 0 when it is being done. Raises ControlRefusedError when it is not."""
-    chosen = made.parse_args(argv)
+    chosen = host_parser(question).parse_args(argv)
     text = getattr(chosen, "time", "0")
     for_s = seconds_of(text)
     if question is Question.EXCLUDE and for_s is None:
         raise UsageError(f"--for {text}: write a time like 90s, 30min or 1h")
-    entry, reply = ask_any(running_job(chosen.run), question, host=chosen.host, for_s=for_s or 0.0)
-    told = reply.read(HostReply)
-    if told.refused:
-        raise ControlRefusedError(f"{entry.name}: {told.refused}")
+    entry, told = ask_job(chosen.run, question, Sent, host=chosen.host, for_s=for_s or 0.0)
     if chosen.json:
         print_json({"run": entry.name, "host": chosen.host, "nodes": told.nodes})
     else:
         print(f"{entry.name}: {question.value} {chosen.host}: sent to {plural(told.nodes, 'node')}")
     return 0
+
+
+main_drain, main_exclude, main_readmit = (partial(ask_about_host, question) for question in ABOUT_HOST)
+drain_parser, exclude_parser, readmit_parser = (partial(host_parser, question) for question in ABOUT_HOST)
 
 
 def wait(entry: RunningAgent, waiting: Call) -> Reply | None:
@@ -409,7 +457,7 @@ def wait(entry: RunningAgent, waiting: Call) -> Reply | None:
         try:
             return waiting.answer(limit_s=SAY_S)
         except ControlSilentError:
-            print(f"holdfast: {entry.name} (pid {entry.pid}) has not ended yet; Ctrl-C stops waiting", file=sys.stderr)
+            say(f"{entry.name} (pid {entry.pid}) has not ended yet; Ctrl-C stops waiting")
 
 
 def hold(entries: list[RunningAgent]) -> tuple[RunningAgent, Call]:
@@ -422,15 +470,3 @@ def hold(entries: list[RunningAgent]) -> tuple[RunningAgent, Call]:
         except (ControlSilentError, NoRunError):
             continue
     return entries[-1], Call(entries[-1], None)
-
-
-def tell(as_json: bool, end: dict[str, object]) -> None:
-    if as_json:
-        print_json(end)
-    elif not end["ended"]:
-        print(f"{end['run']}: sent to {plural(int(str(end['nodes'])), 'node')}")
-    else:
-        why = end["message"] or end["cause"]
-        print(f"{end['run']} has ended: {how_it_ended(str(end['kind']), int(str(end['exit_code'])), str(why))}")
-    if not end["whole"]:
-        print("holdfast: the coordinator does not answer: only this node got the request", file=sys.stderr)

@@ -15,12 +15,12 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from signal import Signals
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
-from holdfast.cli import EXIT_INTERRUPTED, grammar
+from holdfast.cli import EXIT_INTERRUPTED, grammar, say
 from holdfast.cli.option_table import FLAG, HOSTS, OPTIONS, Option
 from holdfast.launchers.slurm import JobState, ask_scontrol, read_job
 from holdfast.protocol.errors import (
@@ -31,9 +31,6 @@ from holdfast.protocol.errors import (
     ScriptError,
     UsageError,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 LOG_LOOK_S, JOB_LOOK_S = 0.3, 2.0
 """Neither a shared file system nor Slurm reports changes, so both are polled."""
@@ -66,15 +63,8 @@ VALUES = frozenset(
         *("gpus-per-socket", "gpus-per-task", "gres", "gres-flags", "hint", "input", "job-name"),
         *("kill-on-invalid-dep", "licenses", "mail-type", "mail-user", "mcs-label", "mem", "mem-bind", "mem-per-cpu"),
         *("mem-per-gpu", "mincpus", "network", "nodefile", "nodelist", "nodes", "ntasks", "ntasks-per-core"),
-        *(
-            "ntasks-per-gpu",
-            "ntasks-per-node",
-            "ntasks-per-socket",
-            "oom-kill-step",
-            "open-mode",
-            "output",
-            "partition",
-        ),
+        *("ntasks-per-gpu", "ntasks-per-node", "ntasks-per-socket", "oom-kill-step", "open-mode", "output"),
+        "partition",
         *("power", "prefer", "priority", "profile", "qos", "reservation", "resv-ports", "segment", "signal"),
         *("sockets-per-node", "switches", "thread-spec", "threads-per-core", "time", "time-min", "tmp", "tres-bind"),
         *("tres-per-task", "uid", "wait-all-nodes", "wckey", "wrap"),
@@ -91,14 +81,8 @@ FLAGS = frozenset(
 SHORT = dict(
     [
         *(("A", "account"), ("a", "array"), ("b", "begin"), ("B", "extra-node-info"), ("C", "constraint")),
-        *(
-            ("c", "cpus-per-task"),
-            ("D", "chdir"),
-            ("d", "dependency"),
-            ("e", "error"),
-            ("F", "nodefile"),
-            ("G", "gpus"),
-        ),
+        *(("c", "cpus-per-task"), ("D", "chdir"), ("d", "dependency"), ("e", "error"), ("F", "nodefile")),
+        ("G", "gpus"),
         *(("H", "hold"), ("i", "input"), ("J", "job-name"), ("k", "no-kill"), ("L", "licenses"), ("M", "clusters")),
         *(("N", "nodes"), ("n", "ntasks"), ("O", "overcommit"), ("o", "output"), ("p", "partition"), ("Q", "quiet")),
         *(("q", "qos"), ("s", "oversubscribe"), ("S", "core-spec"), ("t", "time"), ("v", "verbose"), ("W", "wait")),
@@ -157,9 +141,9 @@ def to_slurm(argv: Sequence[str]) -> int:
         )
     path = write(Path(f"{request.batch.name}.sbatch"), text)
     job = submit(path)
-    print(f"holdfast: submitted {path} as job {job}; stop it with: scancel {job}", file=sys.stderr)
+    say(f"submitted {path} as job {job}; stop it with: scancel {job}")
     if request.batch.is_array:
-        print("holdfast: this is an array and each task has its own log; no log is followed", file=sys.stderr)
+        say("this is an array and each task has its own log; no log is followed")
         return 0
     return follow(job) if request.follow else 0
 
@@ -168,7 +152,7 @@ def read(argv: Sequence[str]) -> BatchRequest:
     """Sort the words into sbatch's, ours and the script's. Raises UsageError."""
     words, own, directives = list(argv), [], list[Directive]()
     chosen = {"--dry-run": False, "--no-follow": False}
-    spellings = {spelling: option for option in RUN_OPTIONS for spelling in option.spellings}
+    spellings = grammar.spellings_of(RUN_OPTIONS)
     while words:
         word = words[0]
         if word == "--" or not word.startswith("-"):
@@ -311,7 +295,7 @@ class Follower:
     def say(self, text: str) -> None:
         if text != self.said:
             self.said = text
-            print(f"holdfast: {text}", file=sys.stderr, flush=True)
+            say(text)
 
     def copy_for(self, seconds: float) -> None:
         end = time.monotonic() + seconds
@@ -360,7 +344,6 @@ def check(directives: list[Directive]) -> None:
             raise UsageError(f"{directive}: {REFUSED[directive.name]}")
         if "\n" in (directive.value or ""):
             raise UsageError(f"--{directive.name}: its value must be one line")
-    preempt_signal(directives)
 
 
 def preempt_signal(directives: list[Directive]) -> str | None:

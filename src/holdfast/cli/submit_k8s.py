@@ -13,9 +13,9 @@ import subprocess
 import sys
 from typing import TYPE_CHECKING, TypeVar
 
-from holdfast.cli import grammar
+from holdfast.cli import grammar, print_version, say
 from holdfast.cli.devices import NAMES, THIS_NODE
-from holdfast.cli.option_table import FLAG, HOSTS, INT, OPTIONS, TEXT, Option, in_group, own
+from holdfast.cli.option_table import FLAG, HOSTS, INT, OPTIONS, TEXT, Option, flag_of, in_group, own
 from holdfast.cli.option_table import line as help_line
 from holdfast.cli.program import command_kind
 from holdfast.cli.rendezvous import node_range
@@ -164,7 +164,7 @@ def read_job(parsed: Parsed, line: CommandLine, notices: list[str]) -> Kubernete
         service_account=checked(parsed, "service_account", words.subdomain),
         pull_secret=checked(parsed, "pull_secret", words.subdomain),
         priority_class=checked(parsed, "priority_class", words.subdomain),
-        run_as=one(parsed, "run_as", words.user) if given.run_as else None,
+        run_as=parsed.converted("run_as", words.user) if given.run_as else None,
         labels=several(parsed, "label", words.pair),
         node_selector=several(parsed, "node_selector", words.pair),
         retries=at_least_0(parsed, "retries"),
@@ -243,10 +243,7 @@ def nodes(parsed: Parsed) -> tuple[int, int]:
         raise NodesError("--nodes is missing: how many pods, as in --nodes 4 or --nodes 4:8")
     if dest == "nodes" and parsed.given("nnodes"):
         raise NodesError(f"{parsed.said('nodes')} and {parsed.said('nnodes')} mean the same; leave one out")
-    try:
-        least, most = node_range(getattr(parsed.values, dest))
-    except ValueError as error:
-        raise parsed.error(dest, NodesError, str(error)) from None
+    least, most = parsed.converted(dest, node_range, NodesError)
     if most > NODES_MAX:
         raise parsed.error(dest, NodesError, f"more than {NODES_MAX} pods")
     return least, most
@@ -255,7 +252,7 @@ def nodes(parsed: Parsed) -> tuple[int, int]:
 def job_name(parsed: Parsed, most: int) -> str:
     end = last_pod(most, jobset=parsed.values.jobset)
     if parsed.given("name"):
-        return one(parsed, "name", lambda text: words.job_name(text, end))
+        return parsed.converted("name", lambda text: words.job_name(text, end))
     return words.job_name(words.name_from(parsed.values.training_script), end)
 
 
@@ -315,7 +312,7 @@ def token_secret(parsed: Parsed, name: str, *, alone: bool) -> str:
             raise UsageError("--no-token and --token-secret exclude each other")
         return ""
     if parsed.given("token_secret"):
-        return one(parsed, "token_secret", words.subdomain)
+        return parsed.converted("token_secret", words.subdomain)
     return "" if alone or "token_file" in parsed.values.rdzv_conf else f"{name}-token"
 
 
@@ -340,14 +337,7 @@ def at_least_0(parsed: Parsed, dest: str) -> int:
 
 def checked(parsed: Parsed, dest: str, check: Callable[[str], str]) -> str:
     """The checked value; empty: not given."""
-    return one(parsed, dest, check) if getattr(parsed.values, dest) else ""
-
-
-def one(parsed: Parsed, dest: str, check: Callable[[str], T]) -> T:
-    try:
-        return check(getattr(parsed.values, dest))
-    except ValueError as error:
-        raise parsed.error(dest, UsageError, str(error)) from None
+    return parsed.converted(dest, check) if getattr(parsed.values, dest) else ""
 
 
 def several(parsed: Parsed, dest: str, check: Callable[[str], T]) -> tuple[T, ...]:
@@ -356,7 +346,7 @@ def several(parsed: Parsed, dest: str, check: Callable[[str], T]) -> tuple[T, ..
         try:
             found.append(check(text))
         except ValueError as error:
-            raise UsageError(f"--{dest.replace('_', '-')} {text}: {error}") from None
+            raise UsageError(f"{flag_of(dest)} {text}: {error}") from None
     return tuple(found)
 
 
@@ -370,8 +360,6 @@ def main(argv: Sequence[str]) -> int:
         print(usage())
         return 0
     if parsed.values.version:
-        from holdfast.cli import print_version
-
         return print_version()
     given = parsed.values
     if given.apply and given.dry_run:
@@ -441,7 +429,3 @@ def apply(job: KubernetesJob, *, own_secret: bool) -> int:
     say(f"watch it:   kubectl logs{space} {selector} --prefix --follow --max-log-requests={max(job.most, 5)}")
     say(f"remove it:  kubectl delete{space} {kinds} {selector}")
     return 0
-
-
-def say(text: str) -> None:
-    print(f"holdfast: {text}", file=sys.stderr)

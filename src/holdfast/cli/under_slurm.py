@@ -163,11 +163,8 @@ def srun_line(environ: Mapping[str, str], command: str, argv: Sequence[str]) -> 
     if ":" in agent:  # srun interprets a lone colon anywhere on the line
         agent = ["sh", "-c", f"exec {shlex.join(agent)}"]
     components = number(environ, "SLURM_HET_SIZE", 1)
-    if (
-        environ.get("SLURM_JOB_ID_HET_GROUP_0") != environ["SLURM_JOB_ID"]
-    ):  # the job that submitted this one had components
-        components = 1
-    if components == 1:
+    # With another number, it was the job that submitted this one that had components.
+    if components == 1 or environ.get("SLURM_JOB_ID_HET_GROUP_0") != environ["SLURM_JOB_ID"]:
         return ["srun", *one_per_node(job_nodes(environ)), *agent]
     words = ["srun"]
     for index in range(components):

@@ -9,9 +9,9 @@ import asyncio
 import os
 import signal
 import socket
-import sys
 from typing import TYPE_CHECKING
 
+from holdfast.cli import say
 from holdfast.cli.printing import Parser
 from holdfast.protocol.errors import EndpointError
 from holdfast.protocol.options import Endpoint
@@ -72,7 +72,3 @@ async def serve(place: Claim, endpoint: Endpoint, token: bytes | None, limits: L
     say(f"a witness listens at {endpoint}")
     await ended.wait()
     witness.close()
-
-
-def say(text: str) -> None:
-    print(f"holdfast: {text}", file=sys.stderr, flush=True)

@@ -140,7 +140,7 @@ def clock_synchronised() -> bool | None:
     return not state.status & STA_UNSYNC
 
 
-def own_addresses(host: str) -> tuple[tuple[str, ...], str]:
+def resolve(host: str) -> tuple[tuple[str, ...], str]:
     """The addresses of a host name on this machine, or why it does not resolve."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -189,14 +189,9 @@ async def gather_facts(asked: FactsRequest) -> LocalFacts:
     host = socket.gethostname()
     paths = [path for path in (asked.log_dir, tempfile.gettempdir()) if path]
     began = time.monotonic()
-    resolved_s = 0.0
 
-    async def own_name() -> tuple[tuple[str, ...], str]:
-        nonlocal resolved_s
-        late: tuple[tuple[str, ...], str] = ((), f"no answer within {RESOLVE_S_MAX:g} s")
-        found = await bounded(lambda: own_addresses(host), RESOLVE_S_MAX, late)
-        resolved_s = time.monotonic() - began
-        return found
+    async def own_name() -> tuple[tuple[str, ...], str, float]:
+        return *await addresses_of(host), time.monotonic() - began
 
     async with asyncio.TaskGroup() as tasks:
         torch = tasks.create_task(ask_torch(asked.python, asked.torch_s_max))
@@ -207,7 +202,7 @@ async def gather_facts(asked: FactsRequest) -> LocalFacts:
         place = tasks.create_task(endpoint_here(asked.endpoint if asked.try_port else None))
         towards = asked.endpoint.host if asked.endpoint else ""
         way = tasks.create_task(bounded(lambda: own_address(towards), RESOLVE_S_MAX, ""))
-    addresses, resolve_error = names.result()
+    addresses, resolve_error, resolved_s = names.result()
     here, holder = place.result()
     gpus, gpu_error = smi.result()
     return structs.replace(
@@ -262,6 +257,12 @@ def machine_facts(host: str, python: str) -> LocalFacts:
         default_interface=default_interface(),
         ephemeral_ports=ephemeral_ports(),
     )
+
+
+async def addresses_of(host: str) -> tuple[tuple[str, ...], str]:
+    """As `resolve`, within its time limit."""
+    late: tuple[tuple[str, ...], str] = ((), f"no answer within {RESOLVE_S_MAX:g} s")
+    return await bounded(lambda: resolve(host), RESOLVE_S_MAX, late)
 
 
 async def folder(path: str) -> Folder:

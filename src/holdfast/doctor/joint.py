@@ -94,6 +94,7 @@ class JointResult(NamedTuple):
 
 
 Examine = Callable[[LocalFacts], Sequence[DoctorFinding]]
+NewSession = Callable[[], Session[FromServer]]
 
 
 async def check_together(
@@ -103,11 +104,15 @@ async def check_together(
     host = socket.gethostname()
     job = JobSpec(run_id=asked.run_id, min_nodes=asked.nodes[0], max_nodes=asked.nodes[1], backend=BACKEND)
     node = NodeSpec(member=f"{host}#{os.urandom(4).hex()}", host=host, nproc=1)
+
+    def session() -> Session[FromServer]:
+        return Session(ClientHandshake(job, node, asked.token, fresh_nonce()), decode_from_server)
+
     async with asyncio.TaskGroup() as tasks:
-        met = await _meet(asked, job, node, tasks, say)
+        met = await _meet(asked, job, session, tasks, say)
         if isinstance(met, DoctorFinding):
             return JointResult(None, trouble=met)
-        client = CheckClient(asked, host, lambda: new_session(asked, job, node), *met)
+        client = CheckClient(asked, host, session, *met)
         try:
             return await client.run(facts, examine)
         except RefusedError as error:
@@ -119,18 +124,10 @@ async def check_together(
             await client.close()
 
 
-def new_session(asked: JointOptions, job: JobSpec, node: NodeSpec) -> Session[FromServer]:
-    return Session(ClientHandshake(job, node, asked.token, fresh_nonce()), decode_from_server)
-
-
 async def _meet(
-    asked: JointOptions, job: JobSpec, node: NodeSpec, tasks: asyncio.TaskGroup, say: Callable[[str], None]
+    asked: JointOptions, job: JobSpec, session: NewSession, tasks: asyncio.TaskGroup, say: Callable[[str], None]
 ) -> tuple[Connection[FromServer], Claim | None] | DoctorFinding:
     """A connection to the server. The server starts here if the endpoint is this machine's."""
-
-    def session() -> Session[FromServer]:
-        return new_session(asked, job, node)
-
     loop = asyncio.get_running_loop()
     began = said_s = look_s = loop.time()
     while True:
@@ -168,7 +165,7 @@ def _nobody(asked: JointOptions, error: HoldfastError) -> DoctorFinding:
     return retry("HF551", MEETING, why, f"run doctor on the node that owns the endpoint, too; check its name{fix}")
 
 
-async def _job_elsewhere(asked: JointOptions, session: Callable[[], Session[FromServer]]) -> DoctorFinding | None:
+async def _job_elsewhere(asked: JointOptions, session: NewSession) -> DoctorFinding | None:
     """The job may run although nobody answers at the first entry of the list: another one leads to it, or a witness."""
     places = list(asked.others)
     for place in places:
@@ -203,7 +200,7 @@ def _turned_away(endpoint: Endpoint, error: HoldfastError) -> DoctorFinding:
     return fatal("HF552", MEETING, text, "run the same line, with the same token, on all nodes")
 
 
-async def look_at_entry(entry: Endpoint, session: Callable[[], Session[FromServer]]) -> ListEntry:
+async def look_at_entry(entry: Endpoint, session: NewSession) -> ListEntry:
     """Whose it is: this node's, a witness's or nobody's."""
     try:
         place = await run_detached(lambda: claim(entry))
@@ -225,7 +222,7 @@ class CheckClient:
         self,
         asked: JointOptions,
         host: str,
-        session: Callable[[], Session[FromServer]],
+        session: NewSession,
         connection: Connection[FromServer],
         place: Claim | None,
     ) -> None:

@@ -26,7 +26,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.doctor import NodePath, Reached, Reduced
-from holdfast.doctor.facts import CHECKUP, ERROR_CHARS_MAX, bounded, end, last_json, own_addresses
+from holdfast.doctor.facts import CHECKUP, ERROR_CHARS_MAX, addresses_of, end, last_json
 from holdfast.protocol.policy import Port
 from holdfast.runtime.connection import connect, numeric, why
 
@@ -43,7 +43,6 @@ CONNECT_S_MAX = 5.0
 """Enough for two lost SYNs."""
 PROBE_S_MAX = 10.0
 """Limit of one probe, from the connection to its last answer."""
-NAME_S_MAX = 10.0
 CLOSE_S_MAX = 2.0
 AT_ONCE_MAX = 32
 """Limit of probes and name look-ups at the same time."""
@@ -135,8 +134,7 @@ async def probe_all(me: int, key: bytes, peers: Sequence[Peer]) -> tuple[NodePat
     async def one(index: int) -> NodePath:
         peer = peers[index]
         async with room:
-            late: tuple[tuple[str, ...], str] = ((), f"no answer within {NAME_S_MAX:g} s")
-            names, error = await bounded(lambda: own_addresses(peer.host), NAME_S_MAX, late)
+            names, error = await addresses_of(peer.host)
             path = await probe(peer, index, key, transfer_s=0.0)
         return replace(path, names=names, name_error=error)
 

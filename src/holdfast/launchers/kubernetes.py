@@ -66,33 +66,33 @@ class KubernetesJob:
     """Further options of `holdfast run`. They come last, so they take precedence."""
     args: tuple[str, ...]
     """The script and its own arguments."""
-    namespace: str = ""
-    jobset: bool = False
-    gpus: int = 0
-    gpu_resource: str = "nvidia.com/gpu"
-    cpus: str = ""
-    memory: str = ""
-    shm: str = ""
-    volumes: tuple[Volume, ...] = ()
-    env: tuple[tuple[str, str], ...] = ()
-    env_from: tuple[tuple[str, str], ...] = ()
-    cwd: str = ""
-    service_account: str = ""
-    pull_secret: str = ""
-    priority_class: str = ""
-    run_as: tuple[int, int] | None = None
-    labels: tuple[tuple[str, str], ...] = ()
-    node_selector: tuple[tuple[str, str], ...] = ()
-    retries: int = 3
-    ttl_s: int | None = None
-    token_secret: str = ""
+    namespace: str
+    jobset: bool
+    gpus: int
+    gpu_resource: str
+    cpus: str
+    memory: str
+    shm: str
+    volumes: tuple[Volume, ...]
+    env: tuple[tuple[str, str], ...]
+    env_from: tuple[tuple[str, str], ...]
+    cwd: str
+    service_account: str
+    pull_secret: str
+    priority_class: str
+    run_as: tuple[int, int] | None
+    labels: tuple[tuple[str, str], ...]
+    node_selector: tuple[tuple[str, str], ...]
+    retries: int
+    ttl_s: int | None
+    token_secret: str
     """Name of the Secret whose key `token` is the job's token; empty: none."""
-    drain_s: float = 60.0
-    stop_grace_s: float = 30.0
+    drain_s: float
+    stop_grace_s: float
     save_s: float
     """How long an agent waits for snapshots that are being written; those in memory go with the pod."""
-    health_port: int = HEALTH_PORT
-    metrics_port: int | None = None
+    health_port: int
+    metrics_port: int | None
 
     @property
     def alone(self) -> bool:
@@ -118,6 +118,10 @@ class KubernetesJob:
             "app.kubernetes.io/component": "training",
             "app.kubernetes.io/managed-by": "holdfast-submit",
         }
+
+    @property
+    def all_labels(self) -> Manifest:
+        return {**self.own_labels, **dict(self.labels)}
 
 
 def last_pod(most: int, *, jobset: bool) -> str:
@@ -148,7 +152,7 @@ def metadata(job: KubernetesJob, name: str) -> Manifest:
     made: Manifest = {"name": name}
     if job.namespace:
         made["namespace"] = job.namespace
-    return {**made, "labels": {**job.own_labels, **dict(job.labels)}}
+    return {**made, "labels": job.all_labels}
 
 
 def service(job: KubernetesJob) -> Manifest:
@@ -172,7 +176,7 @@ def indexed_job(job: KubernetesJob) -> Manifest:
 
 def jobset(job: KubernetesJob) -> Manifest:
     """The JobSet, from which the controller makes the Service and one Indexed Job."""
-    template: Manifest = {"metadata": {"labels": {**job.own_labels, **dict(job.labels)}}, "spec": job_spec(job)}
+    template: Manifest = {"metadata": {"labels": job.all_labels}, "spec": job_spec(job)}
     spec: Manifest = {
         "network": {
             "enableDNSHostnames": True,
@@ -217,7 +221,7 @@ def job_spec(job: KubernetesJob) -> Manifest:
         )
     if job.ttl_s is not None and not job.jobset:
         spec["ttlSecondsAfterFinished"] = job.ttl_s
-    spec["template"] = {"metadata": {"labels": {**job.own_labels, **dict(job.labels)}}, "spec": pod_spec(job)}
+    spec["template"] = {"metadata": {"labels": job.all_labels}, "spec": pod_spec(job)}
     return spec
 
 

@@ -348,20 +348,13 @@ def over(answer: ScontrolOutput, job_id: int, restarts: int) -> str:
     return f"its state is {state}" if state in OVER else ""
 
 
-def watch(
-    job_id: int,
-    restarts: int,
-    end: Callable[[str], None],
-    *,
-    check_s: float = CHECK_S,
-    ask: Callable[..., ScontrolOutput] = ask_scontrol,
-) -> None:
+def watch(job_id: int, restarts: int, end: Callable[[str], None], *, check_s: float) -> None:
     """Call `end` once with the reason when this start of the job is over, from a daemon thread."""
 
     def look() -> None:
         forever = threading.Event()
         while not forever.wait(check_s):
-            reason = over(ask("show", "job", str(job_id)), job_id, restarts)
+            reason = over(ask_scontrol("show", "job", str(job_id)), job_id, restarts)
             if reason:
                 end(reason)
                 return

@@ -2,8 +2,8 @@
 
     api             the public function: parameters to a command line, the end of the job to results or an exception;
                     the call and the answers are pickled in memory files
-    agent           the program of the agent's process
-    agent_session   this process as the caller sees it: start, console, interrupts, time-out
+    agent_session   the agent's process as the caller sees it: start, console, interrupts, time-out; its program is in
+                    cli/run.py
 
 Only `holdfast/__init__.py` imports this package.
 """

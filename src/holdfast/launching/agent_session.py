@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, TextIO
 
 from msgspec import Struct, json
 
@@ -29,25 +29,18 @@ SIGNALS_SEEN_S = 1.0
 ROOT = os.path.abspath(os.path.join(os.path.dirname(__file__), *[os.pardir] * 2))
 # The package is found by its path. The workers would inherit a PYTHONPATH.
 PROGRAM = (
-    f"import sys; sys.path.insert(0, {ROOT!r}); from holdfast.launching.agent import main; sys.exit(main(sys.argv[1:]))"
+    f"import sys; sys.path.insert(0, {ROOT!r}); from holdfast.cli.run import main_for_caller; "
+    "sys.exit(main_for_caller(sys.argv[1:]))"
 )
 
 
 class AgentReport(Struct, frozen=True, kw_only=True):
     """The agent's final report: how the job ended, or the error that prevented its start."""
 
-    outcome: Outcome | None = None
-    folder: str = ""
-    code: str = ""
-    message: str = ""
-
-
-class TextStream(Protocol):
-    """The methods of a `sys.stdout` without a descriptor."""
-
-    def write(self, text: str, /) -> Any: ...
-
-    def flush(self) -> Any: ...
+    outcome: Outcome | None
+    folder: str
+    code: str
+    message: str
 
 
 def descriptor_of(stream: Any) -> int | None:
@@ -100,7 +93,7 @@ class AgentSession:
         theirs.callback(os.close, writing)
         return writing
 
-    def _output(self, theirs: contextlib.ExitStack, stream: TextStream | None) -> int:
+    def _output(self, theirs: contextlib.ExitStack, stream: TextIO | None) -> int:
         if stream is None:
             return subprocess.DEVNULL
         with contextlib.suppress(OSError, ValueError):

@@ -35,6 +35,7 @@ from holdfast.protocol.errors import (
     WorkerFailedError,
 )
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, Verdict, job_exit_code
+from holdfast.text import plural
 from holdfast.worker import call
 from holdfast.worker.call import ERROR, HEADER, NOTHING, TEXT_LENGTH, VALUE
 
@@ -173,7 +174,7 @@ def run(
     # Resolved here too, so that errors are raised here with their own class.
     nproc = resolve(grammar.parse([*argv, "--", script], variables, OPTIONS), variables).options.nproc
     with ExitStack() as files:
-        call_fd, *answer_fds = (memory_file(f"holdfast-{index}") for index in range(nproc + 1))
+        call_fd, *answer_fds = (os.memfd_create(f"holdfast-{index}", os.MFD_CLOEXEC) for index in range(nproc + 1))
         for fd in (call_fd, *answer_fds):
             files.callback(os.close, fd)
         write_call(call_fd, fn, args)
@@ -214,7 +215,8 @@ def fail(report: AgentReport, answer_fds: Sequence[int]) -> Never:
     if verdict is None:
         raise with_exit_code(error_of(outcome.code, outcome.message), outcome)
     if verdict.culprit is None:
-        raise with_exit_code(error_of(verdict.code, advised(verdict)), outcome)
+        text = f"{verdict.cause}\n{verdict.advice}" if verdict.advice else verdict.cause
+        raise with_exit_code(error_of(verdict.code, text), outcome)
     raise worker_failed(verdict, verdict.culprit, report.folder) from cause(verdict.culprit, answer_fds)
 
 
@@ -235,14 +237,10 @@ def with_exit_code(error: HoldfastError, outcome: Outcome) -> HoldfastError:
     return error
 
 
-def advised(verdict: Verdict) -> str:
-    return f"{verdict.cause}\n{verdict.advice}" if verdict.advice else verdict.cause
-
-
 def worker_failed(verdict: Verdict, culprit: Failure, folder: str) -> WorkerFailedError:
     ended = f"signal {-culprit.exit_code}" if culprit.exit_code < 0 else f"exit code {culprit.exit_code}"
     details = [f"rank {culprit.rank} on {culprit.host}, {ended}"]
-    details += [f"after {verdict.restarts} restart{'s' if verdict.restarts > 1 else ''}"] if verdict.restarts else []
+    details += [f"after {plural(verdict.restarts, 'restart')}"] if verdict.restarts else []
     details += [f"log: {culprit.stderr_file}"] if culprit.stderr_file else []
     error = WorkerFailedError(
         f"{verdict.cause}\n{', '.join(details)}", exit_code=job_exit_code(verdict), rank=culprit.rank, host=culprit.host
@@ -289,10 +287,6 @@ class Answered(NamedTuple):
     has_value: bool
     value: Any = None
     error: BaseException | None = None
-
-
-def memory_file(name: str) -> int:
-    return os.memfd_create(name, os.MFD_CLOEXEC)
 
 
 def write_call(fd: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:

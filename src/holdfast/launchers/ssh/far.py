@@ -139,9 +139,8 @@ def gather(request: dict[str, Any]) -> tuple[socket.socket | None, dict[str, Any
     try:
         held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
         held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        held.bind(
-            ("", 0)
-        )  # bound, not listening: no other process gets the port by chance, and the agent can bind it too
+        # Bound, not listening: no other process gets the port by chance, and the agent can bind it too.
+        held.bind(("", 0))
         facts["port"] = held.getsockname()[1]
     except OSError:
         pass

@@ -19,7 +19,7 @@ from msgspec import Struct, structs
 from holdfast.protocol.errors import HostsError
 from holdfast.runtime.inherited import without_secrets
 from holdfast.supervisor.processes import PR_SET_PDEATHSIG, prctl
-from holdfast.text import is_loopback, listed
+from holdfast.text import is_loopback, listed, plural
 
 SHOWN_CHARACTERS = 12
 """Of a hash."""
@@ -45,31 +45,31 @@ class LaunchSpec(Struct, frozen=True, kw_only=True):
 
     hosts: tuple[HostSpec, ...]
     """Empty with discovery."""
-    discovery: str = ""
+    discovery: str
     """A program that prints the current hosts."""
     min_nodes: int
     max_nodes: int
-    nproc: int | None = None
+    nproc: int | None
     """Workers on a host without slots; None: each host decides (gpu, auto …)."""
     expected: Expected
-    program: bool = False
+    program: bool
     """The script is a program (--no-python)."""
-    environ: dict[str, str] = {}
+    environ: dict[str, str]
     """Variables that are sent to the hosts, with the job's token."""
     line: Callable[[HostSpec, int | None, str], list[str]]
     """Makes the far agent's command line from the host, its preferred group rank and the endpoint (empty: none)."""
-    endpoint: str = ""
+    endpoint: str
     """The endpoint as given; empty: a port of the first host."""
-    alone: bool = False
+    alone: bool
     """A job of one node, without a rendezvous."""
-    succession: bool = False
+    succession: bool
     """If the coordinator's host is lost, three hosts or more elect another one."""
-    detach: bool = False
-    ssh: tuple[str, ...] = ("ssh",)
+    detach: bool
+    ssh: tuple[str, ...]
     """The ssh command with the user's options."""
     lock: str
     """A unique secret name, the same for all connections of this run."""
-    signals: tuple[int, ...] = ()
+    signals: tuple[int, ...]
     """Signals that end the job (--signals-to-handle, --preempt-signal)."""
 
 
@@ -141,14 +141,14 @@ def problems(spec: HostSpec, facts: HostFacts, expected: Expected, nproc: int | 
             f"({facts.script[:SHOWN_CHARACTERS]}, elsewhere {expected.script[:SHOWN_CHARACTERS]}); copy it there"
         )
     if nproc is not None and facts.cores and nproc > facts.cores:
-        found.append(f"{nproc} workers, but {facts.cores} CPU core{'s' if facts.cores > 1 else ''} there")
+        found.append(f"{nproc} workers, but {plural(facts.cores, 'CPU core')} there")
     return [f"host {spec}: {text}" for text in found]
 
 
 def remarks(spec: HostSpec, facts: HostFacts, nproc: int | None) -> list[str]:
     """Warnings about this host, which do not prevent the start."""
     if nproc is not None and 0 < facts.gpus < nproc:
-        return [f"host {spec}: {nproc} workers, but {facts.gpus} GPU{'s' if facts.gpus > 1 else ''} there"]
+        return [f"host {spec}: {nproc} workers, but {plural(facts.gpus, 'GPU')} there"]
     return []
 
 
@@ -238,12 +238,12 @@ def parse_slots(slots: str, text: str, where: str) -> int:
     return int(slots)
 
 
-def parse_list(text: str, where: str = "--hosts") -> list[HostSpec]:
-    """Hosts separated by commas."""
+def parse_list(text: str) -> list[HostSpec]:
+    """The hosts of --hosts, separated by commas."""
     words = [word for word in text.split(",") if word.strip()]
     if not words:
-        raise HostsError(f"{where} names no host")
-    return checked([parse_host(word, where) for word in words], where)
+        raise HostsError("--hosts names no host")
+    return checked([parse_host(word, "--hosts") for word in words], "--hosts")
 
 
 def parse_file(text: str, where: str) -> list[HostSpec]:

@@ -20,6 +20,7 @@ from holdfast.launchers.ssh.hosts import (
     AgentExit,
     Discovery,
     Expected,
+    HostFacts,
     HostSpec,
     LaunchSpec,
     expected_from,
@@ -92,6 +93,10 @@ class RemoteHost:
         self.trouble = ""
         """Why the last attempt failed."""
 
+    @property
+    def facts(self) -> HostFacts | None:
+        return None if self.session is None else self.session.facts
+
 
 class Launcher:
     """Runs one job."""
@@ -139,7 +144,10 @@ class Launcher:
         finally:
             for signum in handled:
                 loop.remove_signal_handler(signum)
-            await asyncio.gather(*(each.session.close() for each in self._remotes.values() if each.session is not None))
+            await asyncio.gather(*(session.close() for session in self._sessions()))
+
+    def _sessions(self) -> list[SshSession]:
+        return [each.session for each in self._remotes.values() if each.session is not None]
 
     # ---------------------------------------------------------------- the beginning
 
@@ -154,7 +162,7 @@ class Launcher:
             errors = await asyncio.gather(*map(self._log_in, waiting))
             for remote, error in zip(waiting, errors, strict=True):
                 remote.trouble = str(error or "")
-            errors += self._compare([each for each in self._remotes.values() if each.session is not None])
+            errors += self._compare()
             ready = [each for each in self._remotes.values() if each.session is not None]
             self._judge([error for error in errors if error is not None], len(ready))
             if len(ready) >= self._launch.min_nodes:
@@ -181,9 +189,9 @@ class Launcher:
                 break
         return None
 
-    def _compare(self, ready: Sequence[RemoteHost]) -> list[HostsError | None]:
+    def _compare(self) -> list[HostsError | None]:
         """Compare the hosts. Those with a problem are released."""
-        with_facts = [(each, each.session.facts) for each in ready if each.session is not None and each.session.facts]
+        with_facts = [(each, each.facts) for each in self._remotes.values() if each.facts]
         if not with_facts:
             return []
         sound = next((facts for _, facts in with_facts if not facts.trouble), with_facts[0][1])
@@ -204,7 +212,7 @@ class Launcher:
 
     def _same_machine(self, places: Sequence[RemoteHost]) -> list[tuple[RemoteHost, str]]:
         """Hosts that are the same machine as an earlier one: a machine can have only one agent of a run."""
-        with_facts = [(each.spec, each.session.facts) for each in places if each.session and each.session.facts]
+        with_facts = [(each.spec, each.facts) for each in places if each.facts]
         return [(self._remotes[spec.host], text) for spec, text in same_machine(with_facts)]
 
     def _let_go(self, remote: RemoteHost) -> None:
@@ -237,7 +245,7 @@ class Launcher:
     def _choose_endpoint(self, ready: Sequence[RemoteHost]) -> None:
         if self._endpoint or self._launch.alone:
             return
-        facts = [each.session.facts for each in ready if each.session is not None and each.session.facts is not None]
+        facts = [each.facts for each in ready if each.facts]
         named = facts[: ENDPOINTS_MAX if self._launch.succession else 1]
         addresses = [meeting_address(one, [each for each in facts if each is not one]) for one in named]
         places = [Endpoint(host=host, port=one.port) for one, host in zip(named, addresses, strict=True) if host]
@@ -316,9 +324,8 @@ class Launcher:
         if not self._over.is_set() and remote.wanted:
             error = await self._log_in(remote)
             if error is None:
-                assert remote.session is not None
-                assert remote.session.facts is not None
-                found = problems(remote.spec, remote.session.facts, self._expected, self._nproc(remote.spec))
+                assert remote.facts is not None
+                found = problems(remote.spec, remote.facts, self._expected, self._nproc(remote.spec))
                 others = [each for each in self._remotes.values() if each is not remote]
                 found += [text for same, text in self._same_machine([*others, remote]) if same is remote]
                 error = HostDiffersError("\n".join(found)) if found else None
@@ -355,9 +362,8 @@ class Launcher:
 
     async def _beat(self) -> None:
         while True:
-            for remote in self._remotes.values():
-                if remote.session is not None:
-                    remote.session.beat()
+            for session in self._sessions():
+                session.beat()
             await asyncio.sleep(BEAT_S)
 
     # ---------------------------------------------------------------- hosts that come and go
@@ -390,9 +396,7 @@ class Launcher:
         """Discovery no longer names this host, or names it differently: its workers save and leave."""
         if not remote.wanted or remote.staying:
             return
-        able = (
-            self._launch.succession and sum(each.session is not None for each in self._remotes.values()) >= VOTERS_MIN
-        )
+        able = self._launch.succession and len(self._sessions()) >= VOTERS_MIN
         if remote.spec.host == self._meets_at and self._endpoint and remote.session is not None and not able:
             remote.staying = True
             self._screen.say(
@@ -427,17 +431,15 @@ class Launcher:
         name = signal.Signals(signum).name
         going = any(each.session is not None and each.task is not None for each in self._remotes.values())
         if not going or detaching:
-            assert self._main is not None
-            self._main.cancel()
+            self._give_up()
         elif first:
             self._screen.say(f"{name}: stopping on all hosts; a second one kills at once")
             self._signal_all(signum)
             self._drop_when_stalled(-1)
         else:
             self._screen.say(f"{name} again: killing on all hosts")
-            for remote in self._remotes.values():
-                if remote.session is not None:
-                    remote.session.kill()
+            for session in self._sessions():
+                session.kill()
             asyncio.get_running_loop().call_later(KILL_S, self._give_up)
 
     def _drop_when_stalled(self, before: int) -> None:
@@ -449,12 +451,11 @@ class Launcher:
             asyncio.get_running_loop().call_later(CONSOLE_STALL_S_MAX, self._drop_when_stalled, now)
 
     def _signal_all(self, signum: int) -> None:
-        for remote in self._remotes.values():
-            if remote.session is not None:
-                remote.session.signal(signum)
+        for session in self._sessions():
+            session.signal(signum)
 
     def _give_up(self) -> None:
-        """Stop waiting for hosts that do not answer. The end of ssh ends what runs there, if it can."""
+        """Wait for no host any more. The end of ssh ends what runs there, if it can."""
         assert self._main is not None
         self._main.cancel()
 

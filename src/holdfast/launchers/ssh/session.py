@@ -261,7 +261,7 @@ class SshSession:
         self._open_feeds = 0
         self._all_read = asyncio.Event()
 
-    async def start(self) -> HostFacts:
+    async def start(self) -> None:
         """Log in and get the facts. On HostUnreachableError the connection is closed."""
         source = FAR.read_bytes()
         expected = self._launch.expected
@@ -282,7 +282,6 @@ class SshSession:
         for feed in self._feeds:
             feed.show()
         self._screen.console.wake()
-        return self.facts
 
     async def _spawn(self, line: Sequence[str]) -> None:
         pipes = [os.pipe() for _ in range(2)]
@@ -326,7 +325,7 @@ class SshSession:
             await self.close()
         out, err = (feed.held() for feed in self._feeds)
         self.turned_away = is_turned_away(err)
-        raise HostUnreachableError(explain(self.spec, err, code, interpreter, LOGIN_S, out))
+        raise HostUnreachableError(explain(self.spec, err, code, interpreter, out))
 
     async def _drained(self) -> None:
         """Wait until all output of ssh, which has ended, is read."""
@@ -430,13 +429,13 @@ def is_turned_away(text: str) -> bool:
     return _TURNED_AWAY.search(text) is not None
 
 
-def explain(spec: HostSpec, text: str, code: int | None, python: str, limit_s: float, out: str = "") -> str:
-    """Why a login failed. `text`: ssh's stderr; `code`: its exit code, None: abandoned after `limit_s`; `out`: its
+def explain(spec: HostSpec, text: str, code: int | None, python: str, out: str = "") -> str:
+    """Why a login failed. `text`: ssh's stderr; `code`: its exit code, None: abandoned after LOGIN_S; `out`: its
     stdout."""
-    return f"host {spec}: {_why(spec, text, code, python, limit_s, out)}"
+    return f"host {spec}: {_why(spec, text, code, python, out)}"
 
 
-def _why(spec: HostSpec, text: str, code: int | None, python: str, limit_s: float, out: str) -> str:
+def _why(spec: HostSpec, text: str, code: int | None, python: str, out: str) -> str:
     last = last_words(text)
     if "Could not resolve hostname" in text:
         return f"its name does not resolve ({last.rpartition(': ')[2]}); neither ssh_config nor DNS knows it"
@@ -451,7 +450,7 @@ def _why(spec: HostSpec, text: str, code: int | None, python: str, limit_s: floa
         trial = f"ssh -o BatchMode=yes {spec} true"
         return f"no login without a password ({last}); set up a key or an agent until `{trial}` works"
     if code is None:
-        return f"no login within {limit_s:g} s{f' ({last})' if last else ''}"
+        return f"no login within {LOGIN_S:g} s{f' ({last})' if last else ''}"
     if code == 255 and _UNREACHABLE.search(text):
         return f"cannot be reached by ssh ({last})"
     if code == 255:
