@@ -123,7 +123,7 @@ def read_lives(path: Path) -> list[Life]:
             step = life.steps[line["step"]]
             step.ended_s, step.seen = now, (line["seen"][0], line["seen"][1])
         elif what == "not saved":
-            life.unsaved.append(max(life.steps))
+            life.unsaved.append(line["step"])
         elif what == "finished":
             life.finished = True
     if life is not None:

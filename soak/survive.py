@@ -3,7 +3,8 @@
     holdfast run … soak/survive.py SITE
 
 Its state is kept by `ht.Snapshots`, in memory; what training.py saves beside it is for the checker, and for a job that has
-lost the memory of a node, so it is saved more rarely. What it writes down, and its steps, are in training.py.
+lost the memory of a node, so it is saved more rarely, and in a thread: a disk that stalls stops no step. What it writes
+down, and its steps, are in training.py.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 import time
 import uuid
 from typing import Any
@@ -51,11 +53,57 @@ class Group:
         return [int(each) for each in sums.tolist()]
 
 
+class Writing:
+    """A snapshot that a thread writes."""
+
+    def __init__(self, draft: training.Draft) -> None:
+        self.draft = draft
+        self.error: OSError | None = None
+        self._thread = threading.Thread(target=self._write, daemon=True)
+        self._thread.start()
+
+    def _write(self) -> None:
+        try:
+            self.draft.write()
+        except OSError as error:
+            self.error = error
+
+    @property
+    def done(self) -> bool:
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        self._thread.join()
+
+
 class Trainer(training.Trainer):
     """Its place in the data is saved and handed on with the model."""
 
     generation = ""
     """The one that has come to this state; empty: it is that of a snapshot."""
+    _writing: Writing | None = None
+
+    def begin_save(self, generation: str) -> None:
+        """Begin to write a snapshot, unless the one before is still being written."""
+        if self._writing is None:
+            self._writing = Writing(self.draft(generation))
+
+    def end_save(self, *, wait: bool = False) -> None:
+        """Give the snapshot its name if it is written. Only here: it must not appear once others have gone on without
+        this rank."""
+        writing = self._writing
+        if writing is None or not (wait or writing.done):
+            return
+        self._writing = None
+        writing.wait()
+        if writing.error is None:
+            self.publish(writing.draft)
+        else:
+            self.discard(writing.draft, writing.error)
+
+    def give_up_save(self) -> None:
+        """The generation that it is of is over: what is written gets no name."""
+        self._writing = None
 
     def state_dict(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in PLACE}
@@ -78,6 +126,7 @@ def goes_on_from_file(trainer: Trainer, group: Group) -> None:
 
 def joined(trainer: Trainer, group: Group) -> str:
     """All ranks have met; the name of their generation."""
+    trainer.give_up_save()
     looked_s = time.monotonic()
     generation, name = group.from_first([uuid.uuid4().hex[:12], training.newest()])
     if name:
@@ -125,10 +174,14 @@ def main() -> None:
                 ending = trainer.train_one(group)
                 snaps.step()
                 ending = ending or snaps.stopping
+                trainer.end_save()
                 if ending or trainer.step % SAVE_EVERY_STEPS == 0:
                     group.summed([0])  # all have done the step, and none goes back behind its snapshot
-                    if group.rank == 0:
+                    if group.rank == 0 and ending:
+                        trainer.end_save(wait=True)
                         trainer.save(generation)
+                    elif group.rank == 0:
+                        trainer.begin_save(generation)
             group.summed([0])
 
         train()

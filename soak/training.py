@@ -22,6 +22,7 @@ import sys
 import threading
 import time
 import uuid
+from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
@@ -133,6 +134,28 @@ def order(epoch: int) -> list[int]:
     return Random(SEED * 1_000_003 + epoch).sample(range(SAMPLES), SAMPLES)
 
 
+@dataclass(frozen=True)
+class Draft:
+    """A snapshot without its name."""
+
+    head: dict[str, Any]
+    payload: bytes
+
+    @property
+    def name(self) -> str:
+        return f"{self.head['step']:09d}-{self.head['id']}"
+
+    @property
+    def temporary(self) -> Path:
+        return SNAPSHOTS / f".{self.name}"
+
+    def write(self) -> None:
+        with self.temporary.open("wb") as file:
+            file.write(json.dumps(self.head).encode() + b"\n" + self.payload)
+            file.flush()
+            os.fsync(file.fileno())
+
+
 class Trainer:
     """The state of the training, and where it came from."""
 
@@ -154,6 +177,16 @@ class Trainer:
 
     def save(self, generation: str) -> None:
         """A disk that is full costs a snapshot, not the training."""
+        draft = self.draft(generation)
+        try:
+            draft.write()
+        except OSError as error:
+            self.discard(draft, error)
+        else:
+            self.publish(draft)
+
+    def draft(self, generation: str) -> Draft:
+        """A snapshot of the present state."""
         payload = self.model.dump()
         head = {
             "id": uuid.uuid4().hex[:12],
@@ -166,28 +199,29 @@ class Trainer:
             "bytes": len(payload),
             "sha256": hashlib.sha256(payload).hexdigest(),
         }
-        name = f"{self.step:09d}-{head['id']}"
         LEDGER.note("saving", snapshot=head["id"], step=self.step, parent=self.snapshot)
-        temporary = SNAPSHOTS / f".{name}"
+        return Draft(head, payload)
+
+    def publish(self, draft: Draft) -> None:
+        """What was written gets its name."""
         try:
-            with temporary.open("wb") as file:
-                file.write(json.dumps(head).encode() + b"\n" + payload)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.rename(SNAPSHOTS / name)
+            draft.temporary.rename(SNAPSHOTS / draft.name)
             folder = os.open(SNAPSHOTS, os.O_RDONLY)
             try:
                 os.fsync(folder)
             finally:
                 os.close(folder)
         except OSError as error:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            LEDGER.note("not saved", snapshot=head["id"], error=str(error))
-            print(f"no snapshot at step {self.step}: {error}", flush=True)
+            self.discard(draft, error)
             return
-        self.snapshot = str(head["id"])
-        LEDGER.note("saved", snapshot=head["id"])
+        self.snapshot = str(draft.head["id"])
+        LEDGER.note("saved", snapshot=self.snapshot)
+
+    def discard(self, draft: Draft, why: object) -> None:
+        with contextlib.suppress(OSError):
+            draft.temporary.unlink(missing_ok=True)
+        LEDGER.note("not saved", snapshot=draft.head["id"], step=draft.head["step"], error=str(why))
+        print(f"no snapshot of step {draft.head['step']}: {why}", flush=True)
 
     # ------------------------------------------------------------ training
 
