@@ -40,7 +40,7 @@ from holdfast.train.agreement import Peers
 from holdfast.train.buckets import Order
 from holdfast.train.copies import Copies, Sources
 from holdfast.train.quarantine import Judged, Patience, end_without_progress, judged
-from holdfast.train.reading import FilePart, ReadPlan, Saved, open_files, parts_of_slot
+from holdfast.train.reading import ReadPlan, Saved, opened, parts_of_slot
 from holdfast.train.state import Restored, Tracker
 from holdfast.train.tracked import Choice, Compared, Fit, Targets, together
 
@@ -370,14 +370,7 @@ class Resumer:
     def _from_folder(self, step: int, path: Place) -> tuple[Resumed | None, str]:
         """None and why, when the snapshot is at fault."""
         with contextlib.ExitStack() as files:
-
-            def compare() -> tuple[Saved, Compared]:
-                opened = open_files(folders.inspect(path))
-                for file in opened:
-                    files.callback(file.close)
-                return self._compare(Saved([FilePart(file) for file in opened]))
-
-            compared, damage = self._together(compare)
+            compared, damage = self._together(lambda: self._compare(files.enter_context(opened(folders.inspect(path)))))
             if damage:
                 return None, damage
             saved, findings = compared
