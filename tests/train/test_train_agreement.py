@@ -290,7 +290,7 @@ def test_so_many_in_a_row_are_fatal() -> None:
     saves = FailedSaves(3)
     said = [fail(saves) for _ in range(3)]
     assert [each is not None and each.fatal for each in said] == [False, False, True]
-    assert said[0].message == "rank 1: No space left\n1 of 3 failed saves in a row (failures_max=); training goes on."
+    assert said[0].text == "rank 1: No space left\n1 of 3 failed saves in a row (failures_max=); training goes on."
 
 
 def test_a_save_that_succeeds_ends_the_row() -> None:

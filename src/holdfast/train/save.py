@@ -203,9 +203,9 @@ class Saving:
             return ""
         failure = RankFailure(**word)
         if failure.fatal:
-            raise disk.error_of(failure.code, failure.message)
+            raise disk.error_of(failure.code, failure.text)
         if self._peers.rank == 0:
-            warnings.warn(f"holdfast: {failure.message}", RuntimeWarning, stacklevel=6)
+            warnings.warn(f"holdfast: {failure.text}", RuntimeWarning, stacklevel=6)
         return failure.text
 
     def _persist(self, request: SaveRequest) -> None:
