@@ -31,7 +31,7 @@ from holdfast.snapshots.layout import ALIGNMENT_BYTES, LENGTH_BYTES, Image, head
 from holdfast.snapshots.slots import HEADER_BYTES
 from holdfast.train import state_codec as codec
 from holdfast.train.copying import PrivateMapping, can_settle, copy_all
-from holdfast.train.sharding import DTYPES, PIECES, STATIC, TEXT, TIED, Piece, local_pieces, local_tensor
+from holdfast.train.sharding import DTYPES, PIECES, TEXT, TIED, Piece, local_pieces, local_tensor
 
 
 class Part(Protocol):
@@ -133,14 +133,12 @@ class Saved:
 
     @cached_property
     def texts(self) -> list[dict[str, Any]]:
-        """State other than tensors of each rank, with its static part, in the order of the parts."""
+        """State other than tensors of each rank, in the order of the parts."""
         texts = []
         for part in self._parts:
             span = part.image.spans.get(TEXT)
             if span is not None:
-                text = codec.expect(codec.loads(part.load([TEXT])[span]), dict, "text")
-                text["static"] = codec.expect(codec.loads(part.image.metadata.get(STATIC, "{}").encode()), dict, STATIC)
-                texts.append(text)
+                texts.append(codec.expect(codec.loads(part.load([TEXT])[span]), dict, "text"))
         return texts
 
     def whole_shape(self, key: str) -> tuple[tuple[int, ...], torch.dtype] | None:

@@ -443,7 +443,7 @@ def image(tracker: Tracker) -> torch.Tensor:
 
 def _plan(peers: Peers, node: str, collected: Collected) -> Layout:
     text_bytes = -(-int(len(collected.text) * TEXT_ROOM) // TEXT_BLOCK_BYTES) * TEXT_BLOCK_BYTES
-    return sharding.plan(peers, node, collected.shared, collected.own, text_bytes, "")
+    return sharding.plan(peers, node, collected.shared, collected.own, text_bytes)
 
 
 def _places(layout: Layout, memory: memoryview) -> Places:

@@ -139,7 +139,7 @@ def _put_together(plan: SavePlan, planner: SavePlanner, request: SaveRequest) ->
     tree = {"format": FORMAT, "rank": request.rank, "world": request.world, "step": request.step, "objects": objects}
     text = codec.dumps(tree)
     try:
-        image = image_of([piece for piece, _ in tensors], len(text), "")
+        image = image_of([piece for piece, _ in tensors], len(text))
     except ValueError as error:
         raise ShardingError(str(error)) from error
     memory = memoryview(mmap.mmap(-1, image.size_bytes))
