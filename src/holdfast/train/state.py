@@ -211,7 +211,8 @@ class Tracker:
     state: TrainState = field(default_factory=TrainState)
     _models: list[TrackedModel] = field(default_factory=list)
     _optimizers: list[TrackedOptimizer] = field(default_factory=list)
-    _others: dict[str, Any] = field(default_factory=dict)
+    others: dict[str, Any] = field(default_factory=dict)
+    """Objects that are neither models nor torch's optimizers, by name."""
     _kept: _Parts | None = None
     _resumed: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Positions of the loaders that were restored, until the training begins."""
@@ -231,7 +232,7 @@ class Tracker:
                 self._optimizers.append(TrackedOptimizer(name, each, self._models))
             elif callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None)):
                 _check_takes_nothing(name, each.state_dict)
-                self._others[name] = each
+                self.others[name] = each
                 if callable(keep := getattr(each, "keep_position", None)):
                     keep()
             else:
@@ -244,12 +245,12 @@ class Tracker:
         self.state._follow, self.state._batches = self._set_epoch, self._count_batches
 
     def names(self) -> set[str]:
-        return {*(each.name for each in self._models), *(each.name for each in self._optimizers), *self._others}
+        return {*(each.name for each in self._models), *(each.name for each in self._optimizers), *self.others}
 
     @property
     def optimizers(self) -> list[Optimizer]:
         found = [each.optimizer for each in self._optimizers]
-        return found + [each for each in self._others.values() if isinstance(each, Optimizer)]
+        return found + [each for each in self.others.values() if isinstance(each, Optimizer)]
 
     @property
     def models(self) -> list[nn.Module]:
@@ -259,11 +260,6 @@ class Tracker:
     def reducers(self) -> Reducers:
         """Of the models; once all of them are tracked."""
         return Reducers(self.models)
-
-    @property
-    def others(self) -> Mapping[str, Any]:
-        """Objects that are neither models nor torch's optimizers, by name."""
-        return self._others
 
     def regroup(self, rank: int, world: int) -> None:
         """Loaders and samplers go on as this rank of another world."""
@@ -282,11 +278,11 @@ class Tracker:
 
     def followers(self) -> dict[str, Any]:
         """Loaders and samplers, by name."""
-        return {name: each for name, each in self._others.items() if callable(getattr(each, "regroup", None))}
+        return {name: each for name, each in self.others.items() if callable(getattr(each, "regroup", None))}
 
     def check_counted(self) -> None:
         """Raise TrackingError if the loop's body has a batch that its loader has not counted."""
-        if any(getattr(each, "in_body", False) for each in self._others.values()):
+        if any(getattr(each, "in_body", False) for each in self.others.values()):
             raise TrackingError(
                 "save() between the optimizer's step and snaps.step(): a resume would train this batch again\n"
                 "call save() after snaps.step()"
@@ -295,13 +291,13 @@ class Tracker:
     def note_trained(self) -> None:
         """The batch in the loop's body is trained: loaders count it."""
         self._resumed = {}
-        for each in self._others.values():
+        for each in self.others.values():
             if callable(note := getattr(each, "trained", None)):
                 note()
 
     def _set_epoch(self, epoch: int) -> None:
         resumed, self._resumed = self._resumed, {}
-        for name, each in self._others.items():
+        for name, each in self.others.items():
             if name in resumed:
                 each.go_back(resumed[name])
             if callable(follow := getattr(each, "set_epoch", None)):
@@ -309,7 +305,7 @@ class Tracker:
 
     def _count_batches(self) -> tuple[int, int]:
         """Batches left in this epoch and of a whole one; zeros unless there is one loader that is trained on."""
-        loaders = [each for each in self._others.values() if getattr(each, "resumable", False)]
+        loaders = [each for each in self.others.values() if getattr(each, "resumable", False)]
         return (loaders[0].remaining, len(loaders[0])) if len(loaders) == 1 else (0, 0)
 
     def collect(self, rank: int, world: int) -> Collected:
@@ -326,7 +322,7 @@ class Tracker:
             "optimizers": {
                 each.name: {"groups": each.groups(encoder), **parts.optimizers[each.name]} for each in self._optimizers
             },
-            "others": {name: encoder.encode(each.state_dict(), name) for name, each in self._others.items()},
+            "others": {name: encoder.encode(each.state_dict(), name) for name, each in self.others.items()},
             "kinds": self._kinds(),
             "only": self.chosen,
             "random": encoder.encode(random_state(), "random"),
@@ -363,7 +359,7 @@ class Tracker:
         wrapped."""
         return {
             **{each.name: type(each.optimizer).__name__ for each in self._optimizers},
-            **{name: type(each).__name__ for name, each in self._others.items()},
+            **{name: type(each).__name__ for name, each in self.others.items()},
         }
 
     def compare(self, saved: Saved, rank: int, choice: Choice) -> Compared:
@@ -382,7 +378,7 @@ class Tracker:
         for optimizer in self._optimizers:
             if optimizer.name in wanted & there:
                 optimizer.compare(_merged(saved, text, optimizer.name), text["models"], kinds, found)
-        for name, each in self._others.items():
+        for name, each in self.others.items():
             was, kind = kinds.get(name), type(each).__name__
             if name in wanted & there and was not in (None, kind) and choice.strict:
                 found.problems[name] = f"{name} is a {kind} now, and a {was} in the snapshot"
@@ -414,7 +410,7 @@ class Tracker:
             if optimizer.name in fit.restored:
                 optimizer.restore(_merged(saved, text, optimizer.name), text["models"], filled, saved.fresh)
         done = Restored(world_then, orders=codec.expect(text.get("orders", []), list, "orders"))
-        for name, each in self._others.items():
+        for name, each in self.others.items():
             if name in fit.restored:
                 state = codec.decode(text["others"][name], saved.fresh)
                 if name in fit.optional:
@@ -434,7 +430,7 @@ class Tracker:
 
     def put_back(self, name: str, done: Restored) -> None:
         """Give this object back the state that it had: on some rank it refused the saved one."""
-        self._others[name].load_state_dict(done.before[name])
+        self.others[name].load_state_dict(done.before[name])
         self._resumed.pop(name, None)
 
 

@@ -248,7 +248,8 @@ ARRAY_LENGTH_MAX = 10_000_000
 ROUNDS = 8
 SEQUENTIAL = "sequential"
 SHUFFLED = "shuffled-1"
-"""Names of orders, kept in snapshots; another specification gets another number."""
+"""Names of orders, kept in snapshots so that a position is never read in another order; another specification gets
+another number."""
 _INDEX_BITS = 24
 _WORD = 1 << 64
 
@@ -256,39 +257,24 @@ Integers: TypeAlias = Any
 """A numpy array of whole numbers (mypy does not read numpy)."""
 
 
-class EpochOrder(Protocol):
-    """An epoch's order."""
-
-    name: str
-    """Says which kind it is; kept in snapshots, so that a position is never read in another order."""
-
-    def take(self, positions: Integers) -> Integers:
-        """The samples at these positions, each in 0 … length - 1."""
-
-    def share(self, share: Share) -> list[int]:
-        """The samples of one rank's batch."""
-
-
-class Sequential:
-    """The dataset's own order."""
-
-    name = SEQUENTIAL
+class EpochOrder:
+    """An epoch's order; without a subclass the dataset's own."""
 
     def __init__(self, length: int) -> None:
         self.length = length
 
     def take(self, positions: Integers) -> Integers:
+        """The samples at these positions, each in 0 … length - 1."""
         return positions
 
     def share(self, share: Share) -> list[int]:
+        """The samples of one rank's batch."""
         samples: list[int] = self.take(np.arange(share.start, share.stop) % self.length).tolist()
         return samples
 
 
-class Shuffled(Sequential):
+class Shuffled(EpochOrder):
     """Up to ARRAY_LENGTH_MAX samples: 4 bytes each, and about 80 ns each at the epoch's start."""
-
-    name = SHUFFLED
 
     def __init__(self, length: int, seed: int, epoch: int) -> None:
         super().__init__(length)
@@ -303,10 +289,8 @@ class Shuffled(Sequential):
         return self._samples[positions]
 
 
-class Feistel(Sequential):
+class Feistel(EpochOrder):
     """Any length, no memory. Outputs outside the length are sent through the network again until they are inside."""
-
-    name = SHUFFLED
 
     def __init__(self, length: int, seed: int, epoch: int) -> None:
         super().__init__(length)
@@ -334,7 +318,7 @@ class Feistel(Sequential):
 def order_of(length: int, seed: int, epoch: int, *, shuffle: bool) -> EpochOrder:
     """The order of one epoch."""
     if not shuffle:
-        return Sequential(length)
+        return EpochOrder(length)
     return Shuffled(length, seed, epoch) if length <= ARRAY_LENGTH_MAX else Feistel(length, seed, epoch)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from torch.utils.data import IterableDataset
 
 from holdfast.protocol.errors import DataError
-from holdfast.train.data import Integers, Sequential, Share, order_of
+from holdfast.train.data import EpochOrder, Integers, Share, order_of
 
 SHARDS_OPEN_MAX = 256
 """Shards that one process reads at the same time; beyond that the one unused for longest is closed."""
@@ -65,12 +65,11 @@ class ShardedDataset(IterableDataset, abc.ABC):  # type: ignore[misc]
         return sum(self.shard_sizes)
 
 
-class ShardOrder(Sequential):
+class ShardOrder(EpochOrder):
     """An epoch's order over shards. A sample's number is its shard's first number plus its place in the shard."""
 
     def __init__(self, sizes: Integers, seed: int, epoch: int, *, shuffle: bool) -> None:
         super().__init__(int(sizes.sum()))
-        self.name = shard_order_name(sizes, shuffle=shuffle)
         self._first = np.cumsum(sizes) - sizes
         order = order_of(len(sizes), seed, epoch, shuffle=shuffle).take(np.arange(len(sizes))).astype(np.int64)
         self._shards = order[np.argsort(sizes[order], kind="stable")]
