@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.train.data import GlobalBatch, Share, Tail
+from holdfast.train.data.datasets import ShardedDataset
 from holdfast.train.data.loader import DataLoader
 from holdfast.train.data.sampler import DistributedSampler
-from holdfast.train.data.shards import ShardedDataset
 
 Snapshot = tuple[dict[str, Any] | None, int]
 """The loaders' state, and how many optimizer steps had been made."""

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Subset
 
 from holdfast.protocol.errors import DataError, DataStateError
+from holdfast.train.data.datasets import BatchKey, Seeded, sample_seed
 from holdfast.train.data.loader import DataLoader
 from holdfast.train.data.sampler import DistributedSampler
-from holdfast.train.data.seeded import BatchKey, Seeded, sample_seed
 
 
 def sampler(length=40, world=1, rank=0, **options):

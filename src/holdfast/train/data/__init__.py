@@ -1,8 +1,8 @@
 """Which rank trains which sample when: the order of samples in an epoch, the position in it, and how a global batch is
 dealt to the ranks.
 
-    shards.py       the same for data that can only be read in sequence
-    loader.py       DataLoader: all of it around torch's loader; random numbers of a sample's augmentation
+    datasets.py     the same for data that can only be read in sequence; random numbers of a sample's augmentation
+    loader.py       DataLoader: all of it around torch's loader
     sampler.py      DistributedSampler: for scripts that keep torch's loader
 
 Here is arithmetic on (seed, epoch, length, cursor); equal on all ranks and for any number of ranks. Knows no dataset.

@@ -30,8 +30,16 @@ from holdfast.train.data import (
     place,
     set_in_hand,
 )
-from holdfast.train.data.seeded import BatchKey, Seeded, sample_seed
-from holdfast.train.data.shards import ShardedDataset, ShardOrder, ShardReader, shard_order_name, shard_sizes
+from holdfast.train.data.datasets import (
+    BatchKey,
+    Seeded,
+    ShardedDataset,
+    ShardOrder,
+    ShardReader,
+    sample_seed,
+    shard_order_name,
+    shard_sizes,
+)
 from holdfast.train.group import open_group
 
 SHRUNK = "batch_size"
