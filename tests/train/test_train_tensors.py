@@ -16,7 +16,7 @@ from holdfast.snapshots.folder import RankFile
 from holdfast.train import export
 from tests.warm import Warm
 
-SCRIPT = Path(__file__).parent / "scripts" / "tied_ranks.py"
+SCRIPT = Path(__file__).parent / "scripts" / "snapshot_ranks.py"
 pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.timeout(120), pytest.mark.usefixtures("own_staging")]
 
 
@@ -231,11 +231,12 @@ def test_an_export_has_every_name(tmp_path: Path, kind: str) -> None:
 
 def test_tied_over_ranks(warm: Warm, tmp_path: Path) -> None:
     """DDP and FSDP2, where a rank may hold nothing of the tensor; from memory and from the disk."""
-    for name, found in warm.found(SCRIPT, tmp_path).items():
+    for name, found in warm.found(SCRIPT, "tied", tmp_path).items():
         assert found["once"], name
-        for results in found["loaded"]:
-            for each in results:
+        for source in ("memory", "disk"):
+            for each in found[source]:
                 assert "error" not in each, each
+                assert each["resumed"]["source"] == source
                 assert each["tied"], name
                 assert each["state"] == found["saved"][0], name
 
