@@ -353,17 +353,11 @@ def test_extra_state(tmp_path: Path, value: Any) -> None:
         assert again[0].state["history"] == value["history"]
 
 
-@pytest.mark.parametrize(
-    ("tensor", "words"),
-    [
-        (torch.eye(3).to_sparse(), "sparse"),
-        (torch.empty(3, device="meta"), "meta"),
-    ],
-)
-def test_what_has_no_bytes_is_refused_by_name(tmp_path: Path, tensor: torch.Tensor, words: str) -> None:
-    with pytest.raises((StateTypeError, TrackingError), match=rf"model\.value.*{words}"):
+def test_what_has_no_bytes_is_refused_by_name(tmp_path: Path) -> None:
+    tensor = torch.eye(3).to_sparse()
+    with pytest.raises((StateTypeError, TrackingError), match=r"model\.value.*sparse"):
         save(tmp_path, model=Odd(tensor))
-    with pytest.raises((StateTypeError, TrackingError), match=rf"thing.*{words}"):
+    with pytest.raises((StateTypeError, TrackingError), match=r"thing.*sparse"):
         save(tmp_path / "b", model=nn.Linear(1, 1), thing=Thing(tensor))
 
 
