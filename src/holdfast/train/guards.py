@@ -163,8 +163,7 @@ class Guards:
             self._losses.told(value)
 
 
-# --- one per process, as torch's default group is
-# ------------------------------------------------------------------------
+# --- one per process, as torch's default group is ---------------------------------------------------------------------
 
 _current: Guards | None = None
 _blocks = itertools.count()

@@ -120,8 +120,7 @@ class Encoder:
         if plain is not None and not (isinstance(value, Enum) and not isinstance(value, (int, str))):
             warnings.warn(
                 f"holdfast: {_short(path)}: a {kind.__module__}.{kind.__qualname__} comes back as a plain "
-                f"{plain.__name__}; "
-                f"let state_dict() give a {plain.__name__}",
+                f"{plain.__name__}; let state_dict() give a {plain.__name__}",
                 RuntimeWarning,
                 stacklevel=2,
             )

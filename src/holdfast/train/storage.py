@@ -315,8 +315,8 @@ def _find(path: Place, step: int | None) -> Snapshot:
     return fitting[-1]
 
 
-# --- a saved state as nested dicts: {"step": 3, "epoch": 0, "model": {fqn: tensor}, "optimizer": {"state": …}, …}
-# ---------
+# --- a saved state as nested dicts ------------------------------------------------------------------------------------
+# {"step": 3, "epoch": 0, "model": {fqn: tensor}, "optimizer": {"state": …}, …}
 
 Get = Callable[[str], torch.Tensor]
 

@@ -57,8 +57,7 @@ Tail = Literal["even", "drop", "pad"]
 """What becomes of the last, smaller global batch of an epoch:
 
 even  dealt evenly with corrected weights: nothing is lost or repeated. A rank for which no sample is left gets the
-step's
-      first one with weight 0, so that it takes part in the collectives and learns nothing from it
+      step's first one with weight 0, so that it takes part in the collectives and learns nothing from it
 drop  left out: up to `size - 1` samples of the epoch are not trained
 pad   filled with samples from the epoch's start until all parts are equal: up to `world * every - 1` are trained twice
 """
@@ -446,16 +445,16 @@ class Position:
                 raise DataStateError(f"The loader's state is damaged: {name} is {value!r}.")
         if state["length"] != self.length:
             raise DataStateError(
-                f"The snapshot's dataset had {state['length']:,} samples, this one has {self.length:,}: the position "
-                "means nothing here.\n"
+                f"The snapshot's dataset had {state['length']:,} samples, this one has {self.length:,}: "
+                "the position means nothing here.\n"
                 "Train on with the dataset of the snapshot, or have the loader begin at the epoch's start: "
                 "snaps.resume(optional=['loader']), by the name that it is tracked with."
             )
         for name, argument in (("seed", "seed="), ("order", "shuffle= or the shards")):
             if state[name] != getattr(self, name):
                 raise DataStateError(
-                    f"The snapshot's {name} is {state[name]!r}, the loader's {getattr(self, name)!r}: samples would "
-                    "be lost and repeated.\n"
+                    f"The snapshot's {name} is {state[name]!r}, the loader's {getattr(self, name)!r}: "
+                    "samples would be lost and repeated.\n"
                     f"Give the loader the {argument} of the snapshot."
                 )
         if state["cursor"] > self.length:
