@@ -165,7 +165,7 @@ def test_a_state_that_one_rank_cannot_store_is_said_by_all(tmp_path: Path) -> No
         rank = Rank(tmp_path, peers)
         rank.tracker.add({"own": Own({"f": len if peers.rank == 1 else 0})})
         with pytest.raises(HoldfastError, match=r"own\['f'\]: a builtins") as told:
-            rank.saving.plan_ahead()
+            rank.saving.plan()
         return str(told.value).splitlines()[0][:14]
 
     assert together(dist.HashStore(), talk) == ["rank 1 failed:", "own['f']: a bu", "rank 1 failed:"]

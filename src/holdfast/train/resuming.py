@@ -217,7 +217,7 @@ class Resumer:
         """Rank 0: what every rank has something of, or can fetch, newest first, and is not suspect or older than the
         disk."""
         assert self._judged is not None
-        good = {each for each in common if not self._judged.is_suspect(each[0], each[1])}
+        good = {each for each in common if Key(each[0], each[1]) not in self._judged.suspects}
         if good or found.committed or found.suspects:
             common = good  # else a suspect state is better than none
         newest_step = -1 if found.newest_valid is None else found.newest_valid.step

@@ -150,10 +150,6 @@ class Saving:
         durable, look_at = self._peers.tell(word)
         return bool(durable), int(look_at)
 
-    def plan_ahead(self) -> None:
-        """Plan before anything is due, and take memory in the background."""
-        self._plan_together()
-
     def take_ahead(self) -> None:
         """Take memory in the background for what will be there after the first step, as far as it can be foreseen."""
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -185,7 +181,7 @@ class Saving:
                 raise SnapshotError(word["text"])
             if word["do"] != "plan":
                 break
-            self._plan_together()
+            self.plan()
         else:
             raise SnapshotError("the tracked state has another shape each time it is looked at")
         if word["do"] == "persist":
@@ -339,8 +335,9 @@ class Saving:
 
     # --- the plan -----------------------------------------------------------------------------------------------------
 
-    def _plan_together(self) -> None:
-        """What one rank cannot do all raise: to plan, the ranks wait for each other."""
+    def plan(self) -> None:
+        """All ranks together, also before anything is due; then memory is taken in the background. What one rank cannot
+        do all raise: to plan, the ranks wait for each other."""
         failure: Exception | None = None
         try:
             self._stop_reserving()
@@ -354,9 +351,6 @@ class Saving:
         for rank, text in enumerate(said):
             if text:
                 raise SnapshotError(f"rank {rank} failed: {text}")
-        self._plan(collected)
-
-    def _plan(self, collected: Collected) -> None:
         self._places.clear()
         if isinstance(self.tier, SaverClient):
             self.tier.drop_fetched()  # all ranks have settled

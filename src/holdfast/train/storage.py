@@ -15,7 +15,7 @@ import contextlib
 import io
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -318,8 +318,6 @@ def _find(path: Place, step: int | None) -> Snapshot:
 # --- a saved state as nested dicts ------------------------------------------------------------------------------------
 # {"step": 3, "epoch": 0, "model": {fqn: tensor}, "optimizer": {"state": …}, …}
 
-Get = Callable[[str], torch.Tensor]
-
 
 def load_all(saved: Saved) -> dict[str, Any]:
     """The whole state, whole tensors. SnapshotError."""
@@ -334,7 +332,7 @@ def load_all(saved: Saved) -> dict[str, Any]:
     return assembled(saved, lambda key: tensors[key] if key in tensors else saved.fresh(key), saved.fresh)
 
 
-def assembled(saved: Saved, tensor: Get, array: Get) -> dict[str, Any]:
+def assembled(saved: Saved, tensor: codec.Get, array: codec.Get) -> dict[str, Any]:
     """`tensor` gives what stands for a tensor of this name, `array` the bytes of a numpy array."""
     told = min(saved.texts, key=lambda text: int(text["rank"]))
     keys = [key for key in saved.pieces if not key.startswith(OWN)]
@@ -350,7 +348,7 @@ def assembled(saved: Saved, tensor: Get, array: Get) -> dict[str, Any]:
     return state
 
 
-def _optimizer(saved: Saved, name: str, tensor: Get, array: Get) -> dict[str, Any]:
+def _optimizer(saved: Saved, name: str, tensor: codec.Get, array: codec.Get) -> dict[str, Any]:
     """As torch's get_optimizer_state_dict has it: by names of parameters."""
     state: dict[str, Any] = {}
     groups: list[Any] = []
