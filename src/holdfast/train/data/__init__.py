@@ -44,7 +44,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 from weakref import ref
 
 import numpy as np
@@ -52,6 +52,9 @@ from torch import distributed
 
 from holdfast.protocol.errors import DataError, DataStateError
 from holdfast.worker.regroup import is_replacement
+
+if TYPE_CHECKING:
+    from holdfast.train.data.loader import DataLoader
 
 Tail = Literal["even", "drop", "pad"]
 """What becomes of the last, smaller global batch of an epoch:
@@ -99,7 +102,7 @@ class Share:
 
 
 class HasShare(Protocol):
-    """The part of a loader that `ht.accumulate` needs."""
+    """The part of a loader that `ht.accumulate` needs in any case."""
 
     @property
     def share(self) -> Share | None:
@@ -110,42 +113,16 @@ class HasShare(Protocol):
         """Micro-batches per optimizer step."""
 
 
-class Shrinks(HasShare, Protocol):
-    """A loader that can take fewer samples at once."""
-
-    @property
-    def shrinks_on_oom(self) -> bool:
-        """Whether it is to do so where memory is short."""
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of the largest batch that this rank gets at once; equal on all ranks."""
-
-    def shrink(self) -> None:
-        """Halve that, and hand out the optimizer step in hand again. All ranks call it in the same step."""
+_in_hand: ContextVar[ref[DataLoader] | None] = ContextVar("holdfast.train.in_hand", default=None)
 
 
-class Ahead(HasShare, Protocol):
-    """What `ht.accumulate` needs in addition to combine several optimizer steps of a loader into one."""
-
-    @property
-    def is_kept(self) -> bool:
-        """The loader keeps a global batch of its own."""
-
-    def samples_ahead(self, count: int) -> list[int]:
-        """Samples, of all ranks, of the batch in hand and of those after it in its epoch; at most `count` numbers."""
-
-
-_in_hand: ContextVar[ref[Ahead] | None] = ContextVar("holdfast.train.in_hand", default=None)
-
-
-def in_hand() -> Ahead | None:
+def in_hand() -> DataLoader | None:
     """The loader whose batch the loop's body has, so that `ht.accumulate` need not be given it."""
     found = _in_hand.get()
     return None if found is None else found()
 
 
-def set_in_hand(loader: Ahead | None) -> None:
+def set_in_hand(loader: DataLoader | None) -> None:
     """A loader hands out a batch, or its pass is over and the loop around it goes on. Keeps no loader alive."""
     _in_hand.set(None if loader is None else ref(loader))
 
