@@ -9,15 +9,10 @@ How models and optimizers are taken apart is in tracked.py.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import hashlib
 import inspect
 import operator
-import random
-import struct
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -34,56 +29,10 @@ from holdfast import worker
 from holdfast.protocol.errors import ShardingError, TrackingError
 from holdfast.train import state_codec as codec
 from holdfast.train.buckets import Order, Reducers
+from holdfast.train.random_numbers import random_state, seed_random, set_random_state
 from holdfast.train.reading import Saved
 from holdfast.train.sharding import OWN, TIED
 from holdfast.train.tracked import Choice, Compared, Fit, Shared, Targets, TrackedModel, TrackedOptimizer, check_tied
-
-
-def random_state() -> dict[str, Any]:
-    """State of the random generators that are in use: Python, numpy if imported, torch on CPU and this GPU."""
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "python": [version, struct.pack(f"<{len(words)}I", *words), gauss],
-        "torch": torch.get_rng_state().numpy().tobytes(),
-    }
-    if "numpy" in sys.modules:
-        name, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [name, keys.tobytes(), *rest]
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
-    return state
-
-
-@contextlib.contextmanager
-def undrawn() -> Iterator[None]:
-    """What the block draws from the random generators is as if it had not been drawn."""
-    state = random_state()
-    yield
-    set_random_state(state, None)
-
-
-def set_random_state(state: Mapping[str, Any], place: tuple[int, int] | None) -> None:
-    """Set the random generators. `place`: None in the same world; otherwise (rank, world), from which, with the saved
-    state, each rank gets a seed of its own."""
-    if place is not None:
-        rank, world = place
-        seed = hashlib.sha256(state["torch"] + f"/{rank}/{world}".encode()).digest()
-        random.seed(seed)
-        torch.manual_seed(int.from_bytes(seed[:7], "little"))
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(list(seed))
-        return
-    version, packed, gauss = state["python"]
-    random.setstate((version, struct.unpack(f"<{len(packed) // 4}I", packed), gauss))
-    torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
-    if "numpy" in state:
-        import numpy as np
-
-        name, keys, *rest = state["numpy"]
-        np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state["cuda"]), dtype=torch.uint8))
-
 
 FORMAT = 1
 
@@ -425,7 +374,11 @@ class Tracker:
         self._resumed = {name: each.position() for name, each in self.followers().items() if hasattr(each, "go_back")}
         self.state.step = codec.expect(text.get("step"), int, "step")
         self.state.epoch = codec.expect(text.get("epoch"), int, "epoch")
-        set_random_state(codec.decode(text["random"], saved.fresh), None if world == world_then else (rank, world))
+        drawn = codec.decode(text["random"], saved.fresh)
+        if world == world_then:
+            set_random_state(drawn)
+        else:
+            seed_random(drawn["torch"], rank, world)
         return done
 
     def put_back(self, name: str, done: Restored) -> None:

@@ -47,9 +47,10 @@ from holdfast.train.agreement import Peers
 from holdfast.train.boundary import Boundary, noted_forward
 from holdfast.train.buckets import Order
 from holdfast.train.group import ProcessGroup, open_group, regroup
+from holdfast.train.random_numbers import seed_random
 from holdfast.train.reading import Saved, parts_of_slot
 from holdfast.train.save import image
-from holdfast.train.state import Tracker, set_random_state
+from holdfast.train.state import Tracker
 from holdfast.train.tracked import Choice, together
 from holdfast.worker import drain
 from holdfast.worker.regroup import WHY_CHARACTERS_MAX, AgentChannel, ChannelLostError, Go
@@ -399,7 +400,7 @@ class Handed:
         snaps.state.step, snaps.state.epoch = step, self.chosen.epoch
         tracker.set_positions(self.chosen.positions)
         if not (self.same_places and boundary.restore_random(step, survived=survived)):
-            set_random_state({"torch": self.chosen.seed.encode()}, (peers.rank, peers.world))
+            seed_random(self.chosen.seed.encode(), peers.rank, peers.world)
 
     def _transfer(self, tracker: Tracker, device: torch.device, rank: int) -> None:
         on = device if "nccl" in dist.get_backend() else torch.device("cpu")
