@@ -291,7 +291,7 @@ def check(job):
     history = run(job)
     plans = [plan(job, life) for life in job.lives]
     for epoch in range(job.epochs):
-        trained = Counter(sample for at, samples in history.steps if at == epoch for sample in samples)
+        trained = history.epoch(epoch)
         assert set(trained) <= set(range(job.length))
         lost, repeated = job.length - len(trained), trained.total() - len(trained)
         if job.tail != "drop":

@@ -36,8 +36,8 @@ def samples(batches):
     return list(chain.from_iterable(batches))
 
 
-def order(length=40, epoch=0):
-    one = loader(length, batch_size=length)
+def order(epoch=0):
+    one = loader(batch_size=40)
     one.set_epoch(epoch)
     return next(iter(one))
 

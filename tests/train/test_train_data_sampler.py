@@ -22,14 +22,6 @@ def sampler(length=40, world=1, rank=0, **options):
     return DistributedSampler(range(length), world, rank, **options)
 
 
-def ranks_of(length, world, state=None, **options):
-    ranks = [sampler(length, world, rank, **options) for rank in range(world)]
-    for each in ranks:
-        if state:
-            each.load_state_dict(state)
-    return ranks
-
-
 def test_it_is_torchs_kind_so_that_trainers_leave_it_alone():
     assert isinstance(sampler(), torch.utils.data.DistributedSampler)
 

@@ -48,16 +48,13 @@ class Guards:
     """The guards of one process group. All calls come from the thread that trains."""
 
     def __init__(self, rank: int, world: int, store: Any) -> None:
-        board = SharedFacts(rank, world, store)
         self._said: set[str] = set()
         self._steps = 0
         self._models: weakref.WeakKeyDictionary[nn.Module, NoSync] = weakref.WeakKeyDictionary()
         self._unused: list[Unused] = []
         self._hooks = contextlib.ExitStack()
-        self._board = board
         self._epochs = StaleEpoch(self._warn_for_all)
-        self._saves = LoneSave(self._warn, board)
-        self._losses = LossDiffers(self._warn, board)
+        self.renew(SharedFacts(rank, world, store))
 
     def _warn(self, mistake: str, text: str) -> None:
         """Warn once for each kind of mistake."""
@@ -73,7 +70,7 @@ class Guards:
             self._warn(mistake, text)
 
     def renew(self, board: SharedFacts) -> None:
-        """The world has changed: every rank counts what it shares with the others from 0 again."""
+        """The world begins, or has changed: every rank counts what it shares with the others from 0 again."""
         self._board = board
         self._saves = LoneSave(self._warn, board)
         self._losses = LossDiffers(self._warn, board)
