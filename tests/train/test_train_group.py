@@ -389,7 +389,7 @@ def test_a_model_is_not_kept_alive() -> None:
 
 def test_resizes_leave_the_loss_curve_as_it_is(warm: Warm) -> None:
     """DDP on 2, 3, 4, 1 ranks and FSDP2 on 4, 2, 3, as one process undisturbed; epochs with uneven tails."""
-    curves = warm.found(SCRIPTS / "curve.py", timeout=170)
+    curves = warm.found(SCRIPTS / "loss_curves.py", "resized", timeout=170)
     assert len(curves["undisturbed"]) == 16
     assert curves["ddp"] == pytest.approx(curves["undisturbed"], rel=1e-5)
     assert curves["fsdp"] == pytest.approx(curves["undisturbed"], rel=1e-5)
