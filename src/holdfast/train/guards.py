@@ -106,7 +106,7 @@ class Guards:
             self._epochs.told(sampler)
             set_epoch(sampler, epoch)
 
-        with _replaced(DistributedSampler, __iter__=noted_draw, set_epoch=noted_set_epoch):
+        with replaced(DistributedSampler, __iter__=noted_draw, set_epoch=noted_set_epoch):
             yield
 
     @contextlib.contextmanager
@@ -118,7 +118,7 @@ class Guards:
             save(obj, f, *rest, **options)
             self._saves.saved(f)
 
-        with _replaced(torch, save=noted_save):
+        with replaced(torch, save=noted_save):
             yield
 
     def watch(self, model: nn.Module) -> None:
@@ -230,7 +230,7 @@ def _after_forward(model: nn.Module, _arguments: Any, output: Any) -> None:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, **functions: Any) -> Iterator[None]:
+def replaced(owner: Any, **functions: Any) -> Iterator[None]:
     """Attributes replaced for a block; put back unless somebody else has replaced them since."""
     before = {name: getattr(owner, name) for name in functions}
     for name, function in functions.items():
