@@ -139,7 +139,6 @@ class NoSync:
         self._backward_done = False
         self._again = False
         self._in_a_row = 0
-        self._stepped = False
 
     def forward(self, model: nn.Module, output: Any) -> None:
         """After a forward pass."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -111,10 +112,6 @@ class Saved:
         self._mapped: dict[Path, PrivateMapping] = {}
 
     @cached_property
-    def _can_adopt(self) -> bool:
-        return can_settle()
-
-    @cached_property
     def pieces(self) -> dict[str, dict[tuple[int, ...], _Found]]:
         """Where each piece is, by key and then by offsets. Copies are left out; tied tensors are listed under all their
         names."""
@@ -182,7 +179,7 @@ class Saved:
         All of `settling` has to be done before anybody writes to that memory.
         """
         part, name, piece = found
-        if not isinstance(part, MemoryPart) or part.path is None or math.prod(piece.sizes) == 0 or not self._can_adopt:
+        if not isinstance(part, MemoryPart) or part.path is None or math.prod(piece.sizes) == 0 or not can_settle():
             return None
         if part.path not in self._mapped:
             self._mapped[part.path] = PrivateMapping(part.path)
@@ -285,8 +282,6 @@ def piece_view(data: memoryview, span: slice, piece: Piece) -> torch.Tensor:
 
 def _quiet_frombuffer(data: memoryview, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
     """Without torch's warning that such a tensor must not be written to: it never is."""
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.frombuffer(data, dtype=dtype, count=count, offset=offset)

@@ -328,7 +328,7 @@ class Saving:
         if self.retention:
             note[READ_BACK] = True
         if self._layout.beside is not None:
-            note["file_bytes"] = self._layout.file_bytes
+            note["file_bytes"] = self._layout.file.size_bytes
         peers, state = self._peers, self._tracker.state
         metadata = {"metrics": dict(metrics), "epoch": state.epoch}
         return SaveRequest(str(self._path), state.step, number, peers.rank, peers.world, note, metadata)
@@ -450,9 +450,8 @@ def fill(memory: memoryview, layout: Layout, places: Places, collected: Collecte
     sources = [collected.shared[key] if key in collected.shared else collected.own[key] for _, key in layout.keys]
     if not places.fill(sources):
         return False
-    memory[: len(layout.file.header)] = layout.file.header
-    if layout.beside is not None:
-        memory[layout.beside_at :][: len(layout.beside.header)] = layout.beside.header
+    for begin, each in layout.images:
+        memory[begin:][: len(each.header)] = each.header
     room = layout.file.spans[TEXT]
     memory[room] = collected.text.ljust(room.stop - room.start)
     return True

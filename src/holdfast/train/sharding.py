@@ -148,38 +148,27 @@ class Layout:
     keys: tuple[tuple[str, str], ...]
     """Name of the entry and key of the tensor, of all entries but the text."""
 
-    @property
-    def file_bytes(self) -> int:
-        return self.file.size_bytes
-
     @cached_property
-    def beside_at(self) -> int:
-        """Where the second image begins."""
-        return -(-self.file.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    def images(self) -> list[tuple[int, Image]]:
+        """The one or two images, and where in the slot each begins."""
+        if self.beside is None:
+            return [(0, self.file)]
+        return [(0, self.file), (-(-self.file.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, self.beside)]
 
     @cached_property
     def size_bytes(self) -> int:
-        return self.file.size_bytes if self.beside is None else self.beside_at + self.beside.size_bytes
-
-    def span(self, name: str) -> slice:
-        """Bytes of an entry in the slot."""
-        found = self.file.spans.get(name)
-        if found is not None:
-            return found
-        assert self.beside is not None
-        found = self.beside.spans[name]
-        return slice(found.start + self.beside_at, found.stop + self.beside_at)
+        begin, last = self.images[-1]
+        return begin + last.size_bytes
 
     def views(self, memory: memoryview) -> dict[str, torch.Tensor]:
         """The places of the entries in this memory, as tensors of their own type and shape; the text is not among
         them."""
-        views = {}
-        for image, begin in ((self.file, 0), (self.beside, self.beside_at)):
-            for entry in () if image is None else image.entries:
-                if entry.name != TEXT and image is not None:
-                    at = begin + image.spans[entry.name].start
-                    views[entry.name] = _view(memory, at, entry)
-        return views
+        return {
+            entry.name: _view(memory, begin + image.spans[entry.name].start, entry)
+            for begin, image in self.images
+            for entry in image.entries
+            if entry.name != TEXT
+        }
 
 
 def _view(memory: memoryview, at: int, entry: TensorEntry) -> torch.Tensor:
