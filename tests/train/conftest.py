@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
 from holdfast.snapshots.in_process import InProcessStaging
+from tests.warm import Warm
+
+SCRIPTS = Path(__file__).parent / "scripts"
 
 
 @pytest.fixture
@@ -20,3 +24,14 @@ def damage(file: Path) -> None:
     data = bytearray(file.read_bytes())
     data[-1] ^= 1
     file.write_bytes(data)
+
+
+def on_ranks(warm: Warm, modules: str, *runs: tuple[int, Path, tuple[str, ...]]) -> list[str]:
+    """What each run printed (ranks without a launcher, or 0 for one plain process; script; arguments): see on_ranks.py."""
+    words = [word for world, script, arguments in runs for word in ("--", str(world), script, *arguments)]
+    done = warm.run([SCRIPTS / "on_ranks.py", modules, *words[1:]], timeout=200)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in re.sub(r".*FSDP2-wrapped module.* returned a view tensor.*", "", done.stderr)
+    printed = done.stdout.split("\f")
+    assert len(printed) == len(runs) + 1
+    return printed[:-1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -20,49 +21,34 @@ def cached_gauss() -> None:
     random.gauss(0.0, 1.0)
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [
-        random.random,
-        cached_gauss,
-        lambda: random.seed(5),
-        lambda: [random.getrandbits(32) for _ in range(624)],
-    ],
-    ids=["a number", "gauss", "seed", "as many as the state has words"],
-)
-@pytest.mark.parametrize("before", [lambda: None, cached_gauss], ids=["", "after gauss"])
-def test_whatever_is_drawn_of_pythons_numbers_is_noticed(
-    draw: Callable[[], object], before: Callable[[], object]
-) -> None:
-    random.seed(4)
-    before()
-    numbers = RandomNumbers()
-    draw()
-    state = random.getstate()
-    numbers.read()
-    random.seed(6)
-    numbers.restore()
-    assert random.getstate() == state
+DRAWS: dict[str, tuple[Any, Callable[[], object], Callable[[], object]]] = {
+    "a number": (random, random.random, random.getstate),
+    "gauss": (random, cached_gauss, random.getstate),
+    "seed": (random, lambda: random.seed(5), random.getstate),
+    "as many as the state has words": (random, lambda: [random.getrandbits(32) for _ in range(624)], random.getstate),
+    "numpy, a number": (np.random, np.random.rand, np.random.get_state),
+    "numpy, normal": (np.random, np.random.randn, np.random.get_state),
+    "numpy, seed": (np.random, lambda: np.random.seed(5), np.random.get_state),
+    "numpy, as many as the state has words": (np.random, lambda: np.random.bytes(624 * 4), np.random.get_state),
+}
+"""The generator, what is drawn from it, its whole state."""
 
 
-@pytest.mark.parametrize(
-    "draw",
-    [np.random.rand, np.random.randn, lambda: np.random.seed(5), lambda: np.random.bytes(624 * 4)],
-    ids=["a number", "normal", "seed", "as many as the state has words"],
-)
-@pytest.mark.parametrize("before", [lambda: None, np.random.randn], ids=["", "after a normal one"])
-def test_whatever_is_drawn_of_numpys_numbers_is_noticed(
-    draw: Callable[[], object], before: Callable[[], object]
+@pytest.mark.parametrize(("generator", "draw", "state"), DRAWS.values(), ids=DRAWS)
+@pytest.mark.parametrize("after_a_normal_one", [False, True])
+def test_whatever_is_drawn_is_noticed(
+    generator: Any, draw: Callable[[], object], state: Callable[[], object], after_a_normal_one: bool
 ) -> None:
-    np.random.seed(4)
-    before()
+    generator.seed(4)
+    if after_a_normal_one:
+        cached_gauss() if generator is random else np.random.randn()
     numbers = RandomNumbers()
     draw()
-    expected = np.random.get_state()
+    expected = repr(state())
     numbers.read()
-    np.random.seed(6)
+    generator.seed(6)
     numbers.restore()
-    assert repr(np.random.get_state()) == repr(expected)
+    assert repr(state()) == expected
 
 
 @pytest.mark.parametrize(

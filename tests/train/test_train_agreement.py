@@ -123,6 +123,11 @@ class Rank:
         return "saved"
 
 
+def three_saves(folder: Path, peers: Peers) -> list[str]:
+    rank = Rank(folder, peers)
+    return [rank.save() for _ in range(3)]
+
+
 def test_what_fails_on_one_rank_alone_is_raised_on_all_at_the_same_step(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -134,16 +139,13 @@ def test_what_fails_on_one_rank_alone_is_raised_on_all_at_the_same_step(
             raise SnapshotWriteError("No space left")
         return write_rank(request, data)
 
-    def talk(peers: Peers) -> list[str]:
-        rank = Rank(tmp_path, peers)
-        return [rank.save() for _ in range(3)]
-
+    saves = partial(three_saves, tmp_path)
     monkeypatch.setattr(changes, "write_rank", full_on_one)
     with pytest.warns(RuntimeWarning, match="rank 1: No space left\n1 of 2") as said:
-        assert together(dist.HashStore(), talk) == [["saved", "saved", "step 3: SnapshotWriteError"]] * WORLD
+        assert together(dist.HashStore(), saves) == [["saved", "saved", "step 3: SnapshotWriteError"]] * WORLD
     assert len(said) == 1
     monkeypatch.undo()
-    assert together(dist.HashStore(), talk) == [["saved"] * 3] * WORLD
+    assert together(dist.HashStore(), saves) == [["saved"] * 3] * WORLD
 
 
 def test_a_state_that_one_rank_cannot_store_is_said_by_all(tmp_path: Path) -> None:
@@ -163,24 +165,20 @@ def test_a_state_that_one_rank_cannot_store_is_said_by_all(tmp_path: Path) -> No
         rank = Rank(tmp_path, peers)
         rank.tracker.add({"own": Own({"f": len if peers.rank == 1 else 0})})
         with pytest.raises(HoldfastError, match=r"own\['f'\]: a builtins") as told:
-            rank.saving.plan_ahead()
+            rank.saving.plan()
         return str(told.value).splitlines()[0][:14]
 
     assert together(dist.HashStore(), talk) == ["rank 1 failed:", "own['f']: a bu", "rank 1 failed:"]
 
 
 def test_every_rank_is_told_what_was_skipped(tmp_path: Path) -> None:
-    def save(peers: Peers) -> list[str]:
-        rank = Rank(tmp_path, peers)
-        return [rank.save() for _ in range(3)]
-
     def resume(peers: Peers) -> Any:
         rank = Rank(tmp_path, peers)
         resumed = Resumer(tmp_path, rank.tracker, peers, InProcessStaging(), False, Patience(20, 3)).run()
         assert resumed is not None
         return resumed
 
-    together(dist.HashStore(), save)
+    together(dist.HashStore(), partial(three_saves, tmp_path))
     paths = [tmp_path / f"step_00000000{step}.0001" for step in (1, 2, 3)]
     (paths[2] / "MANIFEST.json").write_text("{")
     (paths[1] / "rank_00001.safetensors").write_bytes(b"short")
@@ -222,13 +220,10 @@ def test_a_rank_that_cannot_hand_over_its_part_lets_the_others_know(
             raise SaverLostError("the saver cannot be reached")
         persist(self, request)
 
-    def talk(peers: Peers) -> list[str]:
-        rank = Rank(tmp_path, peers)
-        return [rank.save() for _ in range(3)]
-
     monkeypatch.setattr(InProcessStaging, "persist", lost)
     with pytest.warns(RuntimeWarning, match="rank 2: the saver cannot be reached"):
-        assert together(dist.HashStore(), talk) == [["saved", "saved", "step 3: SaverLostError"]] * WORLD
+        said = together(dist.HashStore(), partial(three_saves, tmp_path))
+    assert said == [["saved", "saved", "step 3: SaverLostError"]] * WORLD
 
 
 def test_a_save_that_one_rank_makes_alone_is_told_soon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +285,7 @@ def test_so_many_in_a_row_are_fatal() -> None:
     saves = FailedSaves(3)
     said = [fail(saves) for _ in range(3)]
     assert [each is not None and each.fatal for each in said] == [False, False, True]
-    assert said[0].message == "rank 1: No space left\n1 of 3 failed saves in a row (failures_max=); training goes on."
+    assert said[0].text == "rank 1: No space left\n1 of 3 failed saves in a row (failures_max=); training goes on."
 
 
 def test_a_save_that_succeeds_ends_the_row() -> None:

@@ -18,6 +18,16 @@ from holdfast.train.boundary import Boundary, Buffers, noted_forward
 pytestmark = pytest.mark.xdist_group("torch")
 
 
+def tracked(
+    folder: Path, model: nn.Linear | None = None, **objects: object
+) -> tuple[Boundary, ht.TrainState, nn.Linear]:
+    """`model`: a new one by default."""
+    model = nn.Linear(2, 2) if model is None else model
+    snaps = ht.Snapshots(folder, every=None, memory_every=None)
+    state = snaps.track(model=model, **objects)
+    return Boundary(snaps._tracker, ""), state, model
+
+
 def test_buffers_come_back_also_when_a_step_puts_others_in_their_place() -> None:
     model = nn.BatchNorm1d(3)
     buffers = Buffers([model])
@@ -37,9 +47,7 @@ def test_the_schedule_and_the_numbers_of_a_step_that_was_interrupted_come_back(t
         torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1),
         torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 / (step + 1)),
     ]
-    snaps = ht.Snapshots(tmp_path, every=None, memory_every=None)
-    state = snaps.track(model=model, optimizer=optimizer, first=schedules[0], second=schedules[1])
-    boundary = Boundary(snaps._tracker, "")
+    boundary, state, _ = tracked(tmp_path, model, optimizer=optimizer, first=schedules[0], second=schedules[1])
     optimizer.step()
     for each in schedules:
         each.step()
@@ -62,9 +70,7 @@ def test_the_options_come_back_also_when_a_state_was_loaded(tmp_path: Path) -> N
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.1)
-    snaps = ht.Snapshots(tmp_path, every=None, memory_every=None)
-    state = snaps.track(model=model, optimizer=optimizer, schedule=schedule)
-    boundary = Boundary(snaps._tracker, "")
+    boundary, state, _ = tracked(tmp_path, model, optimizer=optimizer, schedule=schedule)
     optimizer.load_state_dict(optimizer.state_dict())
     boundary.mark(state)
     optimizer.param_groups[0]["lr"] = 7.0
@@ -93,13 +99,6 @@ def test_a_forward_pass_is_noted_and_that_of_a_copy_is_not(replaced: bool) -> No
     assert torch.equal(model(rows), expected)
     assert noted == [1, 1]
     assert ("forward" in model.__dict__) == replaced
-
-
-def tracked(folder: Path, **objects: object) -> tuple[Boundary, ht.TrainState, nn.Linear]:
-    model = nn.Linear(2, 2)
-    snaps = ht.Snapshots(folder, every=None, memory_every=None)
-    state = snaps.track(model=model, **objects)
-    return Boundary(snaps._tracker, ""), state, model
 
 
 def test_the_position_and_the_epoch_are_those_of_the_last_step(tmp_path: Path) -> None:

@@ -15,9 +15,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from holdfast.train.data import GlobalBatch, Share, Tail
+from holdfast.train.data.datasets import ShardedDataset
 from holdfast.train.data.loader import DataLoader
 from holdfast.train.data.sampler import DistributedSampler
-from holdfast.train.data.shards import ShardedDataset
 
 Snapshot = tuple[dict[str, Any] | None, int]
 """The loaders' state, and how many optimizer steps had been made."""
@@ -291,7 +291,7 @@ def check(job):
     history = run(job)
     plans = [plan(job, life) for life in job.lives]
     for epoch in range(job.epochs):
-        trained = Counter(sample for at, samples in history.steps if at == epoch for sample in samples)
+        trained = history.epoch(epoch)
         assert set(trained) <= set(range(job.length))
         lost, repeated = job.length - len(trained), trained.total() - len(trained)
         if job.tail != "drop":

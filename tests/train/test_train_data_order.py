@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from holdfast.protocol.errors import DataError, DataStateError
 from holdfast.train.data import ARRAY_LENGTH_MAX, ROUNDS, Feistel, GlobalBatch, Shuffled, order_of, philox
+from holdfast.train.data.datasets import ShardedDataset, ShardOrder
 from holdfast.train.data.loader import DataLoader
-from holdfast.train.data.shards import ShardedDataset, ShardOrder
 
 WORD = (1 << 64) - 1
 
@@ -330,7 +330,7 @@ def test_a_resumed_rank_opens_its_shards_where_they_are():
 
 
 def test_more_shards_than_may_be_open_are_closed_and_opened_again(monkeypatch):
-    monkeypatch.setattr("holdfast.train.data.shards.SHARDS_OPEN_MAX", 3)
+    monkeypatch.setattr("holdfast.train.data.datasets.SHARDS_OPEN_MAX", 3)
     dataset = Files([4] * 8)
     assert sorted(chain.from_iterable(read_by(dataset))) == everything([4] * 8)
     starts = [start for shard, start in dataset.opened if shard == 0]

@@ -13,21 +13,13 @@ from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.data import Subset
 
 from holdfast.protocol.errors import DataError, DataStateError
+from holdfast.train.data.datasets import BatchKey, Seeded, sample_seed
 from holdfast.train.data.loader import DataLoader
 from holdfast.train.data.sampler import DistributedSampler
-from holdfast.train.data.seeded import BatchKey, Seeded, sample_seed
 
 
 def sampler(length=40, world=1, rank=0, **options):
     return DistributedSampler(range(length), world, rank, **options)
-
-
-def ranks_of(length, world, state=None, **options):
-    ranks = [sampler(length, world, rank, **options) for rank in range(world)]
-    for each in ranks:
-        if state:
-            each.load_state_dict(state)
-    return ranks
 
 
 def test_it_is_torchs_kind_so_that_trainers_leave_it_alone():

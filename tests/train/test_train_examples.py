@@ -10,29 +10,18 @@ from pathlib import Path
 
 import pytest
 
+from tests.train.conftest import on_ranks
 from tests.warm import ON_CPU, Warm
 from tests.warm_jobs import WarmJobs
 
 EXAMPLES = Path(__file__).resolve().parent.parent.parent / "examples"
 TUTORIALS = EXAMPLES / "train_tutorials"
-ON_RANKS = Path(__file__).parent / "scripts" / "on_ranks.py"
 ACCURACY_MIN = 0.8
 """After two epochs; guessing gives 0.1."""
 TINY = "--layers 1 --heads 1 --width 8 --context 64 --global-batch-size 64 --batch-size 32 --epochs 4 --write 2 --log-every 1"
 BOOK_CHARACTERS = 48_000
 
 pytestmark = [pytest.mark.xdist_group("torch lives"), pytest.mark.timeout(240)]
-
-
-def started(warm: Warm, modules: str, *runs: tuple[int, Path, tuple[str, ...]]) -> list[str]:
-    """What each run printed: (ranks without a launcher, or 0 for one plain process; script; arguments)."""
-    words = [word for world, script, arguments in runs for word in ("--", str(world), script, *arguments)]
-    done = warm.run([ON_RANKS, modules, *words[1:]], timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in re.sub(r".*FSDP2-wrapped module.* returned a view tensor.*", "", done.stderr)
-    printed = done.stdout.split("\f")
-    assert len(printed) == len(runs) + 1
-    return printed[:-1]
 
 
 def accuracy(text: str) -> float:
@@ -47,7 +36,7 @@ def losses(text: str) -> dict[int, float]:
 
 def test_single_gpu_goes_on(warm: Warm, tmp_path: Path) -> None:
     script, folder = TUTORIALS / "single_gpu.py", ("--folder", str(tmp_path / "s"))
-    first, second = started(
+    first, second = on_ranks(
         warm, "digits", (0, script, ("--epochs", "1", *folder)), (0, script, ("--epochs", "2", *folder))
     )
     assert "epoch 1 loss" in first
@@ -64,7 +53,7 @@ def test_multigpu(warm: Warm) -> None:
 
 def test_multigpu_torchrun_goes_on_with_another_world(warm: Warm, tmp_path: Path) -> None:
     script, folder = TUTORIALS / "multigpu_torchrun.py", ("--folder", str(tmp_path / "m"), "--log-every", "1")
-    whole, first, second = started(
+    whole, first, second = on_ranks(
         warm,
         "digits",
         (0, script, ("--epochs", "2", "--folder", str(tmp_path / "whole"), "--log-every", "1")),
@@ -99,7 +88,7 @@ def test_a_character_model_drained_and_gone_on_with_fsdp(warm: Warm, tmp_path: P
                     job.terminate()
     first = "".join(printed)
     assert job.returncode == 75, first
-    whole, second = started(
+    whole, second = on_ranks(
         warm,
         "",
         (0, script, (*TINY.split(), "--folder", str(tmp_path / "whole"))),

@@ -88,7 +88,7 @@ def test_more_processes_than_gpus(no_launcher) -> None:
 
 
 def run_bare(warm: Warm, *cases: str) -> dict[str, Any]:
-    done = warm.run([SCRIPTS / "bare_ranks.py", *cases], timeout=150)
+    done = warm.run([SCRIPTS / "group_cases.py", *cases], timeout=150)
     found = [json.loads(line) for line in done.stdout.splitlines()]
     assert [each["case"] for each in found] == list(cases), done.stderr
     return {each["case"]: each for each in found}
@@ -112,7 +112,7 @@ def test_two_ranks_that_nobody_watches(warm: Warm) -> None:
 
 def test_a_store_that_is_kept_over_restarts_on_several_nodes(warm: Warm) -> None:
     """The dead group's addresses, and its word that all are done, are nobody's."""
-    done = warm.run([SCRIPTS / "bare_ranks.py", "kept_store"], timeout=150)
+    done = warm.run([SCRIPTS / "group_cases.py", "kept_store"], timeout=150)
     lives = [json.loads(line) for line in done.stdout.splitlines()]
     assert [life["codes"] for life in lives] == [[0, 0], [0, 0]], done.stderr
     for life in lives:
@@ -389,7 +389,7 @@ def test_a_model_is_not_kept_alive() -> None:
 
 def test_resizes_leave_the_loss_curve_as_it_is(warm: Warm) -> None:
     """DDP on 2, 3, 4, 1 ranks and FSDP2 on 4, 2, 3, as one process undisturbed; epochs with uneven tails."""
-    curves = warm.found(SCRIPTS / "curve.py", timeout=170)
+    curves = warm.found(SCRIPTS / "loss_curves.py", "resized", timeout=170)
     assert len(curves["undisturbed"]) == 16
     assert curves["ddp"] == pytest.approx(curves["undisturbed"], rel=1e-5)
     assert curves["fsdp"] == pytest.approx(curves["undisturbed"], rel=1e-5)

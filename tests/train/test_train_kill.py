@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import signal
@@ -20,9 +19,11 @@ from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.saver_client import SaverClient
 from holdfast.snapshots.slots import SlotOwner, Slots
 from tests.conftest import alive
+from tests.snapshots.saves import savers
 from tests.support.limits import until
 from tests.warm import Warm
 
+SCRIPTS = Path(__file__).parent / "scripts"
 RANDOM_KILLS = Path(__file__).parents[2] / "benchmarks" / "scripts" / "train_kills.py"
 KILLS, SEED = 16, 0
 """Eight at random moments; at eight of the script's named points, some of each kind."""
@@ -36,16 +37,23 @@ def test_every_life_goes_on_from_the_newest_state_bit_for_bit(warm: Warm, tmp_pa
     assert found["newest"] > 0
 
 
+def test_after_the_death_of_all_ranks_the_weights_are_those_of_an_undisturbed_job(warm: Warm, tmp_path: Path) -> None:
+    """Sums over more than two ranks depend in their last bit on the order of the gradients in DDP's buckets."""
+    found = warm.found(SCRIPTS / "restarted.py", tmp_path)
+    (whole, buckets), (again, buckets_again), (_, buckets_older) = found["whole"], found["again"], found["older"]
+    assert again == whole
+    assert buckets == 1, "DDP begins with one"
+    assert buckets_again > 2
+    assert buckets_older == 1, "what has no order is resumed all the same"
+
+
 # --- lives of one job, one after the other, that hand on their state in memory ----------------------------------------
-
-
-LAUNCHER = Path(__file__).parent / "scripts" / "launch_lives.py"
 
 
 def lives(warm: Warm, count: int, case: str, folder: Path) -> list[list[dict[str, Any]]]:
     """What each life said; they have one launcher."""
     environ = {**os.environ, "TORCHELASTIC_RUN_ID": f"lives-{os.getpid()}"}
-    done = warm.run([LAUNCHER, str(count), case, folder / "snaps"], env=environ)
+    done = warm.run([SCRIPTS / "lives.py", str(count), case, folder / "snaps"], env=environ)
     shelves = f"holdfast-{os.getuid()}-lives-{os.getpid()}-*"
     until(lambda: not any(Path("/dev/shm").glob(shelves)), "the saver goes with the launcher")
     said = done.stdout.split("\n\n")[:count]
@@ -71,12 +79,11 @@ def test_the_end_of_a_forked_child_is_not_the_job_s(warm: Warm, tmp_path: Path) 
 # --- two nodes whose trainers, savers and memory are killed and lost at random ----------------------------------------
 
 
-NODE_KILLS = Path(__file__).parent / "scripts" / "node_kills.py"
 NODE_KILL_KINDS = 7
 
 
 def test_every_rank_goes_on_from_the_newest_step_that_all_have(warm: Warm, tmp_path: Path) -> None:
-    found = warm.found(NODE_KILLS, tmp_path / "runs", str(NODE_KILL_KINDS), "0", timeout=180)
+    found = warm.found(SCRIPTS / "node_kills.py", tmp_path / "runs", str(NODE_KILL_KINDS), "0", timeout=180)
     assert found["faults"] == []
     assert sum(found["resumed"].values()) == NODE_KILL_KINDS + 1
     assert found["newest"] > 0
@@ -133,13 +140,7 @@ def nodes() -> Iterator[Nodes]:
 
 
 def savers_of(shelves: list[memory_folder.MemoryFolder]) -> list[int]:
-    found = []
-    for path in Path("/proc").glob("[0-9]*/cmdline"):
-        with contextlib.suppress(OSError):
-            line = path.read_bytes()
-            if b"holdfast.snapshots.saver" in line and any(str(each.path).encode() in line for each in shelves):
-                found.append(int(path.parent.name))
-    return found
+    return [pid for each in shelves for pid in savers(each.path)]
 
 
 def committed(folder: Path) -> list[str]:

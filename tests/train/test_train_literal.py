@@ -104,7 +104,7 @@ def test_a_second_start_of_a_finished_job_finds_nothing_left(warm: Warm, tmp_pat
 
 
 def test_a_number_of_batches_is_exact_at_the_tail_on_any_number_of_ranks(warm: Warm) -> None:
-    told = warm.found(SCRIPTS / "tail.py", timeout=150)
+    told = warm.found(SCRIPTS / "loss_curves.py", "tail", timeout=150)
     expected = told.pop("by hand")
     assert [count for *_, count in told["ddp 1"]] == [3, 3, 3, 1]
     for name, steps in told.items():

@@ -10,20 +10,17 @@ import pytest
 
 import holdfast.train as ht
 from holdfast.protocol.errors import DataError
+from tests.train.conftest import SCRIPTS, on_ranks
 from tests.train.test_train_data_loader import Numbers, loader, samples
 from tests.warm import Warm
 
-SCRIPTS = Path(__file__).parent / "scripts"
+SCRIPT = SCRIPTS / "short_memory.py"
 
 
 def ranks(warm: Warm, folder: Path, *runs: tuple[int, str, str]) -> list[list[dict[str, Any]]]:
     """What the ranks of each run say, in their order: its world, case and folder."""
-    words: list[str | Path] = []
-    for world, case, name in runs:
-        words += ["--", str(world), SCRIPTS / "short_memory.py", case, folder / name]
-    done = warm.run([SCRIPTS / "on_ranks.py", "", *words[1:]], timeout=150)
-    assert done.returncode == 0, done.stderr
-    said = [[json.loads(line) for line in each.splitlines() if line] for each in done.stdout.split("\f")[: len(runs)]]
+    printed = on_ranks(warm, "", *((world, SCRIPT, (case, str(folder / name))) for world, case, name in runs))
+    said = [[json.loads(line) for line in each.splitlines() if line] for each in printed]
     return [sorted(each, key=lambda rank: rank["rank"]) for each in said]
 
 
@@ -63,7 +60,7 @@ def test_it_is_remembered_in_the_snapshot(warm: Warm, tmp_path: Path) -> None:
 
 
 def test_a_single_sample_that_does_not_fit_is_an_error(warm: Warm, tmp_path: Path) -> None:
-    line = [SCRIPTS / "on_ranks.py", "", "2", SCRIPTS / "short_memory.py", "never", tmp_path]
+    line = [SCRIPTS / "on_ranks.py", "", "2", SCRIPT, "never", tmp_path]
     done = warm.run(line, timeout=150)
     assert done.returncode == 1
     assert "torch.OutOfMemoryError: CUDA out of memory (pretended)" in done.stderr

@@ -64,6 +64,13 @@ class Job:
         return torch.cat([each.flatten().double() for each in (*self.model.parameters(), *moments)]).tolist()
 
 
+def trained(folder: Path, steps: int) -> None:
+    """A job that has come to its end."""
+    job = Job(folder)
+    job.train(steps)
+    job.snaps.close()
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("step_*"))
 
@@ -73,9 +80,7 @@ def test_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
     calm.train(8)
     calm.snaps.close()
     drawn = [random.random(), float(np.random.rand()), torch.rand(1).item()]
-    broken = Job(tmp_path / "broken")
-    broken.train(7)
-    broken.snaps.close()
+    trained(tmp_path / "broken", 7)
     assert names(tmp_path / "broken") == ["step_000000003.0001", "step_000000006.0001"]
     again = Job(tmp_path / "broken")
     assert (again.resumed.step, again.resumed.source, again.resumed.world_then) == (6, "disk", 1)
@@ -87,9 +92,7 @@ def test_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
 
 
 def test_a_damaged_snapshot_is_set_aside_and_named(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    job.train(6)
-    job.snaps.close()
+    trained(tmp_path, 6)
     damage(tmp_path / "step_000000006.0001" / "rank_00000.safetensors")
     again = Job(tmp_path)
     assert again.resumed.step == 3
@@ -114,9 +117,7 @@ def test_debris_alone_is_no_fresh_start(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_debris_goes_when_there_is_something_to_go_on_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("holdfast.train.resuming.STANDSTILL_S", 0.05)
-    job = Job(tmp_path)
-    job.train(3)
-    job.snaps.close()
+    trained(tmp_path, 3)
     for name in ("attempt.step_000000002.0001", "attempt.step_000000006.0001", "gone.step_000000001.0001"):
         (tmp_path / name).mkdir()
     job = Job(tmp_path)
@@ -129,9 +130,7 @@ def test_a_save_that_stands_still_while_its_writer_lives_is_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("holdfast.train.resuming.STANDSTILL_S", 0.05)
-    job = Job(tmp_path)
-    job.train(4)
-    job.snaps.close()
+    trained(tmp_path, 4)
     path = tmp_path / "step_000000003.0001"
     path.rename(attempt := tmp_path / "attempt.step_000000003.0001")
     (tmp_path / "bad.step_000000001.0001").mkdir()
@@ -155,9 +154,7 @@ def test_a_save_that_stands_still_while_its_writer_lives_is_waited_for(
 
 
 def test_another_model_is_said_and_not_loaded(tmp_path: Path) -> None:
-    job = Job(tmp_path)
-    job.train(3)
-    job.snaps.close()
+    trained(tmp_path, 3)
     with pytest.raises(ShardingError, match=r"model\.weight has the shape \[5, 3\], and \[4, 3\]"):
         Job(tmp_path, width=5)
     assert names(tmp_path) == ["step_000000003.0001"]

@@ -23,8 +23,8 @@ from torch.utils.data import BatchSampler, RandomSampler
 
 from holdfast.integrations import missing
 from holdfast.protocol.errors import TrackingError
+from holdfast.train.random_numbers import undrawn
 from holdfast.train.snapshots import Snapshots
-from holdfast.train.state import undrawn
 
 try:
     from accelerate import skip_first_batches

@@ -21,8 +21,8 @@ from holdfast import worker
 from holdfast.integrations import missing
 from holdfast.protocol.errors import TrackingError
 from holdfast.train.data.loader import DataLoader
+from holdfast.train.random_numbers import random_state, set_random_state
 from holdfast.train.snapshots import Snapshots
-from holdfast.train.state import random_state, set_random_state
 
 try:
     from lightning.pytorch import Callback
@@ -65,13 +65,13 @@ class SnapshotsCallback(Callback):  # type: ignore[misc] # Lightning is not foll
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         self._foresee(trainer)
         if self._loops.skip() and self._random is not None:
-            set_random_state(self._random, None)  # a new epoch: it draws random numbers as it begins
+            set_random_state(self._random)  # a new epoch: it draws random numbers as it begins
             self._random = None
             iter(trainer.fit_loop._data_fetcher)
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if self._random is not None:  # loaders were started since resume(), which draws random numbers
-            set_random_state(self._random, None)
+            set_random_state(self._random)
             self._random = None
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:

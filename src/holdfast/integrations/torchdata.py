@@ -13,7 +13,7 @@ from typing import Any
 from holdfast.integrations import missing
 from holdfast.protocol.errors import DataError
 from holdfast.train.data import place
-from holdfast.train.state import undrawn
+from holdfast.train.random_numbers import undrawn
 
 try:
     from torchdata.stateful_dataloader import StatefulDataLoader

@@ -16,8 +16,8 @@ from typing import Any
 from holdfast import worker
 from holdfast.integrations import missing
 from holdfast.protocol.errors import TrackingError
+from holdfast.train.random_numbers import random_state, set_random_state
 from holdfast.train.snapshots import Snapshots
-from holdfast.train.state import random_state, set_random_state
 
 try:
     from transformers import Trainer, TrainerCallback
@@ -72,7 +72,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
         """The step before, with what was logged and evaluated after it, is complete."""
         self._count(control)
         if self._random is not None:  # batches were fetched since resume(), which draws random numbers
-            set_random_state(self._random, None)
+            set_random_state(self._random)
             self._random = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

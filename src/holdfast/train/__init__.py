@@ -14,10 +14,9 @@ if TYPE_CHECKING:
 
     from holdfast.train.accumulation import MicroBatch, accumulate, mid_accumulation
     from holdfast.train.agreement import steps
+    from holdfast.train.data.datasets import ShardedDataset, sample_seed
     from holdfast.train.data.loader import DataLoader
     from holdfast.train.data.sampler import DistributedSampler
-    from holdfast.train.data.seeded import sample_seed
-    from holdfast.train.data.shards import ShardedDataset
     from holdfast.train.group import ProcessGroup, ddp, process_group
     from holdfast.train.guards import GuardWarning, guarded, watch
     from holdfast.train.snapshots import Keep, Resumed, Snapshots
@@ -55,7 +54,7 @@ _HOMES = {
     "MicroBatch": "accumulation",
     "ProcessGroup": "group",
     "Resumed": "snapshots",
-    "ShardedDataset": "data.shards",
+    "ShardedDataset": "data.datasets",
     "SnapshotReader": "storage",
     "SnapshotWriter": "storage",
     "Snapshots": "snapshots",
@@ -64,7 +63,7 @@ _HOMES = {
     "guarded": "guards",
     "mid_accumulation": "accumulation",
     "process_group": "group",
-    "sample_seed": "data.seeded",
+    "sample_seed": "data.datasets",
     "steps": "agreement",
     "survive": "survival",
     "watch": "guards",

@@ -1,6 +1,6 @@
 """Gradient accumulation: one optimizer step made of several micro-batches, with one exchange of gradients.
 
-Knows DDP, FSDP2 and plain modules, and a loader's share of its batch (batch.Share). Knows no loader and no snapshot.
+Knows DDP, FSDP2 and plain modules, and our loader: its share of a batch, and what is ahead. Knows no snapshot.
 
 The gradient of an optimizer step is the mean over all its samples, on all ranks, whatever the number of ranks and
 micro-batches. In a loop over a loader of ours each micro-batch weighs what it holds, and a step ends with the epoch.
@@ -19,7 +19,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,12 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.protocol.errors import ProcessGroupError
 from holdfast.train.boundary import Buffers
-from holdfast.train.data import Ahead, HasShare, Share, Shrinks, in_hand
+from holdfast.train.data import HasShare, Share, in_hand
 from holdfast.train.group import is_outlived
 from holdfast.train.guards import watch
+
+if TYPE_CHECKING:
+    from holdfast.train.data.loader import DataLoader
 
 
 class MicroBatch:
@@ -94,7 +97,7 @@ class _Accumulation:
         self._loader: weakref.ref[HasShare] | None = None
         """Whose micro-batch the last one was, where the loader makes the steps."""
 
-    def next_of(self, loader: Ahead, every: int) -> tuple[int, int, float] | None:
+    def next_of(self, loader: DataLoader, every: int) -> tuple[int, int, float] | None:
         """Number, count and scale of the next micro-batch, when `every` batches of the loader make a step or, at the
         epoch's end, fewer. None: batches are not micro-batches."""
         share = loader.share
@@ -216,7 +219,7 @@ class _CarefulStep:
             wrapper.require_forward_param_sync = False  # it would wait for the others in the forward pass
 
     @contextlib.contextmanager
-    def attempt(self, loader: Shrinks) -> Iterator[None]:
+    def attempt(self, loader: DataLoader) -> Iterator[None]:
         """Note that memory was too short for a micro-batch, unless there are no smaller ones."""
         try:
             yield
@@ -229,7 +232,7 @@ class _CarefulStep:
             if torch.cuda.is_initialized():
                 torch.cuda.empty_cache()
 
-    def complete(self, loader: Shrinks) -> bool:
+    def complete(self, loader: DataLoader) -> bool:
         """All ranks, after their last micro-batch: exchange the gradients. False: the step is to be repeated."""
         short, used = self._agree()
         if not short:

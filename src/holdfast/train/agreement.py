@@ -49,15 +49,9 @@ class RankFailure:
 
     code: str
     text: str
+    """For users."""
     fatal: bool
     """All ranks raise it; otherwise it is a warning."""
-    row: str = ""
-    """The number of failures in a row, for the message."""
-
-    @property
-    def message(self) -> str:
-        """The message for users."""
-        return f"{self.text}\n{self.row}" if self.row else self.text
 
 
 class FailedSaves:
@@ -155,7 +149,7 @@ def check_options(
 
 def crossed(step: int, last: int, every: int | None) -> bool:
     """Whether a multiple of `every` lies in (last, step], so that a delayed save is not forgotten."""
-    return bool(every) and step // every != last // every if every else False
+    return every is not None and step // every != last // every
 
 
 class Schedule:
@@ -255,26 +249,21 @@ class Peers:
     """The ranks of this job, and the messages between them."""
 
     def __init__(self, rank: int, world: int, store: Any = None, patience_s: float = PATIENCE_S) -> None:
-        """`store`: torch's, with its own prefix; None only in a world of one."""
+        """`store`: torch's, with a prefix that was never used before; None only in a world of one."""
         self.rank, self.world = rank, world
-        self._store = store
+        self.store = store
         self._patience_s = patience_s
         self._turn = 0
         self._posted: list[str] = []
         self._call, self._guard_s = "", GUARD_S
 
-    @property
-    def store(self) -> Any:
-        """torch's store, with a prefix that was never used before."""
-        return self._store
-
     @classmethod
-    def of_this_process(cls, patience_s: float = PATIENCE_S) -> Peers:
+    def of_this_process(cls) -> Peers:
         """The peers of the default process group; a world of one when there is none."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
-            return cls(0, 1, None, patience_s)
+            return cls(0, 1)
         store = dist.PrefixStore(f"holdfast.snapshots/{next(_numbers)}", dist.distributed_c10d._get_default_store())
-        return cls.meeting(store, dist.get_rank(), dist.get_world_size(), patience_s)
+        return cls.meeting(store, dist.get_rank(), dist.get_world_size())
 
     @classmethod
     def meeting(cls, store: Any, rank: int, world: int, patience_s: float = PATIENCE_S) -> Peers:
@@ -292,7 +281,7 @@ class Peers:
                 store.set(f"{word}/{rank}", "here")
             else:
                 peers._greet(word)
-        peers._store = dist.PrefixStore(word, store)
+        peers.store = dist.PrefixStore(word, store)
         return peers
 
     def _greet(self, word: str) -> None:
@@ -302,10 +291,10 @@ class Peers:
         answered: set[str] = set()
         begun_s = time.monotonic()
         warn_s, deadline_s = begun_s + self._guard_s, begun_s + self._patience_s
-        while not self._store.check(here):
+        while not self.store.check(here):
             names = {each.decode() for each in self._take(hellos)}
             for each in names - answered:
-                self._store.set(each, word)
+                self.store.set(each, word)
             answered |= names
             if time.monotonic() > deadline_s:
                 raise self._silence(here)
@@ -314,46 +303,46 @@ class Peers:
                 warn_s = deadline_s
             time.sleep(LOOK_AGAIN_S)  # a store reports that there is a value, not that the value has changed
         for each in (*hellos, *here, *answered):
-            self._store.delete_key(each)
+            self.store.delete_key(each)
 
     def gather(self, value: Any) -> list[Any]:
         """Every rank's value, by rank: at rank 0; the other ranks get an empty list, at once."""
-        if self._store is None:
+        if self.store is None:
             return [value]
         self._turn += 1
         key = f"{self._turn}/"
         if self.rank:
-            self._store.set(f"{key}{self.rank}", json.dumps(value))
+            self.store.set(f"{key}{self.rank}", json.dumps(value))
             return []
         keys = [f"{key}{rank}" for rank in range(1, self.world)]
         texts = self._take(keys)
         for each in (*keys, *self._posted):
-            self._store.delete_key(each)  # a rank that has answered has read the earlier message
+            self.store.delete_key(each)  # a rank that has answered has read the earlier message
         self._posted.clear()
         return [value, *map(json.loads, texts)]
 
     def tell(self, value: Any = None) -> Any:
         """Rank 0's value, at every rank; the others' `value` is ignored."""
-        if self._store is None:
+        if self.store is None:
             return value
         self._turn += 1
         key = f"{self._turn}!"
         if self.rank:
             return json.loads(self._take([key])[0])
-        self._store.set(key, json.dumps(value))
+        self.store.set(key, json.dumps(value))
         self._posted.append(key)
         return value
 
     def tell_each(self, values: list[Any]) -> Any:
         """Rank 0's value for each rank: the element at its index."""
-        if self._store is None:
+        if self.store is None:
             return values[0]
         self._turn += 1
         if self.rank:
             key = f"{self._turn}!{self.rank}"
             return json.loads(self._take([key])[0])
         for rank in range(1, self.world):
-            self._store.set(f"{self._turn}!{rank}", json.dumps(values[rank]))
+            self.store.set(f"{self._turn}!{rank}", json.dumps(values[rank]))
             self._posted.append(f"{self._turn}!{rank}")
         return values[0]
 
@@ -379,7 +368,7 @@ class Peers:
             patience_s -= guard_s
         if not self._is_there(keys, patience_s):
             raise self._silence(keys)
-        texts: list[bytes] = self._store.multi_get(keys)
+        texts: list[bytes] = self.store.multi_get(keys)
         return texts
 
     def _warn(self, keys: list[str], waited_s: float) -> None:
@@ -394,21 +383,21 @@ class Peers:
 
     def _is_there(self, keys: list[str], patience_s: float) -> bool:
         try:
-            self._store.wait(keys, datetime.timedelta(seconds=patience_s))
+            self.store.wait(keys, datetime.timedelta(seconds=patience_s))
         except dist.DistStoreError:
             return False
         return True
 
     def _missing(self, keys: list[str]) -> str:
-        missing = [key.rpartition("/")[2] for key in keys if not self._store.check([key])]
+        missing = [key.rpartition("/")[2] for key in keys if not self.store.check([key])]
         return ", ".join(missing[:8]) + (" …" if len(missing) > 8 else "") if self.rank == 0 else "0"
 
     def _silence(self, keys: list[str]) -> SnapshotIncompleteError:
         who = self._missing(keys)
         if self.rank == 0:
-            self._store.set(SILENT, who)
-        elif self._store.check([SILENT]):
-            who = self._store.get(SILENT).decode()
+            self.store.set(SILENT, who)
+        elif self.store.check([SILENT]):
+            who = self.store.get(SILENT).decode()
         return SnapshotIncompleteError(
             f"rank {who} sent nothing for {self._patience_s:g} s\n"
             "every rank has to call resume(), step() and save() equally often"

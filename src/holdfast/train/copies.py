@@ -150,7 +150,7 @@ class Copies:
     def __init__(self, tier: Tier, bytes_s: float, folder: str) -> None:
         """`bytes_s`: what its node may send in a second; 0: all it can. `folder`: of the snapshots."""
         self._client = tier if isinstance(tier, SaverClient) else None
-        self._node = f"{node_key()}:{tier.place}"
+        self.node = f"{node_key()}:{tier.place}"
         self._host, self._domain = own_addresses(), failure_domain(os.environ)
         self._paths = CopyPaths()
         self._bytes_s, self._folder = bytes_s, folder
@@ -179,18 +179,13 @@ class Copies:
         """There is no memory for slots any more."""
         self._client = None
 
-    @property
-    def node(self) -> str:
-        """As in its report."""
-        return self._node
-
     def report(self) -> CopyReport:
         """For rank 0."""
         client, domain = self._client, self._domain
         if client is None:
-            return CopyReport(self._node, domain, "", 0, False, "it has no memory for snapshots")
+            return CopyReport(self.node, domain, "", 0, False, "it has no memory for snapshots")
         client.await_served()
-        return CopyReport(self._node, domain, self._host, client.port, client.copying, client.copy_error)
+        return CopyReport(self.node, domain, self._host, client.port, client.copying, client.copy_error)
 
     def decide(self, said: Sequence[Sequence[Any]], state: State, *, staged: bool) -> dict[str, Any]:
         """Rank 0: for all ranks' `follow`. `said`: their reports."""
@@ -200,14 +195,15 @@ class Copies:
         """Send the committed state of this step, if rank 0 says so. Never waits."""
         if self._client is None or not word:
             return
+        kept = word.get("keep")
+        keep: State | None = None if kept is None else (kept[0], kept[1], kept[2])
         if word.get("skip"):
-            if word.get("keep") is not None:
-                self._client.keep((word["keep"][0], word["keep"][1], word["keep"][2]))
+            if keep is not None:
+                self._client.keep(keep)
             if rank == 0:
                 self._client.tell_agent(skipped(step))
             return
         self._to = word["to"] or self._to
-        keep = None if word["keep"] is None else (word["keep"][0], word["keep"][1], word["keep"][2])
         host, port = self._to[rank]
         self._client.copy((host, port), keep)
 

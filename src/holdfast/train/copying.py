@@ -15,7 +15,7 @@ import mmap
 import os
 from array import array
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -75,6 +75,7 @@ class PrivateMapping:
             raise SnapshotMemoryError(f"no memory to take over the state: {os.strerror(number)}")
 
 
+@cache
 def can_settle() -> bool:
     """Whether this kernel can copy pages on request (Linux 5.14)."""
     page = mmap.mmap(-1, mmap.PAGESIZE)

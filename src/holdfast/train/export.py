@@ -32,19 +32,14 @@ from holdfast.protocol.errors import (
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.remote import Place, place_of
-from holdfast.train.reading import FilePart, Saved, open_files
+from holdfast.train.reading import opened
 from holdfast.train.storage import is_dcp, load_all, load_nested
 
 
 def load(snapshot: Snapshot) -> dict[str, Any]:
     """The whole state: a state_dict for each tracked name. Raises SnapshotError."""
-    files = open_files(snapshot)
-    try:
-        saved = Saved([FilePart(file) for file in files])
+    with opened(snapshot) as saved:
         return load_nested(snapshot, saved) if is_dcp(saved) else load_all(saved)
-    finally:
-        for file in files:
-            file.close()
 
 
 # --- formats ----------------------------------------------------------------------------------------------------------

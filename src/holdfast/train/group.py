@@ -38,7 +38,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.protocol.errors import ProcessGroupError, SnapshotIncompleteError
 from holdfast.train.agreement import PATIENCE_S, Peers
-from holdfast.train.guards import enabled, guarded, renew_guards, watch
+from holdfast.train.guards import enabled, guarded, renew_guards, replaced, watch
 from holdfast.worker.regroup import GroupSockets, is_replacement
 
 
@@ -237,12 +237,8 @@ def _subgroups_noted(group: ProcessGroup) -> Iterator[None]:
         with sockets.noting():
             return make(*arguments, **keywords)
 
-    c10d._new_process_group_helper = noted
-    try:
+    with replaced(c10d, _new_process_group_helper=noted):
         yield
-    finally:
-        if c10d._new_process_group_helper is noted:
-            c10d._new_process_group_helper = make
 
 
 @dataclass(frozen=True, slots=True)

@@ -48,16 +48,13 @@ class Guards:
     """The guards of one process group. All calls come from the thread that trains."""
 
     def __init__(self, rank: int, world: int, store: Any) -> None:
-        board = SharedFacts(rank, world, store)
         self._said: set[str] = set()
         self._steps = 0
         self._models: weakref.WeakKeyDictionary[nn.Module, NoSync] = weakref.WeakKeyDictionary()
         self._unused: list[Unused] = []
         self._hooks = contextlib.ExitStack()
-        self._board = board
         self._epochs = StaleEpoch(self._warn_for_all)
-        self._saves = LoneSave(self._warn, board)
-        self._losses = LossDiffers(self._warn, board)
+        self.renew(SharedFacts(rank, world, store))
 
     def _warn(self, mistake: str, text: str) -> None:
         """Warn once for each kind of mistake."""
@@ -73,7 +70,7 @@ class Guards:
             self._warn(mistake, text)
 
     def renew(self, board: SharedFacts) -> None:
-        """The world has changed: every rank counts what it shares with the others from 0 again."""
+        """The world begins, or has changed: every rank counts what it shares with the others from 0 again."""
         self._board = board
         self._saves = LoneSave(self._warn, board)
         self._losses = LossDiffers(self._warn, board)
@@ -109,7 +106,7 @@ class Guards:
             self._epochs.told(sampler)
             set_epoch(sampler, epoch)
 
-        with _replaced(DistributedSampler, __iter__=noted_draw, set_epoch=noted_set_epoch):
+        with replaced(DistributedSampler, __iter__=noted_draw, set_epoch=noted_set_epoch):
             yield
 
     @contextlib.contextmanager
@@ -121,7 +118,7 @@ class Guards:
             save(obj, f, *rest, **options)
             self._saves.saved(f)
 
-        with _replaced(torch, save=noted_save):
+        with replaced(torch, save=noted_save):
             yield
 
     def watch(self, model: nn.Module) -> None:
@@ -163,8 +160,7 @@ class Guards:
             self._losses.told(value)
 
 
-# --- one per process, as torch's default group is
-# ------------------------------------------------------------------------
+# --- one per process, as torch's default group is ---------------------------------------------------------------------
 
 _current: Guards | None = None
 _blocks = itertools.count()
@@ -234,7 +230,7 @@ def _after_forward(model: nn.Module, _arguments: Any, output: Any) -> None:
 
 
 @contextlib.contextmanager
-def _replaced(owner: Any, **functions: Any) -> Iterator[None]:
+def replaced(owner: Any, **functions: Any) -> Iterator[None]:
     """Attributes replaced for a block; put back unless somebody else has replaced them since."""
     before = {name: getattr(owner, name) for name in functions}
     for name, function in functions.items():

@@ -126,8 +126,7 @@ class LoneSave:
             self._warn(
                 "barrier",
                 f"Rank {self._board.rank} alone called torch.save, and the others ran ahead: they may read or leave "
-                "before "
-                "the file is complete, or time out in a collective.\n"
+                "before the file is complete, or time out in a collective.\n"
                 "Call torch.distributed.barrier() on all ranks after the save, or use holdfast.train.Snapshots.",
             )
 
@@ -140,7 +139,6 @@ class NoSync:
         self._backward_done = False
         self._again = False
         self._in_a_row = 0
-        self._stepped = False
 
     def forward(self, model: nn.Module, output: Any) -> None:
         """After a forward pass."""
@@ -165,11 +163,9 @@ class NoSync:
             self._warn(
                 "no_sync",
                 "Gradients are accumulated over several backward passes, and all ranks exchange them in each: only "
-                "the last "
-                "exchange is needed.\n"
+                "the last exchange is needed.\n"
                 "Use `with holdfast.train.accumulate(model, every=N) as micro: micro.backward(loss)`, or "
-                "model.no_sync() "
-                "around all but the last (FSDP2: set_requires_gradient_sync).",
+                "model.no_sync() around all but the last (FSDP2: set_requires_gradient_sync).",
             )
 
 
@@ -215,8 +211,7 @@ class Unused:
             self._warn(
                 "find_unused_parameters",
                 f"find_unused_parameters=True, and in {UNUSED_STEPS} steps every rank used every parameter: DDP "
-                "searches the "
-                "graph in every step for nothing.\n"
+                "searches the graph in every step for nothing.\n"
                 "Leave the argument out, unless later steps skip parts of the model.",
             )
         return True
@@ -254,8 +249,8 @@ class LossDiffers:
                 "loss",
                 f"The loss differs across ranks although one value is needed for all: {told}.\n"
                 "Pass `micro.loss` of holdfast.train.accumulate after the last micro-batch, or call "
-                "torch.distributed.all_reduce(loss, torch.distributed.ReduceOp.AVG) on every rank; reduce() is not "
-                "enough.",
+                "torch.distributed.all_reduce(loss, torch.distributed.ReduceOp.AVG) on every rank; "
+                "reduce() is not enough.",
             )
 
 

@@ -62,9 +62,6 @@ class Judged:
     over: str = ""
     """Why the job ends here."""
 
-    def is_suspect(self, step: int, attempt: int) -> bool:
-        return Key(step, attempt) in self.suspects
-
     def begin(self, folder: Place, life: str, origin: Key | None) -> None:
         """Another life goes on from there. A disk that takes no note ends no training."""
         try:

@@ -1,17 +1,18 @@
-"""The states of all random generators: read after each step, and kept where a replacement finds them."""
+"""The states of all random generators: read after each step and kept where a replacement finds them; and saved."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
 import functools
+import hashlib
 import itertools
 import mmap
 import os
 import random
 import struct
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -308,3 +309,52 @@ class RandomRecord:
             if self._steps[number] == step + 1:
                 return tuple(map(bytes, self._states[number]))
         return None
+
+
+# --- as a snapshot has them -------------------------------------------------------------------------------------------
+
+
+def random_state() -> dict[str, Any]:
+    """State of the random generators that are in use: Python, numpy if imported, torch on CPU and this GPU."""
+    version, words, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": [version, struct.pack(f"<{len(words)}I", *words), gauss],
+        "torch": torch.get_rng_state().numpy().tobytes(),
+    }
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [name, keys.tobytes(), *rest]
+    if torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
+    return state
+
+
+@contextlib.contextmanager
+def undrawn() -> Iterator[None]:
+    """What the block draws from the random generators is as if it had not been drawn."""
+    state = random_state()
+    yield
+    set_random_state(state)
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Set the random generators to what `random_state` returned."""
+    version, packed, gauss = state["python"]
+    random.setstate((version, struct.unpack(f"<{len(packed) // 4}I", packed), gauss))
+    torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
+    if "numpy" in state:
+        import numpy as np
+
+        name, keys, *rest = state["numpy"]
+        np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state["cuda"]), dtype=torch.uint8))
+
+
+def seed_random(common: bytes, rank: int, world: int) -> None:
+    """Seed the random generators in another world: each rank gets a seed of its own from bytes that all ranks have."""
+    seed = hashlib.sha256(common + f"/{rank}/{world}".encode()).digest()
+    random.seed(seed)
+    torch.manual_seed(int.from_bytes(seed[:7], "little"))
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(list(seed))

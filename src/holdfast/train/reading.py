@@ -5,9 +5,11 @@ An image lies in a memory slot or in a file of a committed snapshot; both are re
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -22,26 +24,24 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
-from torch.distributed.checkpoint.storage import StorageReader
 from torch.distributed.tensor import DTensor
-from torch.futures import Future
 
-from holdfast.protocol.errors import ShardingError, SnapshotDamagedError, SnapshotError, StateMismatchError
+from holdfast.protocol.errors import ShardingError, SnapshotDamagedError, StateMismatchError
 from holdfast.snapshots.folder import RankFile, Snapshot
 from holdfast.snapshots.layout import ALIGNMENT_BYTES, LENGTH_BYTES, Image, head_bytes
 from holdfast.snapshots.slots import HEADER_BYTES
 from holdfast.train import state_codec as codec
 from holdfast.train.copying import PrivateMapping, can_settle, copy_all
-from holdfast.train.sharding import DTYPES, PIECES, STATIC, TEXT, TIED, Piece, local_pieces, local_tensor
+from holdfast.train.sharding import DTYPES, PIECES, TEXT, TIED, Piece, local_pieces, local_tensor
 
 
 class Part(Protocol):
-    """One rank's image."""
+    """One rank's image: in memory, or a `RankFile`, which checks every byte against its digest."""
 
     @property
     def image(self) -> Image: ...
 
-    def bytes_of(self, names: Sequence[str]) -> memoryview:
+    def load(self, names: Sequence[str]) -> memoryview:
         """Memory that contains at least these entries, at `image.spans`. Raises SnapshotDamagedError."""
         ...
 
@@ -57,22 +57,8 @@ class MemoryPart:
         self.offset = offset
         self._data = data
 
-    def bytes_of(self, names: Sequence[str]) -> memoryview:  # noqa: ARG002 - all are there
+    def load(self, names: Sequence[str]) -> memoryview:  # noqa: ARG002 - all are there
         return self._data
-
-
-class FilePart:
-    """An image in a file. Every byte is checked against its digest."""
-
-    def __init__(self, file: RankFile) -> None:
-        self._file = file
-
-    @property
-    def image(self) -> Image:
-        return self._file.image
-
-    def bytes_of(self, names: Sequence[str]) -> memoryview:
-        return self._file.load(names)
 
 
 def parts_of_slot(data: memoryview, path: Path | None = None) -> list[MemoryPart]:
@@ -115,19 +101,15 @@ class ReadPlan:
     def load(self) -> None:
         """Fill the tensors. Raises SnapshotDamagedError."""
         self.saved.copy_whole(self.matching)
-        self.saved.read_data(self.plan, self.planner)
+        self.saved.fill(self.plan, self.planner)
 
 
-class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
+class Saved:
     """A saved state, read from the available images of all ranks."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._parts = parts
         self._mapped: dict[Path, PrivateMapping] = {}
-
-    @cached_property
-    def _can_adopt(self) -> bool:
-        return can_settle()
 
     @cached_property
     def pieces(self) -> dict[str, dict[tuple[int, ...], _Found]]:
@@ -148,14 +130,12 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
 
     @cached_property
     def texts(self) -> list[dict[str, Any]]:
-        """State other than tensors of each rank, with its static part, in the order of the parts."""
+        """State other than tensors of each rank, in the order of the parts."""
         texts = []
         for part in self._parts:
             span = part.image.spans.get(TEXT)
             if span is not None:
-                text = codec.expect(codec.loads(part.bytes_of([TEXT])[span]), dict, "text")
-                text["static"] = codec.expect(codec.loads(part.image.metadata.get(STATIC, "{}").encode()), dict, STATIC)
-                texts.append(text)
+                texts.append(codec.expect(codec.loads(part.load([TEXT])[span]), dict, "text"))
         return texts
 
     def whole_shape(self, key: str) -> tuple[tuple[int, ...], torch.dtype] | None:
@@ -199,7 +179,7 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
         All of `settling` has to be done before anybody writes to that memory.
         """
         part, name, piece = found
-        if not isinstance(part, MemoryPart) or part.path is None or math.prod(piece.sizes) == 0 or not self._can_adopt:
+        if not isinstance(part, MemoryPart) or part.path is None or math.prod(piece.sizes) == 0 or not can_settle():
             return None
         if part.path not in self._mapped:
             self._mapped[part.path] = PrivateMapping(part.path)
@@ -219,7 +199,7 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
         """Copy pieces as they are. Raises SnapshotDamagedError."""
         for number, items in self._by_part((tensor, *found) for tensor, found in matching).items():
             part = self._parts[number]
-            data = part.bytes_of([name for _, name, _ in items])
+            data = part.load([name for _, name, _ in items])
             copy_all(
                 [tensor for tensor, _, _ in items],
                 [piece_view(data, part.image.spans[name], piece) for _, name, piece in items],
@@ -250,7 +230,7 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
 
     def _plan(self, targets: Mapping[str, torch.Tensor]) -> tuple[LoadPlanner, LoadPlan]:
         planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-        planner.set_up_planner(dict(targets), self.read_metadata(targets), is_coordinator=False)
+        planner.set_up_planner(dict(targets), self.metadata(targets), is_coordinator=False)
         plan = planner.create_local_plan()
         needed = sum(math.prod(item.lengths) for item in plan.items)
         held = sum(local_tensor(tensor).numel() for tensor in targets.values())
@@ -258,59 +238,31 @@ class Saved(StorageReader):  # type: ignore[misc] # torch is not followed
             raise ShardingError("parts of the saved tensors are not available")
         return planner, plan
 
-    # --- torch's StorageReader ---
+    def metadata(self, keys: Iterable[str]) -> Metadata:
+        """torch's Metadata of the saved tensors of these keys."""
+        return Metadata({key: _storage_metadata(self.pieces[key]) for key in keys if key in self.pieces})
 
-    def read_metadata(self, keys: Any = None, **_: Any) -> Metadata:
-        """torch's Metadata of the saved tensors (of these keys)."""
-        wanted = self.pieces.keys() if keys is None else keys
-        return Metadata({key: _storage_metadata(self.pieces[key]) for key in wanted if key in self.pieces})
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Copy the pieces of the plan into the planner's tensors."""
+    def fill(self, plan: LoadPlan, planner: LoadPlanner) -> None:
+        """Copy the pieces of the plan into the planner's tensors. Raises SnapshotDamagedError."""
         by_part = self._by_part(
             (item, *self.pieces[item.storage_index.fqn][tuple(item.storage_index.offset or ())]) for item in plan.items
         )
         for number, items in by_part.items():
             part = self._parts[number]
-            data = part.bytes_of([name for _, name, _ in items])
+            data = part.load([name for _, name, _ in items])
             targets, sources = [], []
             for item, name, piece in items:
                 source = piece_view(data, part.image.spans[name], piece)
                 targets.append(planner.resolve_tensor(item).detach())
                 sources.append(_narrow(source, item.storage_offsets, item.lengths))
             copy_all(targets, sources)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
-
-    def reset(self, checkpoint_id: Any = None) -> None:
-        """There is no state to reset."""
-
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        """Nothing to do."""
-
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
-
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003
-        return False
 
 
-def open_files(snapshot: Snapshot) -> list[RankFile]:
-    """All ranks' files of a snapshot. The caller closes them."""
-    files: list[RankFile] = []
-    try:
-        for rank in range(snapshot.manifest.world):
-            files.append(RankFile(snapshot, rank))  # noqa: PERF401 - those that are open are closed below
-    except SnapshotError:
-        for file in files:
-            file.close()
-        raise
-    return files
+@contextlib.contextmanager
+def opened(snapshot: Snapshot) -> Iterator[Saved]:
+    """The saved state of a snapshot, with all ranks' files open inside the block. Raises SnapshotError."""
+    with contextlib.ExitStack() as files:
+        yield Saved([files.enter_context(RankFile(snapshot, rank)) for rank in range(snapshot.manifest.world)])
 
 
 def piece_view(data: memoryview, span: slice, piece: Piece) -> torch.Tensor:
@@ -330,8 +282,6 @@ def piece_view(data: memoryview, span: slice, piece: Piece) -> torch.Tensor:
 
 def _quiet_frombuffer(data: memoryview, dtype: torch.dtype, count: int, offset: int) -> torch.Tensor:
     """Without torch's warning that such a tensor must not be written to: it never is."""
-    import warnings
-
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
         return torch.frombuffer(data, dtype=dtype, count=count, offset=offset)

@@ -40,7 +40,7 @@ from holdfast.train.agreement import Peers
 from holdfast.train.buckets import Order
 from holdfast.train.copies import Copies, Sources
 from holdfast.train.quarantine import Judged, Patience, end_without_progress, judged
-from holdfast.train.reading import FilePart, ReadPlan, Saved, open_files, parts_of_slot
+from holdfast.train.reading import ReadPlan, Saved, opened, parts_of_slot
 from holdfast.train.state import Restored, Tracker
 from holdfast.train.tracked import Choice, Compared, Fit, Targets, together
 
@@ -217,7 +217,7 @@ class Resumer:
         """Rank 0: what every rank has something of, or can fetch, newest first, and is not suspect or older than the
         disk."""
         assert self._judged is not None
-        good = {each for each in common if not self._judged.is_suspect(each[0], each[1])}
+        good = {each for each in common if Key(each[0], each[1]) not in self._judged.suspects}
         if good or found.committed or found.suspects:
             common = good  # else a suspect state is better than none
         newest_step = -1 if found.newest_valid is None else found.newest_valid.step
@@ -370,14 +370,7 @@ class Resumer:
     def _from_folder(self, step: int, path: Place) -> tuple[Resumed | None, str]:
         """None and why, when the snapshot is at fault."""
         with contextlib.ExitStack() as files:
-
-            def compare() -> tuple[Saved, Compared]:
-                opened = open_files(folders.inspect(path))
-                for file in opened:
-                    files.callback(file.close)
-                return self._compare(Saved([FilePart(file) for file in opened]))
-
-            compared, damage = self._together(compare)
+            compared, damage = self._together(lambda: self._compare(files.enter_context(opened(folders.inspect(path)))))
             if damage:
                 return None, damage
             saved, findings = compared

@@ -150,10 +150,6 @@ class Saving:
         durable, look_at = self._peers.tell(word)
         return bool(durable), int(look_at)
 
-    def plan_ahead(self) -> None:
-        """Plan before anything is due, and take memory in the background."""
-        self._plan_together()
-
     def take_ahead(self) -> None:
         """Take memory in the background for what will be there after the first step, as far as it can be foreseen."""
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -185,7 +181,7 @@ class Saving:
                 raise SnapshotError(word["text"])
             if word["do"] != "plan":
                 break
-            self._plan_together()
+            self.plan()
         else:
             raise SnapshotError("the tracked state has another shape each time it is looked at")
         if word["do"] == "persist":
@@ -203,9 +199,9 @@ class Saving:
             return ""
         failure = RankFailure(**word)
         if failure.fatal:
-            raise disk.error_of(failure.code, failure.message)
+            raise disk.error_of(failure.code, failure.text)
         if self._peers.rank == 0:
-            warnings.warn(f"holdfast: {failure.message}", RuntimeWarning, stacklevel=6)
+            warnings.warn(f"holdfast: {failure.text}", RuntimeWarning, stacklevel=6)
         return failure.text
 
     def _persist(self, request: SaveRequest) -> None:
@@ -332,15 +328,16 @@ class Saving:
         if self.retention:
             note[READ_BACK] = True
         if self._layout.beside is not None:
-            note["file_bytes"] = self._layout.file_bytes
+            note["file_bytes"] = self._layout.file.size_bytes
         peers, state = self._peers, self._tracker.state
         metadata = {"metrics": dict(metrics), "epoch": state.epoch}
         return SaveRequest(str(self._path), state.step, number, peers.rank, peers.world, note, metadata)
 
     # --- the plan -----------------------------------------------------------------------------------------------------
 
-    def _plan_together(self) -> None:
-        """What one rank cannot do all raise: to plan, the ranks wait for each other."""
+    def plan(self) -> None:
+        """All ranks together, also before anything is due; then memory is taken in the background. What one rank cannot
+        do all raise: to plan, the ranks wait for each other."""
         failure: Exception | None = None
         try:
             self._stop_reserving()
@@ -354,9 +351,6 @@ class Saving:
         for rank, text in enumerate(said):
             if text:
                 raise SnapshotError(f"rank {rank} failed: {text}")
-        self._plan(collected)
-
-    def _plan(self, collected: Collected) -> None:
         self._places.clear()
         if isinstance(self.tier, SaverClient):
             self.tier.drop_fetched()  # all ranks have settled
@@ -443,7 +437,7 @@ def image(tracker: Tracker) -> torch.Tensor:
 
 def _plan(peers: Peers, node: str, collected: Collected) -> Layout:
     text_bytes = -(-int(len(collected.text) * TEXT_ROOM) // TEXT_BLOCK_BYTES) * TEXT_BLOCK_BYTES
-    return sharding.plan(peers, node, collected.shared, collected.own, text_bytes, "")
+    return sharding.plan(peers, node, collected.shared, collected.own, text_bytes)
 
 
 def _places(layout: Layout, memory: memoryview) -> Places:
@@ -456,9 +450,8 @@ def fill(memory: memoryview, layout: Layout, places: Places, collected: Collecte
     sources = [collected.shared[key] if key in collected.shared else collected.own[key] for _, key in layout.keys]
     if not places.fill(sources):
         return False
-    memory[: len(layout.file.header)] = layout.file.header
-    if layout.beside is not None:
-        memory[layout.beside_at :][: len(layout.beside.header)] = layout.beside.header
+    for begin, each in layout.images:
+        memory[begin:][: len(each.header)] = each.header
     room = layout.file.spans[TEXT]
     memory[room] = collected.text.ljust(room.stop - room.start)
     return True

@@ -41,8 +41,6 @@ CODES = {
 DTYPES = {code: dtype for dtype, code in CODES.items()}
 PIECES = "holdfast.pieces"
 """Key of the header's metadata: what is known of the entries that are not whole tensors of a type of safetensors."""
-STATIC = "holdfast.static"
-"""Key of the header's metadata: what stays the same from one save to the next."""
 TEXT = "holdfast.text"
 """Name of the entry that holds this rank's state that is no tensor, as JSON padded with spaces."""
 
@@ -84,7 +82,17 @@ class Piece:
         """Metadata for the header; None when the entry describes the piece completely."""
         if self.is_whole and self.dtype in CODES:
             return None
-        return [self.key, self.offsets, self.sizes, self.whole, _dtype_name(self.dtype)]
+        return self.packed()
+
+    def packed(self) -> list[Any]:
+        """For JSON; see `unpacked`."""
+        return [self.key, self.offsets, self.sizes, self.whole, str(self.dtype).removeprefix("torch.")]
+
+    @classmethod
+    def unpacked(cls, packed: Sequence[Any]) -> Piece:
+        """Raises TypeError or ValueError for what is none."""
+        key, offsets, sizes, whole, dtype = packed
+        return cls(str(key), tuple(offsets), tuple(sizes), tuple(whole), _dtype(dtype))
 
     @classmethod
     def of_item(cls, item: WriteItem) -> Piece | None:
@@ -110,18 +118,13 @@ class Piece:
         if described is None:
             return cls(entry.name, (0,) * len(entry.shape), entry.shape, entry.shape, DTYPES[entry.dtype])
         try:
-            key, offsets, sizes, whole, name = described
-            piece = cls(str(key), tuple(offsets), tuple(sizes), tuple(whole), _dtype(name))
+            piece = cls.unpacked(described)
             fits = piece.entry.dtype == entry.dtype and piece.entry.shape == entry.shape
         except (TypeError, ValueError):
             fits = False
         if not fits:
             raise SnapshotDamagedError(f"tensor {entry.name!r} is not described as holdfast would")
         return piece
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _dtype(name: Any) -> torch.dtype:
@@ -145,38 +148,27 @@ class Layout:
     keys: tuple[tuple[str, str], ...]
     """Name of the entry and key of the tensor, of all entries but the text."""
 
-    @property
-    def file_bytes(self) -> int:
-        return self.file.size_bytes
-
     @cached_property
-    def beside_at(self) -> int:
-        """Where the second image begins."""
-        return -(-self.file.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    def images(self) -> list[tuple[int, Image]]:
+        """The one or two images, and where in the slot each begins."""
+        if self.beside is None:
+            return [(0, self.file)]
+        return [(0, self.file), (-(-self.file.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES, self.beside)]
 
     @cached_property
     def size_bytes(self) -> int:
-        return self.file.size_bytes if self.beside is None else self.beside_at + self.beside.size_bytes
-
-    def span(self, name: str) -> slice:
-        """Bytes of an entry in the slot."""
-        found = self.file.spans.get(name)
-        if found is not None:
-            return found
-        assert self.beside is not None
-        found = self.beside.spans[name]
-        return slice(found.start + self.beside_at, found.stop + self.beside_at)
+        begin, last = self.images[-1]
+        return begin + last.size_bytes
 
     def views(self, memory: memoryview) -> dict[str, torch.Tensor]:
         """The places of the entries in this memory, as tensors of their own type and shape; the text is not among
         them."""
-        views = {}
-        for image, begin in ((self.file, 0), (self.beside, self.beside_at)):
-            for entry in () if image is None else image.entries:
-                if entry.name != TEXT and image is not None:
-                    at = begin + image.spans[entry.name].start
-                    views[entry.name] = _view(memory, at, entry)
-        return views
+        return {
+            entry.name: _view(memory, begin + image.spans[entry.name].start, entry)
+            for begin, image in self.images
+            for entry in image.entries
+            if entry.name != TEXT
+        }
 
 
 def _view(memory: memoryview, at: int, entry: TensorEntry) -> torch.Tensor:
@@ -271,18 +263,17 @@ def plan(
     shared: Mapping[str, torch.Tensor],
     own: Mapping[str, torch.Tensor],
     text_bytes: int,
-    static: str,
 ) -> Layout:
     """Agree with all ranks on what each of them writes. All ranks call it. Raises ShardingError.
 
     `shared`: tensors that are sharded or replicated; `own`: this rank's own, which it writes itself.
     """
     pieces = local_pieces(shared)
-    gathered = peers.gather([node, [_packed(piece) for piece in pieces]])
+    gathered = peers.gather([node, [piece.packed() for piece in pieces]])
     shares: list[Any] = []
     if gathered:
         try:
-            held = [[_unpacked(each) for each in packed] for _, packed in gathered]
+            held = [[Piece.unpacked(each) for each in packed] for _, packed in gathered]
             shares = list(assign(held, [each for each, _ in gathered]))
         except ShardingError as error:
             shares = [str(error)] * peers.world
@@ -291,33 +282,21 @@ def plan(
         raise ShardingError(share)
     mine, beside = ([pieces[number] for number in numbers] for numbers in share)
     mine += [Piece.own(key, tensor) for key, tensor in own.items()]
-    file = image_of(mine, text_bytes, static)
+    file = image_of(mine, text_bytes)
     return Layout(
         file,
-        image_of(beside, 0, "") if beside else None,
+        image_of(beside, 0) if beside else None,
         tuple((piece.name, piece.key) for piece in (*mine, *beside)),
     )
 
 
-def image_of(pieces: Sequence[Piece], text_bytes: int, static: str) -> Image:
+def image_of(pieces: Sequence[Piece], text_bytes: int) -> Image:
     """Layout of the rank's file with these pieces and `text_bytes` of text."""
     described = {piece.name: piece.described for piece in pieces if piece.described is not None}
     entries = [piece.entry for piece in pieces]
     if text_bytes:
         entries.append(TensorEntry(TEXT, "U8", (text_bytes,)))
-    metadata = {PIECES: json.dumps(described, separators=(",", ":"))}
-    if static:
-        metadata[STATIC] = static
-    return Image.plan(entries, metadata)
-
-
-def _packed(piece: Piece) -> list[Any]:
-    return [piece.key, piece.offsets, piece.sizes, piece.whole, _dtype_name(piece.dtype)]
-
-
-def _unpacked(packed: list[Any]) -> Piece:
-    key, offsets, sizes, whole, dtype = packed
-    return Piece(key, tuple(offsets), tuple(sizes), tuple(whole), _dtype(dtype))
+    return Image.plan(entries, {PIECES: json.dumps(described, separators=(",", ":"))})
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:

@@ -252,11 +252,14 @@ class Snapshots:
         return tier
 
     def _take_folder(self, peers: Peers, *, lost: int = 0) -> TakenFolder:
-        """Rank 0 gets the folder's lease, also a `lost` one; all learn how the saver writes what only memory has."""
+        """Rank 0 gets the folder's lease, also a `lost` one, and looks after retention; all learn how the saver writes
+        what only memory has."""
         self._taken = taken = take_folder(self.path, peers, self._lease, lost)
         self._lease = taken.lease
         if self._copies is not None:
             self._copies.begin(taken.secret, peers.rank, peers.world)
+        if peers.rank == 0 and self._keep is not None and self._pruner is None:
+            self._pruner = Pruner(self.path, self._keep)
         return taken
 
     # --- other worlds: see survival.py ------------------------------------------------------------------------------
@@ -285,8 +288,6 @@ class Snapshots:
         self._schedule.follow(schedule)  # all ranks save at the same steps
         self._durable_epoch, self._unsaved = durable
         self._optimized = False
-        if peers.rank == 0 and self._keep is not None and self._pruner is None:
-            self._pruner = Pruner(self.path, self._keep)
         if self._copies is not None:  # the world's next loss finds this step
             self._save(self._saving, durable=False)
 
@@ -296,8 +297,6 @@ class Snapshots:
         worker.at_step(step)
         self._schedule.start(step)
         self._clock.start(step, time.monotonic())
-        if peers.rank == 0 and self._keep is not None:
-            self._pruner = Pruner(self.path, self._keep)
         self._tracker.reducers.observe()
         self._until_first_step.append(self._tracker.reducers.observed)
         rescue, clock, failures_max = self._taken.rescue, self._clock, self._failures_max
@@ -366,7 +365,7 @@ class Snapshots:
         if durable or schedule.memory_due(step):
             self._save(saving, durable=durable)
         elif not saving.planned:
-            saving.plan_ahead()  # so that the first save costs no more than the others
+            saving.plan()  # so that the first save costs no more than the others
 
     def save(self, *, wait: bool = False) -> None:
         """Save to the disk now; every rank calls it. From its return on the end of this process does not prevent it.

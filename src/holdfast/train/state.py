@@ -9,15 +9,10 @@ How models and optimizers are taken apart is in tracked.py.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
-import hashlib
 import inspect
 import operator
-import random
-import struct
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -34,56 +29,10 @@ from holdfast import worker
 from holdfast.protocol.errors import ShardingError, TrackingError
 from holdfast.train import state_codec as codec
 from holdfast.train.buckets import Order, Reducers
+from holdfast.train.random_numbers import random_state, seed_random, set_random_state
 from holdfast.train.reading import Saved
 from holdfast.train.sharding import OWN, TIED
 from holdfast.train.tracked import Choice, Compared, Fit, Shared, Targets, TrackedModel, TrackedOptimizer, check_tied
-
-
-def random_state() -> dict[str, Any]:
-    """State of the random generators that are in use: Python, numpy if imported, torch on CPU and this GPU."""
-    version, words, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "python": [version, struct.pack(f"<{len(words)}I", *words), gauss],
-        "torch": torch.get_rng_state().numpy().tobytes(),
-    }
-    if "numpy" in sys.modules:
-        name, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [name, keys.tobytes(), *rest]
-    if torch.cuda.is_initialized():
-        state["cuda"] = torch.cuda.get_rng_state().numpy().tobytes()
-    return state
-
-
-@contextlib.contextmanager
-def undrawn() -> Iterator[None]:
-    """What the block draws from the random generators is as if it had not been drawn."""
-    state = random_state()
-    yield
-    set_random_state(state, None)
-
-
-def set_random_state(state: Mapping[str, Any], place: tuple[int, int] | None) -> None:
-    """Set the random generators. `place`: None in the same world; otherwise (rank, world), from which, with the saved
-    state, each rank gets a seed of its own."""
-    if place is not None:
-        rank, world = place
-        seed = hashlib.sha256(state["torch"] + f"/{rank}/{world}".encode()).digest()
-        random.seed(seed)
-        torch.manual_seed(int.from_bytes(seed[:7], "little"))
-        if "numpy" in sys.modules:
-            sys.modules["numpy"].random.seed(list(seed))
-        return
-    version, packed, gauss = state["python"]
-    random.setstate((version, struct.unpack(f"<{len(packed) // 4}I", packed), gauss))
-    torch.set_rng_state(torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8))
-    if "numpy" in state:
-        import numpy as np
-
-        name, keys, *rest = state["numpy"]
-        np.random.set_state((name, np.frombuffer(keys, dtype=np.uint32), *rest))
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(torch.frombuffer(bytearray(state["cuda"]), dtype=torch.uint8))
-
 
 FORMAT = 1
 
@@ -211,7 +160,8 @@ class Tracker:
     state: TrainState = field(default_factory=TrainState)
     _models: list[TrackedModel] = field(default_factory=list)
     _optimizers: list[TrackedOptimizer] = field(default_factory=list)
-    _others: dict[str, Any] = field(default_factory=dict)
+    others: dict[str, Any] = field(default_factory=dict)
+    """Objects that are neither models nor torch's optimizers, by name."""
     _kept: _Parts | None = None
     _resumed: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Positions of the loaders that were restored, until the training begins."""
@@ -231,7 +181,7 @@ class Tracker:
                 self._optimizers.append(TrackedOptimizer(name, each, self._models))
             elif callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None)):
                 _check_takes_nothing(name, each.state_dict)
-                self._others[name] = each
+                self.others[name] = each
                 if callable(keep := getattr(each, "keep_position", None)):
                     keep()
             else:
@@ -244,12 +194,12 @@ class Tracker:
         self.state._follow, self.state._batches = self._set_epoch, self._count_batches
 
     def names(self) -> set[str]:
-        return {*(each.name for each in self._models), *(each.name for each in self._optimizers), *self._others}
+        return {*(each.name for each in self._models), *(each.name for each in self._optimizers), *self.others}
 
     @property
     def optimizers(self) -> list[Optimizer]:
         found = [each.optimizer for each in self._optimizers]
-        return found + [each for each in self._others.values() if isinstance(each, Optimizer)]
+        return found + [each for each in self.others.values() if isinstance(each, Optimizer)]
 
     @property
     def models(self) -> list[nn.Module]:
@@ -259,11 +209,6 @@ class Tracker:
     def reducers(self) -> Reducers:
         """Of the models; once all of them are tracked."""
         return Reducers(self.models)
-
-    @property
-    def others(self) -> Mapping[str, Any]:
-        """Objects that are neither models nor torch's optimizers, by name."""
-        return self._others
 
     def regroup(self, rank: int, world: int) -> None:
         """Loaders and samplers go on as this rank of another world."""
@@ -282,11 +227,11 @@ class Tracker:
 
     def followers(self) -> dict[str, Any]:
         """Loaders and samplers, by name."""
-        return {name: each for name, each in self._others.items() if callable(getattr(each, "regroup", None))}
+        return {name: each for name, each in self.others.items() if callable(getattr(each, "regroup", None))}
 
     def check_counted(self) -> None:
         """Raise TrackingError if the loop's body has a batch that its loader has not counted."""
-        if any(getattr(each, "in_body", False) for each in self._others.values()):
+        if any(getattr(each, "in_body", False) for each in self.others.values()):
             raise TrackingError(
                 "save() between the optimizer's step and snaps.step(): a resume would train this batch again\n"
                 "call save() after snaps.step()"
@@ -295,13 +240,13 @@ class Tracker:
     def note_trained(self) -> None:
         """The batch in the loop's body is trained: loaders count it."""
         self._resumed = {}
-        for each in self._others.values():
+        for each in self.others.values():
             if callable(note := getattr(each, "trained", None)):
                 note()
 
     def _set_epoch(self, epoch: int) -> None:
         resumed, self._resumed = self._resumed, {}
-        for name, each in self._others.items():
+        for name, each in self.others.items():
             if name in resumed:
                 each.go_back(resumed[name])
             if callable(follow := getattr(each, "set_epoch", None)):
@@ -309,7 +254,7 @@ class Tracker:
 
     def _count_batches(self) -> tuple[int, int]:
         """Batches left in this epoch and of a whole one; zeros unless there is one loader that is trained on."""
-        loaders = [each for each in self._others.values() if getattr(each, "resumable", False)]
+        loaders = [each for each in self.others.values() if getattr(each, "resumable", False)]
         return (loaders[0].remaining, len(loaders[0])) if len(loaders) == 1 else (0, 0)
 
     def collect(self, rank: int, world: int) -> Collected:
@@ -326,7 +271,7 @@ class Tracker:
             "optimizers": {
                 each.name: {"groups": each.groups(encoder), **parts.optimizers[each.name]} for each in self._optimizers
             },
-            "others": {name: encoder.encode(each.state_dict(), name) for name, each in self._others.items()},
+            "others": {name: encoder.encode(each.state_dict(), name) for name, each in self.others.items()},
             "kinds": self._kinds(),
             "only": self.chosen,
             "random": encoder.encode(random_state(), "random"),
@@ -363,7 +308,7 @@ class Tracker:
         wrapped."""
         return {
             **{each.name: type(each.optimizer).__name__ for each in self._optimizers},
-            **{name: type(each).__name__ for name, each in self._others.items()},
+            **{name: type(each).__name__ for name, each in self.others.items()},
         }
 
     def compare(self, saved: Saved, rank: int, choice: Choice) -> Compared:
@@ -382,7 +327,7 @@ class Tracker:
         for optimizer in self._optimizers:
             if optimizer.name in wanted & there:
                 optimizer.compare(_merged(saved, text, optimizer.name), text["models"], kinds, found)
-        for name, each in self._others.items():
+        for name, each in self.others.items():
             was, kind = kinds.get(name), type(each).__name__
             if name in wanted & there and was not in (None, kind) and choice.strict:
                 found.problems[name] = f"{name} is a {kind} now, and a {was} in the snapshot"
@@ -414,7 +359,7 @@ class Tracker:
             if optimizer.name in fit.restored:
                 optimizer.restore(_merged(saved, text, optimizer.name), text["models"], filled, saved.fresh)
         done = Restored(world_then, orders=codec.expect(text.get("orders", []), list, "orders"))
-        for name, each in self._others.items():
+        for name, each in self.others.items():
             if name in fit.restored:
                 state = codec.decode(text["others"][name], saved.fresh)
                 if name in fit.optional:
@@ -429,12 +374,16 @@ class Tracker:
         self._resumed = {name: each.position() for name, each in self.followers().items() if hasattr(each, "go_back")}
         self.state.step = codec.expect(text.get("step"), int, "step")
         self.state.epoch = codec.expect(text.get("epoch"), int, "epoch")
-        set_random_state(codec.decode(text["random"], saved.fresh), None if world == world_then else (rank, world))
+        drawn = codec.decode(text["random"], saved.fresh)
+        if world == world_then:
+            set_random_state(drawn)
+        else:
+            seed_random(drawn["torch"], rank, world)
         return done
 
     def put_back(self, name: str, done: Restored) -> None:
         """Give this object back the state that it had: on some rank it refused the saved one."""
-        self._others[name].load_state_dict(done.before[name])
+        self.others[name].load_state_dict(done.before[name])
         self._resumed.pop(name, None)
 
 

@@ -120,8 +120,7 @@ class Encoder:
         if plain is not None and not (isinstance(value, Enum) and not isinstance(value, (int, str))):
             warnings.warn(
                 f"holdfast: {_short(path)}: a {kind.__module__}.{kind.__qualname__} comes back as a plain "
-                f"{plain.__name__}; "
-                f"let state_dict() give a {plain.__name__}",
+                f"{plain.__name__}; let state_dict() give a {plain.__name__}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -220,16 +219,17 @@ def _short(path: str) -> str:
     return path if len(path) <= PATH_CHARACTERS_MAX else path[: PATH_CHARACTERS_MAX - 1] + "…"
 
 
-_Get = Callable[[str], torch.Tensor]
+Get = Callable[[str], torch.Tensor]
+"""Gives the tensor of a name."""
 
 
 class _Gets(NamedTuple):
-    tensor: _Get
-    array: _Get
+    tensor: Get
+    array: Get
     plain: bool
 
 
-def decode(tree: Any, tensor: _Get, array: _Get | None = None, *, plain: bool = False) -> Any:
+def decode(tree: Any, tensor: Get, array: Get | None = None, *, plain: bool = False) -> Any:
     """The value again; `tensor` gives the tensor of a name, `array` (if it is another) the one that a numpy array is
     made of.
 
@@ -292,7 +292,7 @@ def _decode_kind(kind: str, content: Any, get: _Gets) -> Any:
     raise SnapshotDamagedError(f"the saved state has a value of the unknown kind {kind!r}")
 
 
-def _array(content: Any, tensor: _Get) -> Any:
+def _array(content: Any, tensor: Get) -> Any:
     import numpy as np
 
     name, kind, shape = content

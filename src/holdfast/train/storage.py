@@ -11,12 +11,13 @@ has saved, under the names that `dcp.save` would give: `model.<fqn>`, `optimizer
 
 from __future__ import annotations
 
+import contextlib
 import io
 import mmap
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
@@ -42,12 +43,14 @@ from holdfast.protocol.errors import (
 from holdfast.snapshots import changes
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots.changes import SaveRequest
-from holdfast.snapshots.folder import RankFile, Snapshot
+from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.layout import FolderKind, check_step, parse_name
 from holdfast.snapshots.remote import Place, absolute
 from holdfast.train import state_codec as codec
-from holdfast.train.reading import FilePart, Saved, open_files
+from holdfast.train.reading import Saved, opened
 from holdfast.train.sharding import OWN, TEXT, Layout, Piece, Places, image_of
+
+_T = TypeVar("_T")
 
 FORMAT = "dcp"
 """In a rank's text: the state is one of `dcp.save`, not of `Snapshots`."""
@@ -108,9 +111,7 @@ class SnapshotWriter(StorageWriter):  # type: ignore[misc] # torch is not follow
         except BaseException:
             changes.abandon(request)  # nobody will call `finish`
             raise
-        done: Future[list[WriteResult]] = Future()
-        done.set_result([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
-        return done
+        return _done([WriteResult(item.index, item.tensor_storage_size() or 0, None) for item in plan.items])
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:  # noqa: ARG002
         """Rank 0, when all ranks have written: commit."""
@@ -138,7 +139,7 @@ def _put_together(plan: SavePlan, planner: SavePlanner, request: SaveRequest) ->
     tree = {"format": FORMAT, "rank": request.rank, "world": request.world, "step": request.step, "objects": objects}
     text = codec.dumps(tree)
     try:
-        image = image_of([piece for piece, _ in tensors], len(text), "")
+        image = image_of([piece for piece, _ in tensors], len(text))
     except ValueError as error:
         raise ShardingError(str(error)) from error
     memory = memoryview(mmap.mmap(-1, image.size_bytes))
@@ -175,7 +176,7 @@ class SnapshotReader(StorageReader):  # type: ignore[misc] # torch is not follow
         self.snapshot = _find(self.path, step)
         """What is read."""
         self._step = step
-        self._files: list[RankFile] = []
+        self._files = contextlib.ExitStack()
         self._saved = Saved(())
         self._objects: dict[str, Any] = {}
         """By name: what is no tensor, still encoded when `dcp.save` wrote it."""
@@ -191,14 +192,12 @@ class SnapshotReader(StorageReader):  # type: ignore[misc] # torch is not follow
 
     def close(self) -> None:
         """Close the files; a load that came to its end has done so."""
-        for file in self._files:
-            file.close()
-        self._files = []
+        self._files.close()
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         """torch's description of what there is. Opens the files: from here on retention takes nothing away."""
         self.close()
-        self._files = open_files(self.snapshot)
+        self._saved = self._files.enter_context(opened(self.snapshot))
         try:
             return self._described()
         except SnapshotError:
@@ -206,14 +205,13 @@ class SnapshotReader(StorageReader):  # type: ignore[misc] # torch is not follow
             raise
 
     def _described(self) -> Metadata:
-        self._saved = Saved([FilePart(file) for file in self._files])
         if is_dcp(self._saved):
             paths = _paths(self.snapshot)
             self._aliases = {key: key for key in self._saved.pieces if not key.startswith(OWN)}
             self._objects = {name: each for text in self._saved.texts for name, each in text["objects"].items()}
         else:
             paths = self._describe_tracked()
-        pieces = self._saved.read_metadata(set(self._aliases.values())).state_dict_metadata
+        pieces = self._saved.metadata(set(self._aliases.values())).state_dict_metadata
         described: dict[str, Any] = {name: pieces[key] for name, key in self._aliases.items()}
         described.update({name: BytesStorageMetadata() for name in self._objects})
         return Metadata(described, planner_data=paths)
@@ -256,9 +254,9 @@ class SnapshotReader(StorageReader):  # type: ignore[misc] # torch is not follow
                 planner.load_bytes(item, self._pickled(name))
             else:
                 tensors.append(replace(item, storage_index=replace(item.storage_index, fqn=self._aliases[name])))
-        done = self._saved.read_data(replace(plan, items=tensors), planner)
+        self._saved.fill(replace(plan, items=tensors), planner)
         self.close()
-        return done
+        return _done(None)
 
     def _pickled(self, name: str) -> io.BytesIO:
         """An object as planners take it. The pickle is made here, from JSON: none comes from the disk."""
@@ -274,6 +272,13 @@ class SnapshotReader(StorageReader):  # type: ignore[misc] # torch is not follow
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         """Any path is one."""
         return isinstance(checkpoint_id, (str, os.PathLike))
+
+
+def _done(result: _T) -> Future[_T]:
+    """torch expects a future."""
+    done: Future[_T] = Future()
+    done.set_result(result)
+    return done
 
 
 def is_dcp(saved: Saved) -> bool:
@@ -310,10 +315,8 @@ def _find(path: Place, step: int | None) -> Snapshot:
     return fitting[-1]
 
 
-# --- a saved state as nested dicts: {"step": 3, "epoch": 0, "model": {fqn: tensor}, "optimizer": {"state": …}, …}
-# ---------
-
-Get = Callable[[str], torch.Tensor]
+# --- a saved state as nested dicts ------------------------------------------------------------------------------------
+# {"step": 3, "epoch": 0, "model": {fqn: tensor}, "optimizer": {"state": …}, …}
 
 
 def load_all(saved: Saved) -> dict[str, Any]:
@@ -329,7 +332,7 @@ def load_all(saved: Saved) -> dict[str, Any]:
     return assembled(saved, lambda key: tensors[key] if key in tensors else saved.fresh(key), saved.fresh)
 
 
-def assembled(saved: Saved, tensor: Get, array: Get) -> dict[str, Any]:
+def assembled(saved: Saved, tensor: codec.Get, array: codec.Get) -> dict[str, Any]:
     """`tensor` gives what stands for a tensor of this name, `array` the bytes of a numpy array."""
     told = min(saved.texts, key=lambda text: int(text["rank"]))
     keys = [key for key in saved.pieces if not key.startswith(OWN)]
@@ -345,7 +348,7 @@ def assembled(saved: Saved, tensor: Get, array: Get) -> dict[str, Any]:
     return state
 
 
-def _optimizer(saved: Saved, name: str, tensor: Get, array: Get) -> dict[str, Any]:
+def _optimizer(saved: Saved, name: str, tensor: codec.Get, array: codec.Get) -> dict[str, Any]:
     """As torch's get_optimizer_state_dict has it: by names of parameters."""
     state: dict[str, Any] = {}
     groups: list[Any] = []

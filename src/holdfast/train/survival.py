@@ -32,7 +32,7 @@ import os
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -47,9 +47,10 @@ from holdfast.train.agreement import Peers
 from holdfast.train.boundary import Boundary, noted_forward
 from holdfast.train.buckets import Order
 from holdfast.train.group import ProcessGroup, open_group, regroup
+from holdfast.train.random_numbers import seed_random
 from holdfast.train.reading import Saved, parts_of_slot
 from holdfast.train.save import image
-from holdfast.train.state import Tracker, set_random_state
+from holdfast.train.state import Tracker
 from holdfast.train.tracked import Choice, together
 from holdfast.worker import drain
 from holdfast.worker.regroup import WHY_CHARACTERS_MAX, AgentChannel, ChannelLostError, Go
@@ -120,8 +121,9 @@ class Survivor:
     """One process that goes on in one generation after the other."""
 
     def __init__(self, snaps: Snapshots, group: ProcessGroup, channel: AgentChannel) -> None:
+        assert group.connection is not None
         self._snaps = snaps
-        self._group = group
+        self._group, self._connection = group, group.connection
         self._channel = channel
         self._uninterrupted = channel.uninterrupted
         self._generation = 0
@@ -149,8 +151,7 @@ class Survivor:
             drain.before_stop(self._at_safe_point)
             modes = [(each, each.training) for model in self._snaps._tracker.models for each in model.modules()]
             self._snaps._survivor = self
-            assert self._group.connection is not None
-            self._group.connection.outlives = self._is_consequence
+            self._connection.outlives = self._is_consequence
             if self._joined:  # what this process has drawn since resume() its rank has not drawn
                 self._boundary.restore_random(self._boundary.step, survived=True)
             self._joined = False
@@ -178,8 +179,7 @@ class Survivor:
 
     def _leave(self) -> None:
         self._snaps._survivor = None
-        assert self._group.connection is not None
-        self._group.connection.outlives = None
+        self._connection.outlives = None
         with contextlib.suppress(ChannelLostError):
             self._channel.say("unable")
         self._channel.close()
@@ -221,8 +221,7 @@ class Survivor:
     # --- leaving the old world --------------------------------------------------------------------------------------
 
     def _cut(self) -> None:
-        assert self._group.connection is not None
-        self._group.connection.sockets.cut()
+        self._connection.sockets.cut()
         if "nccl" in dist.get_backend():
             dist.distributed_c10d._abort_process_group()
 
@@ -251,7 +250,7 @@ class Survivor:
             self._stepping = False
             self._news = {
                 "generation": self._generation,
-                "step": handed.step,
+                "step": handed.chosen.step,
                 "steps_lost": handed.steps_lost,
                 "began_s": began_s,
             }
@@ -263,14 +262,24 @@ class Survivor:
     def _go_on(self, *, step: int, clean: bool) -> Handed:
         """Wait for this rank's place in the next generation, take it, and agree with the other ranks on the state.
         `step`, `clean`: see Own."""
-        before, boundary = (self._group.rank, self._group.world), self._boundary
+        before, boundary, snaps = [self._group.rank, self._group.world], self._boundary, self._snaps
         peers = self._enter(self._channel.await_go())
         positions = boundary.positions() if step >= 0 else {}
-        own = Own(step, clean, before, boundary.epoch, positions, boundary.seed, self._reducers.orders)
-        handed = Handed.share(self._snaps, peers, own)
-        self._reducers.connect(handed.orders)
-        handed.apply(self._snaps, self._group, peers, boundary, survived=step >= 0)
-        self._snaps._go_on(peers, self._generation, handed.schedule, handed.durable)
+        own = Own(
+            step,
+            clean,
+            before,
+            boundary.epoch,
+            positions,
+            schedule=snaps._schedule.state(),
+            durable=[snaps._durable_epoch, snaps._unsaved],
+            seed=boundary.seed,
+            orders=self._reducers.orders,
+        )
+        handed = Handed.share(peers, own)
+        self._reducers.connect(handed.chosen.orders)
+        handed.apply(snaps, self._group, peers, boundary, survived=step >= 0)
+        snaps._go_on(peers, self._generation, handed.chosen.schedule, handed.chosen.durable)
         return handed
 
     def _enter(self, go: Go) -> Peers:
@@ -295,7 +304,7 @@ class Survivor:
     def join(self) -> int:
         """A replacement takes its place among the others, in its `resume()`. Returns the step that it goes on from."""
         self._channel.say("ready")
-        step = self._go_on(step=-1, clean=False).step
+        step = self._go_on(step=-1, clean=False).chosen.step
         self._boundary.mark(self._snaps.state)
         self._joined = True
         return step
@@ -333,91 +342,65 @@ class Own:
     """The last one that it has completed; -1: it is a replacement."""
     clean: bool
     """It has done nothing since then that changes more than the boundary keeps."""
-    before: tuple[int, int]
+    before: list[int]
     """Its rank and the world's size in the old world."""
     epoch: int
     positions: dict[str, dict[str, Any]]
     """Of the loaders and samplers after that step, by name."""
+    schedule: list[int]
+    durable: list[Any]
     seed: str
     orders: list[Order]
+    """Of the gradients, by DDP module."""
 
 
 @dataclass(frozen=True)
 class Handed:
     """What all ranks of a new world have agreed on."""
 
-    step: int
-    """The step that all go on from: the newest that a rank has completed."""
+    chosen: Own
+    """All go on from here: of the rank `source`. Its step is the newest that a rank has completed."""
     source: int
-    """A rank that has completed it, and nothing more."""
+    """A rank that has completed that step, and nothing more."""
     behind: tuple[int, ...]
     """Ranks that take their state from the source."""
     steps_lost: int
-    epoch: int
-    positions: dict[str, dict[str, Any]]
-    """Of the loaders and samplers, by name."""
-    schedule: list[int]
-    durable: list[Any]
-    seed: str
-    orders: list[Order]
-    """Of the gradients, by DDP module."""
     same_places: bool
     """Every rank has the place that it had, in a world of the same size."""
 
     @classmethod
-    def share(cls, snaps: Snapshots, peers: Peers, own: Own) -> Handed:
+    def share(cls, peers: Peers, own: Own) -> Handed:
         """Agree. Every rank calls it. Raises ProcessGroupError, on all ranks alike, when no rank is clean."""
-        said = peers.share(
-            {
-                "step": own.step,
-                "clean": own.clean,
-                "before": list(own.before),
-                "epoch": own.epoch,
-                "positions": own.positions,
-                "schedule": snaps._schedule.state(),
-                "durable": [snaps._durable_epoch, snaps._unsaved],
-                "seed": own.seed,
-                "orders": own.orders,
-            }
-        )
-        good = [rank for rank, each in enumerate(said) if each["clean"]]
+        said = [Own(**each) for each in peers.share(asdict(own))]
+        good = [rank for rank, each in enumerate(said) if each.clean]
         if not good:
             raise ProcessGroupError(
                 "every rank was between its optimizer's step and snaps.step(), or had changed parameters before that "
                 "step, so no state is complete\n"
                 "call snaps.step() directly after the optimizer and the scheduler, and communicate after it"
             )
-        source = max(good, key=lambda rank: (said[rank]["step"], -rank))
-        newest, of = said[source]["step"], said[source]
-        behind = tuple(rank for rank, each in enumerate(said) if not each["clean"] or each["step"] != newest)
+        source = max(good, key=lambda rank: (said[rank].step, -rank))
+        chosen = said[source]
         return cls(
-            step=newest,
+            chosen=chosen,
             source=source,
-            behind=behind,
-            steps_lost=max(0, max(each["step"] for each in said) - newest),
-            epoch=of["epoch"],
-            positions=of["positions"],
-            schedule=of["schedule"],
-            durable=of["durable"],
-            seed=of["seed"],
-            orders=of["orders"],
-            same_places=all(
-                each["step"] < 0 or tuple(each["before"]) == (rank, peers.world) for rank, each in enumerate(said)
-            ),
+            behind=tuple(rank for rank, each in enumerate(said) if not each.clean or each.step != chosen.step),
+            steps_lost=max(0, max(each.step for each in said) - chosen.step),
+            same_places=all(each.step < 0 or each.before == [rank, peers.world] for rank, each in enumerate(said)),
         )
 
     def apply(self, snaps: Snapshots, group: ProcessGroup, peers: Peers, boundary: Boundary, *, survived: bool) -> None:
         """Bring this rank to that state. Every rank calls it. `survived`: this is no replacement."""
-        tracker = snaps._tracker
+        tracker, step = snaps._tracker, self.chosen.step
         tracker.regroup(peers.rank, peers.world)
         if self.behind:
             self._transfer(tracker, group.device, peers.rank)
         if survived:
-            boundary.complete(self.step)
-        snaps.state.step, snaps.state.epoch = self.step, self.epoch
-        tracker.set_positions(self.positions)
-        if not (self.same_places and boundary.restore_random(self.step, survived=survived)):
-            set_random_state({"torch": self.seed.encode()}, (peers.rank, peers.world))
+            boundary.complete(step)
+        snaps.state.step, snaps.state.epoch = step, self.chosen.epoch
+        tracker.set_positions(self.chosen.positions)
+        if not (self.same_places and boundary.restore_random(step, survived=survived)):
+            seed_random(self.chosen.seed.encode(), peers.rank, peers.world)
 
     def _transfer(self, tracker: Tracker, device: torch.device, rank: int) -> None:
         on = device if "nccl" in dist.get_backend() else torch.device("cpu")

@@ -8,7 +8,7 @@ Each rank compares what it tracks with what was saved (`Compared`); the findings
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -254,7 +254,7 @@ class TrackedModel:
                 )
                 break
 
-    def restore_rest(self, rest: Mapping[str, Any], tensor: Callable[[str], torch.Tensor]) -> None:
+    def restore_rest(self, rest: Mapping[str, Any], tensor: codec.Get) -> None:
         """Restore all that is not a tensor; the tensors were filled in place."""
         if rest:
             state = get_model_state_dict(self.module)
@@ -365,7 +365,7 @@ class TrackedOptimizer:
         told: Mapping[str, Any],
         models: Collection[str],
         filled: Mapping[str, torch.Tensor],
-        tensor: Callable[[str], torch.Tensor],
+        tensor: codec.Get,
     ) -> None:
         groups, mine = told["groups"], self._groups_in(models)
         numbers = {fqn: number for number, fqn in enumerate(chain.from_iterable(mine))}

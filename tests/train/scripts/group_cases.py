@@ -1,10 +1,15 @@
-"""Ways through `process_group()`: group_cases.py CASE; tells what it saw on stdout."""
+"""Ways through `process_group()`: group_cases.py CASE …
+
+Under a launcher this rank tells what it saw in the case. Without one each case is run on two ranks, and there is a line
+of JSON for it: {"case", "codes", "told"}, see forked.py.
+"""
 
 from __future__ import annotations
 
 import json
 import os
 import sys
+import tempfile
 import time
 
 import torch
@@ -123,6 +128,36 @@ def meets_in_a_kept_store() -> None:
         tell(left=True)
 
 
+def run(case: str, port: int = 0) -> None:
+    """On two ranks without a launcher. `port`: of a store that is kept."""
+    from forked import run_ranks  # here: it imports what each worker of a launcher would import again
+
+    with tempfile.TemporaryFile("w+") as output:
+
+        def rank() -> None:
+            if port:
+                os.environ["MASTER_PORT"] = str(port)
+            os.dup2(output.fileno(), 1)
+            globals()[case]()
+
+        codes = run_ranks(2, rank)
+        output.seek(0)
+        told = [json.loads(line) for line in output.read().splitlines()]
+    tell(case=case, codes=codes, told=told)
+
+
+def run_in_a_kept_store() -> None:
+    """Two lives with one store, that an agent has: torchrun's on several nodes."""
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True", GROUP_WORLD_SIZE="2")
+    for _ in range(2):
+        run("meets_in_a_kept_store", port=store.port)
+
+
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    globals()[sys.argv[1]]()
+    if "RANK" in os.environ:
+        torch.set_num_threads(1)
+        globals()[sys.argv[1]]()
+    else:
+        for each in sys.argv[1:]:
+            run_in_a_kept_store() if each == "kept_store" else run(each)

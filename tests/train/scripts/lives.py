@@ -1,4 +1,7 @@
-"""One life of a job of one rank; the launcher is whoever starts it, and stays for the next one. lives.py CASE FOLDER LIFE"""
+"""Lives of a job of one rank, one after the other, forked from one launcher: lives.py COUNT CASE FOLDER
+
+What a life says ends with an empty line.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +14,6 @@ from typing import Any
 from torch import nn
 
 import holdfast.train as ht
-
-case, folder, life = sys.argv[1], sys.argv[2], int(sys.argv[3])
 
 
 def tell(**said: Any) -> None:
@@ -30,33 +31,42 @@ class Counter:
         self.count = state["count"]
 
 
-model, counter = nn.Linear(3, 2), Counter()
-snaps = ht.Snapshots(folder, every=None, memory_every=1)
-snaps.track(model=model, counter=counter)
-resumed = snaps.resume()
-tell(source=resumed and resumed.source, count=counter.count, bias=model.bias.tolist())
+def live(number: int, case: str, folder: str) -> None:
+    model, counter = nn.Linear(3, 2), Counter()
+    snaps = ht.Snapshots(folder, every=None, memory_every=1)
+    snaps.track(model=model, counter=counter)
+    resumed = snaps.resume()
+    tell(source=resumed and resumed.source, count=counter.count, bias=model.bias.tolist())
 
+    def change(count: int) -> None:
+        counter.count = count
+        nn.init.constant_(model.bias, count)
 
-def change(count: int) -> None:
-    counter.count = count
-    nn.init.constant_(model.bias, count)
-
-
-match case:
-    case "saves":  # each at step 0
-        for each in range(counter.count + 1, counter.count + 4 - life):
-            change(each)
+    match case:
+        case "saves":  # each at step 0
+            for each in range(counter.count + 1, counter.count + 4 - number):
+                change(each)
+                snaps.save(wait=True)
+        case "fork":
+            change(1)
             snaps.save(wait=True)
-    case "fork":
-        change(1)
-        snaps.save(wait=True)
-        if os.fork() == 0:
-            sys.exit(0)
-        os.wait()
-        with open(next(each.path for each in os.scandir(folder) if each.name.startswith("lease"))) as lease:
-            tell(free="free" in lease.read())
-        change(2)
-        snaps.save(wait=True)
-        change(3)
-        snaps.step()
-os.kill(os.getpid(), signal.SIGKILL)
+            if os.fork() == 0:
+                sys.exit(0)
+            os.wait()
+            with open(next(each.path for each in os.scandir(folder) if each.name.startswith("lease"))) as lease:
+                tell(free="free" in lease.read())
+            change(2)
+            snaps.save(wait=True)
+            change(3)
+            snaps.step()
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    for life in range(int(sys.argv[1])):
+        pid = os.fork()
+        if pid == 0:
+            os.environ.update(LOCAL_RANK="0", TORCHELASTIC_RESTART_COUNT=str(life))
+            live(life, *sys.argv[2:])
+        os.waitpid(pid, 0)
+        print(flush=True)

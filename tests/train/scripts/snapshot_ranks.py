@@ -27,6 +27,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import holdfast.train as ht
+from holdfast.snapshots import folder as folders
+from holdfast.snapshots.folder import RankFile
 from holdfast.train import snapshots  # noqa: F401 - before the fork
 
 LIMIT_S = limit_s(60)
@@ -43,13 +45,27 @@ class Net(nn.Module):
         self.scale = nn.Parameter(torch.ones(1))
         self.frozen = nn.Parameter(torch.full((5,), 0.5), requires_grad=False)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, step: int) -> torch.Tensor:
+        """The same samples on all ranks, so that the statistics of BatchNorm are replicas, too."""
+        x = torch.randn(24, 7, generator=torch.Generator().manual_seed(step))
         return self.last(torch.relu(self.norm(self.first(x)))) * self.scale + self.frozen[:3]
 
 
-def build(kind: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
+class Tied(nn.Module):
+    """Three rows: on four ranks one has nothing of the tied weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first, self.head = nn.Embedding(3, 5), nn.Linear(5, 5), nn.Linear(5, 3, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, _: int) -> torch.Tensor:
+        return self.head(self.first(self.embed(torch.tensor([0, 1, 2]))))
+
+
+def build(kind: str, seed: int = 0, net: type[nn.Module] = Net) -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(seed)
-    model: nn.Module = Net()
+    model = net()
     world = dist.get_world_size()
     if kind == "ddp" and world > 1:
         model = nn.parallel.DistributedDataParallel(model)
@@ -65,9 +81,7 @@ def build(kind: str, seed: int = 0) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, step: int) -> torch.Tensor:
-    """The same samples on all ranks, so that the statistics of BatchNorm are replicas, too."""
-    batch = torch.randn(24, 7, generator=torch.Generator().manual_seed(step))
-    loss = model(batch).square().mean()
+    loss = model(step).square().mean()
     loss.backward()
     optimizer.step()
     optimizer.zero_grad()
@@ -164,13 +178,13 @@ def _be_rank(rank: int, world: int, port: int, work: Callable[[], Any], into: in
 # --- the cases --------------------------------------------------------------------------------------------------------
 
 
-def save_on(kind: str, folder: Path, steps: int = 3, memory_every: int | None = None) -> dict[str, Any]:
-    model, optimizer = build(kind)
-    snaps = ht.Snapshots(folder, every=None, memory_every=memory_every)
+def save_on(kind: str, folder: Path, net: type[nn.Module] = Net) -> dict[str, Any]:
+    model, optimizer = build(kind, net=net)
+    snaps = ht.Snapshots(folder, every=None, memory_every=None)
     snaps.track(model=model, optimizer=optimizer)
     if snaps.resume() is not None:
         raise RuntimeError("there was something already")
-    for step in range(steps):
+    for step in range(3):
         snaps.step(loss=train(model, optimizer, step))
     snaps.save(wait=True)
     state = whole(model, optimizer)
@@ -178,18 +192,19 @@ def save_on(kind: str, folder: Path, steps: int = 3, memory_every: int | None = 
     return state
 
 
-def load_on(kind: str, folder: Path, more: int = 0) -> dict[str, Any]:
-    model, optimizer = build(kind, seed=99)
+def load_on(kind: str, folder: Path, net: type[nn.Module] = Net) -> dict[str, Any]:
+    """What was resumed; then training goes on."""
+    model, optimizer = build(kind, 99, net)
     snaps = ht.Snapshots(folder, every=None, memory_every=None)
     snaps.track(model=model, optimizer=optimizer)
     resumed = snaps.resume()
     if resumed is None:
         return {"resumed": None}
     state = whole(model, optimizer)
-    for step in range(resumed.step, resumed.step + more):
-        train(model, optimizer, step)
+    train(model, optimizer, resumed.step)
     snaps.close()
-    return {"resumed": vars(resumed), "state": state}
+    plain = getattr(model, "module", model)
+    return {"resumed": vars(resumed), "state": state, "tied": net is Tied and plain.head.weight is plain.embed.weight}
 
 
 LOADS = {
@@ -226,6 +241,29 @@ def case_nodes(folder: Path) -> Any:
         "memory": ranks(4, lambda: load_on("ddp", folder), "nodes", per_node=2),
         "resized": ranks(2, lambda: load_on("ddp", folder), "nodes", per_node=1),
     }
+
+
+def case_tied(folder: Path) -> Any:
+    """DDP and FSDP2: loaded from memory on as many ranks, and from the disk as the other kind."""
+    told = {}
+    for kind, world, other, other_world in (("ddp", 2, "fsdp", 4), ("fsdp", 4, "ddp", 1)):
+        place = folder / kind
+        told[kind] = {
+            "saved": ranks(world, lambda: save_on(kind, place, Tied), kind),  # noqa: B023
+            "once": stored_once(place),
+            "memory": ranks(world, lambda: load_on(kind, place, Tied), kind),  # noqa: B023
+            "disk": ranks(other_world, lambda: load_on(other, place, Tied), f"{kind}-{other}"),  # noqa: B023
+        }
+    return told
+
+
+def stored_once(place: Path) -> bool:
+    (snapshot,) = folders.survey(place).committed
+    keys = set()
+    for rank in range(snapshot.manifest.world):
+        with RankFile(snapshot, rank) as file:
+            keys |= {each.name.partition("@")[0] for each in file.image.entries}
+    return "model.embed.weight" in keys and "model.head.weight" not in keys
 
 
 if __name__ == "__main__":

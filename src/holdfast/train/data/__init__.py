@@ -1,8 +1,8 @@
 """Which rank trains which sample when: the order of samples in an epoch, the position in it, and how a global batch is
 dealt to the ranks.
 
-    shards.py       the same for data that can only be read in sequence
-    loader.py       DataLoader: all of it around torch's loader; random numbers of a sample's augmentation
+    datasets.py     the same for data that can only be read in sequence; random numbers of a sample's augmentation
+    loader.py       DataLoader: all of it around torch's loader
     sampler.py      DistributedSampler: for scripts that keep torch's loader
 
 Here is arithmetic on (seed, epoch, length, cursor); equal on all ranks and for any number of ranks. Knows no dataset.
@@ -44,7 +44,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypeAlias, get_args
 from weakref import ref
 
 import numpy as np
@@ -53,12 +53,14 @@ from torch import distributed
 from holdfast.protocol.errors import DataError, DataStateError
 from holdfast.worker.regroup import is_replacement
 
+if TYPE_CHECKING:
+    from holdfast.train.data.loader import DataLoader
+
 Tail = Literal["even", "drop", "pad"]
 """What becomes of the last, smaller global batch of an epoch:
 
 even  dealt evenly with corrected weights: nothing is lost or repeated. A rank for which no sample is left gets the
-step's
-      first one with weight 0, so that it takes part in the collectives and learns nothing from it
+      step's first one with weight 0, so that it takes part in the collectives and learns nothing from it
 drop  left out: up to `size - 1` samples of the epoch are not trained
 pad   filled with samples from the epoch's start until all parts are equal: up to `world * every - 1` are trained twice
 """
@@ -100,7 +102,7 @@ class Share:
 
 
 class HasShare(Protocol):
-    """The part of a loader that `ht.accumulate` needs."""
+    """The part of a loader that `ht.accumulate` needs in any case."""
 
     @property
     def share(self) -> Share | None:
@@ -111,42 +113,16 @@ class HasShare(Protocol):
         """Micro-batches per optimizer step."""
 
 
-class Shrinks(HasShare, Protocol):
-    """A loader that can take fewer samples at once."""
-
-    @property
-    def shrinks_on_oom(self) -> bool:
-        """Whether it is to do so where memory is short."""
-
-    @property
-    def batch_size(self) -> int:
-        """Samples of the largest batch that this rank gets at once; equal on all ranks."""
-
-    def shrink(self) -> None:
-        """Halve that, and hand out the optimizer step in hand again. All ranks call it in the same step."""
+_in_hand: ContextVar[ref[DataLoader] | None] = ContextVar("holdfast.train.in_hand", default=None)
 
 
-class Ahead(HasShare, Protocol):
-    """What `ht.accumulate` needs in addition to combine several optimizer steps of a loader into one."""
-
-    @property
-    def is_kept(self) -> bool:
-        """The loader keeps a global batch of its own."""
-
-    def samples_ahead(self, count: int) -> list[int]:
-        """Samples, of all ranks, of the batch in hand and of those after it in its epoch; at most `count` numbers."""
-
-
-_in_hand: ContextVar[ref[Ahead] | None] = ContextVar("holdfast.train.in_hand", default=None)
-
-
-def in_hand() -> Ahead | None:
+def in_hand() -> DataLoader | None:
     """The loader whose batch the loop's body has, so that `ht.accumulate` need not be given it."""
     found = _in_hand.get()
     return None if found is None else found()
 
 
-def set_in_hand(loader: Ahead | None) -> None:
+def set_in_hand(loader: DataLoader | None) -> None:
     """A loader hands out a batch, or its pass is over and the loop around it goes on. Keeps no loader alive."""
     _in_hand.set(None if loader is None else ref(loader))
 
@@ -248,7 +224,8 @@ ARRAY_LENGTH_MAX = 10_000_000
 ROUNDS = 8
 SEQUENTIAL = "sequential"
 SHUFFLED = "shuffled-1"
-"""Names of orders, kept in snapshots; another specification gets another number."""
+"""Names of orders, kept in snapshots so that a position is never read in another order; another specification gets
+another number."""
 _INDEX_BITS = 24
 _WORD = 1 << 64
 
@@ -256,39 +233,24 @@ Integers: TypeAlias = Any
 """A numpy array of whole numbers (mypy does not read numpy)."""
 
 
-class EpochOrder(Protocol):
-    """An epoch's order."""
-
-    name: str
-    """Says which kind it is; kept in snapshots, so that a position is never read in another order."""
-
-    def take(self, positions: Integers) -> Integers:
-        """The samples at these positions, each in 0 … length - 1."""
-
-    def share(self, share: Share) -> list[int]:
-        """The samples of one rank's batch."""
-
-
-class Sequential:
-    """The dataset's own order."""
-
-    name = SEQUENTIAL
+class EpochOrder:
+    """An epoch's order; without a subclass the dataset's own."""
 
     def __init__(self, length: int) -> None:
         self.length = length
 
     def take(self, positions: Integers) -> Integers:
+        """The samples at these positions, each in 0 … length - 1."""
         return positions
 
     def share(self, share: Share) -> list[int]:
+        """The samples of one rank's batch."""
         samples: list[int] = self.take(np.arange(share.start, share.stop) % self.length).tolist()
         return samples
 
 
-class Shuffled(Sequential):
+class Shuffled(EpochOrder):
     """Up to ARRAY_LENGTH_MAX samples: 4 bytes each, and about 80 ns each at the epoch's start."""
-
-    name = SHUFFLED
 
     def __init__(self, length: int, seed: int, epoch: int) -> None:
         super().__init__(length)
@@ -303,10 +265,8 @@ class Shuffled(Sequential):
         return self._samples[positions]
 
 
-class Feistel(Sequential):
+class Feistel(EpochOrder):
     """Any length, no memory. Outputs outside the length are sent through the network again until they are inside."""
-
-    name = SHUFFLED
 
     def __init__(self, length: int, seed: int, epoch: int) -> None:
         super().__init__(length)
@@ -334,7 +294,7 @@ class Feistel(Sequential):
 def order_of(length: int, seed: int, epoch: int, *, shuffle: bool) -> EpochOrder:
     """The order of one epoch."""
     if not shuffle:
-        return Sequential(length)
+        return EpochOrder(length)
     return Shuffled(length, seed, epoch) if length <= ARRAY_LENGTH_MAX else Feistel(length, seed, epoch)
 
 
@@ -462,16 +422,16 @@ class Position:
                 raise DataStateError(f"The loader's state is damaged: {name} is {value!r}.")
         if state["length"] != self.length:
             raise DataStateError(
-                f"The snapshot's dataset had {state['length']:,} samples, this one has {self.length:,}: the position "
-                "means nothing here.\n"
+                f"The snapshot's dataset had {state['length']:,} samples, this one has {self.length:,}: "
+                "the position means nothing here.\n"
                 "Train on with the dataset of the snapshot, or have the loader begin at the epoch's start: "
                 "snaps.resume(optional=['loader']), by the name that it is tracked with."
             )
         for name, argument in (("seed", "seed="), ("order", "shuffle= or the shards")):
             if state[name] != getattr(self, name):
                 raise DataStateError(
-                    f"The snapshot's {name} is {state[name]!r}, the loader's {getattr(self, name)!r}: samples would "
-                    "be lost and repeated.\n"
+                    f"The snapshot's {name} is {state[name]!r}, the loader's {getattr(self, name)!r}: "
+                    "samples would be lost and repeated.\n"
                     f"Give the loader the {argument} of the snapshot."
                 )
         if state["cursor"] > self.length:

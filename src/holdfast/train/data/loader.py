@@ -30,8 +30,16 @@ from holdfast.train.data import (
     place,
     set_in_hand,
 )
-from holdfast.train.data.seeded import BatchKey, Seeded, sample_seed
-from holdfast.train.data.shards import ShardedDataset, ShardOrder, ShardReader, shard_order_name, shard_sizes
+from holdfast.train.data.datasets import (
+    BatchKey,
+    Seeded,
+    ShardedDataset,
+    ShardOrder,
+    ShardReader,
+    sample_seed,
+    shard_order_name,
+    shard_sizes,
+)
 from holdfast.train.group import open_group
 
 SHRUNK = "batch_size"
@@ -376,11 +384,10 @@ def _refuse_samplers(**given: Any) -> None:
     for name, each in given.items():
         if each is not None:
             raise DataError(
-                f"{name}= cannot be given: this loader makes the order of the samples itself, so that it can go on "
-                "anywhere.\n"
-                "Say shuffle=, seed= and batch_size=; for a part of the data give a torch.utils.data.Subset. With a "
-                "sampler of "
-                "your own keep torch's DataLoader; it begins each epoch from its start."
+                f"{name}= cannot be given: this loader makes the order of the samples itself, "
+                "so that it can go on anywhere.\n"
+                "Say shuffle=, seed= and batch_size=; for a part of the data give a torch.utils.data.Subset. "
+                "With a sampler of your own keep torch's DataLoader; it begins each epoch from its start."
             )
 
 
@@ -401,8 +408,8 @@ def _source(dataset: Any, seed: int, *, shuffle: bool) -> tuple[int, str, Callab
         return int(sizes.sum()), shard_order_name(sizes, shuffle=shuffle), shard_order, ShardReader(dataset)
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise DataError(
-            f"{type(dataset).__name__} can only be read from its start, so no position in it survives a restart or "
-            "resize.\n"
+            f"{type(dataset).__name__} can only be read from its start, "
+            "so no position in it survives a restart or resize.\n"
             "Give a dataset with __len__ and __getitem__, or make it a holdfast.train.ShardedDataset."
         )
     length = len(dataset)

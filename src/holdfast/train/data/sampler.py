@@ -45,8 +45,8 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
     ) -> None:
         if tail not in (None, "pad", "drop") or (drop_last and tail == "pad"):
             raise DataError(
-                f"A sampler cannot do tail={tail!r}{' with drop_last=True' if drop_last else ''}: it gives no "
-                "weights.\n"
+                f"A sampler cannot do tail={tail!r}{' with drop_last=True' if drop_last else ''}: "
+                "it gives no weights.\n"
                 "Use holdfast.train.DataLoader, or tail='pad' or 'drop'."
             )
         self._follows_group = rank is None
