@@ -103,6 +103,31 @@ def test_a_second_node_is_lost_as_early_while_the_others_regroup_for_the_first()
     assert desk.machine.phase is Phase.REGROUPING
 
 
+def without_a_rank(desk: Desk, link: int) -> None:
+    """Its worker was killed, and the replacement is not ready yet."""
+    desk.kill_worker(link)
+    desk.prepare(*desk.links)
+    desk.able(*desk.links - {link})
+    assert desk.machine.phase is Phase.RUNNING
+
+
+def test_a_node_without_a_rank_has_its_whole_lease_if_it_alone_is_silent() -> None:
+    """It may import torch, on a busy machine."""
+    desk = surviving(4)
+    without_a_rank(desk, 4)
+    pass_time(desk, LIMITS.lease_s - 0.1, speak=(1, 2, 3))
+    assert not lost(desk)
+
+
+def test_a_node_without_a_rank_is_lost_with_others_and_delays_no_regroup() -> None:
+    desk = surviving(4)
+    without_a_rank(desk, 4)
+    pass_time(desk, SHORT_S + 0.1, speak=(1, 2))
+    assert sorted(str(member) for member, _ in lost(desk)) == ["n3#1", "n4#1"]
+    desk.prepare(1, 2)
+    assert desk.machine.phase is Phase.RUNNING
+
+
 def test_after_a_start_a_node_has_its_whole_lease_until_all_are_able_again() -> None:
     desk = surviving(4)
     pass_time(desk, SHORT_S + 0.1, speak=(1, 2, 3))

@@ -637,9 +637,11 @@ class CoordinatorMachine(CoordinatorActs):
         silent = self._liveness.silent(self.members.values(), now, short_s)
         if not silent and short_s < inf and self._authority_age_s() < short_s / 2:
             world = self._world()
-            nodes = [self.members[name] for name, ranks in world.places.items() if ranks and name in self.members]
+            nodes = [self.members[n] for n in world.order if n in self.members and n not in world.parting]
             silent, lease_s = self._liveness.early(nodes, now, short_s), short_s
-            if silent and not self._regrouping.spares(world, self.phase, [member.name for member in silent]):
+            # A node without a rank, whose replacements are starting, makes nobody wait but in a regroup.
+            waits = self.phase is Phase.REGROUPING or any(world.places[member.name] for member in silent)
+            if not waits or not self._regrouping.spares(world, self.phase, [member.name for member in silent]):
                 silent = []
         for member in silent:
             self._drop(member, f"silent for more than {lease_s:g} s")
