@@ -12,7 +12,7 @@ from holdfast.agent.agent_state import Work
 from holdfast.agent.commands import HangUp, Say
 from holdfast.protocol import messages as msg
 from holdfast.protocol.policy import PINGS_PER_SUSPENSION, Note
-from tests.agent.agent_desk import LIMITS, Desk, able, idle, running, survivor
+from tests.agent.agent_desk import LIMITS, Desk, able, idle, killed, running, survivor
 
 SUSPEND_S = LIMITS.suspend_of(2)
 JOINED = msg.Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s, msg.REVISION, suspend_s=SUSPEND_S)
@@ -113,6 +113,20 @@ def test_others_are_not_suspended(make) -> None:
     desk.wait(SUSPEND_S, answered=False)
     assert noted(desk) == []
     assert not any(isinstance(each, Say) for each in desk.done)
+
+
+def test_replacements_that_wait_for_their_place_are_suspended_too() -> None:
+    desk = granted(running())
+    for local_rank in (0, 1):
+        desk.give(ev.WorkerEnded(1, local_rank, killed(local_rank)))
+    desk.hear(msg.Regroup(structs.replace(survivor(2, 0), local_ranks=()), 0, ""))
+    desk.give(ev.NodePrepared(2, None))
+    desk.hear(msg.Start(2, "10.0.0.1", 40_000))
+    assert desk.machine.suspend_at_s is None, "no worker takes part"
+    desk.hear(msg.Replace(2, (0, 1)))
+    desk.give(ev.ReplacementsReady(2, (0, 1)))
+    desk.hear(msg.Regroup(survivor(3), 0, ""))
+    assert desk.machine.suspend_at_s is not None
 
 
 def test_one_worker_that_is_able_is_not_enough() -> None:

@@ -274,7 +274,7 @@ class AgentMachine(AgentActs):
             case Start() if now < self._fence_at_s():  # else this process has slept: the others are without it now
                 self._on_start(message)
             case Regroup(assign, safe_point, text):
-                self._on_regroup(assign, safe_point, text)
+                self._on_regroup(now, assign, safe_point, text)
             case Replace(generation, local_ranks):
                 self._on_replace(generation, local_ranks)
             case Drain(generation, text):
@@ -336,7 +336,7 @@ class AgentMachine(AgentActs):
             if self.leaving is not None:  # since before the workers regrouped
                 self._hold()
 
-    def _on_regroup(self, assign: Assign, safe_point: int, text: str) -> None:
+    def _on_regroup(self, now: float, assign: Assign, safe_point: int, text: str) -> None:
         """The workers form another generation; those of a node that leaves only come to the gate. A node that cannot
         take part reports that its workers are gone."""
         self._last_generation, self._led_by = assign.generation, assign.led_by
@@ -351,6 +351,8 @@ class AgentMachine(AgentActs):
             self._enter(Work.REGROUPING)
             self.current = current.regrouped(assign, safe_point)
             self._out.append(RegroupWorkers(assign, safe_point))
+            if self.current.suspends:
+                self._lease.hurry(now)
 
     def _on_replace(self, generation: int, local_ranks: Collection[int]) -> None:
         """Start workers for these local ranks, except where one lives already: a new coordinator does not know it."""

@@ -278,7 +278,7 @@ class LocalGeneration:
         current.ended, current.done, current.raised = (
             known & current._own for known in (self.ended, self.done, self.raised)
         )
-        current.suspends = self.suspends
+        current.suspends = self.suspends or not self._own  # workers that took part in nothing wait for their place
         current.asks = self.asks or bool(self.reached) or safe_point > 0
         current.replacements = self.replacements
         current.replacements.living -= current.active
