@@ -120,7 +120,7 @@ class Labels(dict):
         torch.device("cuda", 1),
         {torch.float8_e4m3fn: {frozenset({1}): 2j}},
     ],
-    ids=lambda value: f"{type(value).__name__} {value}"[:30],
+    ids=lambda value: type(value).__name__,
 )
 def test_a_value_comes_back_as_the_type_that_it_was(value: Any) -> None:
     again = back({"it": [value]})["it"][0]
