@@ -44,6 +44,7 @@ def test_every_promise_holds(first: int) -> None:
         pytest.param(2075, id="words on their way made a dead agent outlive its successor"),
         pytest.param(10300, id="a ghost admitted from a claim denied the next one"),
         pytest.param(2403, id="an agent restarted while its previous leader's coordinator went away"),
+        pytest.param(8347, id="a worker failed in a regroup after a replacement had, and its evidence came last"),
         pytest.param(4443, id="replacements of a node that was cut off waited for their place, and were not suspended"),
         pytest.param(2917, id="a node left whose ranks had all ended on their way into the next generation"),
         pytest.param(7528, id="a coordinator that stood still found a hang whose workers had been fenced meanwhile"),

@@ -423,7 +423,8 @@ class World:
 
     def awaits(self, failures: Sequence[Failure]) -> bool:
         """Whether these are the evidence of failures that were reported before."""
-        return all((failure.rank, failure.pid) in self.unread for failure in failures)
+        known = self.unread.intersection((each.rank, each.pid) for each in self.failures)  # the next world has more
+        return all((failure.rank, failure.pid) in known for failure in failures)
 
     def done_ranks(self) -> tuple[int, ...]:
         """All ranks that ended with 0."""
