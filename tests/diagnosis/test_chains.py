@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from holdfast.diagnosis.causes.exception_text import listen
+from holdfast.diagnosis.causes.exception_text import ExceptionText
 from holdfast.diagnosis.causes.find import cause_of
 from tests.corpus.telling import GLOO_CLOSED, fails
 
@@ -161,9 +161,9 @@ GROUP_ALONE = """  + Exception Group Traceback (most recent call last):
 
 def test_a_group_of_exceptions_that_were_never_raised_has_its_own_place() -> None:
     failure = structs.replace(fails(1), message="", error_type="", traceback=GROUP_ALONE, stderr_tail="")
-    words = listen(failure)
+    words = ExceptionText(failure)
     assert (words.text, words.place) == ("ValueError: bad row 7", "train.py:8")
     raised = GROUP_ALONE.replace(
         "    | ValueError", '    |   File "/data/job/data.py", line 3, in row\n    | ValueError'
     )
-    assert listen(structs.replace(failure, traceback=raised)).place == "data.py:3"
+    assert ExceptionText(structs.replace(failure, traceback=raised)).place == "data.py:3"

@@ -22,7 +22,6 @@ from holdfast.diagnosis.causes.exception_text import (
     ChainedException,
     ExceptionText,
     class_of,
-    listen,
     unwrapped,
 )
 from holdfast.protocol.errors import EXIT_FAILURE
@@ -153,7 +152,7 @@ def cause_of(failure: Failure) -> Cause:
     if failure.out_of_memory:
         advice = "its cgroup or machine ran out of memory: fewer data-loader workers, a smaller batch, or more memory"
         return Cause("HF203", "was killed by the kernel's out-of-memory killer (SIGKILL)", advice)
-    words = listen(failure)
+    words = ExceptionText(failure)
     name, died = words.thread
     if died and (words.type in WAITS or not words.text):
         cause = cause_of(
