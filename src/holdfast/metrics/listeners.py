@@ -129,7 +129,6 @@ class RankFacts(Struct, frozen=True, kw_only=True):
 
     rank: int
     local_rank: int
-    stage: str
     steps_total: int
     """Steps of this local rank in all generations since the start of the agent."""
     own_s_total: float
@@ -301,7 +300,6 @@ class Vitals:
         return RankFacts(
             rank=self._ranks.get(seen.local_rank, seen.local_rank),
             local_rank=seen.local_rank,
-            stage=seen.stage.value,
             steps_total=steps + seen.steps,
             own_s_total=own_s + seen.own_s,
             step_s=(self._looks[-1][0] - began_s) / made if made > 0 else None,
