@@ -10,9 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.dashboard.feed import CURVE_MAX, Curve, Mailbox
+from holdfast.dashboard.feed import CURVE_MAX, LAST_BYTES, LINES_MAX, Curve, LogLines, Mailbox
 from holdfast.dashboard.job_source import PROGRESS_MAX, JournalTail, ShownJob, encoded, now_of
-from holdfast.dashboard.log_lines import LAST_BYTES, LINES_MAX, LogLines
 from holdfast.dashboard.saved_page import render
 from holdfast.protocol.errors import MissingPackageError
 from holdfast.protocol.rank_progress import GpuLoad, JobView, NodeLoad, NodeView, RankView, Stage, Standing

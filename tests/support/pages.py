@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from holdfast.dashboard.job_source import Json, ShownJob, now_of, stacks_of
-from holdfast.dashboard.serving import serve
+from holdfast.dashboard.web_app import serve
 from holdfast.metrics import bind
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.questions import Question

@@ -23,7 +23,7 @@ import msgspec
 from holdfast import seqpacket
 from holdfast.dashboard.feed import JobFeeds
 from holdfast.dashboard.job_source import ShownJob
-from holdfast.dashboard.serving import serve
+from holdfast.dashboard.web_app import serve
 from holdfast.protocol.outcome import Outcome
 from holdfast.supervisor.dashboard_host import LISTENING_FD, Credentials
 from holdfast.supervisor.service_host import CONTROL_FD

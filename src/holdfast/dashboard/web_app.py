@@ -1,4 +1,6 @@
-"""The pages and streams over HTTP. All addresses are relative, so that a proxy may serve them under any prefix.
+"""The dashboard over HTTP: its server, pages and streams.
+
+All addresses are relative, so that a proxy may serve them under any prefix.
 
 /                     the only job's page, or the list of jobs (`jobs` is its data)
 job/NAME/             the page of a job
@@ -16,12 +18,14 @@ import asyncio
 import contextlib
 import mimetypes
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 from urllib.parse import quote
 
 import msgspec
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -31,21 +35,89 @@ from starlette.types import Receive, Scope, Send
 
 from holdfast.cli.printing import ranks_of
 from holdfast.cli.status import profile_request
-from holdfast.dashboard.feed import CLIENTS_MAX, JobFeed, JobFeeds
-from holdfast.dashboard.job_source import encoded, jobs_here
-from holdfast.dashboard.log_lines import LAST_BYTES, LogLines
+from holdfast.dashboard.access import Access
+from holdfast.dashboard.feed import CLIENTS_MAX, LAST_BYTES, JobFeed, JobFeeds, LogLines
+from holdfast.dashboard.job_source import ShownJob, encoded, jobs_here
 from holdfast.protocol.errors import ControlRefusedError, HoldfastError, UsageError
 from holdfast.protocol.questions import OF_A_HOST, Question
+from holdfast.supervisor.dashboard_host import Credentials
 
 STATIC = Path(__file__).parent / "static"
 SEND_S_MAX = 30.0
 """A browser that takes nothing for this long is disconnected; it connects again when it reads."""
 CLOSE_S_MAX = 0.5
 """At the end, for a browser that takes nothing."""
+GRACE_S = 1
+"""At the end, for requests in progress."""
 LOGS_EVERY_S = 0.5
 BODY_BYTES_MAX = 4096
 ACTIONS = {question.value: question for question in (Question.SAVE, Question.STOP, Question.KILL, *OF_A_HOST)}
 EXCLUDED_S = 3600.0
+
+
+async def show(
+    sock: socket.socket, credentials: Credentials, name: str, folders: Sequence[Path], pid: int | None
+) -> None:
+    """Serve one job, or all jobs of this user if `name` is empty, until Ctrl-C."""
+    source = ShownJob(name, pid=pid)
+    for folder in folders:
+        source.add_folder(folder)
+    await serve(sock, credentials, [source] if name else [])
+
+
+async def serve(
+    sock: socket.socket,
+    credentials: Credentials,
+    sources: list[ShownJob],
+    *,
+    on_used: Callable[[], None] = lambda: None,
+    until: Callable[[JobFeeds], Awaitable[None]] | None = None,
+) -> None:
+    """Serve on this listening socket until `until` has returned; by default until a signal. Without sources: all jobs
+    of this user."""
+    async with asyncio.TaskGroup() as tasks:
+        feeds = JobFeeds(tasks, sources, all_jobs=not sources)
+        config = uvicorn.Config(
+            Access(Pages(feeds).app(), credentials, on_used),
+            access_log=False,
+            h11_max_incomplete_event_size=16 * 1024,
+            http="h11",
+            lifespan="off",
+            log_level="warning",
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=GRACE_S,
+            ws="none",
+        )
+        server = _Server(config, feeds, signals=until is None)
+        ender = tasks.create_task(_end(server, until(feeds))) if until is not None else None
+        await server.serve(sockets=[sock])
+        feeds.stop()
+        if ender is not None:
+            ender.cancel()
+
+
+async def _end(server: uvicorn.Server, ending: Awaitable[None]) -> None:
+    await ending
+    server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """Ends the streams before it waits for the requests in progress: they would end with a traceback each."""
+
+    def __init__(self, config: uvicorn.Config, feeds: JobFeeds, *, signals: bool) -> None:
+        super().__init__(config)
+        self._feeds = feeds
+        self._signals = signals
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals() if self._signals else contextlib.nullcontext():
+            yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._feeds.closing.set()
+        await super().shutdown(sockets)
 
 
 class Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
