@@ -191,6 +191,11 @@ class Where(Struct, frozen=True):
     def waits(self) -> bool:
         return self.doing in (RankActivity.COMMUNICATING, RankActivity.LOADING)
 
+    def told(self, count: int = 1) -> str:
+        """The place of this many ranks, with its verb: `wait in all_reduce at train.py:42`, `is at data.py:17`."""
+        one, several = ("waits", "wait") if self.waits else ("is", "are")
+        return f"{one if count == 1 else several} {self.place}"
+
     @property
     def in_barrier(self) -> bool:
         return self.doing is RankActivity.COMMUNICATING and _BARRIER.match(self.place) is not None

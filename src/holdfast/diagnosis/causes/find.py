@@ -132,6 +132,7 @@ COUNTED = re.compile(r"\b\d+ (?:\w+ )?errors? (?:for|in|while|found|detected)\b"
 """First line of a list of errors: the next lines name a field and its error."""
 UNITS = {"MiB": 2**20, "GiB": 2**30}
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,7 +231,7 @@ def _has_room(fact: str) -> bool:
 
 def _own_stderr(failure: Failure, words: ExceptionText) -> str:
     """Stderr of a failure without an exception. Empty for SIGKILL, since no program can report that before."""
-    return "" if failure.exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) else words.said
+    return "" if failure.exit_code in KILLED else words.said
 
 
 def _filled(rule: Rule, failure: Failure, words: ExceptionText, text: str) -> Cause:
@@ -303,7 +304,7 @@ def signal_name(exit_code: int) -> str:
 
 
 def _is_signal(number: int) -> bool:
-    return number in signal.valid_signals() and number < signal.SIGRTMIN and number > 0
+    return number in signal.valid_signals() and number < signal.SIGRTMIN
 
 
 NATIVE_ADVICE = (
@@ -324,9 +325,7 @@ MEANINGS = {
 
 
 def _signal_advice(exit_code: int) -> str:
-    if exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL):
-        return "dmesg and the scheduler's log say who sent it"
-    return ""
+    return "dmesg and the scheduler's log say who sent it" if exit_code in KILLED else ""
 
 
 def _first_line(text: str) -> str:
