@@ -259,8 +259,7 @@ def log_job(tmp_path: Path) -> ShownJob:
         (tmp_path / "attempt_0" / str(local_rank)).mkdir(parents=True)
         for stream in ("stdout", "stderr"):
             (tmp_path / "attempt_0" / str(local_rank) / f"{stream}.log").touch()
-    source = ShownJob(str(tmp_path))
-    source.add_folder(tmp_path)
+    source = ShownJob(str(tmp_path), [tmp_path])
     source.read()
     return source
 
@@ -328,8 +327,7 @@ def test_a_run_folder_that_is_deleted_costs_only_what_was_in_it(tmp_path: Path) 
 def test_names_that_are_no_text_are_shown_nevertheless(tmp_path: Path) -> None:
     quit_by = {"event": "coordinator.quit", "drain": True, "by": "x\udcff"}
     (tmp_path / "events.jsonl").write_text(json.dumps({"time": 1.0, "monotonic": 1.0, **quit_by}) + "\n")
-    source = ShownJob(str(tmp_path))
-    source.add_folder(tmp_path)
+    source = ShownJob(str(tmp_path), [tmp_path])
     assert source.read()
     assert json.loads(encoded(source.story()))["actions"][0]["by"] == "x\udcff"
     assert "x\\udcff" in render([tmp_path])
@@ -338,8 +336,7 @@ def test_names_that_are_no_text_are_shown_nevertheless(tmp_path: Path) -> None:
 def test_an_object_store_is_not_asked_for_each_page(tmp_path: Path) -> None:
     saved = {"event": "snapshot", "path": "s3://bucket/run/step_000000120.0001", "step": 120, "took_s": 1.0}
     (tmp_path / "events.jsonl").write_text(json.dumps({"time": 1.0, "monotonic": 1.0, **saved}) + "\n")
-    source = ShownJob(str(tmp_path))
-    source.add_folder(tmp_path)
+    source = ShownJob(str(tmp_path), [tmp_path])
     source.read()
     (shown,) = source.story()["snapshots"]
     assert (shown["folder"], shown["newest"]["step"], shown["count"]) == ("s3://bucket/run", 120, None)
@@ -375,8 +372,7 @@ def test_profiles_are_listed_and_no_other_file_is_served(tmp_path: Path) -> None
     asked = {**event, "event": "coordinator.profile_asked", "ranks": [0, 1], "by": "somebody", "steps": 5, "for_s": 0.0}
     lines = [{**asked, "time": 1.0}, {**event, "files": ["/elsewhere/rank0.trace.json"]}]
     (tmp_path / "run" / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    source = ShownJob("run")
-    source.add_folder(tmp_path / "run")
+    source = ShownJob("run", [tmp_path / "run"])
     assert source.read()
     story = source.story()
     assert [(each["name"], each["rank"], each["files"]) for each in story["profiles"]] == [

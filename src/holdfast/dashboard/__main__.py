@@ -51,8 +51,7 @@ def main() -> None:
 
 
 async def _serve(control: socket.socket, about: seqpacket.Message) -> None:
-    source = ShownJob(about["folder"] or about["run_id"], pid=about["agent"])
-    source.add_folder(about["folder"])
+    source = ShownJob(about["folder"] or about["run_id"], [about["folder"]], pid=about["agent"])
     loop, ending = asyncio.get_running_loop(), asyncio.Event()
     outcome: Outcome | None = None
 

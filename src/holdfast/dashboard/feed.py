@@ -128,7 +128,7 @@ class JobFeed:
         """The job has ended, and its agent ends too: every browser gets its end."""
         self.source.outcome = outcome
         self._over = True
-        self._put("story", await self.call(self._encoded, self.source.story), last=True)
+        self._put("story", await self.call(self._story), last=True)
         self._put("now", msgspec.json.encode({"at": time.time(), "ended": True}), last=True)
         try:
             async with asyncio.timeout(FINISH_S_MAX):
@@ -145,13 +145,12 @@ class JobFeed:
         began_s = time.monotonic()
         if self._dirty and began_s >= self._story_due_s:
             self._dirty = False
-            self._put("story", await self.call(self._encoded, self.source.story))
+            self._put("story", await self.call(self._story))
             took_s = time.monotonic() - began_s
             self._story_due_s = began_s + took_s / STORY_LOAD_MAX
 
-    @staticmethod
-    def _encoded(function: Callable[[], Json]) -> bytes:
-        return encoded(function())
+    def _story(self) -> bytes:
+        return encoded(self.source.story())
 
     def _put(self, kind: str, body: bytes, *, last: bool = False) -> None:
         """`last`: it says how the job has ended; nothing that was read before may replace it."""
@@ -188,9 +187,7 @@ class JobFeeds:
         if name not in found:
             return None
         if name not in self._feeds:  # somebody else may have asked meanwhile
-            source = ShownJob(found[name] or name)
-            source.add_folder(found[name])
-            self._start(source, name)
+            self._start(ShownJob(found[name] or name, [found[name]]), name)
         return self._feeds[name]
 
     def _start(self, source: ShownJob, name: str = "") -> None:

@@ -59,10 +59,7 @@ async def show(
     sock: socket.socket, credentials: Credentials, name: str, folders: Sequence[Path], pid: int | None
 ) -> None:
     """Serve one job, or all jobs of this user if `name` is empty, until Ctrl-C."""
-    source = ShownJob(name, pid=pid)
-    for folder in folders:
-        source.add_folder(folder)
-    await serve(sock, credentials, [source] if name else [])
+    await serve(sock, credentials, [ShownJob(name, folders, pid=pid)] if name else [])
 
 
 async def serve(
