@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from tests.processes.conftest import c10d
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,7 @@ def test_a_late_failure_after_early_successes_still_counts(site) -> None:
 
 def test_requeue_is_75_everywhere_and_is_not_restarted(site, endpoint: str) -> None:
     script = site.script("meet()\nif RANK == 1: sys.exit(75)\nhold()")
-    args = ("--nnodes", "2", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, script)
+    args = (*c10d(endpoint), "--max-restarts", "3", script)
     agents = [site.start(*args) for _ in range(2)]
     assert [agent.end() for agent in agents] == [75, 75], agents[0].text
     assert {each["round"] for each in site.trail("up")} == {0}
@@ -127,14 +128,8 @@ entry()
 
 def test_what_is_loaded_for_the_end_is_asked_for_while_workers_are_stopped(site) -> None:
     """And nothing but time hangs on it."""
-    line = (
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        site.script("meet()\nif RANK:\n    hold()\nraise ValueError('nan')"),
-    )
-    agent = site.start(*line, program=site.program(LOADS_BADLY))
-    assert agent.end() == 1, agent.text
+    script = site.script("meet()\nif RANK:\n    hold()\nraise ValueError('nan')")
+    agent = site.ends(1, "--standalone", "--nproc-per-node", "2", script, program=site.program(LOADS_BADLY))
     assert agent.verdict["verdict"]["culprit"]["message"] == "ValueError: nan"
     assert [each["what"] for each in agent.events("insight_fault")] == ["load"]
 
@@ -150,8 +145,7 @@ entry()
 
 def test_the_command_ends_when_the_job_has(site) -> None:
     """It does not take its own modules apart first."""
-    agent = site.start("--standalone", site.script("sys.exit(7)"), program=site.program(LEAVES))
-    assert agent.end() == 7, agent.text
+    agent = site.ends(7, "--standalone", site.script("sys.exit(7)"), program=site.program(LEAVES))
     assert "exit code    7" in agent.text
     assert "last phase" not in agent.text
 
@@ -198,8 +192,7 @@ entry()
 
 def test_what_the_verdict_needs_is_loaded_while_workers_run(site) -> None:
     wait = "while not os.path.exists(os.environ['TRAIL'] + '.loaded'):\n    time.sleep(0.01)"
-    agent = site.start("--standalone", site.script(wait), program=site.program(LOADS_EARLY))
-    assert agent.end() == 0, agent.text
+    site.ends(0, "--standalone", site.script(wait), program=site.program(LOADS_EARLY))
 
 
 # --- the last screen: at most fifteen lines and the user's own traceback, which comes last ----------------------------
@@ -256,8 +249,7 @@ def test_an_unwritable_folder(site, tmp_path: Path) -> None:
     place.mkdir()
     place.chmod(0o500)
     script = site.script("raise ValueError('all the same')")
-    agent = site.start("--standalone", script, cwd=place)
-    assert agent.end() == 1
+    agent = site.ends(1, "--standalone", script, cwd=place)
     assert agent.text.rstrip().endswith("ValueError: all the same")
     assert list(place.iterdir()) == []
 
@@ -281,10 +273,7 @@ def test_a_long_message_with_newlines_is_one_line_of_ours(site) -> None:
 def test_our_own_error_file_is_filled(site, tmp_path: Path) -> None:
     """An outer launcher reads the first failure from where it said, as with torchrun."""
     own = tmp_path / "outer.json"
-    agent = site.start(
-        "--standalone", site.script("raise ValueError('inner')"), env={"TORCHELASTIC_ERROR_FILE": str(own)}
-    )
-    assert agent.end() == 1
+    site.ends(1, "--standalone", site.script("raise ValueError('inner')"), env={"TORCHELASTIC_ERROR_FILE": str(own)})
     assert "ValueError: inner" in own.read_text()
     assert os.path.getsize(own) > 100
 
@@ -320,10 +309,6 @@ def test_no_dedup_shows_all(site) -> None:
 
 
 # --- causes: the code of the verdict, what the machine adds, nodes that differ, slow culprits -------------------------
-
-
-def nodes(endpoint: str) -> tuple[str, ...]:
-    return ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--nproc-per-node", "1")
 
 
 @pytest.mark.parametrize(
@@ -365,12 +350,11 @@ ours.send(b"to a peer that is gone")
     assert done == 1, "not the signal by which we hastened its end"
 
 
-def test_nodes_with_different_scripts_are_told_on_both(site, free_port: Callable[[], int]) -> None:
-    endpoint = f"127.0.0.1:{free_port()}"
+def test_nodes_with_different_scripts_are_told_on_both(site, endpoint: str) -> None:
     one = site.script("meet()")
     other = Path(str(one)).with_name("other.py")
     other.write_text(Path(str(one)).read_text() + "\n# changed\n")
-    agents = [site.start(*nodes(endpoint), script) for script in (one, other)]
+    agents = [site.start(*c10d(endpoint), script) for script in (one, other)]
     assert [agent.end() for agent in agents] == [0, 0], agents[0].text + agents[1].text
     assert [agent.text.count("HF307: the script is not the same file") for agent in agents] == [1, 1]
 

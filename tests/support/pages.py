@@ -139,6 +139,12 @@ class Served:
     def visitor(self) -> Visitor:
         return Visitor(f"{self.address}/login?token={self.credentials.token}")
 
+    def entered(self) -> Visitor:
+        """A visitor who has used the login link."""
+        made = self.visitor()
+        assert made.login() == 303
+        return made
+
     async def _serve(self, sources: list[ShownJob]) -> None:
         loop, stopping = asyncio.get_running_loop(), asyncio.Event()
 
