@@ -45,6 +45,11 @@ SEGFAULT = 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x00007f0 (
 TEXTS = {name: text for name, text in globals().items() if name.isupper()}
 """What the data files name in braces."""
 
+HEAD = "Traceback (most recent call last):\n"
+HANDLING = "\nDuring handling of the above exception, another exception occurred:\n\n"
+BECAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
+"""Between two tracebacks of a chain."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -123,12 +128,10 @@ def fails(
 ) -> Failure:
     """`after`: the exception during whose handling this one was raised; `line`: the innermost line of the traceback."""
     files = (TRAIN, *frames)
-    head = "Traceback (most recent call last):\n"
     places = "".join(f'  File "{file}", line {10 + number}, in step\n    {line}\n' for number, file in enumerate(files))
-    traceback = f"{head}{places}{says}\n" if says else ""
+    traceback = f"{HEAD}{places}{says}\n" if says else ""
     if after:
-        chained = "\nDuring handling of the above exception, another exception occurred:\n\n"
-        traceback = f"{head}{places}{after}\n{chained}{traceback}"
+        traceback = f"{HEAD}{places}{after}\n{HANDLING}{traceback}"
     return Failure(
         rank=rank,
         local_rank=rank % 4,

@@ -7,14 +7,11 @@ from msgspec import structs
 
 from holdfast.diagnosis.causes.exception_text import ExceptionText
 from holdfast.diagnosis.causes.find import cause_of
-from tests.corpus.telling import GLOO_CLOSED, fails
-
-HANDLING = "\nDuring handling of the above exception, another exception occurred:\n\n"
-BECAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
+from tests.corpus.telling import BECAUSE, GLOO_CLOSED, HANDLING, HEAD, fails
 
 
 def traced(says: str, line: str = "f(x)") -> str:
-    return f'Traceback (most recent call last):\n  File "/data/job/train.py", line 18, in step\n    {line}\n{says}\n'
+    return f'{HEAD}  File "/data/job/train.py", line 18, in step\n    {line}\n{says}\n'
 
 
 def ended(stderr: str, code: int = 1) -> tuple[str, str]:

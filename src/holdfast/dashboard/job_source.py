@@ -21,7 +21,7 @@ from holdfast.cli.finding import kept_runs, outcome_of, run_id_of, running_job
 from holdfast.cli.logs import LogFile, files_named
 from holdfast.cli.report import as_json, copies_of, history_as_json
 from holdfast.diagnosis.history import Event, history, incidents, timeline
-from holdfast.diagnosis.reference import everything, is_readable
+from holdfast.diagnosis.reference import everything, read_event
 from holdfast.diagnosis.screen import between, group, last_step, steps_per_s, telling
 from holdfast.protocol.errors import HoldfastError, NoRunError, SnapshotError
 from holdfast.protocol.outcome import Outcome
@@ -89,11 +89,8 @@ class JournalTail:
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole) or (len(data) if len(data) == READ_BYTES_MAX else 0)  # no event is as long
         for line in whole.splitlines():
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if is_readable(event):
+            event = read_event(line)
+            if event is not None:
                 self._take(event)
         if len(self.events) - self._progress > EVENTS_MAX:
             self._drop(len(self.events) - self._progress - EVENTS_MAX)

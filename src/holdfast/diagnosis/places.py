@@ -223,7 +223,6 @@ _LOADS = re.compile(rf"/multiprocessing/(queues|pool)\.py$|{_LOADER.pattern}")
 _COMMUNICATES = re.compile(
     r"/torch/(distributed/(?!checkpoint/|elastic/|launcher/)|futures/|nn/parallel/distributed\.py$)"
 )
-_TORCH = re.compile(r"/torch/")
 _WRAPPERS = ("wrapper", "inner", "_wrapper", "<lambda>", "wrapped", "__call__")
 
 _BARRIER = re.compile(r"in (monitored_)?barrier ")
@@ -310,7 +309,7 @@ def _computes_in_torch(seen: RankSample, *, busy: bool) -> bool:
     decisive = _decisive(seen.frames) if busy else None
     return (
         decisive is not None
-        and _TORCH.search(decisive.file) is not None
+        and "/torch/" in decisive.file
         and _COMMUNICATES.search(decisive.file) is None
         and _LOADS.search(decisive.file) is None
     )

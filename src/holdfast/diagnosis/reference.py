@@ -7,13 +7,14 @@ Pure and offline. The texts are in codes.toml and events.toml, which are read on
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import signal
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from functools import cache
 from types import UnionType
-from typing import Any, TypeGuard
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -242,16 +243,21 @@ def problems(record: Mapping[str, Any]) -> Iterator[str]:
             yield f"{kind.name}: no {name}"
 
 
-def is_readable(record: object) -> TypeGuard[dict[str, Any]]:
-    """Whether all known fields have the types of the table, so that a reader must only expect missing fields. The
-    record may have more fields and may be an event of another version."""
+def read_event(line: bytes) -> dict[str, Any] | None:
+    """The event in a line of events.jsonl; None: the line is torn or of another version.
+
+    All its known fields have the types of the table, so that a reader must only expect missing fields. It may have more
+    fields, and its name may be unknown.
+    """
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
     if not isinstance(record, dict) or not isinstance(record.get("event"), str) or "time" not in record:
-        return False
+        return None
     kind = events().get(record["event"])
-    return all(
-        field.name not in record or field.takes(record[field.name])
-        for field in (*event_table().always, *(kind.fields if kind is not None else ()))
-    )
+    fields = (*event_table().always, *(kind.fields if kind is not None else ()))
+    return record if all(each.name not in record or each.takes(record[each.name]) for each in fields) else None
 
 
 def fits(value: object, kind: ValueKind) -> bool:
