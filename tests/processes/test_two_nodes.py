@@ -408,23 +408,6 @@ def test_a_save_that_fails_in_a_drain_costs_no_restart(site, endpoint: str) -> N
     assert [first.end(), second.end()] == [0, 0], first.text + second.text
 
 
-@pytest.mark.parametrize(
-    ("option", "text"),
-    [
-        ("--grow=soon", "--grow"),
-        ("--drain-timeout=0", "must be a positive number of seconds"),
-        ("--preempt-signal=KILL", "SIGKILL cannot be handled by any process"),
-        ("--preempt-signal=FOO", "is not a signal"),
-        ("--preempt-signal=TERM", "SIGTERM announces a preemption too"),
-        ("--exclude-after=-1", "must be 0 or more"),
-    ],
-)
-def test_bad_words(site, option: str, text: str) -> None:
-    agent = site.ends(2, option, site.script("note('up')"))
-    assert text in agent.text
-    assert not site.trail()
-
-
 # --- an agent that stands still ---------------------------------------------------------------------------------------
 
 
