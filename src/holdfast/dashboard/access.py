@@ -42,7 +42,7 @@ DENIED = (
 class Access:
     """ASGI middleware in front of everything. `on_used` is called when the link was used and works no more."""
 
-    def __init__(self, app: ASGIApp, credentials: Credentials, on_used: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, app: ASGIApp, credentials: Credentials, on_used: Callable[[], None]) -> None:
         self._app = app
         self._credentials = credentials
         self._token = credentials.token

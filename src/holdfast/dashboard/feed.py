@@ -164,10 +164,10 @@ class JobFeed:
 class JobFeeds:
     """The feeds of one dashboard by the name of the job."""
 
-    def __init__(self, tasks: asyncio.TaskGroup, sources: list[ShownJob], *, all_jobs: bool) -> None:
-        """`all_jobs`: also any other job of this user on this machine, when somebody opens its page."""
+    def __init__(self, tasks: asyncio.TaskGroup, sources: list[ShownJob]) -> None:
         self._tasks = tasks
-        self.all_jobs = all_jobs
+        self.all_jobs = not sources
+        """Any job of this user on this machine gets a feed when somebody opens its page."""
         self.closing = asyncio.Event()
         """The server ends, and all streams with it."""
         self._feeds: dict[str, JobFeed] = {}

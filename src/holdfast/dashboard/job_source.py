@@ -243,7 +243,6 @@ class ShownJob:
             "copies": copies_of(journals),
             "profiles": list(_profiles(events)),
             "outcome": msgspec.to_builtins(self.outcome) if self.outcome is not None else None,
-            "folders": list(map(str, self.folders)),
             "logs": logs_of(self.log_files()),
             "lives": {
                 node.node: [[life.number, life.ordered_s, life.ready_s, life.over_s] for life in node.lives]

@@ -73,7 +73,7 @@ async def serve(
     """Serve on this listening socket until `until` has returned; by default until a signal. Without sources: all jobs
     of this user."""
     async with asyncio.TaskGroup() as tasks:
-        feeds = JobFeeds(tasks, sources, all_jobs=not sources)
+        feeds = JobFeeds(tasks, sources)
         config = uvicorn.Config(
             Access(Pages(feeds).app(), credentials, on_used),
             access_log=False,
