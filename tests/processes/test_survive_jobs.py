@@ -41,16 +41,10 @@ class WarmAgents:
 
 
 @pytest.fixture(scope="module")
-def jobs(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmJobs]:
+def agent_server(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmAgents]:
+    """Where the agents of a site come from."""
     with WarmJobs(warm, tmp_path_factory.mktemp("jobs")) as made:
-        yield made
-
-
-@pytest.fixture
-def site(tmp_path: Path, jobs: WarmJobs) -> Iterator[Site]:
-    made = Site(tmp_path, WarmAgents(jobs))  # type: ignore[arg-type]
-    yield made
-    made.close()
+        yield WarmAgents(made)
 
 
 def trained(site: Site, *options: str, faults: Sequence[Sequence[Any]] = (), epochs: int = 2) -> Agent:
