@@ -147,9 +147,9 @@ def test_a_page_may_load_nothing_from_elsewhere_and_no_script_of_its_text() -> N
             assert "default-src 'none'" in policy
             assert "unsafe" not in policy
             assert headers["x-content-type-options"] == "nosniff"
-        status, headers, _ = visitor.ask("GET", "/static/../access.py")
+        status, headers, _ = visitor.ask("GET", "/static/../web_app.py")
         assert status == 404
-        assert visitor.ask("GET", "/static/%2e%2e/access.py")[0] == 404
+        assert visitor.ask("GET", "/static/%2e%2e/web_app.py")[0] == 404
         assert visitor.ask("GET", "/jobs")[0] == 404, "a job's own dashboard shows no other job"
 
 

@@ -342,10 +342,9 @@ def now_of(view: JobView) -> Json:
     ranks = [rank for rank, _ in placed]
     step_ms = [round(rank.step_s * 1e3, 2) for rank in ranks]
     known = sorted(each for each in step_ms if each > 0)
-    slots = {name: getattr(view, name) for name in view.__struct_fields__ if name != "nodes"}
     return {
         "at": time.time(),
-        **slots,
+        **msgspec.structs.asdict(view),
         **_pace(ranks),
         "median_ms": median(known) if known else None,
         "p99_ms": quantiles(known, n=100, method="inclusive")[98] if len(known) > 1 else None,
