@@ -34,14 +34,6 @@ REQUEST_S_MAX = 5.0
 CONNECTIONS_MAX = 32
 """Connections at the same time; further ones are closed at once."""
 CLOSE_S_MAX = 1.0
-REASONS = {
-    200: "OK",
-    400: "Bad Request",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    500: "Internal Server Error",
-    503: "Service Unavailable",
-}
 
 
 class HttpResponse(NamedTuple):
@@ -121,6 +113,8 @@ class Server:
 
 async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pages: Pages) -> None:
     """Answer one request."""
+    from http import HTTPStatus  # only an agent that serves needs it
+
     try:
         request = await reader.readuntil(b"\r\n\r\n")
     except asyncio.LimitOverrunError:
@@ -129,7 +123,7 @@ async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
         return
     method, answer = _answer(request, pages)
     head = (
-        f"HTTP/1.1 {answer.status} {REASONS[answer.status]}\r\n"
+        f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\n"
         f"Content-Type: {answer.content_type}\r\nContent-Length: {len(answer.body)}\r\n"
         "Cache-Control: no-store\r\nConnection: close\r\n\r\n"
     )
