@@ -285,8 +285,14 @@ class Site:
         assert ended == code, agent.text
         return agent
 
+    def changed(self, text: str) -> tuple[str, ...]:
+        """A program to start in place of the agent's: `holdfast run` after this change of holdfast."""
+        return self.program(
+            f"import sys\nfrom holdfast import cli\n{text}\nsys.exit(cli.main(['run', *sys.argv[1:]]))\n"
+        )
+
     def program(self, text: str) -> tuple[str, ...]:
-        """A program to start in place of the agent's: it changes holdfast and then runs it."""
+        """A program to start in place of the agent's."""
         path = self.folder / "program.py"
         path.write_text(text)
         return sys.executable, str(path)

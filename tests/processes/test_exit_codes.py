@@ -105,22 +105,19 @@ os.wait()
 
 
 LOADS_BADLY = """
-import sys
-from holdfast.cli import entry, run
+from holdfast.cli import run
 
 def load_end():
     raise ImportError("no such module")
 
 run.load_end = load_end
-sys.argv[1:1] = ["run"]
-entry()
 """
 
 
 def test_what_is_loaded_for_the_end_is_asked_for_while_workers_are_stopped(site) -> None:
     """And nothing but time hangs on it."""
     script = site.script("meet()\nif RANK:\n    hold()\nraise ValueError('nan')")
-    agent = site.ends(1, "--standalone", "--nproc-per-node", "2", script, program=site.program(LOADS_BADLY))
+    agent = site.ends(1, "--standalone", "--nproc-per-node", "2", script, program=site.changed(LOADS_BADLY))
     assert agent.verdict["verdict"]["culprit"]["message"] == "ValueError: nan"
     assert [each["what"] for each in agent.events("insight_fault")] == ["load"]
 
@@ -166,8 +163,8 @@ os._exit(7)
 
 
 LOADS_EARLY = """
-import os, sys
-from holdfast.cli import entry, run
+import os
+from holdfast.cli import run
 
 load_end = run.load_end
 
@@ -176,14 +173,12 @@ def noted():
     open(os.environ["TRAIL"] + ".loaded", "w").close()
 
 run.load_end = noted
-sys.argv[1:1] = ["run"]
-entry()
 """
 
 
 def test_what_the_verdict_needs_is_loaded_while_workers_run(site) -> None:
     wait = "while not os.path.exists(os.environ['TRAIL'] + '.loaded'):\n    time.sleep(0.01)"
-    site.ends(0, "--standalone", site.script(wait), program=site.program(LOADS_EARLY))
+    site.ends(0, "--standalone", site.script(wait), program=site.changed(LOADS_EARLY))
 
 
 # --- the last screen: at most fifteen lines and the user's own traceback, which comes last ----------------------------

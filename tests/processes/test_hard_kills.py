@@ -132,8 +132,7 @@ def test_a_killed_store_host_is_replaced(site) -> None:
 
 
 AT_FORKING = """
-import os, signal, sys
-from holdfast import cli
+import os, signal
 from holdfast.supervisor import supervisor, worker_command
 
 begin = worker_command.begin
@@ -144,12 +143,9 @@ def killed_first(handle, options):
     begin(handle, options)
 
 worker_command.begin = killed_first
-sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
 EVER_AGAIN = """
-import sys
-from holdfast import cli
 from holdfast.supervisor import client as supervisor_client, worker_group
 
 revive = supervisor_client.revive_supervisor
@@ -169,7 +165,6 @@ def killed(handle, options):
     os.kill(handle.pid, signal.SIGKILL)
 
 worker_command.begin = killed
-sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
 NOT_AGAIN = EVER_AGAIN.replace(
@@ -177,28 +172,23 @@ NOT_AGAIN = EVER_AGAIN.replace(
 )
 
 NO_PROC = """
-import sys
-from holdfast import cli
 from holdfast.supervisor import supervisor
 
 supervisor.PROC = "/nowhere/self/fd"
-sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
 NO_FORK = """
-import os, sys
-from holdfast import cli
+import os
 
 def fork():
     raise BlockingIOError(11, "Resource temporarily unavailable")
 
 os.fork = fork
-sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
 
 def start(site, text: str, *more: str):
-    return site.start("--standalone", *more, site.script("meet()"), program=site.program(text))
+    return site.start("--standalone", *more, site.script("meet()"), program=site.changed(text))
 
 
 @pytest.mark.parametrize("more", [(), ("--preempt-signal", "USR1")])

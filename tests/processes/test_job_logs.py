@@ -222,7 +222,7 @@ def test_without_the_package(site, tmp_path: Path) -> None:
 
 
 STALLS = """
-import sys, threading, time
+import time
 from holdfast.metrics import listeners
 listeners.STALL_S = 0.5
 import holdfast.runtime.agent_service as agents
@@ -233,8 +233,6 @@ def view(self):
         time.sleep(0.05)
     return begun(self)
 agents.AgentService.view = view
-from holdfast.run import main
-sys.exit(main())
 """
 
 
@@ -242,7 +240,7 @@ def test_an_agent_that_stands_still_is_answered_for(site, tmp_path: Path) -> Non
     stall = tmp_path / "stall"
     agent = site.start(
         "--standalone", "--health", "0", site.script("meet(); hold()"),
-        env={"STALL": str(stall)}, program=site.program(STALLS),
+        env={"STALL": str(stall)}, program=site.changed(STALLS),
     )  # fmt: skip
     site.wait(1, "up")
     address = address_of(agent, "health")

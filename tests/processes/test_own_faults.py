@@ -22,8 +22,6 @@ from tests.processes.conftest import c10d
 from tests.support.limits import limit_s, until
 
 BROKEN = """
-import sys
-from holdfast import cli
 from holdfast.{part} import {part}_machine as machine
 
 handle = machine.{kind}.handle
@@ -36,7 +34,6 @@ def broken(self, now, event):
     return handle(self, now, event)
 
 machine.{kind}.handle = broken
-sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
 
@@ -44,7 +41,7 @@ sys.exit(cli.main(["run", *sys.argv[1:]]))
 @pytest.mark.parametrize(("part", "kind"), [("agent", "AgentMachine"), ("coordinator", "CoordinatorMachine")])
 def test_a_broken_invariant_ends_the_agent(site, part: str, kind: str, calls: int) -> None:
     script = site.script("child()\nmeet()\nhold()")
-    program = site.program(BROKEN.format(part=part, kind=kind, calls=calls))
+    program = site.changed(BROKEN.format(part=part, kind=kind, calls=calls))
     agent = site.ends(70, "--standalone", "--nproc-per-node", "2", script, program=program)
     assert "HF901" in agent.text
     assert "the test broke it" in agent.text
@@ -52,19 +49,17 @@ def test_a_broken_invariant_ends_the_agent(site, part: str, kind: str, calls: in
 
 
 SLOW_NAMES = """
-import socket, sys, time
-from holdfast import cli
+import socket, time
 
 def never(*_, **__):
     time.sleep(600)
 
 socket.getaddrinfo = never
-sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
 
 def test_a_dead_name_server_does_not_hold_up_the_end(site) -> None:
-    agent = site.start(*c10d("some.name:29400"), site.script(""), program=site.program(SLOW_NAMES))
+    agent = site.start(*c10d("some.name:29400"), site.script(""), program=site.changed(SLOW_NAMES))
     agent.says("waiting for the coordinator")
     agent.signal(signal.SIGINT)
     assert agent.end() == 130, agent.text
@@ -74,8 +69,6 @@ def test_a_dead_name_server_does_not_hold_up_the_end(site) -> None:
 
 
 POISONED = """
-import sys
-from holdfast import cli
 from holdfast.coordinator import coordinator_machine as machine
 from holdfast.protocol.messages import Leave
 
@@ -87,14 +80,13 @@ def poisoned(self, now, event):
     return handle(self, now, event)
 
 machine.CoordinatorMachine.handle = poisoned
-sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
 
 def test_what_breaks_the_coordinator_ends_the_job_everywhere(site, endpoint: str) -> None:
     script = site.script("meet()\nhold()")
     three = (*c10d(endpoint, "3", "--rdzv-id", "mine"), script)
-    host = site.start(*three, program=site.program(POISONED))
+    host = site.start(*three, program=site.changed(POISONED))
     site.joined(1)
     sender, other = site.start(*three), site.start(*three)
     site.wait(3, "up")
@@ -112,8 +104,6 @@ def test_what_breaks_the_coordinator_ends_the_job_everywhere(site, endpoint: str
 
 
 BROKEN_VIEWS = """
-import sys
-
 def broken(*_, **__):
     raise RuntimeError("the test broke it")
 
@@ -129,8 +119,6 @@ from holdfast.metrics.listeners import TorchEvents
 TorchEvents.heard = broken
 from holdfast.diagnosis import causes, hangs, screen
 hangs.examine = screen.render = causes.judge = broken
-from holdfast import cli
-sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
 STEPS = """
@@ -149,7 +137,7 @@ def test_a_job_goes_on_whatever_fails_that_only_looks(site, tmp_path: Path) -> N
     script = site.script(STEPS + "while not os.path.exists('finish'): time.sleep(0.05)")
     env = {"HOLDFAST_RUNTIME_DIR": str(tmp_path / "runtime")}
     agent = site.start(
-        "--standalone", "--nproc-per-node", "2", *observed, script, env=env, program=site.program(BROKEN_VIEWS)
+        "--standalone", "--nproc-per-node", "2", *observed, script, env=env, program=site.changed(BROKEN_VIEWS)
     )
     site.wait(2, "stepped")
     for command in ("status", "stacks"):
@@ -169,7 +157,7 @@ def test_a_job_goes_on_whatever_fails_that_only_looks(site, tmp_path: Path) -> N
 
 def test_a_failure_is_told_in_few_words_where_nobody_finds_better_ones(site) -> None:
     agent = site.ends(
-        7, "--standalone", "--max-restarts", "1", site.script("sys.exit(7)"), program=site.program(BROKEN_VIEWS)
+        7, "--standalone", "--max-restarts", "1", site.script("sys.exit(7)"), program=site.changed(BROKEN_VIEWS)
     )
     assert "holdfast: failed, exit code 7: rank 0 on" in agent.text
     faults = [each["what"] for each in agent.events("insight_fault")]
@@ -178,7 +166,7 @@ def test_a_failure_is_told_in_few_words_where_nobody_finds_better_ones(site) -> 
 
 
 def test_a_stop_is_a_stop_though_the_view_fails(site) -> None:
-    agent = site.start("--standalone", site.script("meet(); hold()"), program=site.program(BROKEN_VIEWS))
+    agent = site.start("--standalone", site.script("meet(); hold()"), program=site.changed(BROKEN_VIEWS))
     site.wait(1, "up")
     agent.signal(signal.SIGTERM)
     assert agent.end() == 143
@@ -227,8 +215,7 @@ def test_a_hard_limit_that_is_too_low(site) -> None:
 
 
 FULL_TABLE = """
-import errno, sys
-from holdfast import cli
+import errno
 from holdfast.supervisor import generation
 
 class Board:
@@ -236,14 +223,13 @@ class Board:
         raise OSError(errno.EMFILE, "Too many open files")
 
 generation.Board = Board
-sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
 
 @pytest.mark.parametrize("guest", [False, True])
 def test_an_oserror_in_a_callback_ends_the_agent(site, endpoint: str, guest: bool) -> None:
     """On a second node it comes with a message of the coordinator's, where asyncio would swallow it."""
-    program = site.program(FULL_TABLE)
+    program = site.changed(FULL_TABLE)
     script = site.script("meet()\nhold()")
     if guest:
         two = (*c10d(endpoint, "2", "--rdzv-id", "mine"), script)
