@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.protocol.outcome import Evidence, Failure
+from holdfast.protocol.outcome import Evidence, Failure, Verdict
 
 SITE = "/opt/venv/lib/python3.11/site-packages"
 C10D = f"{SITE}/torch/distributed/distributed_c10d.py"
@@ -59,6 +59,11 @@ class Case:
     code: str
     evidence: Evidence
     hard: bool = False
+
+
+def named(verdict: Verdict) -> int | None:
+    """The rank that is to blame; None: no worker is."""
+    return verdict.culprit.rank if verdict.culprit is not None else None
 
 
 def data(name: str) -> dict[str, Any]:

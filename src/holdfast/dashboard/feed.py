@@ -119,16 +119,16 @@ class JobFeed:
         finally:
             self.clients.discard(mailbox)
 
-    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+    async def _call(self, function: Callable[[], Any]) -> Any:
         """A method of the source, in a thread."""
         async with self._reading:
-            return await asyncio.to_thread(function, *args)
+            return await asyncio.to_thread(function)
 
     async def finish(self, outcome: Outcome) -> None:
         """The job has ended, and its agent ends too: every browser gets its end."""
         self.source.outcome = outcome
         self._over = True
-        self._put("story", await self.call(self._story), last=True)
+        self._put("story", await self._call(self._story), last=True)
         self._put("now", msgspec.json.encode({"at": time.time(), "ended": True}), last=True)
         try:
             async with asyncio.timeout(FINISH_S_MAX):
@@ -138,14 +138,14 @@ class JobFeed:
             pass  # they do not read
 
     async def _turn(self) -> None:
-        now = await self.call(self.source.now)
+        now = await self._call(self.source.now)
         self._curve.add(now)
         self._put("now", await asyncio.to_thread(encoded, now))
-        self._dirty = await self.call(self.source.read) or self._dirty
+        self._dirty = await self._call(self.source.read) or self._dirty
         began_s = time.monotonic()
         if self._dirty and began_s >= self._story_due_s:
             self._dirty = False
-            self._put("story", await self.call(self._story))
+            self._put("story", await self._call(self._story))
             took_s = time.monotonic() - began_s
             self._story_due_s = began_s + took_s / STORY_LOAD_MAX
 
