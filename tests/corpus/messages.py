@@ -9,14 +9,10 @@ from typing import Any
 
 from holdfast.diagnosis.causes.find import cause_of
 from holdfast.protocol.outcome import Failure
-from tests.corpus.telling import SITE, TRAIN
+from tests.corpus.telling import BECAUSE, HANDLING, HEAD, SITE, TRAIN
 
 FOLDER = Path(__file__).resolve().parent / "messages"
-HEAD = "Traceback (most recent call last):\n"
-JOINED = {
-    "during": "\nDuring handling of the above exception, another exception occurred:\n\n",
-    "from": "\nThe above exception was the direct cause of the following exception:\n\n",
-}
+JOINED = {"during": HANDLING, "from": BECAUSE}
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast.protocol.outcome import Evidence, Failure
+from holdfast.protocol.outcome import Evidence, Failure, Verdict
 
 SITE = "/opt/venv/lib/python3.11/site-packages"
 C10D = f"{SITE}/torch/distributed/distributed_c10d.py"
@@ -45,6 +45,11 @@ SEGFAULT = 'Fatal Python error: Segmentation fault\n\nCurrent thread 0x00007f0 (
 TEXTS = {name: text for name, text in globals().items() if name.isupper()}
 """What the data files name in braces."""
 
+HEAD = "Traceback (most recent call last):\n"
+HANDLING = "\nDuring handling of the above exception, another exception occurred:\n\n"
+BECAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
+"""Between two tracebacks of a chain."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -54,6 +59,11 @@ class Case:
     code: str
     evidence: Evidence
     hard: bool = False
+
+
+def named(verdict: Verdict) -> int | None:
+    """The rank that is to blame; None: no worker is."""
+    return verdict.culprit.rank if verdict.culprit is not None else None
 
 
 def data(name: str) -> dict[str, Any]:
@@ -123,12 +133,10 @@ def fails(
 ) -> Failure:
     """`after`: the exception during whose handling this one was raised; `line`: the innermost line of the traceback."""
     files = (TRAIN, *frames)
-    head = "Traceback (most recent call last):\n"
     places = "".join(f'  File "{file}", line {10 + number}, in step\n    {line}\n' for number, file in enumerate(files))
-    traceback = f"{head}{places}{says}\n" if says else ""
+    traceback = f"{HEAD}{places}{says}\n" if says else ""
     if after:
-        chained = "\nDuring handling of the above exception, another exception occurred:\n\n"
-        traceback = f"{head}{places}{after}\n{chained}{traceback}"
+        traceback = f"{HEAD}{places}{after}\n{HANDLING}{traceback}"
     return Failure(
         rank=rank,
         local_rank=rank % 4,

@@ -14,7 +14,7 @@ from holdfast.diagnosis.reference import verdict_texts
 from holdfast.diagnosis.screen import render
 from holdfast.protocol.outcome import Evidence, Outcome, OutcomeKind, Verdict, job_exit_code
 from tests.corpus.messages import messages, right_share, wrong
-from tests.corpus.telling import Case, cases, fails
+from tests.corpus.telling import Case, cases, fails, named
 
 RECORDED = Path(__file__).resolve().parent / "recorded"
 SHARE_MIN = 0.95
@@ -32,10 +32,6 @@ def recorded() -> list[Case]:
 
 
 ALL = [*cases(), *recorded()]
-
-
-def named(verdict: Verdict) -> int | None:
-    return verdict.culprit.rank if verdict.culprit is not None else None
 
 
 def is_right(case: Case, verdict: Verdict) -> bool:

@@ -7,12 +7,12 @@ import json
 import shutil
 import socket
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from holdfast.dashboard.feed import CURVE_MAX, Curve, Mailbox
+from holdfast.dashboard.feed import CURVE_MAX, LAST_BYTES, LINES_MAX, Curve, LogLines, Mailbox
 from holdfast.dashboard.job_source import PROGRESS_MAX, JournalTail, ShownJob, encoded, now_of
-from holdfast.dashboard.log_lines import LAST_BYTES, LINES_MAX, LogLines
 from holdfast.dashboard.saved_page import render
 from holdfast.protocol.errors import MissingPackageError
 from holdfast.protocol.rank_progress import GpuLoad, JobView, NodeLoad, NodeView, RankView, Stage, Standing
@@ -118,8 +118,7 @@ def test_at_other_addresses_the_token_works_again() -> None:
 def test_actions_need_a_post_from_our_own_page() -> None:
     job = MadeUpJob(view(), STORY)
     with served(job) as dashboard:
-        visitor = dashboard.visitor()
-        visitor.login()
+        visitor = dashboard.entered()
         stop = json.dumps({"do": "stop"})
         for headers in ({}, {"Origin": "https://elsewhere.example"}, {"Origin": "null"}, {"Origin": "file://"}):
             assert visitor.ask("POST", "/job/made-up/act", stop, **headers)[0] == 403, headers
@@ -141,17 +140,16 @@ def test_actions_need_a_post_from_our_own_page() -> None:
 
 def test_a_page_may_load_nothing_from_elsewhere_and_no_script_of_its_text() -> None:
     with served(MadeUpJob(view(), STORY)) as dashboard:
-        visitor = dashboard.visitor()
-        visitor.login()
+        visitor = dashboard.entered()
         for path in ("/job/made-up/", "/static/app.js", "/job/made-up/nothing"):
             _, headers, _ = visitor.ask("GET", path)
             policy = headers["content-security-policy"]
             assert "default-src 'none'" in policy
             assert "unsafe" not in policy
             assert headers["x-content-type-options"] == "nosniff"
-        status, headers, _ = visitor.ask("GET", "/static/../access.py")
+        status, headers, _ = visitor.ask("GET", "/static/../web_app.py")
         assert status == 404
-        assert visitor.ask("GET", "/static/%2e%2e/access.py")[0] == 404
+        assert visitor.ask("GET", "/static/%2e%2e/web_app.py")[0] == 404
         assert visitor.ask("GET", "/jobs")[0] == 404, "a job's own dashboard shows no other job"
 
 
@@ -173,8 +171,7 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_page_gets_the_state_the_story_and_what_changes() -> None:
     job = MadeUpJob(view(steps=100), STORY)
     with served(job) as dashboard:
-        visitor = dashboard.visitor()
-        visitor.login()
+        visitor = dashboard.entered()
         with visitor.stream("/job/made-up/events") as events:
             seen = dict(next(events) for _ in range(3))
             assert seen.keys() == {"now", "story", "curve"}
@@ -187,8 +184,7 @@ def test_a_page_gets_the_state_the_story_and_what_changes() -> None:
 
 def test_who_never_reads_delays_nobody() -> None:
     with served(MadeUpJob(view(4000), STORY)) as dashboard:
-        visitor = dashboard.visitor()
-        visitor.login()
+        visitor = dashboard.entered()
         stalled = []
         for _ in range(3):
             sock = socket.create_connection(visitor.host.split(":"))
@@ -252,18 +248,22 @@ def test_ten_thousand_ranks_fit_into_a_message() -> None:
     assert (told["ranks"]["stage"], told["standing"]["77"][0]) == ("t" * 10_000, "hung")
 
 
-def log_job(tmp_path: Path) -> ShownJob:
-    events = [{"event": "generation", "generation": 1, "restart_count": 0, "rank_base": 4, "nproc": 2}]
+def job_in(folder: Path, *events: dict[str, Any]) -> ShownJob:
+    """The job whose journal has these events; it has been read."""
     lines = [json.dumps({"time": 1.0, "monotonic": 1.0, **each}) for each in events]
-    (tmp_path / "events.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "events.jsonl").write_text("\n".join(lines) + "\n")
+    source = ShownJob(str(folder), [folder])
+    assert source.read()
+    return source
+
+
+def log_job(tmp_path: Path) -> ShownJob:
     for local_rank in range(2):
         (tmp_path / "attempt_0" / str(local_rank)).mkdir(parents=True)
         for stream in ("stdout", "stderr"):
             (tmp_path / "attempt_0" / str(local_rank) / f"{stream}.log").touch()
-    source = ShownJob(str(tmp_path))
-    source.add_folder(tmp_path)
-    source.read()
-    return source
+    begun = {"event": "generation", "generation": 1, "restart_count": 0, "rank_base": 4, "nproc": 2}
+    return job_in(tmp_path, begun)
 
 
 def test_logs_are_followed_filtered_and_searched(tmp_path: Path) -> None:
@@ -307,8 +307,7 @@ def test_a_log_that_grows_while_it_is_loaded_arrives_whole(tmp_path: Path) -> No
     out = tmp_path / "attempt_0" / "0" / "stdout.log"
     out.write_bytes(b"x" * size)
     with served(source) as dashboard:
-        visitor = dashboard.visitor()
-        visitor.login()
+        visitor = dashboard.entered()
         connection = http.client.HTTPConnection(visitor.host, timeout=limit_s(20))
         connection.request("GET", f"/job/{source.title}/log/1/4/stdout", headers={"Cookie": visitor.cookie})
         answer = connection.getresponse()  # the rest waits until it is read
@@ -327,22 +326,14 @@ def test_a_run_folder_that_is_deleted_costs_only_what_was_in_it(tmp_path: Path) 
 
 
 def test_names_that_are_no_text_are_shown_nevertheless(tmp_path: Path) -> None:
-    quit_by = {"event": "coordinator.quit", "drain": True, "by": "x\udcff"}
-    (tmp_path / "events.jsonl").write_text(json.dumps({"time": 1.0, "monotonic": 1.0, **quit_by}) + "\n")
-    source = ShownJob(str(tmp_path))
-    source.add_folder(tmp_path)
-    assert source.read()
+    source = job_in(tmp_path, {"event": "coordinator.quit", "drain": True, "by": "x\udcff"})
     assert json.loads(encoded(source.story()))["actions"][0]["by"] == "x\udcff"
     assert "x\\udcff" in render([tmp_path])
 
 
 def test_an_object_store_is_not_asked_for_each_page(tmp_path: Path) -> None:
     saved = {"event": "snapshot", "path": "s3://bucket/run/step_000000120.0001", "step": 120, "took_s": 1.0}
-    (tmp_path / "events.jsonl").write_text(json.dumps({"time": 1.0, "monotonic": 1.0, **saved}) + "\n")
-    source = ShownJob(str(tmp_path))
-    source.add_folder(tmp_path)
-    source.read()
-    (shown,) = source.story()["snapshots"]
+    (shown,) = job_in(tmp_path, saved).story()["snapshots"]
     assert (shown["folder"], shown["newest"]["step"], shown["count"]) == ("s3://bucket/run", 120, None)
 
 
@@ -350,8 +341,7 @@ def test_whole_logs_are_plain_text(tmp_path: Path) -> None:
     source = log_job(tmp_path)
     (tmp_path / "attempt_0" / "0" / "stdout.log").write_text("<script>alert(1)</script>\n")
     with served(source) as dashboard:
-        visitor = dashboard.visitor()
-        visitor.login()
+        visitor = dashboard.entered()
         base = f"/job/{source.title}"
         status, headers, body = visitor.ask("GET", f"{base}/log/1/4/stdout")
         assert (status, body) == (200, b"<script>alert(1)</script>\n")
@@ -372,14 +362,9 @@ def test_profiles_are_listed_and_no_other_file_is_served(tmp_path: Path) -> None
     taken.mkdir(parents=True)
     (taken / "rank0.trace.json").write_text("{}")
     (taken / "rank0.operations.txt").write_text("<b>aten::mm</b>")
-    event = {"time": 2.0, "monotonic": 2.0, "event": "profile", "generation": 1, "name": "p-1", "rank": 0}
+    event = {"event": "profile", "generation": 1, "name": "p-1", "rank": 0}
     asked = {**event, "event": "coordinator.profile_asked", "ranks": [0, 1], "by": "somebody", "steps": 5, "for_s": 0.0}
-    lines = [{**asked, "time": 1.0}, {**event, "files": ["/elsewhere/rank0.trace.json"]}]
-    (tmp_path / "run" / "events.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in lines))
-    source = ShownJob("run")
-    source.add_folder(tmp_path / "run")
-    assert source.read()
-    story = source.story()
+    story = job_in(tmp_path / "run", asked, {**event, "files": ["/elsewhere/rank0.trace.json"]}).story()
     assert [(each["name"], each["rank"], each["files"]) for each in story["profiles"]] == [
         ("p-1", 0, ["rank0.trace.json"])
     ]
@@ -387,8 +372,7 @@ def test_profiles_are_listed_and_no_other_file_is_served(tmp_path: Path) -> None
     job = MadeUpJob(view(), STORY)
     job.add_folder(tmp_path / "run")
     with served(job) as dashboard:
-        visitor = dashboard.visitor()
-        visitor.login()
+        visitor = dashboard.entered()
         status, headers, text = visitor.ask("GET", "/job/made-up/profile/p-1/rank0.operations.txt")
         assert (status, headers["content-type"].split(";")[0], text) == (200, "text/plain", b"<b>aten::mm</b>")
         assert visitor.ask("GET", "/job/made-up/profile/p-1/rank0.trace.json")[0] == 200

@@ -5,16 +5,13 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from holdfast.diagnosis.causes.exception_text import listen
+from holdfast.diagnosis.causes.exception_text import ExceptionText
 from holdfast.diagnosis.causes.find import cause_of
-from tests.corpus.telling import GLOO_CLOSED, fails
-
-HANDLING = "\nDuring handling of the above exception, another exception occurred:\n\n"
-BECAUSE = "\nThe above exception was the direct cause of the following exception:\n\n"
+from tests.corpus.telling import BECAUSE, GLOO_CLOSED, HANDLING, HEAD, fails
 
 
 def traced(says: str, line: str = "f(x)") -> str:
-    return f'Traceback (most recent call last):\n  File "/data/job/train.py", line 18, in step\n    {line}\n{says}\n'
+    return f'{HEAD}  File "/data/job/train.py", line 18, in step\n    {line}\n{says}\n'
 
 
 def ended(stderr: str, code: int = 1) -> tuple[str, str]:
@@ -161,9 +158,9 @@ GROUP_ALONE = """  + Exception Group Traceback (most recent call last):
 
 def test_a_group_of_exceptions_that_were_never_raised_has_its_own_place() -> None:
     failure = structs.replace(fails(1), message="", error_type="", traceback=GROUP_ALONE, stderr_tail="")
-    words = listen(failure)
+    words = ExceptionText(failure)
     assert (words.text, words.place) == ("ValueError: bad row 7", "train.py:8")
     raised = GROUP_ALONE.replace(
         "    | ValueError", '    |   File "/data/job/data.py", line 3, in row\n    | ValueError'
     )
-    assert listen(structs.replace(failure, traceback=raised)).place == "data.py:3"
+    assert ExceptionText(structs.replace(failure, traceback=raised)).place == "data.py:3"

@@ -25,14 +25,18 @@ from holdfast.protocol.errors import PortInUseError
 from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.policy import JobSpec, Limits
 from holdfast.protocol.rank_progress import JobView, NodeView, RankProgress, Stage
-from tests.support.limits import limit_s
+from tests.support.limits import limit_s, until
 
 BIG = 50_000_000
 """Bytes; no buffer on the way has room for them."""
 
 
+Serve = Callable[[module.Pages], int]
+"""Serves these pages; returns the port."""
+
+
 @pytest.fixture
-def served() -> Iterator[Callable[[module.Pages], int]]:
+def served() -> Iterator[Serve]:
     made: list[Server] = []
 
     def serve(pages: module.Pages) -> int:
@@ -62,7 +66,7 @@ def ok() -> HttpResponse:
     return HttpResponse(200, "text/plain", b"fine")
 
 
-def test_get_and_head(served: Callable[[module.Pages], int]) -> None:
+def test_get_and_head(served: Serve) -> None:
     port = served({"/a": ok})
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/a?x=1", timeout=limit_s(5)) as answer:
         assert (answer.status, answer.read(), answer.headers["Content-Type"]) == (200, b"fine", "text/plain")
@@ -84,12 +88,12 @@ def test_get_and_head(served: Callable[[module.Pages], int]) -> None:
         (b"GET /" + b"a" * 3 * module.REQUEST_BYTES_MAX, 400),
     ],
 )
-def test_bad_requests(served: Callable[[module.Pages], int], request_: bytes, status: int) -> None:
+def test_bad_requests(served: Serve, request_: bytes, status: int) -> None:
     assert f" {status} ".encode() in talk(served({"/a": ok}), request_).partition(b"\r\n")[0]
 
 
 def test_who_says_nothing_is_hung_up_on_and_keeps_nobody_waiting(
-    served: Callable[[module.Pages], int], monkeypatch: pytest.MonkeyPatch
+    served: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "REQUEST_S_MAX", limit_s(0.1))
     port = served({"/a": ok})
@@ -99,27 +103,24 @@ def test_who_says_nothing_is_hung_up_on_and_keeps_nobody_waiting(
         assert silent.recv(1) == b""
 
 
-def test_too_many_are_turned_away(served: Callable[[module.Pages], int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_too_many_are_turned_away(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CONNECTIONS_MAX", 2)
     port = served({"/a": ok})
     silent = [socket.create_connection(("127.0.0.1", port), limit_s(5)) for _ in range(3)]
     assert silent[2].recv(1) == b""
     for sock in silent[:2]:
         sock.close()
-    deadline = time.monotonic() + limit_s(5)
-    answer = b""
-    while not answer and time.monotonic() < deadline:
-        try:
-            answer = talk(port, b"GET /a HTTP/1.1\r\n\r\n")
-        except ConnectionResetError:
-            answer = b""
-    assert answer.endswith(b"fine")
+
+    def ask() -> bytes:
+        with contextlib.suppress(ConnectionResetError):
+            return talk(port, b"GET /a HTTP/1.1\r\n\r\n")
+        return b""
+
+    assert until(ask, "an answer").endswith(b"fine")
     silent[2].close()
 
 
-def test_a_reader_that_stalls_is_cut_off(
-    served: Callable[[module.Pages], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reader_that_stalls_is_cut_off(served: Serve, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "REQUEST_S_MAX", limit_s(0.1))
     port = served({"/big": lambda: HttpResponse(200, "text/plain", b"x" * BIG), "/a": ok})
     with socket.create_connection(("127.0.0.1", port), limit_s(5)) as stalled:
@@ -143,14 +144,12 @@ def test_a_port_that_is_taken() -> None:
         bind(Endpoint(host="no.such.host.invalid", port=0), "--metrics")
 
 
-def test_a_page_that_fails_is_told_to_who_asked(served: Callable[[module.Pages], int]) -> None:
+def test_a_page_that_fails_is_told_to_who_asked(served: Serve) -> None:
     def broken() -> module.HttpResponse:
         raise KeyError("x")
 
     port = served({"/": broken})
-    with socket.create_connection(("127.0.0.1", port), 10) as client:
-        client.sendall(b"GET / HTTP/1.0\r\n\r\n")
-        text = client.makefile("rb").read()
+    text = talk(port, b"GET / HTTP/1.0\r\n\r\n")
     assert text.startswith(b"HTTP/1.1 500 ")
     assert text.endswith(b"KeyError: 'x'\n")
 

@@ -20,6 +20,7 @@ import pytest
 
 from holdfast import cli
 from tests.conftest import alive as is_alive
+from tests.conftest import descendants
 from tests.processes.agent_server import AgentServer, can_be_forked
 from tests.support.limits import limit_s as scaled
 from tests.support.limits import until
@@ -151,6 +152,20 @@ class Agent:
         return self.process.pid
 
     @property
+    def supervisor(self) -> int:
+        """The agent's only child."""
+        (found,) = children(self.pid)
+        return found
+
+    def find_below(self, word: str) -> int | None:
+        """A process below it whose command line has this word; None: there is none."""
+        for pid in descendants(self.pid):
+            with contextlib.suppress(OSError):
+                if word.encode() in Path(f"/proc/{pid}/cmdline").read_bytes():
+                    return pid
+        return None
+
+    @property
     def text(self) -> str:
         return self.screen.read_text(errors="replace")
 
@@ -190,6 +205,16 @@ class Agent:
 
 
 PROGRAM = (sys.executable, "-m", "holdfast.run")
+
+
+def c10d(endpoint: str, nnodes: str = "2", *more: str) -> tuple[str, ...]:
+    """The options of one node of several."""
+    return ("--nnodes", nnodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *more)
+
+
+def coordinators_first(agents: Sequence[Agent]) -> list[Agent]:
+    """The agents, first the one that hosts the coordinator."""
+    return sorted(agents, key=lambda agent: not agent.events("coordinator.joined"))
 
 
 def as_users_have() -> dict[str, str]:
@@ -250,10 +275,8 @@ class Site:
         self.agents.append(agent)
         return agent
 
-    def run(
-        self, *args: str | Path, env: Mapping[str, str] | None = None, limit_s: float = WAIT_S
-    ) -> tuple[int, Agent]:
-        agent = self.start(*args, env=env)
+    def run(self, *args: str | Path, limit_s: float = WAIT_S, **more: Any) -> tuple[int, Agent]:
+        agent = self.start(*args, **more)
         return agent.end(limit_s), agent
 
     def ends(self, code: int, *args: str | Path, **more: Any) -> Agent:
@@ -262,8 +285,14 @@ class Site:
         assert ended == code, agent.text
         return agent
 
+    def changed(self, text: str) -> tuple[str, ...]:
+        """A program to start in place of the agent's: `holdfast run` after this change of holdfast."""
+        return self.program(
+            f"import sys\nfrom holdfast import cli\n{text}\nsys.exit(cli.main(['run', *sys.argv[1:]]))\n"
+        )
+
     def program(self, text: str) -> tuple[str, ...]:
-        """A program to start in place of the agent's: it changes holdfast and then runs it."""
+        """A program to start in place of the agent's."""
         path = self.folder / "program.py"
         path.write_text(text)
         return sys.executable, str(path)
@@ -323,6 +352,14 @@ def site(tmp_path: Path, agent_server: AgentServer) -> Iterator[Site]:
 @pytest.fixture
 def endpoint(free_port: Callable[[], int]) -> str:
     return f"127.0.0.1:{free_port()}"
+
+
+@pytest.fixture
+def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The list of running agents and the runs that are kept, this test's own."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path / "running"))
+    return tmp_path / "running"
 
 
 @pytest.fixture

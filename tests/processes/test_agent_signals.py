@@ -14,6 +14,7 @@ import pytest
 
 from holdfast.supervisor.client import ProcessEnded, SupervisorClient, SupervisorEvent
 from holdfast.supervisor.supervisor import SupervisorHandle, fork_supervisor
+from tests.processes.conftest import c10d
 from tests.support.limits import limit_s, until
 
 ALL = "on_signal('SIGTERM', 'SIGINT', 'SIGHUP', 'SIGQUIT', exit_code=9)\n"
@@ -41,11 +42,11 @@ def test_workers_get_that_signal(site, signum: signal.Signals) -> None:
     ],
 )
 def test_while_waiting_for_peers(site, endpoint: str, backend: str, node: int, signum: signal.Signals) -> None:
-    where = ("--master-addr", "127.0.0.1", "--master-port", endpoint.rpartition(":")[2], "--node-rank", str(node))
+    port = endpoint.rpartition(":")[2]
+    where = ("--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port, "--node-rank", str(node))
     if backend == "c10d":
-        conf = ("--rdzv-conf", f"is_host={1 - node}")
-        where = ("--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *conf)
-    agent = site.start("--nnodes", "2", *where, site.script("note('up')"))
+        where = c10d(endpoint, "2", "--rdzv-conf", f"is_host={1 - node}")
+    agent = site.start(*where, site.script("note('up')"))
     until_dialing(agent)
     agent.signal(signum)
     assert agent.end() == 128 + signum, agent.text
@@ -59,8 +60,7 @@ def test_while_a_silent_listener_keeps_us_waiting(site, endpoint: str) -> None:
         silent.bind(("127.0.0.1", int(endpoint.rpartition(":")[2])))
         silent.listen()
         silent.settimeout(limit_s(20))
-        args = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
-        agent = site.start(*args, site.script("note('up')"))
+        agent = site.start(*c10d(endpoint), site.script("note('up')"))
         with silent.accept()[0]:
             agent.signal(signal.SIGTERM)
             assert agent.end() == 143, agent.text
@@ -73,7 +73,7 @@ def until_dialing(agent) -> None:
 def test_all_agents_are_asked_at_once(site, endpoint: str) -> None:
     """As a scheduler does at the end of an allocation."""
     script = site.script("on_signal('SIGTERM', exit_code=0)\ndaemon()\nmeet()\nhold()")
-    args = ("--nnodes", "2", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, script)
+    args = (*c10d(endpoint), "--max-restarts", "3", script)
     agents = [site.start(*args) for _ in range(2)]
     site.wait(2, "up")
     for agent in agents:
@@ -118,7 +118,7 @@ def test_user_signals_are_passed_on(site) -> None:
 
 
 def test_user_signals_while_nothing_runs_are_harmless(site, endpoint: str) -> None:
-    args = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, site.script("note('up')"))
+    args = (*c10d(endpoint), site.script("note('up')"))
     agent = site.start(*args)
     site.joined(1)
     agent.signal(signal.SIGUSR1)

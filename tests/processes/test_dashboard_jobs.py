@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from tests.conftest import descendants
-from tests.processes.conftest import Agent, Site, holdfast
+from tests.processes.conftest import Agent, Site, c10d, holdfast
 from tests.support.limits import limit_s, until
 from tests.support.pages import Visitor, browsing
 
+pytestmark = pytest.mark.usefixtures("registry")
 STEPS = """
 from holdfast.worker import beat
 meet()
@@ -38,13 +39,6 @@ if RANK == 1:
     raise ValueError("boom <b>in</b> rank 1")
 hold()
 """
-
-
-@pytest.fixture(autouse=True)
-def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The list of running agents and the runs that are kept, this test's own."""
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path / "running"))
 
 
 def link(text: str) -> str:
@@ -67,16 +61,7 @@ def only_job(client: Visitor) -> str:
 
 
 def dashboard_pid(agent: Agent) -> int:
-    """The process of its dashboard, below its supervisor."""
-
-    def find() -> int:
-        with contextlib.suppress(OSError):
-            for pid in descendants(agent.pid):
-                if b"holdfast.dashboard" in Path(f"/proc/{pid}/cmdline").read_bytes():
-                    return pid
-        return 0
-
-    return until(find, "the dashboard's process")
+    return until(lambda: agent.find_below("holdfast.dashboard"), "the dashboard's process")
 
 
 def steps(site: Site) -> int:
@@ -185,7 +170,7 @@ def test_stop_from_the_page_is_stop_from_the_command_line(site: Site) -> None:
 
 def test_only_the_coordinators_node_serves_and_any_node_can_open_a_page(site: Site, endpoint: str) -> None:
     script = site.script(STEPS)
-    line = ("--nnodes=2", "--rdzv-backend=c10d", "--rdzv-endpoint", endpoint, "--rdzv-id=two", "--dashboard=0", script)
+    line = (*c10d(endpoint, "2", "--rdzv-id=two", "--dashboard=0"), script)
     agents = [site.start(*line) for _ in range(2)]
     site.wait(2, "up")
     until(lambda: any(link(agent.text) for agent in agents), "the link of one")
@@ -206,16 +191,11 @@ def test_only_the_coordinators_node_serves_and_any_node_can_open_a_page(site: Si
 def test_a_port_in_use_is_no_reason_not_to_train(site: Site) -> None:
     one = begun(site, STEPS)
     port = Visitor(until(lambda: link(one.text), lambda: one.text)).host.rpartition(":")[2]
-    two = site.start("--standalone", f"--dashboard={port}", "--rdzv-id=second", site.script("pass", "other.py"))
-    assert two.end() == 0
+    two = site.ends(0, "--standalone", f"--dashboard={port}", "--rdzv-id=second", site.script("pass", "other.py"))
     assert f"cannot listen on 127.0.0.1:{port}" in two.text
     assert link(two.text)
     assert holdfast("kill").returncode == 0
     one.end()
-    for wrong in ("x", "70000", "1.2.3.4", "::1:80"):
-        bad = site.start("--standalone", f"--dashboard={wrong}", site.script("pass", "other.py"))
-        assert bad.end() == 2
-        assert "--dashboard" in bad.text
 
 
 def test_a_restart_and_the_end_are_notified(site: Site) -> None:
@@ -228,8 +208,7 @@ def test_a_restart_and_the_end_are_notified(site: Site) -> None:
     assert (told[1]["generation"], told[2]["exit_code"]) == (2, 0)
     assert "exit code 3" in told[1]["text"]
     assert {each["to"] for each in agent.events("notice_lost")} == {"false"}
-    bad = site.start("--standalone", "--notify=/nowhere/program", site.script(body))
-    assert bad.end() == 2
+    bad = site.ends(2, "--standalone", "--notify=/nowhere/program", site.script(body))
     assert "is neither a URL nor a program" in bad.text
 
 

@@ -2,27 +2,19 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.processes.conftest import c10d
+
 
 @pytest.mark.parametrize(
     ("ending", "code"),
-    [
-        ("sys.exit(3)", 3),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137),
-        ("os.kill(os.getpid(), signal.SIGSEGV)", 139),
-        ("os.abort()", 134),
-        ("os._exit(7)", 7),
-        ("sys.exit('no more')", 1),
-        ("raise ValueError('x')", 1),
-        ("os.kill(os.getpid(), signal.SIGTERM)", 143),
-    ],
+    [("sys.exit(3)", 3), ("os.abort()", 134)],
 )
 def test_the_failing_workers_code_is_the_jobs(site, ending: str, code: int) -> None:
+    """Of two workers; tests/beside_torchrun has all ways in which one can end."""
     script = site.script(f"meet()\nif RANK == 1: {ending}\nhold()")
     agent = site.ends(code, "--standalone", "--nproc-per-node", "2", script)
     assert agent.verdict["verdict"]["culprit"]["rank"] == 1
@@ -43,7 +35,7 @@ def test_a_late_failure_after_early_successes_still_counts(site) -> None:
 
 def test_requeue_is_75_everywhere_and_is_not_restarted(site, endpoint: str) -> None:
     script = site.script("meet()\nif RANK == 1: sys.exit(75)\nhold()")
-    args = ("--nnodes", "2", "--max-restarts", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, script)
+    args = (*c10d(endpoint), "--max-restarts", "3", script)
     agents = [site.start(*args) for _ in range(2)]
     assert [agent.end() for agent in agents] == [75, 75], agents[0].text
     assert {each["round"] for each in site.trail("up")} == {0}
@@ -113,28 +105,19 @@ os.wait()
 
 
 LOADS_BADLY = """
-import sys
-from holdfast.cli import entry, run
+from holdfast.cli import run
 
 def load_end():
     raise ImportError("no such module")
 
 run.load_end = load_end
-sys.argv[1:1] = ["run"]
-entry()
 """
 
 
 def test_what_is_loaded_for_the_end_is_asked_for_while_workers_are_stopped(site) -> None:
     """And nothing but time hangs on it."""
-    line = (
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        site.script("meet()\nif RANK:\n    hold()\nraise ValueError('nan')"),
-    )
-    agent = site.start(*line, program=site.program(LOADS_BADLY))
-    assert agent.end() == 1, agent.text
+    script = site.script("meet()\nif RANK:\n    hold()\nraise ValueError('nan')")
+    agent = site.ends(1, "--standalone", "--nproc-per-node", "2", script, program=site.changed(LOADS_BADLY))
     assert agent.verdict["verdict"]["culprit"]["message"] == "ValueError: nan"
     assert [each["what"] for each in agent.events("insight_fault")] == ["load"]
 
@@ -150,8 +133,7 @@ entry()
 
 def test_the_command_ends_when_the_job_has(site) -> None:
     """It does not take its own modules apart first."""
-    agent = site.start("--standalone", site.script("sys.exit(7)"), program=site.program(LEAVES))
-    assert agent.end() == 7, agent.text
+    agent = site.ends(7, "--standalone", site.script("sys.exit(7)"), program=site.program(LEAVES))
     assert "exit code    7" in agent.text
     assert "last phase" not in agent.text
 
@@ -181,8 +163,8 @@ os._exit(7)
 
 
 LOADS_EARLY = """
-import os, sys
-from holdfast.cli import entry, run
+import os
+from holdfast.cli import run
 
 load_end = run.load_end
 
@@ -191,15 +173,12 @@ def noted():
     open(os.environ["TRAIL"] + ".loaded", "w").close()
 
 run.load_end = noted
-sys.argv[1:1] = ["run"]
-entry()
 """
 
 
 def test_what_the_verdict_needs_is_loaded_while_workers_run(site) -> None:
     wait = "while not os.path.exists(os.environ['TRAIL'] + '.loaded'):\n    time.sleep(0.01)"
-    agent = site.start("--standalone", site.script(wait), program=site.program(LOADS_EARLY))
-    assert agent.end() == 0, agent.text
+    site.ends(0, "--standalone", site.script(wait), program=site.changed(LOADS_EARLY))
 
 
 # --- the last screen: at most fifteen lines and the user's own traceback, which comes last ----------------------------
@@ -256,18 +235,9 @@ def test_an_unwritable_folder(site, tmp_path: Path) -> None:
     place.mkdir()
     place.chmod(0o500)
     script = site.script("raise ValueError('all the same')")
-    agent = site.start("--standalone", script, cwd=place)
-    assert agent.end() == 1
+    agent = site.ends(1, "--standalone", script, cwd=place)
     assert agent.text.rstrip().endswith("ValueError: all the same")
     assert list(place.iterdir()) == []
-
-
-def test_a_log_dir_that_cannot_be_written(site) -> None:
-    (site.folder / "file").write_text("")
-    agent = site.ends(2, "--log-dir", site.folder / "file" / "below", "--standalone", site.script("note('up')"))
-    assert "HF108" in agent.text
-    assert len(agent.text.splitlines()) <= 2
-    assert site.trail() == []
 
 
 def test_a_long_message_with_newlines_is_one_line_of_ours(site) -> None:
@@ -276,17 +246,6 @@ def test_a_long_message_with_newlines_is_one_line_of_ours(site) -> None:
     ours, _ = screen(agent)
     assert len(ours) <= 15
     assert max(map(len, ours)) < 400
-
-
-def test_our_own_error_file_is_filled(site, tmp_path: Path) -> None:
-    """An outer launcher reads the first failure from where it said, as with torchrun."""
-    own = tmp_path / "outer.json"
-    agent = site.start(
-        "--standalone", site.script("raise ValueError('inner')"), env={"TORCHELASTIC_ERROR_FILE": str(own)}
-    )
-    assert agent.end() == 1
-    assert "ValueError: inner" in own.read_text()
-    assert os.path.getsize(own) > 100
 
 
 def test_the_failing_ranks_traceback_is_shown_once_and_its_victims_are_one_line(site) -> None:
@@ -320,10 +279,6 @@ def test_no_dedup_shows_all(site) -> None:
 
 
 # --- causes: the code of the verdict, what the machine adds, nodes that differ, slow culprits -------------------------
-
-
-def nodes(endpoint: str) -> tuple[str, ...]:
-    return ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--nproc-per-node", "1")
 
 
 @pytest.mark.parametrize(
@@ -365,12 +320,11 @@ ours.send(b"to a peer that is gone")
     assert done == 1, "not the signal by which we hastened its end"
 
 
-def test_nodes_with_different_scripts_are_told_on_both(site, free_port: Callable[[], int]) -> None:
-    endpoint = f"127.0.0.1:{free_port()}"
+def test_nodes_with_different_scripts_are_told_on_both(site, endpoint: str) -> None:
     one = site.script("meet()")
     other = Path(str(one)).with_name("other.py")
     other.write_text(Path(str(one)).read_text() + "\n# changed\n")
-    agents = [site.start(*nodes(endpoint), script) for script in (one, other)]
+    agents = [site.start(*c10d(endpoint), script) for script in (one, other)]
     assert [agent.end() for agent in agents] == [0, 0], agents[0].text + agents[1].text
     assert [agent.text.count("HF307: the script is not the same file") for agent in agents] == [1, 1]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes.conftest import c10d
 from tests.support.limits import limit_s, until
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -69,8 +70,8 @@ def script(site, trouble: str):
 
 
 def two_nodes(site, endpoint: str, *args) -> tuple:
-    common = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--nproc-per-node", "2")
-    return site.start(*common, *FAST, *args), site.start(*common, *FAST, *args)
+    line = (*c10d(endpoint, "2", "--nproc-per-node", "2"), *FAST, *args)
+    return site.start(*line), site.start(*line)
 
 
 def hangs(*agents) -> list:
@@ -97,8 +98,7 @@ def test_a_rank_that_sleeps_is_named_on_every_node_and_all_start_again(site, end
 
 def test_without_restarts_the_hang_is_the_verdict(site) -> None:
     args = ("--standalone", "--nproc-per-node", "2", *FAST, "--hang-timeout", f"{HANG_S:g}")
-    agent = site.start(*args, script(site, ASLEEP))
-    assert agent.end() == 137
+    agent = site.ends(137, *args, script(site, ASLEEP))
     assert agent.verdict["verdict"]["code"] == "HF240"
     assert agent.verdict["verdict"]["culprit"]["rank"] == 1
     assert f"HF240: job FAILED after 0 restarts: rank 1 on {HOST} is in time.sleep at train.py:" in agent.text

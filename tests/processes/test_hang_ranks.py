@@ -92,6 +92,9 @@ class Job:
     def all_do(self, word: str) -> None:
         for rank in range(WORLD):
             self.tell(rank, word)
+        self.all_are_done()
+
+    def all_are_done(self) -> None:
         assert [self.hear(rank) for rank in range(WORLD)] == ["ok"] * WORLD
 
     async def looks(self) -> Finding:
@@ -119,6 +122,18 @@ class Job:
         for child in processes.families({pid: b""})[pid]:
             os.kill(child.pid, signal.SIGKILL)
         self.send_signal(rank, signal.SIGUSR1)
+
+    def release_all(self) -> None:
+        for rank in range(WORLD):
+            self.release(rank)
+        self.all_are_done()
+
+    def rejoins(self, rank: int) -> None:
+        """It is released, and does what the others wait for."""
+        self.release(rank)
+        assert self.hear(rank) == "ok"
+        self.tell(rank, "reduce")
+        self.all_are_done()
 
     def send_signal(self, rank: int, signum: int) -> None:
         os.kill(self.ranks[rank].pid, signum)
@@ -169,10 +184,7 @@ def test_the_rank_that_hangs_is_named(job: Job, word: str) -> None:
     assert "is dead" in finding.text or word != "dead_queue"
     if word in ("asleep", "spin_over_two_lines"):
         assert job.found(HangKind.HUNG).signature == finding.signature
-    job.release(ODD)
-    assert job.hear(ODD) == "ok"
-    job.tell(ODD, "reduce")
-    assert [job.hear(rank) for rank in range(WORLD)] == ["ok"] * WORLD
+    job.rejoins(ODD)
 
 
 def test_the_rank_that_is_stopped_is_named(job: Job) -> None:
@@ -184,7 +196,7 @@ def test_the_rank_that_is_stopped_is_named(job: Job) -> None:
     assert f"kill -CONT {job.ranks[ODD].pid}" in finding.text
     job.send_signal(ODD, signal.SIGCONT)
     job.tell(ODD, "reduce")
-    assert [job.hear(rank) for rank in range(WORLD)] == ["ok"] * WORLD
+    job.all_are_done()
 
 
 def test_evaluation_on_one_rank_is_no_hang(job: Job) -> None:
@@ -192,19 +204,14 @@ def test_evaluation_on_one_rank_is_no_hang(job: Job) -> None:
         job.tell(rank, "evaluate" if rank == 0 else "reduce")
     finding = job.found(HangKind.MOVING)
     assert finding.text.startswith("rank 0 on node0 is in forward at hang_rank.py:"), finding.text
-    job.release(0)
-    assert job.hear(0) == "ok"
-    job.tell(0, "reduce")
-    assert [job.hear(rank) for rank in range(WORLD)] == ["ok"] * WORLD
+    job.rejoins(0)
 
 
 def test_evaluation_on_all_ranks_is_no_hang(job: Job) -> None:
     for rank in range(WORLD):
         job.tell(rank, "evaluate")
     assert asyncio.run(job.looks()).kind in (HangKind.MOVING, HangKind.PAUSED)
-    for rank in range(WORLD):
-        job.release(rank)
-    assert [job.hear(rank) for rank in range(WORLD)] == ["ok"] * WORLD
+    job.release_all()
 
 
 def test_a_sleep_that_all_share_is_a_pause(job: Job) -> None:
@@ -212,9 +219,7 @@ def test_a_sleep_that_all_share_is_a_pause(job: Job) -> None:
         job.tell(rank, "asleep")
     finding = job.found(HangKind.PAUSED)
     assert finding.culprits == ()
-    for rank in range(WORLD):
-        job.release(rank)
-    assert [job.hear(rank) for rank in range(WORLD)] == ["ok"] * WORLD
+    job.release_all()
 
 
 def test_their_own_part_of_a_step(job: Job) -> None:

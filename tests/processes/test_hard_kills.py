@@ -9,24 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.conftest import children
+from tests.processes.conftest import c10d, coordinators_first
 from tests.support.limits import limit_s, until
 
 SIX = "child()\ndaemon()\nmeet()\nhold()"
-
-
-def supervisor_of(agent) -> int:
-    """The agent's only child."""
-    found = children(agent.pid)
-    assert len(found) == 1, found
-    return found[0]
 
 
 def test_nothing_outlives_a_killed_agent(site) -> None:
     agent = site.start("--standalone", "--nproc-per-node", "2", site.script(SIX))
     site.wait(2, "up")
     assert len(site.trail("child")) == 4
-    supervisor = supervisor_of(agent)
+    supervisor = agent.supervisor
     agent.signal(signal.SIGKILL)
     site.all_gone(limit_s=1.0)
     assert not Path(f"/proc/{supervisor}").exists() or agent.end() == 137
@@ -38,7 +31,7 @@ def test_a_killed_supervisor_takes_its_workers_along(site, restarts: int) -> Non
     script = site.script("child()\ndaemon()\nmeet()\nif len(all_notes()) < 11: hold()")
     agent = site.start("--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts), script)
     site.wait(2, "up")
-    os.kill(supervisor_of(agent), signal.SIGKILL)
+    os.kill(agent.supervisor, signal.SIGKILL)
     assert agent.end() == (0 if restarts else 137), agent.text
     if not restarts:
         assert agent.verdict["verdict"]["code"] == "HF204"
@@ -59,7 +52,7 @@ def test_a_supervisor_killed_after_the_port_of_the_next_store_was_announced(site
     agent = site.start("--standalone", "--nproc-per-node", "2", "--max-restarts", "6", script)
     # After the fourth quick failure the next generation is prepared, and starts a second later.
     until(lambda: list(agent.logs.glob("*/attempt_4/1/stderr.log")), "the next generation to be prepared")
-    os.kill(supervisor_of(agent), signal.SIGKILL)
+    os.kill(agent.supervisor, signal.SIGKILL)
     assert agent.end() == 0, agent.text
     assert len(site.trail("reached")) == 2
     assert "Traceback" not in agent.text
@@ -96,10 +89,10 @@ def test_a_node_that_slept_beyond_its_lease_is_fenced_and_comes_back(site, endpo
         "while WORLD == 1 or len({n['port'] for n in all_notes()}) < 3: time.sleep(0.02)"
     )
     conf = ("--rdzv-conf", f"lease={limit_s(0.6):g},settle=5")
-    args = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *conf, script)
+    args = (*c10d(endpoint, "1:2", *conf), script)
     agents = [site.start(*args) for _ in range(2)]
     site.wait(2, "up", world=2)
-    host, guest = sorted(agents, key=lambda agent: not agent.events("coordinator.joined"))
+    host, guest = coordinators_first(agents)
     guest.signal(signal.SIGSTOP)
     site.wait(1, "up", world=1)
     guest.signal(signal.SIGCONT)
@@ -129,9 +122,7 @@ def test_a_killed_store_host_is_replaced(site) -> None:
     script = site.script("import torch\n" + TORCH)
     agent = site.start("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", script)
     site.wait(2, "up", limit_s=60)
-    others = children(supervisor_of(agent))
-    (store,) = (pid for pid in others if b"store_server" in Path(f"/proc/{pid}/cmdline").read_bytes())
-    os.kill(store, signal.SIGKILL)
+    os.kill(agent.find_below("store_server"), signal.SIGKILL)
     assert agent.end(60) == 0, agent.text
     assert len(site.trail("end")) == 2
     site.all_gone()
@@ -141,8 +132,7 @@ def test_a_killed_store_host_is_replaced(site) -> None:
 
 
 AT_FORKING = """
-import os, signal, sys
-from holdfast import cli
+import os, signal
 from holdfast.supervisor import supervisor, worker_command
 
 begin = worker_command.begin
@@ -153,12 +143,9 @@ def killed_first(handle, options):
     begin(handle, options)
 
 worker_command.begin = killed_first
-sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
 EVER_AGAIN = """
-import sys
-from holdfast import cli
 from holdfast.supervisor import client as supervisor_client, worker_group
 
 revive = supervisor_client.revive_supervisor
@@ -178,7 +165,6 @@ def killed(handle, options):
     os.kill(handle.pid, signal.SIGKILL)
 
 worker_command.begin = killed
-sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
 NOT_AGAIN = EVER_AGAIN.replace(
@@ -186,28 +172,23 @@ NOT_AGAIN = EVER_AGAIN.replace(
 )
 
 NO_PROC = """
-import sys
-from holdfast import cli
 from holdfast.supervisor import supervisor
 
 supervisor.PROC = "/nowhere/self/fd"
-sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
 NO_FORK = """
-import os, sys
-from holdfast import cli
+import os
 
 def fork():
     raise BlockingIOError(11, "Resource temporarily unavailable")
 
 os.fork = fork
-sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
 
 def start(site, text: str, *more: str):
-    return site.start("--standalone", *more, site.script("meet()"), program=site.program(text))
+    return site.start("--standalone", *more, site.script("meet()"), program=site.changed(text))
 
 
 @pytest.mark.parametrize("more", [(), ("--preempt-signal", "USR1")])

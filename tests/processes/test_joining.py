@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
+from tests.processes.conftest import c10d, coordinators_first
 from tests.support.limits import limit_s, until
 
 
 def test_a_missing_peer(site, endpoint: str) -> None:
-    args = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=1")
-    agent = site.ends(1, *args, site.script("note('up')"))
+    agent = site.ends(1, *c10d(endpoint, "2", "--rdzv-conf", "join_timeout=1"), site.script("note('up')"))
     assert "HF301" in agent.text
     assert "1 of at least 2 nodes" in agent.text
     assert "here: " in agent.text
@@ -26,17 +26,15 @@ def test_a_missing_peer(site, endpoint: str) -> None:
 
 
 def test_a_missing_host(site, endpoint: str) -> None:
-    conf = ("--rdzv-conf", "join_timeout=1,is_host=0")
-    args = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *conf)
-    agent = site.ends(1, *args, site.script("note('up')"))
+    agent = site.ends(1, *c10d(endpoint, "2", "--rdzv-conf", "join_timeout=1,is_host=0"), site.script("note('up')"))
     assert "HF302" in agent.text
     assert endpoint in agent.text
     assert "refused" in agent.text
 
 
 def test_a_host_that_does_not_resolve(site) -> None:
-    args = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "no-such-host.invalid:29400")
-    agent = site.ends(2, *args, "--rdzv-conf", "join_timeout=1", site.script("note('up')"))
+    args = c10d("no-such-host.invalid:29400", "2", "--rdzv-conf", "join_timeout=1")
+    agent = site.ends(2, *args, site.script("note('up')"))
     assert "HF110" in agent.text
     assert "no-such-host.invalid" in agent.text
     assert "does not resolve" in agent.text
@@ -48,8 +46,7 @@ def test_two_agents_with_one_node_rank(site, free_port: Callable[[], int]) -> No
     host = site.start(*args, "--node-rank", "0", script)
     first = site.start(*args, "--node-rank", "1", script)
     site.joined(2)
-    second = site.start(*args, "--node-rank", "1", script)
-    assert second.end() == 2, second.text
+    second = site.ends(2, *args, "--node-rank", "1", script)
     assert "--node-rank 1 is taken" in second.text
     third = site.start(*args, "--node-rank", "2", script)
     assert [agent.end() for agent in (host, first, third)] == [0, 0, 0], host.text
@@ -60,13 +57,12 @@ def test_two_agents_that_both_are_node_0(site, free_port: Callable[[], int]) -> 
     script = site.script("meet()")
     site.start(*args, script)
     site.joined(1)
-    second = site.start(*args, script)
-    assert second.end() == 2, second.text
+    second = site.ends(2, *args, script)
     assert "Traceback" not in second.text
 
 
 def test_the_endpoint_comes_up_later(site, endpoint: str) -> None:
-    args = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    args = c10d(endpoint)
     script = site.script("meet()")
     guest = site.start(*args, "--rdzv-conf", "is_host=0", script)
     until(lambda: guest.begun and guest.events("claim"), lambda: guest.text)
@@ -101,7 +97,7 @@ MOMENTS: dict[str, Callable[[Any], object]] = {
 
 def started(site: Any, endpoint: str, body: str) -> list[Any]:
     conf = ("--rdzv-conf", f"settle=0.3,lease={LEASE_S:g}", "--max-restarts", "1", "--shutdown-timeout", "3")
-    args = ("--nnodes", "2:3", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *conf, site.script(body))
+    args = (*c10d(endpoint, "2:3", *conf), site.script(body))
     return [site.start(*args) for _ in range(3)]
 
 
@@ -138,8 +134,8 @@ def test_a_clean_end_at_any_moment(site: Any, endpoint: str, moment: str) -> Non
 WAITS = "meet()\nwhile not os.path.exists('finish'): time.sleep(0.02)\n"
 
 
-def c10d(endpoint: str, *more: str) -> tuple[str, ...]:
-    return ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "mine", *more)
+def mine(endpoint: str) -> tuple[str, ...]:
+    return c10d(endpoint, "2", "--rdzv-id", "mine")
 
 
 @pytest.mark.parametrize(
@@ -153,19 +149,19 @@ def c10d(endpoint: str, *more: str) -> tuple[str, ...]:
 def test_another_job_is_refused(site, endpoint: str, change: tuple[str, ...], both: tuple[str, ...]) -> None:
     (site.folder / "token").write_text("secret-of-this-job")
     script = site.script("meet()")
-    host = site.start(*c10d(endpoint), script)
+    host = site.start(*mine(endpoint), script)
     site.joined(1)
-    stranger = site.ends(2, *c10d(endpoint), *change, script)
+    stranger = site.ends(2, *mine(endpoint), *change, script)
     assert all(word in stranger.text for word in both), stranger.text
     assert "Traceback" not in stranger.text
     assert len(stranger.text.splitlines()) <= 4
-    guest = site.start(*c10d(endpoint), script)
+    guest = site.start(*mine(endpoint), script)
     assert (host.end(), guest.end()) == (0, 0), "the job is unharmed"
 
 
 def test_a_second_job_of_one_node_is_refused(site, endpoint: str) -> None:
     """Two lines on one endpoint, neither of them with a name: the second one is no spare of the first."""
-    one = ("--nnodes", "1", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint)
+    one = c10d(endpoint, "1")
     host = site.start(*one, site.script(WAITS))
     site.wait(1, "up")
     second = site.ends(2, *one, site.script("note('never')", name="other.py"))
@@ -178,13 +174,12 @@ def test_a_second_job_of_one_node_is_refused(site, endpoint: str) -> None:
 
 def test_two_tokens(site, endpoint: str) -> None:
     script = site.script("meet()")
-    host = site.start(*c10d(endpoint), script, env={"HOLDFAST_TOKEN": "one-secret-of-the-job"})
+    host = site.start(*mine(endpoint), script, env={"HOLDFAST_TOKEN": "one-secret-of-the-job"})
     site.joined(1)
-    stranger = site.start(*c10d(endpoint), script, env={"HOLDFAST_TOKEN": "another-secret-entirely"})
-    assert stranger.end() == 2, stranger.text
+    stranger = site.ends(2, *mine(endpoint), script, env={"HOLDFAST_TOKEN": "another-secret-entirely"})
     assert "token" in stranger.text
     assert "secret" not in stranger.text + host.text
-    guest = site.start(*c10d(endpoint), script, env={"HOLDFAST_TOKEN": "one-secret-of-the-job"})
+    guest = site.start(*mine(endpoint), script, env={"HOLDFAST_TOKEN": "one-secret-of-the-job"})
     assert (host.end(), guest.end()) == (0, 0), host.text
     assert "HOLDFAST_TOKEN" not in str(site.trail())
 
@@ -205,7 +200,7 @@ def test_the_port_is_a_foreign_services(site, endpoint: str) -> None:
     foreign = subprocess.Popen([sys.executable, "-c", FOREIGN, port], stdout=subprocess.PIPE)
     try:
         foreign.stdout.readline()
-        agent = site.ends(2, *c10d(endpoint), site.script("meet()"))
+        agent = site.ends(2, *mine(endpoint), site.script("meet()"))
         assert f"{foreign.pid}" in agent.text
         assert "python" in agent.text
         assert "HF109" in agent.text
@@ -226,10 +221,10 @@ NOISE = {
 
 def test_noise_at_a_running_job(site, endpoint: str) -> None:
     """Each costs its connection and one line."""
-    args = (*c10d(endpoint), site.script(WAITS))
+    args = (*mine(endpoint), site.script(WAITS))
     agents = [site.start(*args) for _ in range(2)]
     site.wait(2, "up")
-    host = max(agents, key=lambda agent: len(agent.events("coordinator.joined")))
+    host = coordinators_first(agents)[0]
     address = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
     for count, noise in enumerate(NOISE.values(), start=1):
         with socket.create_connection(address, timeout=limit_s(10)) as stranger:
@@ -284,8 +279,7 @@ note("found", own=[name for name, value in os.environ.items() if secret in value
 def test_no_worker_has_the_secret(site, given: dict[str, str]) -> None:
     env = {**given, "WANTED": SECRET[::-1]}
     # Executed, as users do: a forked agent has the memory of its parent.
-    agent = site.start("--standalone", site.script(LOOKS), env=env, program=(sys.executable, "-m", "holdfast", "run"))
-    assert agent.end() == 0, agent.text
+    site.ends(0, "--standalone", site.script(LOOKS), env=env, program=(sys.executable, "-m", "holdfast", "run"))
     (found,) = site.trail("found")
     assert found["own"] == []
     assert not found["child"]

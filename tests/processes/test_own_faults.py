@@ -12,18 +12,16 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from holdfast.runtime.inherited import needed
+from tests.processes.conftest import c10d
 from tests.support.limits import limit_s, until
 
 BROKEN = """
-import sys
-from holdfast import cli
 from holdfast.{part} import {part}_machine as machine
 
 handle = machine.{kind}.handle
@@ -36,7 +34,6 @@ def broken(self, now, event):
     return handle(self, now, event)
 
 machine.{kind}.handle = broken
-sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
 
@@ -44,36 +41,25 @@ sys.exit(cli.main(["run", *sys.argv[1:]]))
 @pytest.mark.parametrize(("part", "kind"), [("agent", "AgentMachine"), ("coordinator", "CoordinatorMachine")])
 def test_a_broken_invariant_ends_the_agent(site, part: str, kind: str, calls: int) -> None:
     script = site.script("child()\nmeet()\nhold()")
-    agent = site.start(
-        "--standalone",
-        "--nproc-per-node",
-        "2",
-        script,
-        program=site.program(BROKEN.format(part=part, kind=kind, calls=calls)),
-    )
-    assert agent.end() == 70, agent.text
+    program = site.changed(BROKEN.format(part=part, kind=kind, calls=calls))
+    agent = site.ends(70, "--standalone", "--nproc-per-node", "2", script, program=program)
     assert "HF901" in agent.text
     assert "the test broke it" in agent.text
     site.all_gone()
 
 
 SLOW_NAMES = """
-import socket, sys, time
-from holdfast import cli
+import socket, time
 
 def never(*_, **__):
     time.sleep(600)
 
 socket.getaddrinfo = never
-sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
 
 def test_a_dead_name_server_does_not_hold_up_the_end(site) -> None:
-    import signal
-
-    args = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "some.name:29400", site.script(""))
-    agent = site.start(*args, program=site.program(SLOW_NAMES))
+    agent = site.start(*c10d("some.name:29400"), site.script(""), program=site.changed(SLOW_NAMES))
     agent.says("waiting for the coordinator")
     agent.signal(signal.SIGINT)
     assert agent.end() == 130, agent.text
@@ -83,8 +69,6 @@ def test_a_dead_name_server_does_not_hold_up_the_end(site) -> None:
 
 
 POISONED = """
-import sys
-from holdfast import cli
 from holdfast.coordinator import coordinator_machine as machine
 from holdfast.protocol.messages import Leave
 
@@ -96,14 +80,13 @@ def poisoned(self, now, event):
     return handle(self, now, event)
 
 machine.CoordinatorMachine.handle = poisoned
-sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
 
 def test_what_breaks_the_coordinator_ends_the_job_everywhere(site, endpoint: str) -> None:
     script = site.script("meet()\nhold()")
-    three = ("--nnodes", "3", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "mine", script)
-    host = site.start(*three, program=site.program(POISONED))
+    three = (*c10d(endpoint, "3", "--rdzv-id", "mine"), script)
+    host = site.start(*three, program=site.changed(POISONED))
     site.joined(1)
     sender, other = site.start(*three), site.start(*three)
     site.wait(3, "up")
@@ -121,8 +104,6 @@ def test_what_breaks_the_coordinator_ends_the_job_everywhere(site, endpoint: str
 
 
 BROKEN_VIEWS = """
-import sys
-
 def broken(*_, **__):
     raise RuntimeError("the test broke it")
 
@@ -138,8 +119,6 @@ from holdfast.metrics.listeners import TorchEvents
 TorchEvents.heard = broken
 from holdfast.diagnosis import causes, hangs, screen
 hangs.examine = screen.render = causes.judge = broken
-from holdfast import cli
-sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
 STEPS = """
@@ -158,7 +137,7 @@ def test_a_job_goes_on_whatever_fails_that_only_looks(site, tmp_path: Path) -> N
     script = site.script(STEPS + "while not os.path.exists('finish'): time.sleep(0.05)")
     env = {"HOLDFAST_RUNTIME_DIR": str(tmp_path / "runtime")}
     agent = site.start(
-        "--standalone", "--nproc-per-node", "2", *observed, script, env=env, program=site.program(BROKEN_VIEWS)
+        "--standalone", "--nproc-per-node", "2", *observed, script, env=env, program=site.changed(BROKEN_VIEWS)
     )
     site.wait(2, "stepped")
     for command in ("status", "stacks"):
@@ -177,10 +156,9 @@ def test_a_job_goes_on_whatever_fails_that_only_looks(site, tmp_path: Path) -> N
 
 
 def test_a_failure_is_told_in_few_words_where_nobody_finds_better_ones(site) -> None:
-    agent = site.start(
-        "--standalone", "--max-restarts", "1", site.script("sys.exit(7)"), program=site.program(BROKEN_VIEWS)
+    agent = site.ends(
+        7, "--standalone", "--max-restarts", "1", site.script("sys.exit(7)"), program=site.changed(BROKEN_VIEWS)
     )
-    assert agent.end() == 7, agent.text
     assert "holdfast: failed, exit code 7: rank 0 on" in agent.text
     faults = [each["what"] for each in agent.events("insight_fault")]
     assert faults.count("judge") >= 2
@@ -188,7 +166,7 @@ def test_a_failure_is_told_in_few_words_where_nobody_finds_better_ones(site) -> 
 
 
 def test_a_stop_is_a_stop_though_the_view_fails(site) -> None:
-    agent = site.start("--standalone", site.script("meet(); hold()"), program=site.program(BROKEN_VIEWS))
+    agent = site.start("--standalone", site.script("meet(); hold()"), program=site.changed(BROKEN_VIEWS))
     site.wait(1, "up")
     agent.signal(signal.SIGTERM)
     assert agent.end() == 143
@@ -216,8 +194,7 @@ def limited(soft: int, hard: int) -> list[str]:
 
 
 def test_more_workers_than_the_soft_limit_has_room_for(site) -> None:
-    agent = site.start("--standalone", "--nproc-per-node", "12", site.script(SAY_LIMIT), program=limited(40, 4096))
-    assert agent.end() == 0, agent.text
+    site.ends(0, "--standalone", "--nproc-per-node", "12", site.script(SAY_LIMIT), program=limited(40, 4096))
     assert [each["soft"] for each in site.trail("limit")] == [40] * 12, "workers keep the limit that was given to us"
 
 
@@ -225,14 +202,12 @@ def test_the_hard_limit_that_is_asked_for_is_enough(site) -> None:
     nproc = 24
     limit = needed(nproc, terminal=False)
     script = site.script("print('out', flush=True)\nos.write(2, b'err\\n')\nmeet()\nprint('end', flush=True)")
-    agent = site.start("--standalone", "--nproc-per-node", str(nproc), script, program=limited(limit, limit))
-    assert agent.end() == 0, agent.text
+    site.ends(0, "--standalone", "--nproc-per-node", str(nproc), script, program=limited(limit, limit))
     assert len({each["rank"] for each in site.trail("up")}) == nproc
 
 
 def test_a_hard_limit_that_is_too_low(site) -> None:
-    agent = site.start("--standalone", "--nproc-per-node", "4", site.script("meet()"), program=limited(64, 64))
-    assert agent.end() == 2, agent.text
+    agent = site.ends(2, "--standalone", "--nproc-per-node", "4", site.script("meet()"), program=limited(64, 64))
     assert "HF112" in agent.text
     assert "ulimit -Hn" in agent.text
     assert agent.text.count("\n") == 1, agent.text
@@ -240,8 +215,7 @@ def test_a_hard_limit_that_is_too_low(site) -> None:
 
 
 FULL_TABLE = """
-import errno, sys
-from holdfast import cli
+import errno
 from holdfast.supervisor import generation
 
 class Board:
@@ -249,17 +223,16 @@ class Board:
         raise OSError(errno.EMFILE, "Too many open files")
 
 generation.Board = Board
-sys.exit(cli.main(["run", *sys.argv[1:]]))
 """
 
 
 @pytest.mark.parametrize("guest", [False, True])
 def test_an_oserror_in_a_callback_ends_the_agent(site, endpoint: str, guest: bool) -> None:
     """On a second node it comes with a message of the coordinator's, where asyncio would swallow it."""
-    program = site.program(FULL_TABLE)
+    program = site.changed(FULL_TABLE)
     script = site.script("meet()\nhold()")
     if guest:
-        two = ("--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", "mine", script)
+        two = (*c10d(endpoint, "2", "--rdzv-id", "mine"), script)
         site.start(*two)
         site.joined(1)
         agent = site.start(*two, program=program)
@@ -315,14 +288,13 @@ def steps_back(agent) -> list[float]:
     return [before - after for before, after in pairwise(stamps) if before - after > 60]
 
 
-def test_nobody_is_lost(site, tmp_path: Path, free_port: Callable[[], int]) -> None:
+def test_nobody_is_lost(site, tmp_path: Path, endpoint: str) -> None:
     (tmp_path / "clock").mkdir()
     (tmp_path / "clock" / "sitecustomize.py").write_text(SITECUSTOMIZE)
     set_back = tmp_path / "set_back"
     env = {"PYTHONPATH": str(tmp_path / "clock"), "SET_BACK": str(set_back)}
-    args = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}")
-    conf = ("--rdzv-conf", f"settle=20,lease={LEASE_S:g}")
-    agents = [site.start(*args, *conf, site.script(TAKES_TIME), env=env) for _ in range(2)]
+    args = c10d(endpoint, "1:2", "--rdzv-conf", f"settle=20,lease={LEASE_S:g}")
+    agents = [site.start(*args, site.script(TAKES_TIME), env=env) for _ in range(2)]
     site.wait(2, "training", world=2)
     set_back.touch()
     time.sleep(LEASE_S + 1)  # whoever measures a lease or a ping by it has been wrong by now

@@ -17,7 +17,11 @@ from tests.processes.test_dashboard_jobs import place, visitor
 from tests.processes.test_hang_jobs import SCRIPTS
 from tests.support.limits import limit_s, until
 
-pytestmark = [pytest.mark.xdist_group("torch jobs"), pytest.mark.timeout(240)]
+pytestmark = [
+    pytest.mark.usefixtures("registry"),
+    pytest.mark.xdist_group("torch jobs"),
+    pytest.mark.timeout(240),
+]
 TORCH = f"""
 sys.path.append({str(SCRIPTS)!r})
 import torch, without_compiler
@@ -40,12 +44,6 @@ trap 'echo "spied $line" > "$2"; exit' INT
 while :; do sleep 0.05; done
 """
 """As soon as it is there, it can be interrupted: Python may take longer to start than the record lasts."""
-
-
-@pytest.fixture(autouse=True)
-def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path / "running"))
 
 
 def begun(site: Site, script: str, count: int, *args: str | Path, **more: Any) -> Agent:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes.conftest import children, is_alive
+from tests.processes.conftest import c10d, children, is_alive
 from tests.support.limits import until
 
 ONCE = "meet()\nif RANK == 1 and ROUND == 0: raise RuntimeError('once')\n"
@@ -29,7 +29,7 @@ def test_all_ranks_begin_again(site) -> None:
 def test_the_budget_is_one_for_all_nodes(site, endpoint: str) -> None:
     """Both nodes fail in turn: two restarts in all, not two for each."""
     script = site.script("meet()\nif NODE == ROUND % 2: sys.exit(10 + ROUND)\nhold()")
-    args = ("--nnodes", "2", "--max-restarts", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, script)
+    args = (*c10d(endpoint), "--max-restarts", "2", script)
     agents = [site.start(*args) for _ in range(2)]
     assert [agent.end() for agent in agents] == [12, 12], agents[0].text
     ups = site.trail("up")
@@ -142,8 +142,8 @@ WAITS = "import heavy\nchild()\ndaemon()\nmeet()\nhold()"
 
 def lines_below(agent: Any) -> list[str]:
     """The command lines of all that the supervisor has."""
-    (supervisor,) = children(agent.pid)
-    return [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in children(supervisor)]
+    below = children(agent.supervisor)
+    return [Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode() for pid in below]
 
 
 @pytest.fixture
@@ -176,8 +176,7 @@ def test_a_killed_supervisor_gets_a_successor_with_a_fork_server(site: Any, heav
     script = site.script("import heavy\nmeet()\nif len({n['port'] for n in all_notes()}) < 2: hold()")
     agent = site.start("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", "--preload", "heavy", script)
     site.wait(2, "up")
-    (supervisor,) = children(agent.pid)
-    os.kill(supervisor, signal.SIGKILL)
+    os.kill(agent.supervisor, signal.SIGKILL)
     assert agent.end() == 0, agent.text
     assert len(heavy()) == 2, "one import for each supervisor"
     site.all_gone()

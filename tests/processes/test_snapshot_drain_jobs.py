@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from holdfast.snapshots import folder
+from tests.processes.conftest import c10d
 
 pytestmark = [pytest.mark.xdist_group("torch jobs"), pytest.mark.timeout(240)]
 LIMIT_S = 90.0
@@ -53,11 +54,6 @@ with ht.process_group() as pg, ht.Snapshots("runs", every=None, memory_every=3) 
 """
 
 
-def c10d(endpoint: str, *more: str) -> tuple[str, ...]:
-    conf = ("--rdzv-conf", "settle=0.1")
-    return ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *conf, *more)
-
-
 def check(site: Any, worlds: list[int]) -> None:
     """The trail of all lives together is a prefix of the epoch, each sample once, and it is what the last snapshot says."""
     (cursor,) = {each["cursor"] for each in [last_state(site.folder / "runs")]}
@@ -88,7 +84,8 @@ def last_state(runs: Path) -> dict[str, Any]:
 
 def test_a_node_leaves_and_another_comes(site, endpoint: str) -> None:
     script = site.script(TRAIN)
-    args = c10d(endpoint, "--grow", "drain", "--max-restarts", "0", "--nproc-per-node", "2", "--preload", PRELOAD)
+    args = c10d(endpoint, "1:2", "--rdzv-conf", "settle=0.1", "--grow", "drain", "--max-restarts", "0")
+    args = (*args, "--nproc-per-node", "2", "--preload", PRELOAD)
     stays = site.start(*args, script)
     leaves = site.start(*args, script)
     site.wait(24, "stepped", LIMIT_S, world=4)

@@ -10,12 +10,12 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.processes.conftest import is_alive, told
+from tests.processes.conftest import c10d, coordinators_first, is_alive, told
 from tests.support.limits import limit_s, until
 
 
-def c10d(endpoint: str, nnodes: str, *more: str) -> tuple[str, ...]:
-    return ("--nnodes", nnodes, "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-conf", "settle=5", *more)
+def nodes(endpoint: str, nnodes: str, *more: str) -> tuple[str, ...]:
+    return c10d(endpoint, nnodes, "--rdzv-conf", "settle=5", *more)
 
 
 def ipv6() -> bool:
@@ -39,7 +39,7 @@ def test_nodes_of_different_sizes(site, free_port: Callable[[], int], host: str)
     if host == "[::1]" and not ipv6():
         pytest.skip("this machine has no IPv6 loopback")
     script = site.script("meet()\nnote('size', local_world=os.environ['LOCAL_WORLD_SIZE'])")
-    args = c10d(f"{host}:{free_port()}", "2")
+    args = nodes(f"{host}:{free_port()}", "2")
     agents = [site.start(*args, "--nproc-per-node", str(n), script) for n in (1, 3)]
     assert [agent.end() for agent in agents] == [0, 0], agents[0].text + agents[1].text
     assert places(site) == [(rank, 4) for rank in range(4)]
@@ -71,7 +71,7 @@ while not notes("killed"):
 raise RuntimeError("Connection closed by peer [127.0.0.1]:4711")
 """
     )
-    agents = [site.start(*c10d(endpoint, "2"), "--nproc-per-node", "2", script) for _ in range(2)]
+    agents = [site.start(*nodes(endpoint, "2"), "--nproc-per-node", "2", script) for _ in range(2)]
     assert [agent.end() for agent in agents] == [137, 137], agents[0].text + agents[1].text
     verdicts = [agent.verdict for agent in agents]
     assert verdicts[0] == verdicts[1]
@@ -134,7 +134,7 @@ def test_a_victim_that_dies_of_the_stop_is_not_the_culprit(site, endpoint: str) 
     script = site.script(
         "signal.signal(signal.SIGTERM, lambda *_: sys.exit(99))\nmeet()\nif RANK == 1: raise ValueError('mine')\nhold()"
     )
-    agents = [site.start(*c10d(endpoint, "2"), script) for _ in range(2)]
+    agents = [site.start(*nodes(endpoint, "2"), script) for _ in range(2)]
     assert [agent.end() for agent in agents] == [1, 1]
     assert agents[0].verdict["verdict"]["culprit"]["message"] == "ValueError: mine"
     assert agents[0].text.rstrip().endswith("ValueError: mine")
@@ -151,7 +151,7 @@ def finish(site) -> None:
 
 
 def test_a_killed_guest_is_done_without_and_replaced(site, endpoint: str) -> None:
-    args = (*c10d(endpoint, "1:2"), site.script(UNTIL_TOLD))
+    args = (*nodes(endpoint, "1:2"), site.script(UNTIL_TOLD))
     host, guest = pair(site, args)
     guest.signal(signal.SIGKILL)
     alone = site.wait(1, "up", world=1)
@@ -166,7 +166,7 @@ def test_a_killed_guest_is_done_without_and_replaced(site, endpoint: str) -> Non
 
 def test_a_killed_host_is_succeeded(site, endpoint: str) -> None:
     """On one machine the other agent can take the endpoint itself."""
-    args = (*c10d(endpoint, "1:2"), "--max-restarts", "1", site.script(UNTIL_TOLD))
+    args = (*nodes(endpoint, "1:2"), "--max-restarts", "1", site.script(UNTIL_TOLD))
     host, guest = pair(site, args)
     host.signal(signal.SIGKILL)
     alone = site.wait(1, "up", world=1)
@@ -178,7 +178,7 @@ def test_a_killed_host_is_succeeded(site, endpoint: str) -> None:
 
 @pytest.mark.parametrize("leaver", [0, 1])
 def test_a_node_that_is_asked_to_leave(site, endpoint: str, leaver: int) -> None:
-    args = (*c10d(endpoint, "1:2"), site.script(UNTIL_TOLD))
+    args = (*nodes(endpoint, "1:2"), site.script(UNTIL_TOLD))
     agents = pair(site, args)
     stays, goes = agents[1 - leaver], agents[leaver]
     goes.signal(signal.SIGTERM)
@@ -191,7 +191,7 @@ def test_a_node_that_is_asked_to_leave(site, endpoint: str, leaver: int) -> None
 
 
 def test_a_late_joiner_is_taken_in(site, endpoint: str) -> None:
-    args = (*c10d(endpoint, "1:3", "--rdzv-conf", "settle=0.2"), site.script(UNTIL_TOLD))
+    args = (*nodes(endpoint, "1:3", "--rdzv-conf", "settle=0.2"), site.script(UNTIL_TOLD))
     first = site.start(*args)
     site.wait(1, "up", world=1)
     late = [site.start(*args) for _ in range(2)]
@@ -203,7 +203,7 @@ def test_a_late_joiner_is_taken_in(site, endpoint: str) -> None:
 
 def test_one_too_many_waits_and_ends_with_the_job(site, endpoint: str) -> None:
     args = (
-        *c10d(endpoint, "2"),
+        *nodes(endpoint, "2"),
         site.script("meet()\nwhile not os.path.exists('finish'): time.sleep(0.02)\nsys.exit(5)"),
     )
     agents = [site.start(*args) for _ in range(2)]
@@ -216,7 +216,7 @@ def test_one_too_many_waits_and_ends_with_the_job(site, endpoint: str) -> None:
 
 
 def test_a_spare_replaces_who_is_killed(site, endpoint: str) -> None:
-    args = (*c10d(endpoint, "2"), site.script(UNTIL_TOLD))
+    args = (*nodes(endpoint, "2"), site.script(UNTIL_TOLD))
     host, guest = pair(site, args)
     spare = site.start(*args)
     site.joined(3)
@@ -229,7 +229,7 @@ def test_a_spare_replaces_who_is_killed(site, endpoint: str) -> None:
 def test_who_finishes_early_waits_for_the_others(site, endpoint: str) -> None:
     """No barrier at the exit: who is done ends with the job, and the job with the last rank."""
     script = site.script("meet()\nwhile RANK and not notes('end'): time.sleep(0.01)\nnote('end')")
-    agents = [site.start(*c10d(endpoint, "2"), script) for _ in range(2)]
+    agents = [site.start(*nodes(endpoint, "2"), script) for _ in range(2)]
     assert [agent.end() for agent in agents] == [0, 0]
     assert [each["rank"] for each in site.trail("end")] == [0, 1]
 
@@ -245,7 +245,7 @@ while not os.path.exists("finish"):
         sys.exit(0)
 """
     )
-    host, guest = pair(site, (*c10d(endpoint, "2"), script))
+    host, guest = pair(site, (*nodes(endpoint, "2"), script))
     (site.folder / f"guest{number(site, guest)}").touch()
     site.wait(1, "done")
     until(
@@ -262,7 +262,7 @@ def pair(site, args) -> tuple:
     """Two agents that are up: the one that hosts the coordinator, and the other."""
     agents = [site.start(*args) for _ in range(2)]
     site.wait(2, "up", world=2)
-    return tuple(sorted(agents, key=lambda agent: not agent.events("coordinator.joined")))
+    return tuple(coordinators_first(agents))
 
 
 def stages(agent) -> list[str]:
@@ -310,7 +310,7 @@ for step in range(START, 100000):
 
 
 def drains(endpoint: str, nnodes: str, *more: str) -> tuple[str, ...]:
-    return c10d(endpoint, nnodes, "--rdzv-conf", "settle=0.1", *more)
+    return nodes(endpoint, nnodes, "--rdzv-conf", "settle=0.1", *more)
 
 
 def left_together(site, world: int) -> int:
@@ -408,30 +408,13 @@ def test_a_save_that_fails_in_a_drain_costs_no_restart(site, endpoint: str) -> N
     assert [first.end(), second.end()] == [0, 0], first.text + second.text
 
 
-@pytest.mark.parametrize(
-    ("option", "text"),
-    [
-        ("--grow=soon", "--grow"),
-        ("--drain-timeout=0", "must be a positive number of seconds"),
-        ("--preempt-signal=KILL", "SIGKILL cannot be handled by any process"),
-        ("--preempt-signal=FOO", "is not a signal"),
-        ("--preempt-signal=TERM", "SIGTERM announces a preemption too"),
-        ("--exclude-after=-1", "must be 0 or more"),
-    ],
-)
-def test_bad_words(site, option: str, text: str) -> None:
-    agent = site.ends(2, option, site.script("note('up')"))
-    assert text in agent.text
-    assert not site.trail()
-
-
 # --- an agent that stands still ---------------------------------------------------------------------------------------
 
 
 def test_workers_of_a_stopped_agent_die_at_its_fence(site, endpoint: str) -> None:
     """Nobody is awake there to kill them, and the others are about to go on without them."""
     conf = ("--rdzv-conf", f"settle=0.1,lease={limit_s(1.5):g}")
-    args = ("--nnodes", "1:2", "--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, *conf)
+    args = c10d(endpoint, "1:2", *conf)
     script = site.script("meet()\nwhile not os.path.exists('finish'): time.sleep(0.02)")
     first = site.start(*args, script)
     site.wait(1, "up")

@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 import pytest
 
 from holdfast.dashboard.job_source import Json, ShownJob, now_of, stacks_of
-from holdfast.dashboard.serving import serve
+from holdfast.dashboard.web_app import serve
 from holdfast.metrics import bind
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.questions import Question
@@ -138,6 +138,12 @@ class Served:
 
     def visitor(self) -> Visitor:
         return Visitor(f"{self.address}/login?token={self.credentials.token}")
+
+    def entered(self) -> Visitor:
+        """A visitor who has used the login link."""
+        made = self.visitor()
+        assert made.login() == 303
+        return made
 
     async def _serve(self, sources: list[ShownJob]) -> None:
         loop, stopping = asyncio.get_running_loop(), asyncio.Event()

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
-import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.processes.conftest import Site
-from tests.support.limits import limit_s
 
 Install = Callable[..., Path]
 """`install(dist, source, NAME="module:object", …)` makes one more installed package; returns the folder for PYTHONPATH."""
@@ -38,9 +35,4 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 def site(tmp_path: Path) -> Iterator[Site]:
     made = Site(tmp_path)
     yield made
-    for agent in made.agents:
-        if agent.process.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                agent.process.send_signal(signal.SIGCONT)
-                agent.process.kill()
-        agent.process.wait(limit_s(10))
+    made.close()

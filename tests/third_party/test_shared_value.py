@@ -208,6 +208,24 @@ def test_whose_fault_it_is(answer: object, kind: type[HoldfastError], words: str
 # --- a third party's call that never comes back costs an attempt, not the agent ---------------------------------------
 
 
+PLACE = ThirdPartyOptions(endpoint="somewhere", conf={})
+OPTIONS = RunOptions(
+    job=JobSpec(run_id="job", min_nodes=1, max_nodes=1, backend="mine"),
+    limits=Limits(),
+    nproc=1,
+    command=WorkerCommand(kind=CommandKind.PROGRAM, target="true"),
+    logs=LogOptions(log_dir=None),
+    endpoint=Endpoint(host="", port=0),
+    local_addr="127.0.0.1",
+    third_party=PLACE,
+)
+
+
+def client(backend: Backend) -> leadership.ElectedClient:
+    election = ValueElection("mine", backend, PLACE, "job")
+    return leadership.ElectedClient(OPTIONS, election, simple_judge, Journal(None), print)
+
+
 class Hanging(SharedValue):
     def __init__(self, until: threading.Event) -> None:
         self.until = until
@@ -231,20 +249,9 @@ class HangingBackend(Backend):
 def test_a_call_that_hangs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(leadership, "SEEK_S_MAX", 0.1)
     backend = HangingBackend()
-    place = ThirdPartyOptions(endpoint="somewhere", conf={})
-    options = RunOptions(
-        job=JobSpec(run_id="job", min_nodes=1, max_nodes=1, backend="hanging"),
-        limits=Limits(),
-        nproc=1,
-        command=WorkerCommand(kind=CommandKind.PROGRAM, target="true"),
-        logs=LogOptions(log_dir=None),
-        endpoint=Endpoint(host="", port=0),
-        third_party=place,
-    )
 
     async def attempt() -> None:
-        election = ValueElection("hanging", backend, place, "job")
-        meeting = leadership.ElectedClient(options, election, simple_judge, Journal(None), print)
+        meeting = client(backend)
         try:
             await meeting.connect(NodeSpec(member="a#1", host="a", nproc=1))
         finally:
@@ -289,21 +296,9 @@ class RefusingBackend(Backend):
 @pytest.mark.parametrize("met", [False, True])
 def test_what_the_storage_refuses_is_final_before_the_job_was_reached_only(met: bool) -> None:
     backend = RefusingBackend()
-    place = ThirdPartyOptions(endpoint="somewhere", conf={})
-    options = RunOptions(
-        job=JobSpec(run_id="job", min_nodes=1, max_nodes=1, backend="refusing"),
-        limits=Limits(),
-        nproc=1,
-        command=WorkerCommand(kind=CommandKind.PROGRAM, target="true"),
-        logs=LogOptions(log_dir=None),
-        endpoint=Endpoint(host="", port=0),
-        local_addr="127.0.0.1",
-        third_party=place,
-    )
 
     async def attempt() -> EtcdError:
-        election = ValueElection("refusing", backend, place, "job")
-        meeting = leadership.ElectedClient(options, election, simple_judge, Journal(None), print)
+        meeting = client(backend)
         node = NodeSpec(member="a#1", host="a", nproc=1)
         try:
             if met:

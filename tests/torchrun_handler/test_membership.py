@@ -84,6 +84,13 @@ def places(*answers: Future[Formed]) -> list[Formed]:
     return [answer.result(limit_s(WAIT_S)) for answer in answers]
 
 
+def refused(answer: Future[Formed]) -> OverError:
+    """Why there is no further generation."""
+    error = answer.exception(limit_s(WAIT_S))
+    assert isinstance(error, OverError)
+    return error
+
+
 def test_two_nodes_and_a_failure_in_one(start: Start) -> None:
     a, b = start("2"), start("2")
     first = places(a.next(), b.next())
@@ -151,8 +158,7 @@ def test_the_end_of_one_by_failure_ends_all(start: Start, first: str) -> None:
     close.start()
     b.regroups()
     answer = answer or b.next()
-    error = answer.exception(limit_s(WAIT_S))
-    assert isinstance(error, OverError)
+    error = refused(answer)
     assert error.outcome.kind is OutcomeKind.PREEMPTED
     assert "failed on" in error.last_stop
     close.join(limit_s(WAIT_S))
@@ -160,15 +166,13 @@ def test_the_end_of_one_by_failure_ends_all(start: Start, first: str) -> None:
 
 
 def test_too_few(start: Start) -> None:
-    error = start("2", join_timeout=1).next().exception(limit_s(WAIT_S))
-    assert isinstance(error, OverError)
+    error = refused(start("2", join_timeout=1).next())
     assert (error.outcome.kind, error.outcome.code) == (OutcomeKind.NO_QUORUM, "HF301")
     assert "1 of at least 2 nodes came within 1 s" in error.outcome.message
 
 
 def test_nobody_at_the_endpoint(start: Start) -> None:
-    error = start("2", join_timeout=1, is_host=0).next().exception(limit_s(WAIT_S))
-    assert isinstance(error, OverError)
+    error = refused(start("2", join_timeout=1, is_host=0).next())
     assert (error.outcome.kind, error.outcome.code) == (OutcomeKind.NO_QUORUM, "HF302")
     assert "connection refused (tried for 1 s)" in error.outcome.message
 
@@ -176,8 +180,7 @@ def test_nobody_at_the_endpoint(start: Start) -> None:
 def test_another_job_at_the_endpoint(start: Start) -> None:
     a, b = start("1"), start("2")
     places(a.next())
-    error = b.next().exception(limit_s(WAIT_S))
-    assert isinstance(error, OverError)
+    error = refused(b.next())
     assert error.outcome.kind is OutcomeKind.REFUSED
     assert "--nnodes 1" in error.outcome.message
     assert "--nnodes 2" in error.outcome.message

@@ -28,6 +28,13 @@ def board() -> Iterator[Board]:
     made.close()
 
 
+def run(source: str, address: str | None, *, leads: bool = True) -> None:
+    env = {"PATH": "/usr/bin:/bin", **({} if address is None else {BOARD_VARIABLE: address})}
+    line = [sys.executable, "-c", source]
+    done = subprocess.run(line, env=env, start_new_session=leads, capture_output=True, text=True, timeout=limit_s(30))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_without_a_launcher_nobody_asks() -> None:
     assert not any(SafePoints("").reach() for _ in range(3))
 
@@ -168,11 +175,7 @@ def test_a_board_takes_no_name_in_any_folder(board: Board) -> None:
 
 def test_where_it_began_and_where_it_is(board: Board) -> None:
     assert board.job_steps(1) == (-1, -1)
-    program = "from holdfast.worker import at_step\nat_step(0)\nat_step(1)\nat_step(41)"
-    environment = {**os.environ, BOARD_VARIABLE: board.address(1)}
-    subprocess.run(
-        [sys.executable, "-c", program], env=environment, check=True, timeout=limit_s(30), start_new_session=True
-    )
+    run("from holdfast.worker import at_step\nat_step(0)\nat_step(1)\nat_step(41)", board.address(1))
     assert board.job_steps(1) == (0, 41)
     assert board.job_steps(0) == (-1, -1)
 
@@ -182,20 +185,14 @@ def test_how_many_steps_there_will_be_is_said_once(board: Board) -> None:
     for rank, said in enumerate(
         ("at_step(0, of=100); at_step(8)", "at_step(0, of=100); at_step(7); at_step(9, of=90)")
     ):
-        program = f"from holdfast.worker import at_step\n{said}"
-        environment = {**os.environ, BOARD_VARIABLE: board.address(rank)}
-        line = [sys.executable, "-c", program]
-        subprocess.run(line, env=environment, check=True, timeout=limit_s(30), start_new_session=True)
+        run(f"from holdfast.worker import at_step\n{said}", board.address(rank))
     assert board.job_position() == (8, 100)
     board.clear(0)
     assert board.job_position() == (9, 90)
 
 
 def test_without_a_launcher_it_does_nothing() -> None:
-    program = "from holdfast.worker import at_step\nat_step(3)"
-    environment = {name: value for name, value in os.environ.items() if name != BOARD_VARIABLE}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, timeout=limit_s(30))
-    assert (done.returncode, done.stderr) == (0, b"")
+    run("from holdfast.worker import at_step\nat_step(3)", None)
 
 
 FAILS = """
@@ -222,13 +219,6 @@ def test_a_restart_costs_steps_and_the_report_says_how_many(run_cli: Any, tmp_pa
 
 
 # --- beat(): on the board under an agent, and nothing anywhere else ---------------------------------------------------
-
-
-def run(source: str, address: str | None, *, leads: bool = True) -> None:
-    env = {"PATH": "/usr/bin:/bin", **({} if address is None else {layout.BOARD_VARIABLE: address})}
-    line = [sys.executable, "-c", source]
-    done = subprocess.run(line, env=env, start_new_session=leads, capture_output=True, text=True, timeout=limit_s(30))
-    assert (done.returncode, done.stderr) == (0, "")
 
 
 BEATS = "from holdfast.worker import beat\nfor _ in range(3): beat()"
@@ -274,8 +264,7 @@ def test_stages_in_their_order(board: Board) -> None:
     assert board.progress(time.monotonic_ns() + 5_000_000_000)[1].age_s > 5, "before the first step: since the start"
 
 
-def test_a_regrouped_worker_counts_safe_points_and_steps_from_0() -> None:
-    board = Board(1)
+def test_a_regrouped_worker_counts_safe_points_and_steps_from_0(board: Board) -> None:
     rank = SafePoints(board.address(0))
     steps = layout.slot(0) + layout.STEPS
     rank.reach()
@@ -287,4 +276,3 @@ def test_a_regrouped_worker_counts_safe_points_and_steps_from_0() -> None:
     rank.reach()
     board._words[steps] += 1  # its optimizer makes another step
     assert (board.reached(), board.progress(0)[0].steps) == (1, 1)
-    board.close()

@@ -7,8 +7,6 @@ Knows the output; diagnosis/history.py knows the meaning of journals, diagnosis/
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
 import os
 import textwrap
 import time
@@ -82,7 +80,7 @@ def read_journal(folder: Path, only: Sequence[str] = ()) -> Iterator[dict[str, A
     """The events of a run; `only`: of these names, and perhaps others. Leaves out a last line that is still being
     written. Other lines that are torn (a full disk, a power failure) or of another version are left out too, and
     counted on stderr. Raises UsageError."""
-    from holdfast.diagnosis.reference import is_readable
+    from holdfast.diagnosis.reference import read_event
 
     try:
         lines = (folder / JOURNAL).read_bytes().splitlines(keepends=True)
@@ -95,10 +93,8 @@ def read_journal(folder: Path, only: Sequence[str] = ()) -> Iterator[dict[str, A
     for line in lines:
         if wanted and not any(each in line for each in wanted):
             continue
-        event = None
-        with contextlib.suppress(ValueError, RecursionError):
-            event = json.loads(line)
-        if is_readable(event):
+        event = read_event(line)
+        if event is not None:
             yield event
         else:
             left_out += 1

@@ -202,7 +202,7 @@ def main_dashboard(argv: Sequence[str]) -> int:
         if not chosen.no_open and any(map(os.environ.get, SCREENS)):
             # A browser in a terminal, or one that BROWSER names, may not return before its user leaves it.
             Thread(target=webbrowser.open, args=(link,), daemon=True).start()
-        asyncio.run(import_module("holdfast.dashboard.serving").show(sock, credentials, name, folders, pid))
+        asyncio.run(import_module("holdfast.dashboard.web_app").show(sock, credentials, name, folders, pid))
     return 0
 
 

@@ -23,7 +23,7 @@ import msgspec
 from holdfast import seqpacket
 from holdfast.dashboard.feed import JobFeeds
 from holdfast.dashboard.job_source import ShownJob
-from holdfast.dashboard.serving import serve
+from holdfast.dashboard.web_app import serve
 from holdfast.protocol.outcome import Outcome
 from holdfast.supervisor.dashboard_host import LISTENING_FD, Credentials
 from holdfast.supervisor.service_host import CONTROL_FD
@@ -51,8 +51,7 @@ def main() -> None:
 
 
 async def _serve(control: socket.socket, about: seqpacket.Message) -> None:
-    source = ShownJob(about["folder"] or about["run_id"], pid=about["agent"])
-    source.add_folder(about["folder"])
+    source = ShownJob(about["folder"] or about["run_id"], [about["folder"]], pid=about["agent"])
     loop, ending = asyncio.get_running_loop(), asyncio.Event()
     outcome: Outcome | None = None
 

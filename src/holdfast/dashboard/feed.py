@@ -1,20 +1,28 @@
-"""One reader for each job, however many browsers look at it, and what each browser has not got yet.
+"""What a page gets as it happens: the state and the story of its job, and the lines of the workers' logs.
 
-A browser's mailbox keeps only the newest message of each kind: who reads slowly sees fewer updates, and costs no more
-memory. Without a browser the job is asked every ten seconds, so that the curves are there for the next browser.
+Each job has one reader, however many browsers look at it. Each browser has a mailbox for what it has not got yet, which
+keeps only the newest message of each kind: who reads slowly sees fewer updates, and costs no more memory. Without a
+browser the job is asked every ten seconds, so that the curves are there for the next browser.
+
+Of logs a page gets the last lines of each file, then new ones as they are written: of so many files, so many bytes of
+each at once, so many lines in a message. What is left out is counted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import time
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from holdfast.dashboard.job_source import Json, ShownJob, encoded, jobs_here
 from holdfast.protocol.outcome import Outcome
+from holdfast.supervisor.log_fold import LineCutter
 
 EVERY_S = 1.0
 IDLE_S = 10.0
@@ -111,16 +119,16 @@ class JobFeed:
         finally:
             self.clients.discard(mailbox)
 
-    async def call(self, function: Callable[..., Any], *args: Any) -> Any:
+    async def _call(self, function: Callable[[], Any]) -> Any:
         """A method of the source, in a thread."""
         async with self._reading:
-            return await asyncio.to_thread(function, *args)
+            return await asyncio.to_thread(function)
 
     async def finish(self, outcome: Outcome) -> None:
         """The job has ended, and its agent ends too: every browser gets its end."""
         self.source.outcome = outcome
         self._over = True
-        self._put("story", await self.call(self._encoded, self.source.story), last=True)
+        self._put("story", await self._call(self._story), last=True)
         self._put("now", msgspec.json.encode({"at": time.time(), "ended": True}), last=True)
         try:
             async with asyncio.timeout(FINISH_S_MAX):
@@ -130,20 +138,19 @@ class JobFeed:
             pass  # they do not read
 
     async def _turn(self) -> None:
-        now = await self.call(self.source.now)
+        now = await self._call(self.source.now)
         self._curve.add(now)
         self._put("now", await asyncio.to_thread(encoded, now))
-        self._dirty = await self.call(self.source.read) or self._dirty
+        self._dirty = await self._call(self.source.read) or self._dirty
         began_s = time.monotonic()
         if self._dirty and began_s >= self._story_due_s:
             self._dirty = False
-            self._put("story", await self.call(self._encoded, self.source.story))
+            self._put("story", await self._call(self._story))
             took_s = time.monotonic() - began_s
             self._story_due_s = began_s + took_s / STORY_LOAD_MAX
 
-    @staticmethod
-    def _encoded(function: Callable[[], Json]) -> bytes:
-        return encoded(function())
+    def _story(self) -> bytes:
+        return encoded(self.source.story())
 
     def _put(self, kind: str, body: bytes, *, last: bool = False) -> None:
         """`last`: it says how the job has ended; nothing that was read before may replace it."""
@@ -157,10 +164,10 @@ class JobFeed:
 class JobFeeds:
     """The feeds of one dashboard by the name of the job."""
 
-    def __init__(self, tasks: asyncio.TaskGroup, sources: list[ShownJob], *, all_jobs: bool) -> None:
-        """`all_jobs`: also any other job of this user on this machine, when somebody opens its page."""
+    def __init__(self, tasks: asyncio.TaskGroup, sources: list[ShownJob]) -> None:
         self._tasks = tasks
-        self.all_jobs = all_jobs
+        self.all_jobs = not sources
+        """Any job of this user on this machine gets a feed when somebody opens its page."""
         self.closing = asyncio.Event()
         """The server ends, and all streams with it."""
         self._feeds: dict[str, JobFeed] = {}
@@ -180,9 +187,7 @@ class JobFeeds:
         if name not in found:
             return None
         if name not in self._feeds:  # somebody else may have asked meanwhile
-            source = ShownJob(found[name] or name)
-            source.add_folder(found[name])
-            self._start(source, name)
+            self._start(ShownJob(found[name] or name, [found[name]]), name)
         return self._feeds[name]
 
     def _start(self, source: ShownJob, name: str = "") -> None:
@@ -200,3 +205,80 @@ class JobFeeds:
     @property
     def clients(self) -> int:
         return sum(len(feed.clients) for feed in self._feeds.values())
+
+
+# --- lines of logs ----------------------------------------------------------------------------------------------------
+
+FILES_MAX = 64
+LAST_BYTES = 256 * 1024
+"""Of each file, at first and at once."""
+SEARCHED_BYTES = 8 * 1024 * 1024
+"""The same when a text is searched for."""
+LINES_MAX = 1000
+LINE_CHARACTERS_MAX = 4000
+
+
+class _Tail:
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._cutter = LineCutter()
+        self._offset = 0
+        self._torn = False
+        """The first line is not whole."""
+        self.skipped_bytes = 0
+        """Written faster than they were shown."""
+
+    def read(self, room: int) -> list[str]:
+        """New lines: those of at most this many bytes, the last ones."""
+        with open(self._path, "rb") as file:
+            begin = max(self._offset, os.fstat(file.fileno()).st_size - room)
+            if begin > self._offset:
+                self.skipped_bytes += begin - self._offset if self._offset else 0
+                self._offset, self._torn, self._cutter = begin, True, LineCutter()
+            file.seek(begin)
+            chunk = file.read(room)
+        self._offset += len(chunk)
+        lines = self._cutter.feed(chunk).decode(errors="replace").split("\n")[:-1]
+        if self._torn and lines:
+            self._torn = False
+            return lines[1:]
+        return lines
+
+
+class LogLines:
+    """What one page shows. `ranks` empty: all; `generation` 0: the newest, also when another one begins."""
+
+    def __init__(self, source: ShownJob, ranks: frozenset[int], generation: int, text: str) -> None:
+        self._source = source
+        self._ranks = ranks
+        self._generation = generation
+        self._text = text.lower()
+        self._tails: dict[Path, _Tail] = {}
+
+    def read(self) -> Json | None:
+        """New lines; None: there are none. Blocking: called in a thread."""
+        files = [file for file in self._source.log_files() if not self._ranks or file.rank in self._ranks]
+        newest = self._generation or max((file.generation for file in files), default=0)
+        wanted = sorted((file for file in files if file.generation == newest), key=lambda file: file[:2])
+        lines: deque[tuple[int, str, str]] = deque(maxlen=LINES_MAX)
+        count, skipped, room = 0, 0, SEARCHED_BYTES if self._text else LAST_BYTES
+        for file in wanted[:FILES_MAX]:
+            tail = self._tails.get(file.path) or _Tail(file.path)
+            try:
+                new = tail.read(room)
+            except OSError:
+                continue  # the file is gone, or the disk has an error: the others can be shown
+            self._tails[file.path] = tail
+            skipped += tail.skipped_bytes
+            found = [line for line in new if self._text in line.lower()]
+            count += len(found)
+            lines += [(file.rank, file.stream, line[:LINE_CHARACTERS_MAX]) for line in found]
+        if not lines:
+            return None
+        return {
+            "generation": newest,
+            "lines": list(lines),
+            "left_out": count - len(lines),
+            "bytes_left_out": skipped,
+            "files_left_out": max(0, len(wanted) - FILES_MAX),
+        }

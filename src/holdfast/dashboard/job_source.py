@@ -21,12 +21,12 @@ from holdfast.cli.finding import kept_runs, outcome_of, run_id_of, running_job
 from holdfast.cli.logs import LogFile, files_named
 from holdfast.cli.report import as_json, copies_of, history_as_json
 from holdfast.diagnosis.history import Event, history, incidents, timeline
-from holdfast.diagnosis.reference import everything, is_readable
+from holdfast.diagnosis.reference import everything, read_event
 from holdfast.diagnosis.screen import between, group, last_step, steps_per_s, telling
 from holdfast.protocol.errors import HoldfastError, NoRunError, SnapshotError
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.questions import Question
-from holdfast.protocol.rank_progress import JobView, StacksView, Stage
+from holdfast.protocol.rank_progress import JobView, RankView, StacksView, Stage
 from holdfast.runtime import running
 from holdfast.runtime.run_folder import JOURNAL_NAME, PROFILES
 from holdfast.runtime.running import RunningAgent, ask_any
@@ -42,6 +42,8 @@ EVENTS_MAX = 20_000
 INCIDENTS_MAX = 500
 GENERATIONS_MAX = 300
 PROFILES_MAX = 200
+JOBS_MAX = 50
+"""Jobs that have ended in the list of all jobs."""
 NODES_MAX = 64
 """Nodes whose own generations are drawn."""
 SEARCH_S = 10.0
@@ -55,6 +57,11 @@ STAGE_LETTERS = {
     Stage.READY: "r",
     Stage.STEPPING: "t",
     Stage.DONE: "d",
+}
+ASKED_OF_A_HOST = {
+    "coordinator.drain_asked": "drain",
+    "coordinator.excluded": "exclude",
+    "coordinator.readmitted": "readmit",
 }
 
 
@@ -82,11 +89,8 @@ class JournalTail:
         whole = data[: data.rfind(b"\n") + 1]
         self._offset += len(whole) or (len(data) if len(data) == READ_BYTES_MAX else 0)  # no event is as long
         for line in whole.splitlines():
-            try:
-                event = json.loads(line)
-            except (ValueError, RecursionError):
-                continue
-            if is_readable(event):
+            event = read_event(line)
+            if event is not None:
                 self._take(event)
         if len(self.events) - self._progress > EVENTS_MAX:
             self._drop(len(self.events) - self._progress - EVENTS_MAX)
@@ -120,7 +124,7 @@ class JournalTail:
 class ShownJob:
     """One job, running or ended. `name`: what commands take as RUN; empty: the only running job."""
 
-    def __init__(self, name: str, *, pid: int | None = None) -> None:
+    def __init__(self, name: str, folders: Iterable[str | Path] = (), *, pid: int | None = None) -> None:
         """`pid`: of the agent whose job it is, however often its name occurs."""
         self.name = name
         self._pid = pid
@@ -130,6 +134,8 @@ class ShownJob:
         self.outcome: Outcome | None = None
         """How the job has ended, as far as is known."""
         self._ended = False
+        for folder in folders:
+            self.add_folder(folder)
 
     # ---------------------------------------------------------------- the state
 
@@ -222,6 +228,7 @@ class ShownJob:
         report, past = as_json(timeline(journals)), history(journals) if journals else None
         report["generations"] = report["generations"][-GENERATIONS_MAX:]
         happened = incidents(journals)[-INCIDENTS_MAX:]
+        events = [event for journal in journals for event in journal]
         codes = {each.code for each in happened}
         if self.outcome is not None and self.outcome.verdict is not None:
             codes.add(self.outcome.verdict.code)
@@ -230,13 +237,12 @@ class ShownJob:
             "history": history_as_json(past),
             "incidents": msgspec.to_builtins(happened),
             "advice": {code: each.fix for code, each in everything().items() if code in codes},
-            "excluded": list(_excluded(journals)),
-            "actions": list(_actions(journals)),
-            "snapshots": list(_snapshots(journals)),
+            "excluded": list(_excluded(events)),
+            "actions": list(_actions(events)),
+            "snapshots": list(_snapshots(events)),
             "copies": copies_of(journals),
-            "profiles": list(_profiles(journals)),
+            "profiles": list(_profiles(events)),
             "outcome": msgspec.to_builtins(self.outcome) if self.outcome is not None else None,
-            "folders": list(map(str, self.folders)),
             "logs": logs_of(self.log_files()),
             "lives": {
                 node.node: [[life.number, life.ordered_s, life.ready_s, life.over_s] for life in node.lives]
@@ -250,10 +256,10 @@ class ShownJob:
         return [file for tail in list(self._tails.values()) for file in tail.logs]
 
 
-def _excluded(journals: Sequence[Sequence[Event]]) -> Iterable[Json]:
+def _excluded(events: Sequence[Event]) -> Iterable[Json]:
     """Hosts whose exclusion has begun and was not ended by a user; it may be over."""
     found: dict[str, Json] = {}
-    for event in sorted((event for journal in journals for event in journal), key=lambda each: each["time"]):
+    for event in sorted(events, key=lambda each: each["time"]):
         host = event.get("host", "")
         if event["event"] == "coordinator.excluded":
             for_s, by = event.get("for_s", 0.0), event.get("by", "")
@@ -263,40 +269,41 @@ def _excluded(journals: Sequence[Sequence[Event]]) -> Iterable[Json]:
     return found.values()
 
 
-def _actions(journals: Sequence[Sequence[Event]]) -> Iterable[Json]:
+def _actions(events: Sequence[Event]) -> Iterable[Json]:
     """What users asked for, with its origin."""
-    names = {"coordinator.excluded": "exclude", "coordinator.readmitted": "readmit", "coordinator.drain_asked": "drain"}
-    asked = {"coordinator.stacks_asked": "stacks", "coordinator.save_asked": "save"}
-    for journal in journals:
-        for event in journal:
-            if event["event"] == "coordinator.quit":
+    for event in events:
+        by = event.get("by", "")
+        match event["event"]:
+            case "coordinator.quit":
                 what = "stop" if event.get("drain", True) else "kill"
-                yield {"at": event["time"], "what": what, "by": event.get("by", "")}
-            elif event["event"] in names and event.get("by"):
-                yield {"at": event["time"], "what": f"{names[event['event']]} {event.get('host')}", "by": event["by"]}
-            elif event["event"] in asked:
-                yield {"at": event["time"], "what": asked[event["event"]], "by": event.get("by", "")}
-            elif event["event"] == "coordinator.profile_asked":
+            case "coordinator.stacks_asked":
+                what = "stacks"
+            case "coordinator.save_asked":
+                what = "save"
+            case "coordinator.profile_asked":
                 what = f"profile {spans(event.get('ranks', ()))}"
-                yield {"at": event["time"], "what": what, "by": event.get("by", "")}
+            case name if by and name in ASKED_OF_A_HOST:
+                what = f"{ASKED_OF_A_HOST[name]} {event.get('host')}"
+            case _:
+                continue
+        yield {"at": event["time"], "what": what, "by": by}
 
 
-def _profiles(journals: Sequence[Sequence[Event]]) -> Iterable[Json]:
+def _profiles(events: Sequence[Event]) -> Iterable[Json]:
     """What was profiled on the nodes of these journals; the newest PROFILES_MAX."""
-    taken = [event for journal in journals for event in journal if event["event"] == "profile"]
+    taken = [event for event in events if event["event"] == "profile"]
     for event in sorted(taken, key=lambda each: each["time"])[-PROFILES_MAX:]:
         files = [os.path.basename(file) for file in event.get("files", ())]
         told = {name: event.get(name, "") for name in ("name", "rank", "why")}
         yield {"at": event["time"], **told, "files": files}
 
 
-def _snapshots(journals: Sequence[Sequence[Event]]) -> Iterable[Json]:
+def _snapshots(events: Sequence[Event]) -> Iterable[Json]:
     """Each snapshot folder of the job: the newest snapshot that its saver reported, and what is there now."""
     newest: dict[str, Event] = {}
-    for journal in journals:
-        for event in journal:
-            if event["event"] == "snapshot" and "path" in event:
-                newest[os.path.dirname(event["path"])] = event
+    for event in events:
+        if event["event"] == "snapshot" and "path" in event:
+            newest[os.path.dirname(event["path"])] = event
     for folder, event in newest.items():
         saved = {"at": event["time"], **{name: event.get(name) for name in ("step", "took_s", "stall_s")}}
         if "://" in folder:  # each look costs requests, and credentials that only the workers may have
@@ -335,13 +342,10 @@ def now_of(view: JobView) -> Json:
     ranks = [rank for rank, _ in placed]
     step_ms = [round(rank.step_s * 1e3, 2) for rank in ranks]
     known = sorted(each for each in step_ms if each > 0)
-    slots = {name: getattr(view, name) for name in view.__struct_fields__ if name != "nodes"}
     return {
         "at": time.time(),
-        **slots,
-        "step": between([rank.steps for rank in ranks]),
-        "steps_s": steps_per_s(ranks),
-        "last_step": last_step(ranks),
+        **msgspec.structs.asdict(view),
+        **_pace(ranks),
         "median_ms": median(known) if known else None,
         "p99_ms": quantiles(known, n=100, method="inclusive")[98] if len(known) > 1 else None,
         "own_ms": median([rank.own_s * 1e3 for rank in ranks if rank.step_s > 0]) if known else None,
@@ -352,9 +356,7 @@ def now_of(view: JobView) -> Json:
                 "state": node.state,
                 "heard_s": node.heard_s,
                 "ranks": spans(rank.rank for rank in node.ranks),
-                "step": between([rank.steps for rank in node.ranks]),
-                "steps_s": steps_per_s(node.ranks),
-                "last_step": last_step(node.ranks),
+                **_pace(node.ranks),
                 "load": node.load and msgspec.to_builtins(msgspec.structs.asdict(node.load)),
             }
             for node in view.nodes
@@ -370,6 +372,14 @@ def now_of(view: JobView) -> Json:
             "age_s": [round(rank.age_s, 1) for rank in ranks],
         },
         "standing": {rank.rank: [rank.standing.value, rank.place] for rank in ranks if rank.standing is not None},
+    }
+
+
+def _pace(ranks: Sequence[RankView]) -> Json:
+    return {
+        "step": between([rank.steps for rank in ranks]),
+        "steps_s": steps_per_s(ranks),
+        "last_step": last_step(ranks),
     }
 
 
@@ -400,7 +410,7 @@ def logs_of(files: Iterable[LogFile]) -> Json:
     return {str(number): sorted(ranks) for number, ranks in sorted(found.items())[-GENERATIONS_MAX:]}
 
 
-def jobs_here(limit: int = 50) -> list[Json]:
+def jobs_here() -> list[Json]:
     """The jobs of this user on this machine: running ones first, then the newest that have ended."""
     found: dict[str, Json] = {}
     for entry in running.entries():
@@ -414,7 +424,7 @@ def jobs_here(limit: int = 50) -> list[Json]:
             "running": True,
         }
     kept = kept_runs()
-    for folder in sorted(kept, key=lambda folder: -kept[folder])[:limit]:
+    for folder in sorted(kept, key=lambda folder: -kept[folder])[:JOBS_MAX]:
         if folder.name in found:
             continue
         outcome = outcome_of(folder)

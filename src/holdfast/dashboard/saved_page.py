@@ -24,9 +24,7 @@ BETWEEN = re.compile(r'^import .* from "\./\w+\.js";\n|^export (?=class|function
 
 def render(folders: Sequence[Path]) -> str:
     """The file's content: the run as these folders have it."""
-    source = ShownJob(str(folders[0]))
-    for folder in folders:
-        source.add_folder(folder)
+    source = ShownJob(str(folders[0]), folders)
     while source.read():
         pass
     end = first_outcome(folders)

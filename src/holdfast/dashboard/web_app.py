@@ -1,4 +1,6 @@
-"""The pages and streams over HTTP. All addresses are relative, so that a proxy may serve them under any prefix.
+"""The dashboard over HTTP: its server, who may come in, its pages and streams.
+
+All addresses are relative, so that a proxy may serve them under any prefix.
 
 /                     the only job's page, or the list of jobs (`jobs` is its data)
 job/NAME/             the page of a job
@@ -8,44 +10,118 @@ job/NAME/log/G/R/S    one whole file, as plain text
 job/NAME/profile/P/F  one file of a profile
 job/NAME/act          POST {"do", "host"}: the command of that name: stacks, save, stop, kill, drain, exclude, readmit;
                       {"do": "profile", "ranks": "0-3", "steps": 5 or "for_s": 5}
+
+A login link carries a token; the browser that opens it gets a cookie. On loopback the token works once: the link is
+on a screen, in a history, in a log. At any other address it works again, for several people are on call; requests may
+carry it as `Authorization: Bearer` too. A POST has to come from our own page (Origin). The content security policy
+allows no script or style in the markup, and nothing from another host.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import mimetypes
 import os
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
+import socket
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from http.cookies import CookieError, SimpleCookie
 from pathlib import Path
 from typing import Any, BinaryIO
-from urllib.parse import quote
+from urllib.parse import quote, urlsplit
 
 import msgspec
+import uvicorn
 from starlette.applications import Starlette
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import FileResponse, PlainTextResponse, RedirectResponse, Response, StreamingResponse
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.cli.printing import ranks_of
 from holdfast.cli.status import profile_request
-from holdfast.dashboard.feed import CLIENTS_MAX, JobFeed, JobFeeds
-from holdfast.dashboard.job_source import encoded, jobs_here
-from holdfast.dashboard.log_lines import LAST_BYTES, LogLines
+from holdfast.dashboard.feed import CLIENTS_MAX, LAST_BYTES, JobFeed, JobFeeds, LogLines
+from holdfast.dashboard.job_source import ShownJob, encoded, jobs_here
 from holdfast.protocol.errors import ControlRefusedError, HoldfastError, UsageError
 from holdfast.protocol.questions import OF_A_HOST, Question
+from holdfast.supervisor.dashboard_host import Credentials
 
 STATIC = Path(__file__).parent / "static"
 SEND_S_MAX = 30.0
 """A browser that takes nothing for this long is disconnected; it connects again when it reads."""
 CLOSE_S_MAX = 0.5
 """At the end, for a browser that takes nothing."""
+GRACE_S = 1
+"""At the end, for requests in progress."""
 LOGS_EVERY_S = 0.5
 BODY_BYTES_MAX = 4096
 ACTIONS = {question.value: question for question in (Question.SAVE, Question.STOP, Question.KILL, *OF_A_HOST)}
 EXCLUDED_S = 3600.0
+
+
+async def show(
+    sock: socket.socket, credentials: Credentials, name: str, folders: Sequence[Path], pid: int | None
+) -> None:
+    """Serve one job, or all jobs of this user if `name` is empty, until Ctrl-C."""
+    await serve(sock, credentials, [ShownJob(name, folders, pid=pid)] if name else [])
+
+
+async def serve(
+    sock: socket.socket,
+    credentials: Credentials,
+    sources: list[ShownJob],
+    *,
+    on_used: Callable[[], None] = lambda: None,
+    until: Callable[[JobFeeds], Awaitable[None]] | None = None,
+) -> None:
+    """Serve on this listening socket until `until` has returned; by default until a signal. Without sources: all jobs
+    of this user."""
+    async with asyncio.TaskGroup() as tasks:
+        feeds = JobFeeds(tasks, sources)
+        config = uvicorn.Config(
+            Access(Pages(feeds).app(), credentials, on_used),
+            access_log=False,
+            h11_max_incomplete_event_size=16 * 1024,
+            http="h11",
+            lifespan="off",
+            log_level="warning",
+            proxy_headers=False,
+            server_header=False,
+            timeout_graceful_shutdown=GRACE_S,
+            ws="none",
+        )
+        server = _Server(config, feeds, signals=until is None)
+        ender = tasks.create_task(_end(server, until(feeds))) if until is not None else None
+        await server.serve(sockets=[sock])
+        feeds.stop()
+        if ender is not None:
+            ender.cancel()
+
+
+async def _end(server: uvicorn.Server, ending: Awaitable[None]) -> None:
+    await ending
+    server.should_exit = True
+
+
+class _Server(uvicorn.Server):
+    """Ends the streams before it waits for the requests in progress: they would end with a traceback each."""
+
+    def __init__(self, config: uvicorn.Config, feeds: JobFeeds, *, signals: bool) -> None:
+        super().__init__(config)
+        self._feeds = feeds
+        self._signals = signals
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        with super().capture_signals() if self._signals else contextlib.nullcontext():
+            yield
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._feeds.closing.set()
+        await super().shutdown(sockets)
 
 
 class Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -253,3 +329,95 @@ async def _refusal(_request: Request, error: Exception) -> Response:
     """An error of the caller or of the job, as the command would print it."""
     assert isinstance(error, HoldfastError)
     return _json({"code": error.code, "error": str(error)}, 409)
+
+
+# --- who may come in --------------------------------------------------------------------------------------------------
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
+    "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+)
+HEADERS = {
+    "Content-Security-Policy": POLICY,
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cross-Origin-Resource-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+LOGIN = "/login"
+DENIED = (
+    "This dashboard needs its login link.\n\n"
+    "The link is in the first lines of the job's output; on loopback it works once.\n"
+    "`holdfast dashboard` on any node of the job prints another one.\n"
+)
+
+
+class Access:
+    """ASGI middleware in front of everything. `on_used` is called when the link was used and works no more."""
+
+    def __init__(self, app: ASGIApp, credentials: Credentials, on_used: Callable[[], None]) -> None:
+        self._app = app
+        self._credentials = credentials
+        self._token = credentials.token
+        self._on_used = on_used
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+
+        async def send_with_headers(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = MutableHeaders(scope=message)
+                for name, value in HEADERS.items():
+                    headers.setdefault(name, value)
+            await send(message)
+
+        answer = self._answer(Request(scope))
+        await (answer or self._app)(scope, receive, send_with_headers)
+
+    def _answer(self, request: Request) -> Response | None:
+        """The answer to a request that is not passed on; None: it may pass."""
+        if request.url.path.endswith(LOGIN) and request.method == "GET":
+            return self._login(request)
+        if not (self._has_cookie(request.headers) or self._has_token(request.headers)):
+            return PlainTextResponse(DENIED, 401)
+        if request.method not in ("GET", "HEAD") and not from_own_page(request.headers):
+            return PlainTextResponse("this request does not come from a page of this dashboard\n", 403)
+        return None
+
+    def _login(self, request: Request) -> Response:
+        if self._is_token(request.query_params.get("token", "")):
+            if self._credentials.once:
+                self._token = ""
+                self._on_used()
+        elif not self._has_cookie(request.headers):
+            return PlainTextResponse(DENIED, 401)
+        # Relative, and a cookie without a path: behind a proxy we do not know our prefix.
+        answer = RedirectResponse("./", 303)
+        name, value = self._credentials.cookie()
+        answer.set_cookie(name, value, path=None, httponly=True, samesite="lax")
+        return answer
+
+    def _has_cookie(self, headers: Headers) -> bool:
+        name, value = self._credentials.cookie()
+        try:
+            sent = SimpleCookie(headers.get("cookie", "")).get(name)
+        except CookieError:
+            return False
+        return sent is not None and hmac.compare_digest(sent.value.encode(), value.encode())
+
+    def _has_token(self, headers: Headers) -> bool:
+        kind, _, token = headers.get("authorization", "").partition(" ")
+        return kind.lower() == "bearer" and not self._credentials.once and self._is_token(token)
+
+    def _is_token(self, token: str) -> bool:
+        return bool(self._token) and hmac.compare_digest(token.encode(), self._token.encode())
+
+
+def from_own_page(headers: Headers) -> bool:
+    """Whether a page of this dashboard sent the request. A proxy may have changed Host; another site's page cannot set
+    X-Forwarded-Host, and the cookie is not sent with its requests either (SameSite)."""
+    origin = urlsplit(headers.get("origin", ""))
+    hosts = {headers.get("host", ""), headers.get("x-forwarded-host", "")} - {""}
+    return origin.scheme in ("http", "https") and origin.netloc in hosts

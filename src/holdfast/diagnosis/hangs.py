@@ -135,16 +135,7 @@ def _by_size(ranks: Sequence[Where]) -> list[list[Where]]:
 
 
 def _groups(ranks: Sequence[Where]) -> list[RanksAtPlace]:
-    return [
-        RanksAtPlace(tuple(each.story.rank for each in group), _verb(group[0], 1) + group[0].place)
-        for group in _by_size(ranks)
-    ]
-
-
-def _verb(where: Where, count: int) -> str:
-    if where.waits:
-        return "waits " if count == 1 else "wait "
-    return "is " if count == 1 else "are "
+    return [RanksAtPlace(tuple(each.story.rank for each in group), group[0].told()) for group in _by_size(ranks)]
 
 
 def _text(kind: HangKind, odd: Sequence[Where], others: Sequence[Where]) -> str:
@@ -166,7 +157,7 @@ def _text(kind: HangKind, odd: Sequence[Where], others: Sequence[Where]) -> str:
 
 def _described(group: Sequence[Where], who: str, *, detail: bool = False) -> str:
     where = group[0]
-    text = f"{who} {_verb(where, len(group))}{where.place}"
+    text = f"{who} {where.told(len(group))}"
     if not detail:
         return text
     note = f" ({where.note})" if where.note and where.doing is not RankActivity.STOPPED else ""

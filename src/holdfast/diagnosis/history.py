@@ -80,7 +80,7 @@ def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generatio
                     if result.run_id not in ("", event["run_id"]):
                         raise UsageError(f"these are different runs: {result.run_id} and {event['run_id']}")
                     result.run_id = event["run_id"]
-                    result.nodes.append(event["member"].partition("#")[0])
+                    result.nodes.append(_host(event))
                 case "preload" if "text" in event:
                     result.preloaded.append(event["text"])
                 case "standby":
@@ -169,8 +169,6 @@ class Life(Struct):
     broken: bool = False
     """Whether a worker failed or was asked to end."""
     world_size: int = 0
-    steps: int = 0
-    """Steps made in this generation by the rank with the most."""
     began_at: int = -1
     """Step of the whole job at its start; -1: the script does not report steps. `ended_at` is the same for its end."""
     ended_at: int = -1
@@ -195,7 +193,6 @@ class Point(Struct, frozen=True):
     at_s: float
     steps: int
     """Steps of the whole job if the script reports them, else of the generation."""
-    generation: int
 
 
 class NodeHistory(Struct):
@@ -204,8 +201,6 @@ class NodeHistory(Struct):
     ended_s: float
     lives: list[Life]
     points: list[Point]
-    ended: bool = False
-    """Whether its journal has its end."""
 
 
 class Survival(Struct, frozen=True):
@@ -319,7 +314,6 @@ def _together(lives: list[Life]) -> Life:
         hung_s=min(hung) if hung else None,
         broken=bool(broken),
         world_size=max(life.world_size for life in lives),
-        steps=max(life.steps for life in lives),
         began_at=max(life.began_at for life in lives),
         ended_at=max(life.ended_at for life in lives),
     )
@@ -341,9 +335,9 @@ def _take(event: Event, found: dict[int, Life], result: NodeHistory) -> None:
     life = found.get(event.get("generation", 0))
     match event["event"]:
         case "begins":
-            result.node, result.began_s = event["member"].partition("#")[0], event["time"]
+            result.node, result.began_s = _host(event), event["time"]
         case "ended":
-            result.ended, result.ended_s = True, event["time"]
+            result.ended_s = event["time"]
         case "generation":
             number = event["generation"]
             found[number] = Life(
@@ -382,13 +376,12 @@ def _progress(event: Event, life: Life, result: NodeHistory) -> None:
     steps, at = event["steps"], event["at"]
     if not steps:
         return
-    life.steps = max(life.steps, *steps)
     if life.ready_s is None:  # its phases are recorded with the first optimizer step; these may be beats
         life.ready_s = event["time"]
     life.stepped = True
     life.began_at = max(life.began_at, *event["began_at"])
     life.ended_at = max(life.ended_at, *at)
-    result.points.append(Point(event["time"], min(at) if min(at) >= 0 else min(steps), event["generation"]))
+    result.points.append(Point(event["time"], min(at) if min(at) >= 0 else min(steps)))
 
 
 NOBODY_FAILED = "HF200"

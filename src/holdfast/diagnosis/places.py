@@ -191,6 +191,11 @@ class Where(Struct, frozen=True):
     def waits(self) -> bool:
         return self.doing in (RankActivity.COMMUNICATING, RankActivity.LOADING)
 
+    def told(self, count: int = 1) -> str:
+        """The place of this many ranks, with its verb: `wait in all_reduce at train.py:42`, `is at data.py:17`."""
+        one, several = ("waits", "wait") if self.waits else ("is", "are")
+        return f"{one if count == 1 else several} {self.place}"
+
     @property
     def in_barrier(self) -> bool:
         return self.doing is RankActivity.COMMUNICATING and _BARRIER.match(self.place) is not None
@@ -218,7 +223,6 @@ _LOADS = re.compile(rf"/multiprocessing/(queues|pool)\.py$|{_LOADER.pattern}")
 _COMMUNICATES = re.compile(
     r"/torch/(distributed/(?!checkpoint/|elastic/|launcher/)|futures/|nn/parallel/distributed\.py$)"
 )
-_TORCH = re.compile(r"/torch/")
 _WRAPPERS = ("wrapper", "inner", "_wrapper", "<lambda>", "wrapped", "__call__")
 
 _BARRIER = re.compile(r"in (monitored_)?barrier ")
@@ -305,7 +309,7 @@ def _computes_in_torch(seen: RankSample, *, busy: bool) -> bool:
     decisive = _decisive(seen.frames) if busy else None
     return (
         decisive is not None
-        and _TORCH.search(decisive.file) is not None
+        and "/torch/" in decisive.file
         and _COMMUNICATES.search(decisive.file) is None
         and _LOADS.search(decisive.file) is None
     )

@@ -7,12 +7,14 @@ Pure and offline. The texts are in codes.toml and events.toml, which are read on
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import signal
 from collections.abc import Iterator, Mapping
 from enum import Enum
 from functools import cache
-from typing import Any, TypeGuard
+from types import UnionType
+from typing import Any
 
 import msgspec
 from msgspec import Struct
@@ -156,6 +158,18 @@ class ValueKind(Enum):
     TABLE = "object"
 
 
+TYPES: dict[ValueKind, type | UnionType] = {
+    ValueKind.TEXT: str,
+    ValueKind.WHOLE: int,
+    ValueKind.NUMBER: int | float,
+    ValueKind.FLAG: bool,
+    ValueKind.ITEMS: list,
+    ValueKind.TABLE: dict,
+}
+PARTS = {ValueKind.TEXTS: ValueKind.TEXT, ValueKind.WHOLES: ValueKind.WHOLE, ValueKind.NUMBERS: ValueKind.NUMBER}
+"""For a list: the type of its values."""
+
+
 class Field(Struct, frozen=True, array_like=True):
     name: str
     kind: ValueKind
@@ -165,6 +179,10 @@ class Field(Struct, frozen=True, array_like=True):
     """The field may be missing."""
     null: bool = False
     """The value may be null."""
+
+    def takes(self, value: object) -> bool:
+        """Whether the field may have this value."""
+        return fits(value, self.kind) or (self.null and value is None)
 
 
 class EventKind(Struct, frozen=True, forbid_unknown_fields=True):
@@ -218,41 +236,32 @@ def problems(record: Mapping[str, Any]) -> Iterator[str]:
         field = fields.get(name)
         if field is None:
             yield f"{kind.name}: unknown field {name!r}"
-        elif not (fits(value, field.kind) or (field.null and value is None)):
+        elif not field.takes(value):
             yield f"{kind.name}: {name} is no {field.kind.value}: {value!r}"
     for name, field in fields.items():
         if name not in record and not field.optional:
             yield f"{kind.name}: no {name}"
 
 
-def is_readable(record: object) -> TypeGuard[dict[str, Any]]:
-    """Whether all known fields have the types of the table, so that a reader must only expect missing fields. The
-    record may have more fields and may be an event of another version."""
+def read_event(line: bytes) -> dict[str, Any] | None:
+    """The event in a line of events.jsonl; None: the line is torn or of another version.
+
+    All its known fields have the types of the table, so that a reader must only expect missing fields. It may have more
+    fields, and its name may be unknown.
+    """
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
     if not isinstance(record, dict) or not isinstance(record.get("event"), str) or "time" not in record:
-        return False
+        return None
     kind = events().get(record["event"])
-    return all(
-        field.name not in record or fits(record[field.name], field.kind) or (field.null and record[field.name] is None)
-        for field in (*event_table().always, *(kind.fields if kind is not None else ()))
-    )
+    fields = (*event_table().always, *(kind.fields if kind is not None else ()))
+    return record if all(each.name not in record or each.takes(record[each.name]) for each in fields) else None
 
 
 def fits(value: object, kind: ValueKind) -> bool:
     """Whether the value has this type. JSON's true is not a number."""
-    match kind:
-        case ValueKind.TEXT:
-            return isinstance(value, str)
-        case ValueKind.WHOLE:
-            return isinstance(value, int) and not isinstance(value, bool)
-        case ValueKind.NUMBER:
-            return isinstance(value, int | float) and not isinstance(value, bool)
-        case ValueKind.FLAG:
-            return isinstance(value, bool)
-        case ValueKind.ITEMS:
-            return isinstance(value, list)
-        case ValueKind.TABLE:
-            return isinstance(value, dict)
-    part = {ValueKind.TEXTS: ValueKind.TEXT, ValueKind.WHOLES: ValueKind.WHOLE, ValueKind.NUMBERS: ValueKind.NUMBER}[
-        kind
-    ]
-    return isinstance(value, list) and all(fits(each, part) for each in value)
+    if kind in PARTS:
+        return isinstance(value, list) and all(fits(each, PARTS[kind]) for each in value)
+    return isinstance(value, TYPES[kind]) and isinstance(value, bool) == (kind is ValueKind.FLAG)

@@ -225,7 +225,7 @@ def status_lines(view: JobView, *, ranks: bool | None = None) -> list[str]:
         lines += ["", *columns([RANK_HEADINGS, *(rank_row(host, rank) for host, rank in told)])]
     if view.notices:
         lines += ["", *view.notices]
-    return [line for line in lines if line is not None]
+    return lines
 
 
 def headline(view: JobView) -> str:
@@ -330,14 +330,11 @@ class Group(Struct, frozen=True):
     @property
     def place(self) -> str:
         """Text about one of the ranks: `waits in all_reduce at train.py:42`, `is in fetch at data.py:17`."""
-        where = self._where
-        return f"{'waits' if where.waits else 'is'} {where.place}"
+        return self._where.told()
 
     def told(self, who: str) -> str:
         """The same about all of them: `ranks 0-2 wait in all_reduce at train.py:42`."""
-        where, many = self._where, len(self.ranks) > 1
-        verb = ("wait" if many else "waits") if where.waits else ("are" if many else "is")
-        return f"{who} {verb} {where.place}"
+        return f"{who} {self._where.told(len(self.ranks))}"
 
     def order(self) -> tuple[bool, int, int]:
         """Sort key. Ranks that wait for no other come first, since they may be the ones that the others wait for."""

@@ -34,14 +34,6 @@ REQUEST_S_MAX = 5.0
 CONNECTIONS_MAX = 32
 """Connections at the same time; further ones are closed at once."""
 CLOSE_S_MAX = 1.0
-REASONS = {
-    200: "OK",
-    400: "Bad Request",
-    404: "Not Found",
-    405: "Method Not Allowed",
-    500: "Internal Server Error",
-    503: "Service Unavailable",
-}
 
 
 class HttpResponse(NamedTuple):
@@ -121,6 +113,8 @@ class Server:
 
 async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, pages: Pages) -> None:
     """Answer one request."""
+    from http import HTTPStatus  # only an agent that serves needs it
+
     try:
         request = await reader.readuntil(b"\r\n\r\n")
     except asyncio.LimitOverrunError:
@@ -129,7 +123,7 @@ async def _converse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, 
         return
     method, answer = _answer(request, pages)
     head = (
-        f"HTTP/1.1 {answer.status} {REASONS[answer.status]}\r\n"
+        f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}\r\n"
         f"Content-Type: {answer.content_type}\r\nContent-Length: {len(answer.body)}\r\n"
         "Cache-Control: no-store\r\nConnection: close\r\n\r\n"
     )
@@ -161,54 +155,33 @@ def _text(status: int, text: str) -> HttpResponse:
 def observing(
     options: RunOptions, journal: Journal, say: Callable[..., None], *, node: str, look: Look, view: View
 ) -> Iterator[None]:
-    """Observe the job while it runs. `look` returns the progress of this node's workers, `view` the coordinator's view.
+    """Observe the job while it runs, and tell of its end. `look` returns the progress of this node's workers, `view`
+    the coordinator's view.
 
     Raises PortInUseError and MissingPackageError before the job starts.
     """
-    if options.event_log_handler == "console":
-        from holdfast.metrics.listeners import TorchEvents
+    with contextlib.ExitStack() as stack:
+        if options.event_log_handler == "console":
+            from holdfast.metrics.listeners import TorchEvents
 
-        journal.listen(TorchEvents(options, lambda line: say(line, prefix="")).heard)
-    with notifying(options, journal, node), serving(options, journal, say, node=node, look=look, view=view):
+            journal.listen(TorchEvents(options, lambda line: say(line, prefix="")).heard)
+        if options.notify:
+            from holdfast.metrics.notices import Notices, Sender
+
+            sender = Sender(options.notify, lambda to, why: journal.write("notice_lost", to=to, why=why))
+            stack.callback(sender.close)
+            journal.listen(Notices(options.job.run_id, node, sender.send).heard)
+        if options.metrics is not None or options.health is not None:
+            from holdfast.metrics.listeners import Vitals
+
+            vitals = Vitals(options.job.run_id, node, look, view, journal.fault)
+            server = serve(options, vitals, journal, say)
+            if server is not None:
+                stack.callback(server.close)
+            stack.callback(vitals.close)
+            journal.listen(vitals.heard)
+            vitals.start()
         yield
-
-
-@contextlib.contextmanager
-def notifying(options: RunOptions, journal: Journal, node: str) -> Iterator[None]:
-    """Send notices while the job runs, and about its end."""
-    if not options.notify:
-        yield
-        return
-    from holdfast.metrics.notices import Notices, Sender
-
-    sender = Sender(options.notify, lambda to, why: journal.write("notice_lost", to=to, why=why))
-    journal.listen(Notices(options.job.run_id, node, sender.send).heard)
-    try:
-        yield
-    finally:
-        sender.close()
-
-
-@contextlib.contextmanager
-def serving(
-    options: RunOptions, journal: Journal, say: Callable[..., None], *, node: str, look: Look, view: View
-) -> Iterator[None]:
-    """Serve metrics and health checks while the job runs."""
-    if options.metrics is None and options.health is None:
-        yield
-        return
-    from holdfast.metrics.listeners import Vitals
-
-    vitals = Vitals(options.job.run_id, node, look, view, journal.fault)
-    server = serve(options, vitals, journal, say)
-    journal.listen(vitals.heard)
-    vitals.start()
-    try:
-        yield
-    finally:
-        vitals.close()
-        if server is not None:
-            server.close()
 
 
 def serve(options: RunOptions, vitals: Vitals, journal: Journal, say: Callable[..., None]) -> Server | None:

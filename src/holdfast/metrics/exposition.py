@@ -8,7 +8,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -24,14 +24,9 @@ class Metrics(Collector):
 
     def __init__(self, facts: Callable[[], VitalsSample]) -> None:
         self._facts = facts
-        self._registry = CollectorRegistry(auto_describe=False)
-        self._registry.register(self)
 
     def text(self) -> bytes:
-        return generate_latest(self._registry)
-
-    def describe(self) -> Iterator[Metric]:
-        yield from ()
+        return generate_latest(self)
 
     def collect(self) -> Iterator[Metric]:
         facts = self._facts()

@@ -129,7 +129,6 @@ class RankFacts(Struct, frozen=True, kw_only=True):
 
     rank: int
     local_rank: int
-    stage: str
     steps_total: int
     """Steps of this local rank in all generations since the start of the agent."""
     own_s_total: float
@@ -185,13 +184,6 @@ class Vitals:
         self._faulty = False
         self._loop = asyncio.get_running_loop()
         self._look, self._view = look, view
-        self._known: dict[str, Any] = {}
-        self._exits: dict[str, int] = {}
-        self._failures: dict[str, int] = {}
-        self._phases_s: dict[str, float] = {}
-        self._regroups = 0
-        self._copies = {"sent": 0, "failed": 0, "skipped": 0}
-        self._copied_bytes, self._copied_s = 0, 0.0
         self._ranks: dict[int, int] = {}
         """The rank of each local rank that takes part."""
         self._carried: dict[int, tuple[int, float]] = {}
@@ -200,6 +192,8 @@ class Vitals:
         self._looks: deque[tuple[float, dict[int, int]]] = deque(maxlen=LOOKS_MAX)
         self._timer: asyncio.TimerHandle | None = None
         self.facts = VitalsSample(taken_s=self._loop.time(), run_id=run_id, node=node)
+        self._known = structs.replace(self.facts, copies={"sent": 0, "failed": 0, "skipped": 0})
+        """What the journal has told; it is in the next sample."""
 
     def start(self) -> None:
         self._beat()
@@ -222,44 +216,47 @@ class Vitals:
 
     def heard(self, event: str, fields: Mapping[str, Any]) -> None:
         """A listener of the journal, on the agent's loop."""
+        known = self._known
         match event:
             case "generation":
                 self._carry()
                 survivors = fields.get("local_ranks")
-                self._regroups += survivors is not None
                 places = range(fields["nproc"]) if survivors is None else survivors
                 self._ranks = {local_rank: fields["rank_base"] + place for place, local_rank in enumerate(places)}
-                self._known |= {
-                    "generation": fields["generation"],
-                    "restart_count": fields["restart_count"],
-                    "world_size": fields["world_size"],
-                    "wanted": fields["nproc"],
-                    "alive": 0 if survivors is None else len(survivors),
-                }
+                self._learn(
+                    generation=fields["generation"],
+                    restart_count=fields["restart_count"],
+                    world_size=fields["world_size"],
+                    wanted=fields["nproc"],
+                    alive=0 if survivors is None else len(survivors),
+                    regroups=known.regroups + (survivors is not None),
+                )
             case "worker_started":
-                self._known["alive"] = self._known.get("alive", 0) + 1
+                self._learn(alive=known.alive + 1)
             case "worker_ended":
-                self._known["alive"] = max(0, self._known.get("alive", 0) - 1)
-                if fields["exit_code"] == 0:
-                    self._known["wanted"] = max(0, self._known.get("wanted", 0) - 1)
-                code = str(fields["exit_code"])
-                self._exits[code] = self._exits.get(code, 0) + 1
+                wanted = max(0, known.wanted - 1) if fields["exit_code"] == 0 else known.wanted
+                exits = _one_more(known.exits, str(fields["exit_code"]))
+                self._learn(alive=max(0, known.alive - 1), wanted=wanted, exits=exits)
             case "coordinator.verdict":
-                self._failures[fields["code"]] = self._failures.get(fields["code"], 0) + 1
+                self._learn(failures=_one_more(known.failures, fields["code"]))
             case "phases":
-                self._phases_s = {
+                phases_s = {
                     name[:-2]: seconds for name, seconds in fields.items() if name.endswith("_s") and name != "until_s"
                 }
+                self._learn(phases_s=phases_s)
             case "snapshot_copy":
-                self._copies["sent" if not fields["why"] else "failed" if fields["rank"] >= 0 else "skipped"] += 1
-                self._copied_bytes += fields["size_bytes"]
-                self._copied_s += fields["took_s"]
+                result = "sent" if not fields["why"] else "failed" if fields["rank"] >= 0 else "skipped"
+                self._learn(
+                    copies=_one_more(known.copies, result),
+                    copied_bytes=known.copied_bytes + fields["size_bytes"],
+                    copied_s=known.copied_s + fields["took_s"],
+                )
             case "ended":
-                self._known |= {"ended": fields["kind"], "exit_code": fields["exit_code"]}
+                self._learn(ended=fields["kind"], exit_code=fields["exit_code"])
                 self._gather()
-                return
-            case _:
-                return
+
+    def _learn(self, **facts: Any) -> None:
+        self._known = structs.replace(self._known, **facts)
 
     def _carry(self) -> None:
         """A generation is over: add its steps to the totals."""
@@ -273,26 +270,13 @@ class Vitals:
 
     def _gather(self) -> None:
         now = self._loop.time()
-        if not self._known.get("ended"):
+        if not self._known.ended:
             self._seen |= {each.local_rank: each for each in self._look()}
         self._looks.append((now, {local_rank: each.steps for local_rank, each in self._seen.items()}))
         while len(self._looks) > 2 and now - self._looks[0][0] > STEP_WINDOW_S:
             self._looks.popleft()
-        self.facts = VitalsSample(
-            taken_s=now,
-            run_id=self.facts.run_id,
-            node=self.facts.node,
-            phases_s=self._phases_s,
-            exits=dict(self._exits),
-            failures=dict(self._failures),
-            regroups=self._regroups,
-            copies=dict(self._copies),
-            copied_bytes=self._copied_bytes,
-            copied_s=self._copied_s,
-            ranks=tuple(self._rank(each) for _, each in sorted(self._seen.items())),
-            job=self._view(),
-            **self._known,
-        )
+        ranks = tuple(self._rank(each) for _, each in sorted(self._seen.items()))
+        self.facts = structs.replace(self._known, taken_s=now, ranks=ranks, job=self._view())
 
     def _rank(self, seen: RankProgress) -> RankFacts:
         steps, own_s = self._carried.get(seen.local_rank, (0, 0.0))
@@ -301,12 +285,15 @@ class Vitals:
         return RankFacts(
             rank=self._ranks.get(seen.local_rank, seen.local_rank),
             local_rank=seen.local_rank,
-            stage=seen.stage.value,
             steps_total=steps + seen.steps,
             own_s_total=own_s + seen.own_s,
             step_s=(self._looks[-1][0] - began_s) / made if made > 0 else None,
             age_s=seen.age_s,
         )
+
+
+def _one_more(counts: Mapping[str, int], key: str) -> dict[str, int]:
+    return {**counts, key: counts.get(key, 0) + 1}
 
 
 def health(facts: VitalsSample, now_s: float) -> dict[str, object]:

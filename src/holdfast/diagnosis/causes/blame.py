@@ -11,7 +11,7 @@ import signal
 from collections.abc import Sequence
 from enum import IntEnum
 
-from holdfast.diagnosis.causes.exception_text import ExceptionText, listen, unwrapped
+from holdfast.diagnosis.causes.exception_text import ExceptionText, unwrapped
 from holdfast.protocol.outcome import Failure
 
 
@@ -168,14 +168,14 @@ def first_own(failures: Sequence[Failure]) -> Failure | None:
 
 
 def _may_be_of_a_peer(failure: Failure) -> bool:
-    words = listen(failure)
+    words = ExceptionText(failure)
     text = unwrapped(words.root)
     return bool(words.raised and not OWN_TROUBLE.search(text) and (ENDED.search(text) or WAITED.search(text)))
 
 
 def blame(failure: Failure) -> Blame:
     """The blame of one failure, from its text and its exit code."""
-    words = listen(failure)
+    words = ExceptionText(failure)
     if failure.after_stop:
         return _late(failure, words)
     return complaint(failure, words)
@@ -219,7 +219,7 @@ def of_peers(words: ExceptionText, text: str) -> bool:
 
 def speaks_of_peers(failure: Failure) -> bool:
     """Whether its complaint is about a training peer."""
-    words = listen(failure)
+    words = ExceptionText(failure)
     return of_peers(words, unwrapped(words.root) or _native_complaint(words.stderr)) or not words.text
 
 

@@ -7,6 +7,7 @@ Tolerates incomplete texts; judges nothing.
 from __future__ import annotations
 
 import re
+from collections import deque
 from functools import cached_property
 from typing import NamedTuple
 
@@ -44,8 +45,6 @@ IN_WORKER = re.compile(
     r"|-- Process \d+ terminated with the following error:"
 )
 NOT_ERRORS = frozenset({"Traceback", "SystemExit", "KeyboardInterrupt", "GeneratorExit"})
-
-
 PLACED = re.compile(r'^\s+File "([^"\n]+)", line (\d+)(?:,? in .+)?(?:\n(?!\s+File )[ \t]+(\S.*))?', re.MULTILINE)
 OURS = re.compile(r"/holdfast/\w+/|/runpy\.py")
 SOURCE_CHARACTERS_MAX = 80
@@ -124,9 +123,7 @@ class ExceptionText:
     @cached_property
     def thread(self) -> tuple[str, str]:
         """(name, traceback) of the last thread that an exception ended before the program's end; empty: none."""
-        found = None
-        for found in THREAD.finditer(self.stderr):  # noqa: B007 - the last one
-            pass
+        found = _last(THREAD, self.stderr)
         block = HANDLED.match(self.stderr, found.end()) if found else None
         return (found[1], block[0]) if found and block else ("", "")
 
@@ -198,11 +195,6 @@ class ExceptionText:
         return self._traceback[: chained.start()] if chained else self._traceback
 
 
-def listen(failure: Failure) -> ExceptionText:
-    """The text of a failure."""
-    return ExceptionText(failure)
-
-
 def class_of(text: str) -> str:
     """`DistNetworkError` for `torch.distributed.DistNetworkError: text`; empty if the text begins with no class."""
     found = EXCEPTION.match(text)
@@ -219,20 +211,26 @@ def unwrapped(text: str) -> str:
 
 def native_words(stderr: str) -> str:
     """`c10::Error: what` of an uncaught C++ exception; empty: there was none, or it has no text."""
-    found = None
-    for found in NATIVE_END.finditer(stderr):  # noqa: B007 - the last one
-        pass
-    if found is None:
-        return ""
-    if not found[2]:
+    found = _last(NATIVE_END, stderr)
+    if found is None or not found[2]:
         return ""
     what = found[2].partition("\nException raised from")[0].partition("\nframe #0")[0]
     return f"{found[1].rpartition(':')[2]}: {what.strip()}"
 
 
+def is_of_script(file: str) -> bool:
+    """Whether the file belongs to the user's code: not to a library, and not to what runs the script."""
+    return not (LIBRARY.search(file) or OURS.search(file))
+
+
+def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """The last match; None: there is none."""
+    return next(iter(deque(pattern.finditer(text), maxlen=1)), None)
+
+
 def _in_script(text: str) -> list[tuple[str, str, str]]:
     """(file, line, source) of the frames of the user's code."""
-    return [each for each in PLACED.findall(text) if not (LIBRARY.search(each[0]) or OURS.search(each[0]))]
+    return [each for each in PLACED.findall(text) if is_of_script(each[0])]
 
 
 def _first_of_group(traceback: str) -> str:
@@ -269,9 +267,7 @@ def _exception(block: str) -> str:
 
     Lines that follow an exception on stderr look like a part of its message. They do no harm.
     """
-    last_frame = None
-    for last_frame in FRAME.finditer(block):  # noqa: B007 - the last one
-        pass
+    last_frame = _last(FRAME, block)
     lines = block[last_frame.end() if last_frame else 0 :].splitlines()
     for number, line in enumerate(lines):
         if line[:1].isspace() or not line:
@@ -284,14 +280,14 @@ def _exception(block: str) -> str:
 
 def _innermost_line(block: str) -> str:
     """The source line below the last frame."""
-    frames = list(FRAME.finditer(block))
-    rest = block[frames[-1].end() :].splitlines() if frames else []
+    frame = _last(FRAME, block)
+    rest = block[frame.end() :].splitlines() if frame else []
     return rest[1].strip() if len(rest) > 1 else ""
 
 
 def _in_library(block: str) -> bool:
-    frames = FRAME.findall(block)
-    return bool(frames) and LIBRARY.search(frames[-1][0]) is not None
+    frame = _last(FRAME, block)
+    return frame is not None and LIBRARY.search(frame[1]) is not None
 
 
 def _raised_by_user(block: str) -> str:

@@ -22,7 +22,6 @@ from holdfast.diagnosis.causes.exception_text import (
     ChainedException,
     ExceptionText,
     class_of,
-    listen,
     unwrapped,
 )
 from holdfast.protocol.errors import EXIT_FAILURE
@@ -133,6 +132,7 @@ COUNTED = re.compile(r"\b\d+ (?:\w+ )?errors? (?:for|in|while|found|detected)\b"
 """First line of a list of errors: the next lines name a field and its error."""
 UNITS = {"MiB": 2**20, "GiB": 2**30}
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
+KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,7 +153,7 @@ def cause_of(failure: Failure) -> Cause:
     if failure.out_of_memory:
         advice = "its cgroup or machine ran out of memory: fewer data-loader workers, a smaller batch, or more memory"
         return Cause("HF203", "was killed by the kernel's out-of-memory killer (SIGKILL)", advice)
-    words = listen(failure)
+    words = ExceptionText(failure)
     name, died = words.thread
     if died and (words.type in WAITS or not words.text):
         cause = cause_of(
@@ -231,7 +231,7 @@ def _has_room(fact: str) -> bool:
 
 def _own_stderr(failure: Failure, words: ExceptionText) -> str:
     """Stderr of a failure without an exception. Empty for SIGKILL, since no program can report that before."""
-    return "" if failure.exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL) else words.said
+    return "" if failure.exit_code in KILLED else words.said
 
 
 def _filled(rule: Rule, failure: Failure, words: ExceptionText, text: str) -> Cause:
@@ -304,7 +304,7 @@ def signal_name(exit_code: int) -> str:
 
 
 def _is_signal(number: int) -> bool:
-    return number in signal.valid_signals() and number < signal.SIGRTMIN and number > 0
+    return number in signal.valid_signals() and number < signal.SIGRTMIN
 
 
 NATIVE_ADVICE = (
@@ -325,9 +325,7 @@ MEANINGS = {
 
 
 def _signal_advice(exit_code: int) -> str:
-    if exit_code in (-signal.SIGKILL, 128 + signal.SIGKILL):
-        return "dmesg and the scheduler's log say who sent it"
-    return ""
+    return "dmesg and the scheduler's log say who sent it" if exit_code in KILLED else ""
 
 
 def _first_line(text: str) -> str:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from holdfast.diagnosis.causes.blame import Blame, blame, first_own, ranked, speaks_of_peers
-from holdfast.diagnosis.causes.exception_text import LIBRARY, OURS, listen
+from holdfast.diagnosis.causes.exception_text import ExceptionText, is_of_script
 from holdfast.diagnosis.causes.find import SAID_CHARACTERS_MAX, Cause, advice, cause_of
 from holdfast.diagnosis.places import RankActivity, Where, where_is
 from holdfast.protocol.outcome import Evidence, Failure, Verdict
@@ -86,7 +86,7 @@ def did_not_come(survivors: Sequence[RankStory], complaints: int) -> list[Where]
 def _in_script(story: RankStory) -> bool:
     """Whether the rank is at a line of the script. A rank that ends after its own time-out is not."""
     frames = story.samples[-1].frames if story.samples else ()
-    return any(not (LIBRARY.search(frame.file) or OURS.search(frame.file)) for frame in frames)
+    return any(is_of_script(frame.file) for frame in frames)
 
 
 def stopped(story: RankStory) -> Failure:
@@ -111,7 +111,7 @@ def other_calls(failures: Sequence[Failure], survivors: Sequence[RankStory] = ()
     in_vain = any(kind in (Blame.WAITED, Blame.WAITED_LATE) for _, kind in kinds)
     # A rank with a closed connection was in its call, too: the first rank that timed out closed its connections.
     waited = [each for each, kind in kinds if in_vain and kind in (Blame.WAITED, Blame.WAITED_LATE, Blame.CUT)]
-    calls = [(each, call, listen(each).place) for each in waited if (call := _call(each))]
+    calls = [(each, call, ExceptionText(each).place) for each in waited if (call := _call(each))]
     for story in survivors:
         where = where_is(story)
         found = CALLED.match(where.place)
@@ -129,7 +129,7 @@ def other_calls(failures: Sequence[Failure], survivors: Sequence[RankStory] = ()
 
 def _call(failure: Failure) -> str:
     """The collective as the script called it: the first function of torch.distributed inside of the script's frames."""
-    for frame in listen(failure).frames:
+    for frame in ExceptionText(failure).frames:
         file, _, function = frame.rpartition(" in ")
         if file.endswith(BACKWARD):
             return "backward"
@@ -296,7 +296,7 @@ def _hung(evidence: Evidence, hang: Finding, order: Sequence[tuple[Blame, Failur
         culprit = order[0][1]
     code = hang.code or "HF246"
     line = " ".join(hang.text.split())
-    threads = [(each, listen(each).thread) for _, each in order]
+    threads = [(each, ExceptionText(each).thread) for _, each in order]
     died = next(((each, name, trace) for each, (name, trace) in threads if trace), None)
     if died is not None:
         said = died[2].strip().splitlines()[-1][:SAID_CHARACTERS_MAX]
@@ -316,7 +316,7 @@ def _lost(evidence: Evidence) -> Verdict:
 
 def _where(failure: Failure) -> str:
     """`, at train.py:18 …, step 7`, as far as known."""
-    place = listen(failure).place
+    place = ExceptionText(failure).place
     return (f", at {place}" if place else "") + (f", step {failure.step}" if failure.step else "")
 
 
