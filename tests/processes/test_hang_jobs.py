@@ -35,9 +35,12 @@ def work(step):
         note("last")
         trouble()
 
-def all_sleep():
-    while not os.access("go", os.F_OK):
+def all_sleep(until="go"):
+    while not os.access(until, os.F_OK):
         time.sleep(0.05)
+
+def finish():
+    pass
 
 def rank_1(action):
     if RANK == 1:
@@ -49,10 +52,14 @@ for step in range(80):
     work(step)
     all_reduce(step)
     beat()
+finish()
 note("done")
 '''
 ASLEEP = "def trouble(): rank_1(lambda: time.sleep(600))"
-LATE = "def trouble(): rank_1(all_sleep)"
+LATE = """
+def trouble(): rank_1(all_sleep)
+def finish(): all_sleep("end")
+"""
 # Four of them, which sleep for most of the time: together they get what a look asks for on a busy machine too.
 BUSY_CHILD = """
 import subprocess
@@ -110,6 +117,7 @@ def test_a_hang_that_passes_is_told_to_be_over(site) -> None:
     agent.says(f"rank 1 on {HOST} is in time.sleep at train.py:")
     (site.folder / "go").touch()
     agent.says("the job goes on after ")
+    (site.folder / "end").touch()
     assert agent.end() == 0, agent.text
     assert {each["round"] for each in site.trail("done")} == {0}
 
