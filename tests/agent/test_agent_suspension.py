@@ -12,7 +12,7 @@ from holdfast.agent.agent_state import Work
 from holdfast.agent.commands import HangUp, Say
 from holdfast.protocol import messages as msg
 from holdfast.protocol.policy import PINGS_PER_SUSPENSION, Note
-from tests.agent.agent_desk import LIMITS, Desk, able, idle, killed, running, survivor
+from tests.agent.agent_desk import LIMITS, Desk, able, assign, idle, killed, running, survivor
 
 SUSPEND_S = LIMITS.suspend_of(2)
 JOINED = msg.Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s, msg.REVISION, suspend_s=SUSPEND_S)
@@ -83,9 +83,13 @@ def test_an_answer_of_a_coordinator_without_authority_lets_nobody_continue() -> 
     assert noted(desk) == []
 
 
-def test_without_an_answer_they_are_killed_at_the_fence_and_do_not_run_before() -> None:
+def test_without_an_answer_they_are_killed_when_the_lease_is_over_and_do_not_run_before() -> None:
+    """Not at the fence: a successor may let them continue."""
     desk = silence(surviving())
-    desk.wait(LIMITS.fence_s - SUSPEND_S, answered=False)
+    assert desk.machine.fence_at_s == desk.now - SUSPEND_S + LIMITS.lease_s
+    desk.wait(LIMITS.lease_s - SUSPEND_S - 0.01, answered=False)
+    assert desk.machine.work is Work.RUNNING
+    desk.wait(0.02, answered=False)
     assert desk.machine.work is Work.KILLING
     assert desk.machine.suspend_at_s is not None
     assert desk.machine.suspend_at_s <= desk.now
@@ -176,27 +180,46 @@ def test_a_node_without_workers_has_nothing_to_suspend() -> None:
     assert granted(idle()).machine.suspend_at_s is None
 
 
-@pytest.mark.parametrize(
-    ("dialed", "after_s"),
-    [
-        (ev.Dialed(port=7000), LIMITS.short_lease_of(SUSPEND_S)),
-        (ev.Dialed(port=7000, here=True), LIMITS.fence_s),
-        (ev.Dialed(), LIMITS.fence_s),
-    ],
-    ids=["another node takes its place", "it is in this process", "nobody takes its place"],
-)
-def test_a_silent_coordinator_is_given_up_early_if_a_successor_may_let_the_workers_continue(
-    dialed: ev.Dialed, after_s: float
-) -> None:
+def test_a_silent_coordinator_is_given_up_at_the_fence_and_suspended_workers_are_kept_for_its_successor() -> None:
     desk = surviving()
-    desk.give(ev.LinkLost("closed"))
-    desk.give(dialed)
+    desk.wait(LIMITS.fence_s - 0.01, answered=False)
+    assert not desk.has(HangUp)
+    desk.wait(0.02, answered=False)
+    assert desk.has(HangUp)
+    assert desk.machine.work is Work.RUNNING
+    desk.give(ev.Dialed())
     granted(desk)
     desk.hear(msg.Resume(1))
-    desk.wait(after_s - 0.01, answered=False)
-    assert not desk.has(HangUp)
-    assert desk.machine.work is Work.RUNNING
-    desk.wait(0.02, answered=False)
-    early = after_s < LIMITS.fence_s
-    assert desk.has(HangUp) is early
-    assert desk.machine.work is (Work.RUNNING if early else Work.KILLING)
+    assert noted(desk) == ["resumed", "workers_continued"]
+
+
+@pytest.mark.parametrize(("late_s", "gives_up"), [(0.3, False), (0.9, False), (1.2, True), (1.6, True), (3.0, True)])
+def test_where_all_answers_come_too_late_workers_are_not_suspended_any_more(late_s: float, gives_up: bool) -> None:
+    """Else they would be suspended most of the time, or for ever, and nobody would be lost."""
+    desk, sent = surviving(), list[tuple[float, int]]()
+    everything: list[object] = []
+    while desk.now < 30.0:
+        while sent and desk.now >= sent[0][0] + late_s:
+            everything += desk.hear(msg.Pong(sent.pop(0)[1]))
+        everything += desk.wait(0.05, answered=False)
+        sent += [
+            (desk.now, each.message.number)
+            for each in desk.done
+            if isinstance(getattr(each, "message", None), msg.Ping)
+        ]
+    events = [each.event for each in everything if isinstance(each, Note)]
+    assert ("suspends_no_more" in events) is gives_up
+    if not gives_up:
+        assert "workers_suspended" not in events
+        return
+    assert desk.machine.work is Work.KILLING
+    desk.give(ev.TreeGone(1))
+    desk.give(ev.Dialed())
+    (join,) = [each for each in desk.sent() if isinstance(each, msg.Join)]
+    assert join.revision < msg.REVISION
+    granted(desk)
+    desk.hear(assign(2))
+    desk.give(ev.NodePrepared(2, 40_000))
+    desk.hear(msg.Start(2, "10.0.0.1", 40_000))
+    desk.give(ev.WorkersAble(2, (0, 1)))
+    assert desk.machine.suspend_at_s is None

@@ -276,16 +276,16 @@ def test_a_term_counts_more_than_a_number() -> None:
     assert desk.renew("c", charter("abc", number=9), term=2).held == CharterPosition(2, 1)
 
 
-def test_after_a_vote_it_confirms_no_coordinator_of_an_earlier_term_and_no_other_one_of_this() -> None:
+def test_after_a_vote_it_confirms_no_coordinator_of_an_earlier_term_and_no_founder_of_this() -> None:
     desk = three()
     polled(desk, "c", "b", 2, CharterPosition(FOUNDER, 1))
     assert desk.renew("c", charter("abc", number=7)) == Renewed(2, 1, CharterPosition(FOUNDER, 1))
     desk.give("c", vote.Linked(FOUNDER))
     assert desk.voters["c"].stage is VoterState.ALONE
     desk.renewed.clear()
-    desk.give("c", vote.RenewCame(Renew(2, 1, leader="a")))
+    desk.give("c", vote.RenewCame(Renew(2, 1, founded=True)))
     assert not desk.renewed, "one that founded the job again may have taken the same term, without a vote"
-    assert desk.renew("c", None, term=2).term == 2
+    assert desk.renew("c", None, term=2).term == 2, "that was elected, perhaps by others"
 
 
 def test_lost_answers_do_not_elect() -> None:

@@ -11,9 +11,9 @@ from tests.coordinator.coordinator_desk import LIMITS
 from tests.coordinator.test_replicated import Desk, charter_of, node
 
 SHORT_S = LIMITS.short_lease_of(LIMITS.suspend_of(4))
-HALFWAY_S = (SHORT_S + LIMITS.fence_s) / 2
 SILENT_S = 2.4
 """For how long the old coordinator has been silent when its successor begins."""
+HALFWAY_S = (SHORT_S + LIMITS.lease_s - LIMITS.renew_interval_s) / 2
 
 
 def suspended(*, short_lease_s: float = SHORT_S) -> Charter:
@@ -111,14 +111,23 @@ def test_a_part_that_has_ended_meanwhile_cannot_continue() -> None:
     assert desk.to(3, msg.Abandon) == [msg.Abandon(4)]
 
 
-def test_too_few_that_are_left_start_again() -> None:
-    """As without survivors: their generation is stopped, and the reason is reported."""
-    desk = successor(suspended(), least=3)
+def test_too_few_that_are_left_wait_for_the_others() -> None:
+    """The old coordinator may only have stood still."""
+    desk = successor(suspended(), least=4)
+    comes(desk, 2, 3, 4)
+    past(desk, LIMITS.fence_s)
+    assert desk.machine.phase is Phase.GATHERING
+    assert not desk.to(3, msg.Stop)
+    comes(desk, 1)
+    assert desk.machine.phase is Phase.RUNNING
+
+
+def test_workers_that_have_left_ht_survive_do_not_go_on() -> None:
+    desk = successor(suspended())
     comes(desk, 2, 3)
-    past(desk, HALFWAY_S + 0.01)
-    (stop,) = desk.to(3, msg.Stop)
-    assert isinstance(stop, msg.Stop)
-    assert "2 of at least 3 nodes left" in stop.text
+    comes(desk, 4, able=False)
+    past(desk, LIMITS.fence_s)
+    assert desk.machine.phase is Phase.GATHERING
 
 
 def test_the_charter_says_when_all_workers_would_be_suspended() -> None:

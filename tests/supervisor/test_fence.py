@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from holdfast.linux import process_stat
-from holdfast.supervisor.fence import Fence
+from holdfast.supervisor.fence import LOOK_AGAIN_S, Fence
 from tests.support.limits import until
 
 
@@ -43,7 +43,7 @@ def test_workers_are_suspended_at_their_time_and_run_again_when_it_is_moved(work
     are(workers, "running")
     assert not fence.look(5.0)
     are(workers, "T")
-    assert fence.due_s == 9.0, "once"
+    assert fence.due_s == 5.0 + LOOK_AGAIN_S
     fence.move(9.5, 5.5)
     assert not fence.look(5.6)
     are(workers, "T")
@@ -82,6 +82,34 @@ def test_what_somebody_else_has_suspended_stays_suspended(workers: list[int]) ->
     fence.look(5.1)
     are(workers[1:], "running")
     assert state(workers[0]) == "T"
+
+
+def test_nobody_else_lets_them_run_meanwhile(workers: list[int]) -> None:
+    """Neither one that was suspended by somebody else before, nor one that the fence has suspended."""
+    os.kill(workers[0], signal.SIGSTOP)
+    are(workers[:1], "T")
+    fence = Fence(lambda: workers)
+    fence.move(9.0, 5.0)
+    fence.look(5.0)
+    are(workers, "T")
+    for pid in workers[:2]:
+        os.kill(pid, signal.SIGCONT)
+    are(workers[:2], "running")
+    assert not fence.look(5.0 + LOOK_AGAIN_S)
+    are(workers, "T")
+    fence.move(None, None)
+    fence.look(5.2)
+    are(workers, "running")
+
+
+def test_a_process_that_was_forked_meanwhile_is_found(workers: list[int]) -> None:
+    found = workers[:2]
+    fence = Fence(lambda: found)
+    fence.move(9.0, 5.0)
+    fence.look(5.0)
+    found = workers
+    fence.look(5.0 + LOOK_AGAIN_S)
+    are(workers, "T")
 
 
 def test_a_worker_that_was_killed_meanwhile_is_left_alone(workers: list[int]) -> None:

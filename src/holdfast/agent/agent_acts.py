@@ -41,8 +41,6 @@ class AgentActs:
         self._local = False
         """The coordinator runs in this process: both sleep at the same time, and no network is between them."""
         self._listens, self._known_term = 0, 0  # as in Join
-        self._succeeded = False
-        """If the coordinator is lost, another node takes its place."""
         self._join_sent_s: float | None = None
         """When Join was sent on the present link; None: not yet."""
         self._last_generation = 0
@@ -61,6 +59,10 @@ class AgentActs:
         """When the workers are killed unless a coordinator that knows their generation sends Resume before."""
         self._suspended_s: float | None = None
         """Since when the workers are suspended, because the coordinator does not answer; None: they are not."""
+        self._stood_s, self._counted_s = 0.0, now
+        """For how long they were suspended lately although answers came, when the newest one came."""
+        self._too_slow = False
+        """Answers take too long here: no worker is suspended."""
         self._seeking = Seeking.begin(limits, now)
         self._prepared_s = now
         self._progress: tuple[WorkersProgress, float] | None = None
@@ -83,8 +85,19 @@ class AgentActs:
     def _fence_at_s(self) -> float:
         return inf if self._local and self.link is Link.UP else self._lease.fence_at_s
 
+    def _unanswered_since_s(self) -> float:
+        """Since when no coordinator has confirmed the workers' generation."""
+        at_s = self._fence_at_s() if self._current().confirmed else self._unconfirmed_fence_at_s
+        return at_s - self._lease.fence_s
+
     def _workers_fence_at_s(self) -> float:
-        return self._fence_at_s() if self._current().confirmed else self._unconfirmed_fence_at_s
+        """Workers that are suspended before cannot run beside others: a successor may let them continue until later."""
+        suspended = self.work in (Work.RUNNING, Work.DRAINING) and self._suspends
+        return self._unanswered_since_s() + (self._lease.lease_s if suspended else self._lease.fence_s)
+
+    @property
+    def _suspends(self) -> bool:
+        return self._current().suspends and self._lease.suspend_s > 0
 
     @property
     def fence_at_s(self) -> float | None:
@@ -101,16 +114,9 @@ class AgentActs:
         that has a successor by now may have stopped them."""
         if self.work is Work.KILLING:
             return self._suspended_s  # none of them runs again before it is killed
-        at_s, current = self.fence_at_s, self.current
-        if at_s is None or current is None or not (current.suspends and self._lease.suspend_s):
+        if self.fence_at_s is None or not self._suspends:
             return None
-        return at_s - self._lease.fence_s + self._lease.suspend_s
-
-    def _hang_up_at_s(self) -> float:
-        """When it gives this coordinator up: at the fence, or before that if a successor may let workers continue."""
-        fence_at_s = self._fence_at_s()
-        early = self._joined and self._succeeded and self.suspend_at_s is not None
-        return fence_at_s - self._lease.fence_s + self._lease.short_lease_s if early else fence_at_s
+        return self._unanswered_since_s() + self._lease.suspend_s
 
     def _awaits_answer(self) -> bool:
         """Whether an answer to a Join or Ping is outstanding. It hangs up only when its workers are gone."""

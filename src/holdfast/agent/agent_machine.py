@@ -106,6 +106,10 @@ REVISION_OF_PING_IN_PROGRESS = 6
 """From this revision on, a coordinator answers a Progress that takes the place of a Ping."""
 WAIT_FOR_PING = 0.25
 """A report waits for the next ping this part of its interval at most: one message instead of two."""
+SUSPENDED_S_MAX = 5.0
+"""If answers come, and workers are suspended for longer all the same, this agent suspends none any more."""
+SUSPENDED_SHARE = 0.1
+"""So much of the time they may be suspended without end."""
 FAREWELL_S = 1.0
 """A leaving node whose ranks are all done waits this long for the end of the job, which may follow at once."""
 
@@ -142,7 +146,7 @@ class AgentMachine(AgentActs):
         if self.link is Link.UP and self._joined:
             deadlines.append(self._lease.ping_at_s)
         if self._awaits_answer():
-            deadlines.append(self._hang_up_at_s())
+            deadlines.append(self._fence_at_s())
         if self._at_work():
             deadlines.append(self._workers_fence_at_s())
         if self.suspend_at_s is not None and self._suspended_s is None:
@@ -158,10 +162,9 @@ class AgentMachine(AgentActs):
 
     def _dispatch(self, now: float, event: Event) -> None:
         match event:
-            case Dialed(local, port, term, here):
+            case Dialed(local, port, term):
                 self.link, self._join_sent_s, self._local = Link.UP, None, local
                 self._listens, self._known_term = port, term
-                self._succeeded = bool(port) and not here
                 self._seeking.connected()
             case DialFailed():
                 self._on_dial_failed(now, event)
@@ -257,12 +260,13 @@ class AgentMachine(AgentActs):
                 self._joined = True
                 self.revision = message.revision
                 asked_s = self._join_sent_s if self._join_sent_s is not None else now
-                granted = lease_s, fence_s, ping_interval_s, message.suspend_s
+                granted = lease_s, fence_s, ping_interval_s, 0.0 if self._too_slow else message.suspend_s
                 self._lease.granted(*granted, confirmed_s=asked_s - message.age_s, now=now)
                 if self.current is not None and self.current.suspends:
                     self._lease.hurry(now)
             case Pong(number, age_s):
                 self._lease.answered(number, age_s)
+                self._count_suspension(now)
             case Waiting(text):
                 self._out.append(Say(text))
             case Notice(text, victims):
@@ -397,7 +401,7 @@ class AgentMachine(AgentActs):
             current is None
             or current.generation != generation
             or current.confirmed
-            or now >= self._unconfirmed_fence_at_s
+            or now >= self._workers_fence_at_s()
         ):
             return
         current.confirmed = True
@@ -576,10 +580,9 @@ class AgentMachine(AgentActs):
         if self.leaving is not None and self._pending_exit is None and now >= self._leave_by_s:
             self._go(now)
         self._advance_work(now)
-        if self._awaits_answer() and now >= self._hang_up_at_s():
-            silent_s = self._lease.fence_s - (self._fence_at_s() - self._hang_up_at_s())
+        if self._awaits_answer() and now >= self._fence_at_s():
             self._out.append(HangUp("no answer"))
-            self._on_link_lost(now, f"no answer for {silent_s:g} s", silent=True)
+            self._on_link_lost(now, f"no answer for {self._lease.fence_s:g} s", silent=True)
         if self._joined and now >= self._lease.ping_at_s and not self._send_progress(now):
             self._send(Ping(self._lease.ping(now)))
         if self._pending_exit is not None:
@@ -609,7 +612,7 @@ class AgentMachine(AgentActs):
             if ended:
                 self._kill()
             elif now >= self._workers_fence_at_s():
-                silent_s = now - (self._workers_fence_at_s() - self._lease.fence_s)
+                silent_s = now - self._unanswered_since_s()
                 text = f"no word from the coordinator for {silent_s:.1f} s: stopping this node's workers"
                 self._out.append(Say(text))
                 self._note("fenced", silent_s=round(silent_s, 3))
@@ -617,12 +620,31 @@ class AgentMachine(AgentActs):
         elif self.work is Work.STOPPING and (current.all_ended or now >= self._stop_deadline_s(current)):
             self._kill()
 
+    def _count_suspension(self, now: float) -> None:
+        """Answers that take too long would suspend the workers again and again, or for ever: join again as an agent
+        that suspends none. As long as the coordinator has this link it relies on it, so the workers start again."""
+        passed_s, self._counted_s = now - self._counted_s, now
+        stood_s = 0.0 if self._suspended_s is None else min(passed_s, now - self._suspended_s)
+        self._stood_s = max(0.0, self._stood_s + stood_s - SUSPENDED_SHARE * passed_s)
+        if self._stood_s <= SUSPENDED_S_MAX or self._too_slow:
+            return
+        self._too_slow = True
+        self._note("suspends_no_more", suspended_s=round(self._stood_s, 3))
+        text = (
+            "the coordinator's answers take too long: this node's workers start again, and are not suspended any more"
+        )
+        self._out.append(Say(text))
+        if self._at_work():
+            self._kill()
+        self._out.append(HangUp("its answers take too long"))
+        self._on_link_lost(now, "its answers take too long")
+
     def _look_at_suspension(self, now: float) -> None:
         """Report what the supervisor does at `suspend_at_s`."""
         at_s, before_s = self.suspend_at_s, self._suspended_s
         self._suspended_s = at_s if at_s is not None and now >= at_s else None
         if self._suspended_s is not None and before_s is None:
-            silent_s = now - self._suspended_s + self._lease.suspend_s
+            silent_s = now - self._unanswered_since_s()
             self._note("workers_suspended", silent_s=round(silent_s, 3))
             text = "until it answers this node's workers are suspended"
             self._out.append(Say(f"no answer from the coordinator for {silent_s:.1f} s: {text}"))
@@ -658,7 +680,8 @@ class AgentMachine(AgentActs):
             self._lease.confirmed_s = now
             unlinked_s = max(0.0, now - self._unlinked_s) if self._last_generation else 0.0
             running = self.current.running() if self.current is not None else None
-            about = self._last_generation, unlinked_s, running, self._led_by, REVISION, self._listens, self._known_term
+            revision = REVISION_OF_PING_IN_PROGRESS if self._too_slow else REVISION
+            about = self._last_generation, unlinked_s, running, self._led_by, revision, self._listens, self._known_term
             self._send(Join(self._named_node(), *about))
 
     def _on_progress(self, now: float, event: WorkersProgress) -> None:

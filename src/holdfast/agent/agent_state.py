@@ -10,7 +10,7 @@ from holdfast.agent.events import DialFailed, FailureRead, Signalled, WorkerEnde
 from holdfast.protocol.errors import EXIT_REQUEUE, EXIT_SIGNAL_BASE, CoordinatorLostError, CoordinatorUnreachableError
 from holdfast.protocol.messages import Assign, Running
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, Verdict
-from holdfast.protocol.policy import PINGS_PER_SUSPENSION, Limits, Pauses, short_lease_s
+from holdfast.protocol.policy import PINGS_PER_SUSPENSION, Limits, Pauses
 
 
 @dataclass(slots=True)
@@ -82,8 +82,8 @@ class Lease:
     ping_at_s: float
     suspend_s: float = 0.0
     """As in Joined."""
-    short_lease_s: float = 0.0
-    """From this age on the others may go on without suspended workers."""
+    lease_s: float = 0.0
+    """As in Joined: at this age suspended workers are killed."""
     _number: int = 0
     _open: dict[int, float] = field(default_factory=dict)
 
@@ -103,7 +103,7 @@ class Lease:
     ) -> None:
         """The agent has joined."""
         self.fence_s, self.ping_interval_s, self.suspend_s = fence_s, ping_interval_s, suspend_s
-        self.short_lease_s = short_lease_s(suspend_s, lease_s, fence_s)
+        self.lease_s = lease_s
         self.confirmed_s = confirmed_s
         self.ping_at_s = now + ping_interval_s
         self._open.clear()

@@ -19,8 +19,6 @@ class Dialed(Struct, frozen=True):
     """Where this agent listens; 0: it does not."""
     term: int = 0
     """The newest term that this node knows."""
-    here: bool = False
-    """The coordinator runs in this process."""
 
 
 class DialFailed(Struct, frozen=True):

@@ -6,8 +6,8 @@
 
 Three rules keep two coordinators from deciding in one term. A voter gives one vote per term, its own included. It votes
 for nobody whose charter is older than its own, so the winner knows everything that counts. And once it has given a
-vote in a term, it confirms no coordinator of an earlier one, and in this term no other one: a coordinator that founded
-the job again takes a term without a vote.
+vote in a term, it confirms no coordinator of an earlier one, and in this term none that founded the job again: such a
+one takes a term without a vote.
 """
 
 from __future__ import annotations
@@ -353,7 +353,7 @@ class Voter:
         self._enter(VoterState.ALONE)
 
     def _on_renew(self, now: float, renew: Renew) -> None:
-        if renew.term == self.term and self._voted_for and renew.leader not in ("", self._voted_for):
+        if renew.term == self.term and self._voted_for and renew.founded:
             return
         # An agent is Linked first. What was still on its way when it lost this coordinator does not bring it back.
         if renew.term > self.term or not self.stands:

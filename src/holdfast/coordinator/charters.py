@@ -58,6 +58,7 @@ class Charters:
     def __init__(self, limits: Limits, now: float, name: str, succession: Succession) -> None:
         """`name`: the coordinator's own agent, which confirms everything at once."""
         self.term = succession.term
+        self._founded = succession.charter is None
         self.charter = succession.charter or Charter(NO_CHARTER, ())
         self.counts = succession.charter is None
         """A majority holds the newest charter. The empty one of a founder needs none."""
@@ -231,7 +232,7 @@ class Charters:
                 renew = brief
                 if name in self._witnesses:
                     charter = self.charter if name in self._uninformed else None
-                    renew = Renew(self.term, 0, charter, job_s, training_s, self.name)
+                    renew = Renew(self.term, 0, charter, job_s, training_s, self._founded)
                 out.append(Tell(self._links[name], renew))
             self._uninformed.clear()
         if not self.elects:
@@ -258,7 +259,7 @@ class Charters:
         while len(voter.open) > RENEWALS_OPEN_MAX:
             voter.open.pop(next(iter(voter.open)))
         charter = self.charter if voter.held < self.charter.position else None
-        return Tell(voter.link, Renew(self.term, self._number, charter, job_s, training_s, self.name))
+        return Tell(voter.link, Renew(self.term, self._number, charter, job_s, training_s, self._founded))
 
     def _seat(self) -> None:
         """The voters of a new charter."""

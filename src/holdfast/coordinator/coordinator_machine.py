@@ -344,7 +344,7 @@ class CoordinatorMachine(CoordinatorActs):
             limits.ping_interval_of(agents),
             REVISION,
             age_s=self._authority_age_s(),
-            suspend_s=limits.suspend_of(agents) if self.job.survive is not Survive.OFF else 0.0,
+            suspend_s=limits.suspend_of(self.job.max_nodes) if self.job.survive is not Survive.OFF else 0.0,
         )
 
     def _observe_previous_leader(self, now: float, member: Member, join: Join) -> None:

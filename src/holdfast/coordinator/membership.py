@@ -16,7 +16,7 @@ from msgspec import structs
 from holdfast.coordinator.coordinator_state import Member, Pending, World
 from holdfast.protocol.charter import HOSTS_MAX, HostRecord, LedFrom
 from holdfast.protocol.messages import Join, Running
-from holdfast.protocol.policy import Limits, NodeSpec
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Survive
 
 LINKS_PER_ADDRESS_MAX = 1024
 """Limit of links from one address that have not joined; one more closes the oldest. Many agents may share a machine."""
@@ -209,6 +209,8 @@ class Liveness:
     next_expiry_s: float = inf
     """When the first of the leases that `silent` saw last expires."""
 
+    early_pardoned_s: float = 0.0
+    """The same for members that `early` is asked for: a shorter pause of this process matters to their short lease."""
     next_early_s: float = inf
     """When the first of the short leases expires that `early` saw last, and that had not expired then."""
 
@@ -224,7 +226,9 @@ class Liveness:
         """
         gap = now - self.looked_s
         self.looked_s, self.next_early_s = now, inf
-        if gap > min(self.limits.lease_s, short_lease_s) / 2:
+        if gap > short_lease_s / 2:
+            self.early_pardoned_s = now - self.limits.ping_interval_s
+        if gap > self.limits.lease_s / 2:
             self.pardoned_s, self.next_expiry_s = now - self.limits.ping_interval_s, inf
             return []
         lease_s, found = self.limits.lease_s, []
@@ -238,7 +242,8 @@ class Liveness:
     def early(self, members: Collection[Member], now: float, short_lease_s: float) -> list[Member]:
         """Members of these whose short lease has expired, after `silent` has found none. None of them while that of
         another one may be about to expire, too: nodes that are lost together are lost at once."""
-        heard = [(max(member.last_heard_s, self.pardoned_s), member) for member in members]
+        pardoned_s = max(self.pardoned_s, self.early_pardoned_s)
+        heard = [(max(member.last_heard_s, pardoned_s), member) for member in members]
         first_s = min((heard_s for heard_s, _ in heard if heard_s + short_lease_s > now), default=inf)
         self.next_early_s = first_s + short_lease_s
         if first_s + short_lease_s <= now + self.limits.short_lease_of(0.0):
@@ -375,6 +380,14 @@ class PreviousLeader:
         """Whether every node of the generation that can has joined with living workers."""
         size = len(self.parts) + len(self.missing)
         return bool(self.parts) and size == next(iter(self.parts.values()))[1].group_world_size
+
+    def spares(self, job: JobSpec) -> bool:
+        """Whether those that have joined could go on without the others."""
+        parts = [(_places(member.node, part.local_ranks), part) for member, part in self.parts.values()]
+        able = all(set(part.able).issuperset(places) and not part.done for places, part in parts)
+        ranks = sum(len(places) for places, _ in parts)
+        enough = ranks >= max(1, job.min_ranks) and len(parts) >= job.min_nodes
+        return enough and able and job.survive is Survive.SHRINK
 
     @property
     def restart_count(self) -> int:

@@ -308,6 +308,7 @@ class Regrouping:
     ) -> list[Order]:
         match message:
             case Able(generation, local_ranks):
+                member.suspends = True
                 if generation == world.generation:
                     world.set_able(member.name, local_ranks)
                     self._went_on.update((member.name, each) for each in local_ranks)
@@ -325,7 +326,8 @@ class Regrouping:
         """If all ranks are able to go on again, what was lost before is over."""
         if world.all_able and not world.short_lease_s:
             members = self.membership.members
-            known = [members[name].suspend_s for name, ranks in world.places.items() if ranks and name in members]
+            present = [members[name] for name, ranks in world.places.items() if ranks and name in members]
+            known = [member.suspend_s if member.suspends else 0.0 for member in present]
             world.short_lease_s = self.limits.short_lease_of(max(known)) if known and all(known) else 0.0
         if self.settling and world.all_able:
             self.settling = False

@@ -246,8 +246,8 @@ class ReplicatedCoordinator(CoordinatorMachine):
     def _goes_on_at_s(self) -> float:
         """When those that have come continue the generation without suspended nodes; inf: they do not, or need not."""
         previous = self._previous_leader
-        waits = self.world is None and previous.parts and not previous.whole and previous.generation == self._floor
-        return self._nodes.goes_on_at_s if waits else inf
+        waits = self.world is None and not previous.whole and previous.generation == self._floor
+        return self._nodes.goes_on_at_s if waits and previous.spares(self.job) else inf
 
     # ---------------------------------------------------------------- authority
 
@@ -327,7 +327,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
             charters.take_term(self._older.term + 1)
             for member in self.members.values():
                 if member.revision >= REVISION_OF_VOTES:
-                    self._tell(member, Renew(self.term, 0, leader=self._charters.name))
+                    self._tell(member, Renew(self.term, 0, founded=True))
         if self._state(world) == self._written and self._may_reseat() is None:
             return
         while charters.propose(now, self._content(now), self._seats()):

@@ -30,6 +30,7 @@ class SucceededNodes:
         """Agents whose process has ended, and with it their workers."""
         self._listeners: dict[str, Seat] = {}
         """Where they listen, as other machines can reach them too; by name."""
+        self._began_s = now
         self._prove_at_s = now + PROVE_FIRST_S
         self.leader = ""
         """The agent in whose process the old coordinator was."""
@@ -52,7 +53,9 @@ class SucceededNodes:
                 self._listeners[name] = Seat(name, "", address, port)
         self._parts = tuple(zip(charter.nodes, charter.sizes, strict=False))
         if charter.short_lease_s:
-            self._suspended_s, self._killed_s = died_s + charter.short_lease_s, died_s + self._limits.fence_s
+            self._suspended_s = max(died_s + charter.short_lease_s, self._began_s)
+            # They count from a confirmation that may be as old as a renewal.
+            self._killed_s = died_s + self._limits.lease_s - self._limits.renew_interval_s
 
     def came(self, agent: str) -> None:
         self._came.add(agent)

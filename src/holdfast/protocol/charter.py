@@ -136,8 +136,8 @@ class Renew(Struct, frozen=True, array_like=True, tag="renew"):
     """Age of the job."""
     training_s: Seconds = 0.0
     """As in JobView."""
-    leader: str = ""
-    """The agent in whose process the coordinator is."""
+    founded: bool = False
+    """The coordinator has taken this term without a vote."""
 
 
 class Renewed(Struct, frozen=True, array_like=True, tag="renewed"):

@@ -249,7 +249,9 @@ class Limits(Struct, frozen=True, kw_only=True):
         return suspend_s if suspend_s <= SUSPENSION_PER_FENCE_MAX * self.fence_s else 0.0
 
     def short_lease_of(self, suspend_s: float) -> float:
-        return short_lease_s(suspend_s, self.lease_s, self.fence_s)
+        """A member whose workers are suspended after this time may be lost after so many seconds of silence. Between
+        the two is half of the time between fence and lease."""
+        return suspend_s + max(0.0, self.lease_s - self.fence_s) / 2
 
     def progress_interval_of(self, agents: int) -> float:
         """How often each of so many agents reports the progress of its workers, in seconds. Shorter than hang_report_s:
@@ -295,12 +297,6 @@ class HeldStates(Struct, frozen=True, array_like=True):
     """Ranks of the job in that life."""
     ranks: Annotated[tuple[Rank, ...], Meta(max_length=2 * WORKERS_PER_NODE_MAX)]
     """Its own, and those of which it has copies."""
-
-
-def short_lease_s(suspend_s: float, lease_s: float, fence_s: float) -> float:
-    """A member whose workers are suspended after `suspend_s` may be lost after so many seconds of silence. Between the
-    two is half of the time between fence and lease."""
-    return suspend_s + max(0.0, lease_s - fence_s) / 2
 
 
 def agent_of(member: str) -> str:

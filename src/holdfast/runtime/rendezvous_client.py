@@ -113,8 +113,7 @@ class RendezvousClient:
         local = self.coordinator is not None
         if self._succeeding is None:
             return Dialed(local)
-        succeeding = self._succeeding
-        return Dialed(local and not succeeding.replaceable, succeeding.port, succeeding.term, here=local)
+        return Dialed(local and not self._succeeding.replaceable, self._succeeding.port, self._succeeding.term)
 
     def leaves(self) -> None:
         """This agent ends soon: it must not become the coordinator."""

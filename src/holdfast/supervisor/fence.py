@@ -14,7 +14,9 @@ from math import inf
 
 from holdfast.linux import process_stat
 
-STOPPED = ("T", "t")
+STOPPED, TRACED = "T", "t"
+LOOK_AGAIN_S = 0.1
+"""While workers are suspended: they may have forked in between, or somebody may have let one of them run."""
 
 
 class Fence:
@@ -25,8 +27,9 @@ class Fence:
         self._workers = workers
         self._kill_at_s = inf
         self._suspend_at_s = inf
-        self._suspended: list[int] | None = None
-        """None: the workers run."""
+        self._suspended: set[int] | None = None
+        """None: the workers run. Without those that somebody else has suspended, and may want to stay so."""
+        self._look_at_s = inf
 
     def move(self, kill_at_s: float | None, suspend_at_s: float | None) -> None:
         """To these times of the monotonic clock; None: never."""
@@ -36,29 +39,32 @@ class Fence:
     @property
     def due_s(self) -> float:
         """When `look` has something to do."""
-        return min(self._kill_at_s, self._suspend_at_s if self._suspended is None else inf)
+        return min(self._kill_at_s, self._suspend_at_s if self._suspended is None else self._look_at_s)
 
     def look(self, now: float) -> bool:
         """Suspend the workers, or let them continue, as is due. Returns whether they have to be killed: once."""
-        if now >= self._suspend_at_s and self._suspended is None:
-            self._suspended = [pid for pid in self._workers() if _suspend(pid)]
-        elif now < self._suspend_at_s and self._suspended is not None:
-            for pid in set(self._suspended).intersection(self._workers()):
+        if now >= self._suspend_at_s:
+            if self._suspended is None or now >= self._look_at_s:
+                self._suspend(now)
+        elif self._suspended is not None:
+            for pid in self._suspended.intersection(self._workers()):
                 _signal(pid, signal.SIGCONT)
-            self._suspended = None
+            self._suspended, self._look_at_s = None, inf
         kill = now >= self._kill_at_s
         if kill:
             self._kill_at_s = inf
         return kill
 
-
-def _suspend(pid: int) -> bool:
-    """Suspend this process. False: it has ended, or somebody else has suspended it, and may want it to stay so."""
-    stat = process_stat(pid)
-    if stat is None or stat.has_ended or stat.state in STOPPED:
-        return False
-    _signal(pid, signal.SIGSTOP)
-    return True
+    def _suspend(self, now: float) -> None:
+        known = self._suspended or set()
+        self._suspended, self._look_at_s = known, now + LOOK_AGAIN_S
+        for pid in self._workers():
+            stat = process_stat(pid)
+            stopped = stat is None or stat.has_ended or stat.state == STOPPED
+            # The signal waits for a process that is traced until its tracer lets it run.
+            if not stopped and not (stat is not None and stat.state == TRACED and pid in known):
+                _signal(pid, signal.SIGSTOP)
+                known.add(pid)
 
 
 def _signal(pid: int, signum: int) -> None:

@@ -342,7 +342,7 @@ class ElectingAgent(DrawnAgent):
         self.coordinator_number = coordinator.number
         coordinator.accept(link.b, self.host)
         self._recall(coordinator, link.a)
-        self.handle(ev.Dialed(local=False, port=self.port, term=self.voter.machine.term, here=self._local))
+        self.handle(ev.Dialed(local=False, port=self.port, term=self.voter.machine.term))
 
     def _on_link(self, end: FakeEnd, action: Callable[[Any], None], what: object) -> None:
         """What comes waits in the socket while the process stands still, and is lost when the process hangs up."""
