@@ -60,11 +60,12 @@ class Fence:
         self._suspended, self._look_at_s = known, now + LOOK_AGAIN_S
         for pid in self._workers():
             stat = process_stat(pid)
-            stopped = stat is None or stat.has_ended or stat.state == STOPPED
-            # The signal waits for a process that is traced until its tracer lets it run.
-            if not stopped and not (stat is not None and stat.state == TRACED and pid in known):
-                _signal(pid, signal.SIGSTOP)
-                known.add(pid)
+            if stat is None or stat.has_ended or stat.state == STOPPED:
+                continue
+            if stat.state == TRACED and pid in known:
+                continue  # the signal waits until its tracer lets it run
+            _signal(pid, signal.SIGSTOP)
+            known.add(pid)
 
 
 def _signal(pid: int, signum: int) -> None:
