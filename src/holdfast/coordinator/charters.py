@@ -225,14 +225,13 @@ class Charters:
             out += [self._renew(now, voter, job_s, training_s) for voter in voters]
             # An agent without a vote needs the charter to find the voters, and for a founder's budget, and not the
             # roster: a large job would send that as often as it has agents.
-            brief = Renew(
-                self.term, 0, structs.replace(self.charter, nodes=(), listeners=(), sizes=()), job_s, training_s
-            )
+            about = job_s, training_s, self._founded
+            brief = Renew(self.term, 0, structs.replace(self.charter, nodes=(), listeners=(), sizes=()), *about)
             for name in sorted(self._others()):
                 renew = brief
                 if name in self._witnesses:
                     charter = self.charter if name in self._uninformed else None
-                    renew = Renew(self.term, 0, charter, job_s, training_s, self._founded)
+                    renew = Renew(self.term, 0, charter, *about)
                 out.append(Tell(self._links[name], renew))
             self._uninformed.clear()
         if not self.elects:
