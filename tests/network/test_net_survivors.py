@@ -103,6 +103,12 @@ class Job:
             numbers = [each.step for each in self.steps() if (each.host, each.pid) == process]
             assert numbers == list(range(numbers[0], numbers[-1] + 1))
 
+    def suspends(self, number: int) -> None:
+        """Wait until its worker is suspended. An agent may be stopped there, too."""
+        own = self.agents[number - 1].program.pid
+        pids = self.fleet.hosts[number].pids
+        self.until(lambda: any(state(pid) == "T" for pid in pids() if pid != own))
+
     def said(self, text: str) -> bool:
         return any(text in agent.text for agent in self.agents)
 
@@ -116,7 +122,7 @@ def test_a_short_silence_suspends_the_workers_and_a_longer_one_costs_the_node(fl
     """After the short one they continue with the same processes in the same generation."""
     job = Job(fleet)
     job.fleet.hosts.unplug(3)
-    job.until(lambda: any(state(pid) == "T" for pid in job.fleet.hosts[3].pids()))
+    job.suspends(3)
     job.fleet.hosts.plug(3)
     job.until(lambda: "the coordinator answers again: the workers continue" in job.agents[2].text)
     newest = job.steps()[-1].step
@@ -136,6 +142,7 @@ def test_the_workers_of_a_stopped_agent_are_suspended_by_its_supervisor(fleet) -
     job = Job(fleet)
     stopped: Program = job.agents[2].program
     stopped.signal(signal.SIGSTOP)
+    job.suspends(3)
     alone = job.two_go_on("node3")
     stopped.resume()
     stopped.signal(signal.SIGCONT)

@@ -35,6 +35,15 @@ def are(workers: list[int], wanted: str) -> None:
     until(lambda: all((state(pid) == "T") is (wanted == "T") for pid in workers), f"{workers} to be {wanted}")
 
 
+def suspending(workers: list[int]) -> Fence:
+    """It has suspended them at 5.0, and kills them at 9.0."""
+    fence = Fence(lambda: workers)
+    fence.move(9.0, 5.0)
+    fence.look(5.0)
+    are(workers, "T")
+    return fence
+
+
 def test_workers_are_suspended_at_their_time_and_run_again_when_it_is_moved(workers: list[int]) -> None:
     fence = Fence(lambda: workers)
     fence.move(9.0, 5.0)
@@ -54,18 +63,14 @@ def test_workers_are_suspended_at_their_time_and_run_again_when_it_is_moved(work
 
 
 def test_workers_that_are_suspended_are_killed_at_the_fence(workers: list[int]) -> None:
-    fence = Fence(lambda: workers)
-    fence.move(9.0, 5.0)
-    fence.look(6.0)
+    fence = suspending(workers)
     assert fence.look(9.0)
     assert not fence.look(9.1), "once"
     are(workers, "T")
 
 
 def test_without_a_time_they_run_again(workers: list[int]) -> None:
-    fence = Fence(lambda: workers)
-    fence.move(9.0, 5.0)
-    fence.look(5.0)
+    fence = suspending(workers)
     fence.move(None, None)
     assert not fence.look(100.0)
     are(workers, "running")
@@ -74,10 +79,7 @@ def test_without_a_time_they_run_again(workers: list[int]) -> None:
 def test_what_somebody_else_has_suspended_stays_suspended(workers: list[int]) -> None:
     os.kill(workers[0], signal.SIGSTOP)
     are(workers[:1], "T")
-    fence = Fence(lambda: workers)
-    fence.move(9.0, 5.0)
-    fence.look(5.0)
-    are(workers, "T")
+    fence = suspending(workers)
     fence.move(None, None)
     fence.look(5.1)
     are(workers[1:], "running")
@@ -88,10 +90,7 @@ def test_nobody_else_lets_them_run_meanwhile(workers: list[int]) -> None:
     """Neither one that was suspended by somebody else before, nor one that the fence has suspended."""
     os.kill(workers[0], signal.SIGSTOP)
     are(workers[:1], "T")
-    fence = Fence(lambda: workers)
-    fence.move(9.0, 5.0)
-    fence.look(5.0)
-    are(workers, "T")
+    fence = suspending(workers)
     for pid in workers[:2]:
         os.kill(pid, signal.SIGCONT)
     are(workers[:2], "running")

@@ -56,6 +56,7 @@ from holdfast.protocol.messages import Finish, Join, Joined, Moved, Pong, Recall
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.protocol.rank_progress import Examine
 
+ENDED = "its coordinator ended", "the coordinator on it ended"
 SILENT = "it fell silent with the coordinator"
 
 
@@ -246,8 +247,10 @@ class ReplicatedCoordinator(CoordinatorMachine):
     def _goes_on_at_s(self) -> float:
         """When those that have come continue the generation without suspended nodes; inf: they do not, or need not."""
         previous = self._previous_leader
-        waits = self.world is None and not previous.whole and previous.generation == self._floor
-        return self._nodes.goes_on_at_s if waits and previous.spares(self.job) else inf
+        if self.world is not None or previous.whole or previous.generation != self._floor:
+            return inf
+        at_s = self._nodes.goes_on_at_s
+        return at_s if at_s < inf and previous.spares(self.job) else inf
 
     # ---------------------------------------------------------------- authority
 
@@ -459,8 +462,8 @@ class ReplicatedCoordinator(CoordinatorMachine):
         super()._resume(now)
         for part in self._previous_leader.missing.values():
             ended = part.node.agent == self._nodes.leader and self._nodes.alone
-            self._world().lost(part.node.member, part.node.host, "its coordinator ended" if ended else SILENT)
-            why = "the coordinator on it ended" if ended else SILENT
+            reason, why = ENDED if ended else (SILENT, SILENT)
+            self._world().lost(part.node.member, part.node.host, reason)
             self._lost.append(f"{part.node.host} was lost: {why}")
         if self._lost:
             self._on_lost(now)

@@ -102,6 +102,8 @@ class SucceededNodes:
         """When those that have come may continue without the others: their workers are suspended, and nobody lets them
         run again. If more than the old coordinator's node is missing, half of the time is waited that is left until the
         workers of those that have come are killed."""
+        if self._suspended_s == inf:  # every event asks, and large jobs suspend nothing
+            return inf
         return (self._suspended_s + self._killed_s) / 2 if self.missing else self._suspended_s
 
     def without(self) -> dict[int, LedFrom]:
