@@ -20,7 +20,7 @@ from msgspec.structs import replace
 from holdfast.agent.agent_state import Work
 from holdfast.agent.events import Event, RegroupRefused, ReplacementsReady, WorkerEnded, WorkersAble
 from holdfast.linux import process_stat
-from holdfast.protocol.board_layout import BOARD_VARIABLE, REPLACEMENT_VARIABLE, channel_name
+from holdfast.protocol.board_layout import BOARD_VARIABLE, REPLACEMENT_VARIABLE, SURVIVE_VARIABLE, channel_name
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import RunOptions, worker_environment
 from holdfast.protocol.outcome import Failure
@@ -204,6 +204,7 @@ class RunningGeneration:
         return {
             **worker_environment(self._options, assign, start, rank, error_file=str(file or ""), parent=self._parent),
             BOARD_VARIABLE: self.board.address(rank),
+            SURVIVE_VARIABLE: self._options.job.survive.value,
             **self._variables(self.number, rank),
         }
 

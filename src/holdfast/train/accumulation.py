@@ -75,6 +75,8 @@ class _Accumulation:
     def __init__(self, model: nn.Module) -> None:
         self.done = 0
         """Micro-batches of this optimizer step that are done."""
+        self.begun = 0
+        """Micro-batches of all optimizer steps."""
         plain = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
         # Weakly: this object must not keep alive the model whose life it shares.
         self._ddp = [weakref.ref(each) for each in _outermost(plain, DistributedDataParallel)]
@@ -154,6 +156,7 @@ class _Accumulation:
             self._sum, self._weight, self._exchange = None, 0.0, None
             self._careful = None if loader is None else self._be_careful()
         careful = self._careful
+        self.begun += 1
         self._weight += scale
         micro = MicroBatch(self, number, every, scale)
         attempt = careful.attempt(loader) if careful and loader else contextlib.nullcontext()
@@ -369,6 +372,11 @@ def _place(accumulation: _Accumulation, every: int | HasShare | None) -> tuple[i
 def forget_pending() -> None:
     """Give up the unfinished optimizer steps of all models; their micro-batches are repeated."""
     _accumulations.clear()
+
+
+def unfinished_micro_batches() -> dict[int, int]:
+    """By model that is in the middle of an optimizer step: how many micro-batches it has begun in its life."""
+    return {id(each): each.begun for each in _accumulations.values() if each.done}
 
 
 def mid_accumulation(model: nn.Module) -> bool:

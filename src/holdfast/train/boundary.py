@@ -21,6 +21,8 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.protocol.errors import DataStateError
 from holdfast.train import copying
+from holdfast.train.kept import Watched
+from holdfast.train.own_objects import OwnObjects
 from holdfast.train.random_numbers import RandomNumbers, RandomRecord, States
 from holdfast.train.state import Tracker, TrainState
 
@@ -48,16 +50,11 @@ class Boundary:
         self._optimizers = tracker.optimizers
         self._options: list[dict[str, Any]] = []
         self._buffers = Buffers(tracker.models)
-        stepped = {
-            id(each) for optimizer in self._optimizers for group in optimizer.param_groups for each in group["params"]
-        }
-        parameters = (each for model in tracker.models for each in model.parameters())
-        self._others = [each for each in parameters if id(each) not in stepped]
-        """Parameters without an optimizer."""
-        self._versions: list[tuple[int, int]] = []
+        self._parameters = Watched(each for model in tracker.models for each in model.parameters())
+        self.objects = OwnObjects(tracker.others, place)
         self._scalers = [each for each in tracker.others.values() if isinstance(each, GradScaler) and each.is_enabled()]
         self._scales: list[list[torch.Tensor | None]] = []
-        self._has_more = bool(self._followers or self._others or self._scalers)
+        self._has_more = bool(self._followers or self._scalers)
 
     def mark(self, state: TrainState) -> None:
         """The step that the state counts is complete."""
@@ -68,29 +65,29 @@ class Boundary:
             self._record.write(step, self._random.states, complete=True)
         if self._schedulers:
             self._schedules = [now() for now in self._schedules_now]
-            self._options = [group.copy() for each in self._optimizers for group in each.param_groups]
+        # Without a schedule, too: one of the program's own may multiply a learning rate at an epoch's end.
+        self._options = [_options_of(group) for each in self._optimizers for group in each.param_groups]
         if self._buffers.any:
             self._buffers.keep()
+        self._parameters.note()
         if self._has_more:
             self._mark_more()
+        if self.objects.any:
+            self.objects.mark(step)
 
     def _mark_more(self) -> None:
         try:
             self._positions = [each.position() for each in self._followers.values()]
         except DataStateError:  # a sampler whose trained indices nobody has reported: `positions` raises it again
             self._positions = None
-        self._versions = self._versions_now()
         self._scales = [
             [None if each is None else each.clone() for each in _scale_of(scaler)] for scaler in self._scalers
         ]
 
     def untouched(self) -> bool:
-        """Whether the parameters without an optimizer are those of that moment: a forward pass may change them, as that
-        of a momentum encoder does. What is written through `.data` in place is not seen."""
-        return self._versions == self._versions_now()
-
-    def _versions_now(self) -> list[tuple[int, int]]:
-        return [(0 if each.is_inference() else each._version, each.data_ptr()) for each in self._others]
+        """Whether nothing has changed since that moment that is not kept here: no parameter, as the momentum encoder's
+        forward pass or an adversarial step changes, and no large tensor of a tracked object."""
+        return self._parameters.intact() and self.objects.intact()
 
     def positions(self) -> dict[str, dict[str, Any]]:
         """Of the loaders and samplers at that moment, by name. Raises DataStateError where a sampler cannot tell."""
@@ -113,9 +110,11 @@ class Boundary:
         if self._schedulers:
             for scheduler, schedule in zip(self._schedulers, self._schedules, strict=True):
                 scheduler.load_state_dict({name: each for name, each in schedule.items() if name != "optimizer"})
-            groups = [group for each in self._optimizers for group in each.param_groups]
-            for group, options in zip(groups, self._options, strict=True):
-                group.update(options)
+        self.objects.rewind()
+        # After the objects: a schedule of the program's own may set options when it takes its state.
+        groups = [group for each in self._optimizers for group in each.param_groups]
+        for group, options in zip(groups, self._options, strict=True):
+            _set_options(group, options)
         self._buffers.restore()
         for scaler, scales in zip(self._scalers, self._scales, strict=True):
             scaler._scale, scaler._growth_tracker = (None if each is None else each.clone() for each in scales)
@@ -148,6 +147,20 @@ class Boundary:
     def seed(self) -> str:
         """A digest of torch's random numbers, from which the ranks of another world get theirs."""
         return hashlib.sha256(self._random.of_torch.official(self._random.states[0])).hexdigest()
+
+
+def _options_of(group: dict[str, Any]) -> dict[str, Any]:
+    options = group.copy()
+    if isinstance(options.get("lr"), torch.Tensor):  # schedulers change it in place then
+        options["lr"] = options["lr"].clone()
+    return options
+
+
+def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
+    rate = group.get("lr")
+    group.update(options)
+    if isinstance(rate, torch.Tensor):  # a captured graph reads this very tensor
+        group["lr"] = rate.copy_(options["lr"])
 
 
 def _scale_of(scaler: GradScaler) -> list[torch.Tensor | None]:

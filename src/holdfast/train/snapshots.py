@@ -41,6 +41,7 @@ from holdfast.snapshots.saver_client import Tier
 from holdfast.train.agreement import Peers, Schedule, Steps, Timekeeper, check_options, seconds
 from holdfast.train.copies import Copies
 from holdfast.train.guards import same_loss
+from holdfast.train.pending import PendingGradients
 from holdfast.train.quarantine import OwnLife, Patience
 from holdfast.train.reading import Saved
 from holdfast.train.resuming import Resumed, Resumer, TakenFolder, take_folder
@@ -117,8 +118,7 @@ class Snapshots:
         """Why the newest state that was to go to the disk is not there."""
         self._used = False
         """step() or save() was called."""
-        self._optimized = False
-        """An optimizer has stepped since the last call of step(): no gradient is pending."""
+        self._pending = PendingGradients()
         self._beat: Callable[[], object] | None = getattr(worker, "beat", None)
         self._metrics: dict[str, Any] = {}
         self._peers: Peers | None = None
@@ -131,6 +131,7 @@ class Snapshots:
         self._process = 0  # whose these are, once they are open
         self._until_first_step: list[Callable[[], object]] = []  # ends of what only that needs
         self._survivor: Survivor | None = None  # while the training function runs in `ht.survive`
+        self._survival_said = False
 
     @property
     def state(self) -> TrainState:
@@ -167,11 +168,8 @@ class Snapshots:
         before = len(self._tracker.optimizers)
         self._tracker.add(objects)
         for optimizer in self._tracker.optimizers[before:]:
-            optimizer.register_step_post_hook(self._note_optimizer_step)
+            self._pending.watch(optimizer)
         return self.state
-
-    def _note_optimizer_step(self, *_: Any) -> None:
-        self._optimized = True
 
     # --- going on -----------------------------------------------------------------------------------------------------
 
@@ -287,7 +285,7 @@ class Snapshots:
         self._saving.regroup(peers, generation, rescue, self._lease)
         self._schedule.follow(schedule)  # all ranks save at the same steps
         self._durable_epoch, self._unsaved = durable
-        self._optimized = False
+        self._pending.stepped = False
         if self._copies is not None:  # the world's next loss finds this step
             self._save(self._saving, durable=False)
 
@@ -324,13 +322,13 @@ class Snapshots:
     # --- training -----------------------------------------------------------------------------------------------------
 
     def step(self, **metrics: Any) -> None:
-        """Once per batch, at the end of the loop's body, on every rank: counts it, and saves when it is time.
+        """A step is complete: once per batch, at the end of the loop's body, on every rank. Saves when it is time.
 
         Metrics (numbers, or tensors of one) go into the snapshot; `Keep(best=…)` looks at them. While gradients of an
-        optimizer step are pending nothing is saved; what was due is saved after it. When the launcher asks to stop,
-        everything is saved and the process leaves with exit code 0 (see `exit_on_stop`). What went wrong in the
-        background is reported to all ranks in the next save: a warning, or, after `failures_max` failed saves in a
-        row or when another job has taken the folder, a SnapshotError on all of them at the same step.
+        optimizer step are pending (pending.py) nothing is saved; what was due is saved after it. When the launcher
+        asks to stop, everything is saved and the process leaves with exit code 0 (see `exit_on_stop`). What went wrong
+        in the background is reported to all ranks in the next save: a warning, or, after `failures_max` failed saves
+        in a row or when another job has taken the folder, a SnapshotError on all of them at the same step.
         """
         saving = self._begun()
         self._used = True
@@ -341,11 +339,10 @@ class Snapshots:
         worker.at_step(self.state.step)
         self._metrics = metrics
         self._look(saving)
-        if not self._optimized and self._tracker.optimizers:
-            return
-        self._optimized = False
-        if self._life is not None:
+        if self._life is not None:  # also when a scaler has skipped the optimizer's step
             self._life.step(self.state.step, metrics)
+        if self._pending.at_step():
+            return
         while self._until_first_step:  # not by the hook itself: torch is iterating over its hooks then
             self._until_first_step.pop()()
         if self._survivor is not None:
@@ -372,7 +369,7 @@ class Snapshots:
 
         With `wait` it returns when the snapshot is committed. Raises SnapshotError, on all ranks alike, and
         TrackingError between the optimizer's step and step()."""
-        if self._optimized:
+        if self._pending.stepped:
             self._tracker.check_counted()
         saving = self._begun()
         self._look(saving)
@@ -438,7 +435,7 @@ class Snapshots:
             return
         self._closed = True
         atexit.unregister(self._at_exit)
-        if self._optimized and not self._used:
+        if self._pending.stepped and not self._used:
             warnings.warn(
                 "holdfast: the optimizer has stepped and snaps.step() was never called: nothing was saved.\n"
                 "Call it at the end of the loop's body, on every rank.",

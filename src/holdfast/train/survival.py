@@ -16,9 +16,12 @@ state from one that has.
 
 What makes a rank's state good. A step ends in `snaps.step()`. From there on until the optimizer's next step nothing
 changes but what `Boundary` keeps: random numbers, buffers, the learning rate's schedule, a scaler, epoch and position
-in the data. So a rank that was interrupted anywhere in that time has completed its last step exactly. A rank that was
-interrupted later, between the optimizer's step and `snaps.step()`, or that has changed parameters before the
-optimizer's step, takes the state of another.
+in the data, and whatever else is tracked and has a `state_dict()`. So a rank that was interrupted anywhere in that time
+has completed its last step exactly. A rank that was interrupted later, between the optimizer's step and `snaps.step()`,
+or that has changed parameters before the optimizer's step, takes the state of another.
+
+What cannot be carried over a loss is refused before the first step is complete, or `ht.survive` is a plain call: then a
+loss restarts all processes, as without it. One line at the start says which (`_said`), and carrying.py decides it.
 
 Knows torch, the process group and the tracked objects. Knows nothing of nodes and agents: worker/regroup.py talks to
 them.
@@ -29,6 +32,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import os
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -37,16 +41,20 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.protocol.board_layout import REPLACEMENT_VARIABLE
-from holdfast.protocol.errors import HoldfastError, ProcessGroupError
+from holdfast.protocol.errors import HoldfastError, ProcessGroupError, TrackingError
+from holdfast.protocol.policy import Survive
 from holdfast.train.accumulation import forget_pending
 from holdfast.train.agreement import Peers
 from holdfast.train.boundary import Boundary, noted_forward
 from holdfast.train.buckets import Order
+from holdfast.train.carrying import PlainCall, Why, check_function, surviving_mode, why_plain
 from holdfast.train.group import ProcessGroup, open_group, regroup
+from holdfast.train.own_objects import Digests
+from holdfast.train.probe import Probe
 from holdfast.train.random_numbers import seed_random
 from holdfast.train.reading import Saved, parts_of_slot
 from holdfast.train.save import image
@@ -77,13 +85,17 @@ def survive(snaps: Snapshots) -> Callable[[Callable[P, T]], Callable[P, T]]:
 
     `snaps`: what `track` was called on, after `resume()`. All that the function needs is made before it; its own
     variables are lost. Between `resume()` and the function, and outside of `snaps.step()`'s loop, no rank may use the
-    process group. Without holdfast's agent, with --survive off, and for sharded models it is a plain call.
+    process group. Where a loss cannot be survived (without holdfast's agent, with --survive off, for sharded models …)
+    it is a plain call. One line on rank 0's stderr says so, and why.
+
+    Raises TrackingError without `resume()`, and for objects with a state that the function uses and that are not
+    tracked.
     """
 
     def decorate(function: Callable[P, T]) -> Callable[P, T]:
         @functools.wraps(function)
         def run(*arguments: P.args, **keywords: P.kwargs) -> T:
-            survivor = _of(snaps)
+            survivor = _of(snaps, function)
             if survivor is None:
                 return function(*arguments, **keywords)
             return survivor.run(functools.partial(function, *arguments, **keywords))
@@ -93,28 +105,37 @@ def survive(snaps: Snapshots) -> Callable[[Callable[P, T]], Callable[P, T]]:
     return decorate
 
 
-def _of(snaps: Snapshots) -> Survivor | None:
-    if snaps._survivor is not None:
-        return snaps._survivor
+def _of(snaps: Snapshots, function: Callable[..., Any]) -> Survivor | None:
+    """None: it is a plain call."""
+    if not snaps.resumed:
+        raise TrackingError("ht.survive: call snaps.resume() before the training function")
+    check_function(function, snaps._tracker)
+    survivor = snaps._survivor
+    if survivor is not None:
+        return survivor  # a replacement, which has joined in resume()
     group = open_group()
-    if group is None or group.connection is None or not snaps.resumed or not can_be_carried(snaps._tracker):
+    why = why_plain(group, snaps._tracker)
+    channel = AgentChannel.open() if why is None else None
+    if why is None and channel is None:
+        why = PlainCall(Why.NO_AGENT)
+    _say(group, snaps, why)
+    if channel is None or group is None:
         return None
-    channel = AgentChannel.open()
-    return None if channel is None else Survivor(snaps, group, channel)
+    return Survivor(snaps, group, channel)
 
 
-def can_be_carried(tracker: Tracker) -> bool:
-    """Whether every rank holds all of the state, so that any of them can give it to another."""
-    modules = [each for model in tracker.models for each in model.modules()]
-    if any(isinstance(each, DistributedDataParallel) and _is_of_some_ranks(each) for each in modules):
-        return False
-    tensors = (each for model in tracker.models for each in (*model.parameters(), *model.buffers()))
-    return not any(isinstance(each, DTensor) for each in tensors)
-
-
-def _is_of_some_ranks(wrapper: DistributedDataParallel) -> bool:
-    """Its gradients are exchanged in a group of the program's own, which no regroup can make again."""
-    return wrapper.process_group is not dist.distributed_c10d._get_default_group()
+def _say(group: ProcessGroup | None, snaps: Snapshots, why: PlainCall | None) -> None:
+    """Say on rank 0, once, what a loss will do."""
+    if snaps._survival_said or (group.rank if group is not None else int(os.environ.get("RANK") or 0)) != 0:
+        return
+    snaps._survival_said = True
+    if why is not None:
+        text = f"{why}; if a rank is lost, all are started again"
+    elif surviving_mode() is Survive.WAIT:
+        text = "if a rank is lost, the others keep their processes and wait for its replacement"
+    else:
+        text = "if a rank is lost, the others keep their processes and go on without it until its replacement joins"
+    sys.stderr.write(f"holdfast: ht.survive: {text}\n")
 
 
 class Survivor:
@@ -129,6 +150,11 @@ class Survivor:
         self._generation = 0
         """0: the one in which this process was started, whose number it does not know."""
         self._boundary = Boundary(snaps._tracker, snaps.memory_place)
+        self._probe = Probe(each for model in snaps._tracker.models for each in model.parameters())
+        self._tracked = {id(each) for each in snaps._tracker.optimizers}
+        self._trained = {id(each) for model in snaps._tracker.models for each in model.parameters()}
+        self._untracked = ""
+        """The class of an optimizer that is not tracked, and steps parameters of a tracked model."""
         self._reducers = snaps._tracker.reducers
         self._stepping = False
         """An optimizer has begun to step since the last boundary: the state is not that of a completed step."""
@@ -138,14 +164,16 @@ class Survivor:
         """For the agent, with the first step of a new generation."""
         self._joined = False
         """This is a replacement that has joined, and its training function was not called yet."""
+        self._withdrawn = False
+        """A loss is not survived any more."""
 
     def run(self, train: Callable[[], T]) -> T:
         """Call the function until it returns, or raises an exception that is not the consequence of a loss."""
         with contextlib.ExitStack() as hooks:
-            for optimizer in self._snaps._tracker.optimizers:
-                hooks.callback(optimizer.register_step_pre_hook(self._note_stepping).remove)
+            # Of all optimizers: one may step another one, as SAM does, and only the outer one is tracked.
+            hooks.callback(register_optimizer_step_pre_hook(self._note_stepping).remove)
             for model in self._snaps._tracker.models:
-                hooks.enter_context(noted_forward(model, self._boundary.forward_done))
+                hooks.enter_context(noted_forward(model, self._forward_done))
             hooks.callback(self._leave)
             hooks.callback(drain.before_stop, None)
             drain.before_stop(self._at_safe_point)
@@ -156,6 +184,7 @@ class Survivor:
                 self._boundary.restore_random(self._boundary.step, survived=True)
             self._joined = False
             self._boundary.mark(self._snaps.state)
+            self._probe.begin_step()
             while True:
                 try:
                     try:
@@ -164,7 +193,7 @@ class Survivor:
                     finally:
                         self._channel.arrive()  # an interruption could hit what follows
                 except BaseException as error:
-                    if not self._is_consequence(error):
+                    if self._withdrawn or not self._is_consequence(error):
                         raise
                     traceback.clear_frames(error.__traceback__)  # what the function held belongs to the old world
                 self._regroup()
@@ -178,20 +207,60 @@ class Survivor:
         self._channel.say("able", generation=self._generation)
 
     def _leave(self) -> None:
+        self._withdrawn = True
         self._snaps._survivor = None
         self._connection.outlives = None
         with contextlib.suppress(ChannelLostError):
             self._channel.say("unable")
         self._channel.close()
 
-    def _note_stepping(self, *_: Any) -> None:
+    def _note_stepping(self, optimizer: Optimizer, *_: Any) -> None:
+        if id(optimizer) not in self._tracked:
+            if self._untracked or not any(
+                id(each) in self._trained for group in optimizer.param_groups for each in group["params"]
+            ):
+                return
+            self._untracked = type(optimizer).__name__
         if not self._stepping:
             with self._uninterrupted:
                 self._stepping = True
 
+    def _forward_done(self) -> None:
+        self._boundary.forward_done()
+        if self._probe.looks:
+            self._look_for_writes()
+
+    def _look_for_writes(self) -> None:
+        """Whether the program has changed parameters in a way that nobody notices: see probe.py."""
+        if not self._stepping and self._boundary.untouched() and self._probe.changed():
+            self._withdraw(
+                "the program changes parameters through .data, or in a CUDA graph, which cannot be noticed when a step "
+                "is interrupted"
+            )
+
+    def _withdraw(self, why: str) -> None:
+        """From here on this is a plain call."""
+        if self._group.rank == 0:
+            sys.stderr.write(f"holdfast: ht.survive: {why}; if a rank is lost, all are started again\n")
+        self._leave()
+        drain.before_stop(None)
+
     def at_boundary(self) -> None:
-        """A step is complete. Raises Released when the training function is to be left here."""
+        """A step is complete. Raises Released when the training function is to be left here, and TrackingError where
+        an optimizer is not tracked."""
+        if self._untracked:
+            raise TrackingError(
+                f"ht.survive: an optimizer of the class {self._untracked} steps parameters of a tracked model, and is "
+                "not tracked: a replacement would begin with an empty state\n"
+                "give it to track(), too; one that another optimizer wraps by a name of its own: "
+                "track(…, base=optimizer.base_optimizer)"
+            )
+        if self._probe.looks:
+            self._look_for_writes()
+            if self._withdrawn:
+                return
         self._boundary.mark(self._snaps.state)
+        self._probe.begin_step()
         if self._first:
             self._first = False
             self._reducers.observed()
@@ -231,7 +300,7 @@ class Survivor:
             return True
         if not isinstance(error, (RuntimeError, HoldfastError, ConnectionError)):
             return False
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, (torch.OutOfMemoryError, TrackingError)):
             return False
         release = self._channel.catch_up()
         if (release is None or not release.cut) and _is_of_the_group(error):
@@ -247,6 +316,7 @@ class Survivor:
             self._boundary.rewind(self._snaps.state)
             handed = self._go_on(step=self._boundary.step, clean=not self._stepping and self._boundary.untouched())
             self._boundary.mark(self._snaps.state)
+            self._probe.begin_step()
             self._stepping = False
             self._news = {
                 "generation": self._generation,
@@ -275,6 +345,7 @@ class Survivor:
             durable=[snaps._durable_epoch, snaps._unsaved],
             seed=boundary.seed,
             orders=self._reducers.orders,
+            objects=boundary.objects.digests(),
         )
         handed = Handed.share(peers, own)
         self._reducers.connect(handed.chosen.orders)
@@ -352,6 +423,8 @@ class Own:
     seed: str
     orders: list[Order]
     """Of the gradients, by DDP module."""
+    objects: Digests
+    """Of the states of tracked objects that only their `state_dict()` is known of."""
 
 
 @dataclass(frozen=True)
@@ -367,6 +440,8 @@ class Handed:
     steps_lost: int
     same_places: bool
     """Every rank has the place that it had, in a world of the same size."""
+    objects: tuple[Digests, ...]
+    """Of the survivors that have completed the chosen step."""
 
     @classmethod
     def share(cls, peers: Peers, own: Own) -> Handed:
@@ -387,14 +462,18 @@ class Handed:
             behind=tuple(rank for rank, each in enumerate(said) if not each.clean or each.step != chosen.step),
             steps_lost=max(0, max(each.step for each in said) - chosen.step),
             same_places=all(each.step < 0 or each.before == [rank, peers.world] for rank, each in enumerate(said)),
+            objects=tuple(each.objects for each in said if each.step == chosen.step),
         )
 
     def apply(self, snaps: Snapshots, group: ProcessGroup, peers: Peers, boundary: Boundary, *, survived: bool) -> None:
         """Bring this rank to that state. Every rank calls it. `survived`: this is no replacement."""
         tracker, step = snaps._tracker, self.chosen.step
+        boundary.objects.check_world(same_places=self.same_places)
         tracker.regroup(peers.rank, peers.world)
         if self.behind:
             self._transfer(tracker, group.device, peers.rank)
+        if peers.rank in self.behind:
+            boundary.objects.follow(step, survived=survived, theirs=self.chosen.objects, survivors=self.objects)
         if survived:
             boundary.complete(step)
         snaps.state.step, snaps.state.epoch = step, self.chosen.epoch

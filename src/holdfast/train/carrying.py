@@ -1,0 +1,172 @@
+"""What `ht.survive` can carry over the loss of a rank, decided before the training function is called.
+
+Three answers: it can; it is a plain call, because of a `Why`; or the program has a mistake that would make ranks differ
+without a word, and TrackingError names it.
+
+Objects with a state that the function uses and nobody tracks are such a mistake: a replacement would begin with a new
+one, and a step that is given up would not be taken back in it. They are found by the names that the function uses: in
+its closure, among the globals, and, for a method, among the attributes of its object. What is hidden deeper is not
+found."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import types
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.protocol.board_layout import SURVIVE_VARIABLE
+from holdfast.protocol.errors import TrackingError
+from holdfast.protocol.policy import Survive
+from holdfast.train.group import ProcessGroup
+from holdfast.train.guards import GuardWarning, enabled
+from holdfast.train.own_objects import is_data, unknown_objects
+from holdfast.train.state import Tracker
+
+
+class Why(Enum):
+    """Why `ht.survive` is a plain call. The values are for the message, after "a plain call, because "."""
+
+    NO_GROUP = "there is no ht.process_group()"
+    OWN_GROUP = "the program has made the process group itself"
+    OFF = "--survive off was given"
+    NO_AGENT = "no agent of holdfast started this process"
+    SHARDED = "the model is sharded"
+    DDP_GROUP = "a DDP module has a process group of its own"
+    DATA = "a tracked object hands out data and cannot follow another number of ranks"
+
+
+@dataclass(frozen=True)
+class PlainCall:
+    """That it is one."""
+
+    why: Why
+    detail: str = ""
+    """What it is because of."""
+
+    def __str__(self) -> str:
+        return f"a plain call, because {self.why.value}{f' ({self.detail})' if self.detail else ''}"
+
+
+def surviving_mode() -> Survive:
+    """What --survive says, as far as this process knows."""
+    return Survive(os.environ.get(SURVIVE_VARIABLE) or Survive.SHRINK.value)
+
+
+def why_plain(group: ProcessGroup | None, tracker: Tracker) -> PlainCall | None:
+    """Why a loss cannot be survived; None: it can."""
+    mode = surviving_mode()
+    if group is None:
+        return PlainCall(Why.NO_GROUP)
+    if group.connection is None:
+        return PlainCall(Why.OWN_GROUP)
+    if mode is Survive.OFF:
+        return PlainCall(Why.OFF)
+    modules = [each for model in tracker.models for each in model.modules()]
+    if any(isinstance(each, DTensor) for model in tracker.models for each in (*model.parameters(), *model.buffers())):
+        return PlainCall(Why.SHARDED)
+    if any(isinstance(each, DistributedDataParallel) and _is_of_some_ranks(each) for each in modules):
+        return PlainCall(Why.DDP_GROUP)
+    data = [f"{name}: {type(each).__name__}" for name, each in unknown_objects(tracker.others).items() if is_data(each)]
+    if data and mode is not Survive.WAIT:
+        return PlainCall(
+            Why.DATA, f"{', '.join(data)}; --survive wait can carry it, and so can a method regroup(rank, world)"
+        )
+    return None
+
+
+def _is_of_some_ranks(wrapper: DistributedDataParallel) -> bool:
+    """Its gradients are exchanged in a group of the program's own, which no regroup can make again."""
+    return wrapper.process_group is not dist.distributed_c10d._get_default_group()
+
+
+# --- what the function uses -------------------------------------------------------------------------------------------
+
+
+def check_function(function: Callable[..., Any], tracker: Tracker) -> None:
+    """Raise TrackingError for an object with a state that the function uses and nobody tracks; warn of variables of
+    others that it assigns."""
+    tracked = {id(each) for each in (*tracker.models, *tracker.optimizers, *tracker.others.values())}
+    for name, each in _used(function):
+        if id(each) not in tracked and _has_a_state(each):
+            raise TrackingError(
+                f"ht.survive: {name} (a {type(each).__name__}) has a state, {_name_of(function)}() uses it, and it is "
+                f"not tracked\na step that is given up would stay in it: track({name.rpartition('.')[2]}=…)"
+            )
+    assigned = sorted(_assigned(function))
+    if assigned and enabled():
+        warnings.warn(
+            f"holdfast: {_name_of(function)}() assigns {', '.join(assigned)}, not variables of its own. "
+            "When a rank is lost the function is called again, and what a step or an epoch's end has done to it stays.\n"
+            "Keep such values in an object with state_dict() and load_state_dict(), and track that.",
+            GuardWarning,
+            stacklevel=4,
+        )
+
+
+def _has_a_state(each: Any) -> bool:
+    """Whether it is an object that changes as training goes on: a schedule, a scaler, early stopping. Not modules, of
+    which many are never trained, and not what hands out data: an evaluation's loader needs no state."""
+    if isinstance(each, (type, types.ModuleType, nn.Module)) or is_data(each):
+        return False
+    if isinstance(each, GradScaler) and not each.is_enabled():
+        return False
+    return callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))
+
+
+def _used(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """Name and value of what the function uses from outside of it."""
+    plain = inspect.unwrap(function)
+    owner = getattr(plain, "__self__", None)
+    if owner is not None and hasattr(owner, "__dict__"):
+        yield from ((f"self.{name}", each) for name, each in vars(owner).items())
+    plain = getattr(plain, "__func__", plain)
+    if not isinstance(plain, types.FunctionType):
+        return
+    for name, cell in zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:
+            continue  # assigned later
+    names = {name for code in _codes(plain.__code__) for name in code.co_names}
+    yield from ((name, plain.__globals__[name]) for name in sorted(names & plain.__globals__.keys()))
+
+
+def _assigned(function: Callable[..., Any]) -> set[str]:
+    """Variables of its surroundings that the function assigns (`nonlocal`, `global`)."""
+    import dis  # only here: it takes 5 ms to import
+
+    plain = inspect.unwrap(function)
+    plain = getattr(plain, "__func__", plain)
+    if not isinstance(plain, types.FunctionType):
+        return set()
+    shared = set(plain.__code__.co_freevars)
+    found: set[str] = set()
+    for code in _codes(plain.__code__):
+        for each in dis.get_instructions(code):
+            ours = each.opname == "STORE_DEREF" and each.argval in shared and each.argval in code.co_freevars
+            if ours or each.opname == "STORE_GLOBAL":
+                found.add(str(each.argval))
+    return found
+
+
+def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """The code of a function and of those within it."""
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _codes(constant)
+
+
+def _name_of(function: Callable[..., Any]) -> str:
+    return getattr(function, "__name__", "the training function")

@@ -1,0 +1,90 @@
+"""The state of a tracked object at one moment, as a step ended, so that it can be given back later in the same process.
+
+`state_dict()` may return the live tensors of the object, or copies. Neither is known, and to copy large tensors in
+each step would cost as much as the step. So small tensors are copied, and of large ones it is noted that they must not
+change: torch counts the changes of a tensor in place. If one has changed since, the kept state is not the state of
+that moment any more (`intact`), and the rank takes the state of another one. A write through `.data` in place is not
+counted; see probe.py.
+
+Knows nothing of ranks and steps.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+SMALL_BYTES = 16 << 10
+"""A tensor of at most this size is copied."""
+_PLAIN = (type(None), bool, int, float, complex, str, bytes)
+
+
+class Watched:
+    """Tensors, and whether they have changed since `note`: by torch's count of changes in place, and by where their
+    memory is, which `tensor.data = other` changes."""
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._tensors = list(tensors)
+        self._noted: list[tuple[int, int]] = []
+
+    def note(self) -> None:
+        """What they are now is what they should be."""
+        self._noted = self._now()
+
+    def intact(self) -> bool:
+        """Whether nothing has changed them since `note`."""
+        return self._noted == self._now()
+
+    def _now(self) -> list[tuple[int, int]]:
+        # A tensor made in inference mode has no count of changes, and nothing may change it in place outside of it.
+        return [(0 if each.is_inference() else each._version, each.data_ptr()) for each in self._tensors]
+
+
+class Kept:
+    """One state."""
+
+    def __init__(self, state: Any) -> None:
+        """`state`: what `state_dict()` returned."""
+        large: list[torch.Tensor] = []
+        self._tree = _kept(state, large)
+        self._watched = Watched(large)
+        self._watched.note()
+
+    def intact(self) -> bool:
+        """Whether `state` is still that of the moment."""
+        return self._watched.intact()
+
+    @property
+    def state(self) -> Any:
+        """For `load_state_dict()`. The receiver may change it: no part of it is shared with this object but large
+        tensors."""
+        return _kept(self._tree, [])
+
+
+def _kept(value: Any, large: list[torch.Tensor]) -> Any:
+    """A copy of this tree that shares its large tensors, which are added to `large`."""
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if isinstance(value, torch.Tensor):
+        if value.nbytes <= SMALL_BYTES:
+            return value.detach().clone()
+        large.append(value)
+        return value
+    if kind is dict:
+        return {key: _kept(each, large) for key, each in value.items()}
+    if kind is list:
+        return [_kept(each, large) for each in value]
+    if kind is tuple:
+        return tuple(_kept(each, large) for each in value)
+    if _is_array(value):
+        return value.copy()
+    return copy.deepcopy(value)
+
+
+def _is_array(value: Any) -> bool:
+    return "numpy" in sys.modules and isinstance(value, sys.modules["numpy"].ndarray)

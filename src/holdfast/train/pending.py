@@ -1,0 +1,72 @@
+"""Whether `snaps.step()` ends an optimizer step, or only one of several batches whose gradients are still pending.
+
+The caller's `snaps.step()` is the truth: what it counts is complete and may be saved. There is one exception. While
+gradients wait for the rest of their optimizer step, the state alone is not enough to go on from: the gradients would be
+lost. So nothing is saved then; what was due is saved after the optimizer has stepped.
+
+Gradients are known to be pending in the middle of `ht.accumulate`. A script that accumulates by hand does not say so.
+For it, torch's hooks are looked at: no optimizer has stepped since the last call, and gradients are there. Hooks are
+evidence and no more: the `step()` of an optimizer that is replayed from a CUDA graph, or that is stepped by another
+optimizer, runs no hook. After CALLS_MAX calls without any hook the caller is believed, and one warning says so."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch.optim import Optimizer
+
+from holdfast.train.accumulation import unfinished_micro_batches
+
+CALLS_MAX = 10
+"""Calls of `snaps.step()` with gradients and without an optimizer's step, in a row. A script that accumulates more
+batches than this by hand gets the warning, too; from its first optimizer step on its batches are recognised."""
+
+
+class PendingGradients:
+    """One rank's knowledge of the optimizers that it tracks."""
+
+    def __init__(self) -> None:
+        self.stepped = False
+        """A tracked optimizer has stepped since the last call of `at_step`."""
+        self._optimizers: list[Optimizer] = []
+        self._silent_calls = 0
+        self._micro_batches: dict[int, int] = {}
+        """Of unfinished steps, at the last call of `at_step`."""
+
+    def watch(self, optimizer: Optimizer) -> None:
+        """Look at this optimizer's steps and gradients."""
+        self._optimizers.append(optimizer)
+        optimizer.register_step_post_hook(self._note)
+
+    def _note(self, *_: object) -> None:
+        self.stepped = True
+        self._silent_calls = 0
+
+    def at_step(self) -> bool:
+        """`snaps.step()` was called. Returns whether gradients are pending."""
+        stepped, self.stepped = self.stepped, False
+        before, self._micro_batches = self._micro_batches, unfinished_micro_batches()
+        # A model that has the same number again is not trained any more. Its unfinished step holds up no save.
+        if any(before.get(model) != begun for model, begun in self._micro_batches.items()):
+            return True
+        if stepped or not self._has_gradients():
+            return False
+        self._silent_calls += 1
+        if self._silent_calls == CALLS_MAX:
+            _warn()
+        return self._silent_calls < CALLS_MAX
+
+    def _has_gradients(self) -> bool:
+        # An optimizer that was skipped, as by a GradScaler, or one without hooks, leaves none after zero_grad().
+        groups = (group for optimizer in self._optimizers for group in optimizer.param_groups)
+        return any(parameter.grad is not None for group in groups for parameter in group["params"])
+
+
+def _warn() -> None:
+    warnings.warn(
+        f"holdfast: snaps.step() was called {CALLS_MAX} times, gradients are there, and no tracked optimizer has "
+        "stepped. Each call counts as a complete step from here on, and is saved as one.\n"
+        "If several calls make one optimizer step, use ht.accumulate, or call snaps.step() once for all of them.",
+        RuntimeWarning,
+        stacklevel=4,
+    )
