@@ -52,6 +52,7 @@ def snapshots(accelerator: Any, folder: str | os.PathLike[str], **options: Any) 
     }
     snaps = Snapshots(folder, **options)
     snaps.track(**{f"{kind}{number or ''}": each for kind, all_ in found.items() for number, each in enumerate(all_)})
+    snaps._position_is_kept()
     return snaps
 
 

@@ -60,6 +60,7 @@ class SnapshotsCallback(Callback):  # type: ignore[misc] # Lightning is not foll
             loops=self._loops,
             **{f"averages{number}": each for number, each in enumerate(_averages(trainer))},
         )
+        snaps._position_is_kept()
         self._random = random_state() if snaps.resume() is not None else None
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

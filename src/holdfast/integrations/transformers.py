@@ -62,6 +62,7 @@ class HoldfastCallback(TrainerCallback):  # type: ignore[misc]
             trainer=progress,
             **({} if scaler is None else {"scaler": scaler}),
         )
+        snaps._position_is_kept()
         self._pending, self._metrics, self._random = False, {}, None
         if snaps.resume() is not None:
             self._random = random_state() if progress.inside_epoch else None

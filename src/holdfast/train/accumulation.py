@@ -15,6 +15,7 @@ step again in smaller micro-batches. The price: the exchange does not overlap wi
 from __future__ import annotations
 
 import contextlib
+import functools
 import traceback
 import warnings
 import weakref
@@ -26,6 +27,8 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.protocol.errors import ProcessGroupError
 from holdfast.train.boundary import Buffers
@@ -75,6 +78,8 @@ class _Accumulation:
     def __init__(self, model: nn.Module) -> None:
         self.done = 0
         """Micro-batches of this optimizer step that are done."""
+        self.count = 1
+        """Micro-batches of this optimizer step, done or not."""
         self.begun = 0
         """Micro-batches of all optimizer steps."""
         plain = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
@@ -152,6 +157,7 @@ class _Accumulation:
         if maker is not None and self._is_begun_again(maker, number) and (model := self._model()) is not None:
             model.zero_grad()  # the gradients so far are those of micro-batches that come again
         loader: Any = maker if getattr(maker, "shrinks_on_oom", False) else None
+        self.count = every
         if number == 0:
             self._sum, self._weight, self._exchange = None, 0.0, None
             self._careful = None if loader is None else self._be_careful()
@@ -316,6 +322,27 @@ _accumulations: weakref.WeakKeyDictionary[nn.Module, _Accumulation] = weakref.We
 attribute."""
 
 
+@functools.cache
+def _watch_optimizers() -> None:
+    register_optimizer_step_pre_hook(_refuse_early_step)
+
+
+def _refuse_early_step(optimizer: Optimizer, *_: Any) -> None:
+    """An optimizer steps in the middle of its optimizer step: `if micro.last:` was forgotten. With one micro-batch this
+    does no harm; with more, as after the loss of a rank, it would step with gradients that were not exchanged, and the
+    ranks' weights would differ from then on."""
+    if not any(each.done for each in _accumulations.values()):
+        return
+    stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
+    for model, each in _accumulations.items():
+        if each.done and any(id(parameter) in stepped for parameter in model.parameters()):
+            raise ProcessGroupError(
+                f"the optimizer steps after micro-batch {each.done} of {each.count} of ht.accumulate: gradients would "
+                "be lost, and the ranks' weights would differ\n"
+                "step it after the last one: `if micro.last: optimizer.step()`"
+            )
+
+
 @contextlib.contextmanager
 def accumulate(model: nn.Module, every: int | HasShare | None = None) -> Iterator[MicroBatch]:
     """One micro-batch: scales its loss, and lets gradients be exchanged only in the last one of an optimizer step.
@@ -336,6 +363,8 @@ def accumulate(model: nn.Module, every: int | HasShare | None = None) -> Iterato
     """
     accumulation = _accumulations.get(model)
     if accumulation is None:
+        if not _accumulations:
+            _watch_optimizers()
         accumulation = _accumulations[model] = _Accumulation(model)
     watch(model)
     with accumulation.micro_batch(*_place(accumulation, every)) as micro:

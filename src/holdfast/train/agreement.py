@@ -160,6 +160,8 @@ class Schedule:
         self._every_steps = every.count if isinstance(every, Steps) else None
         self._timed = every is not None and not isinstance(every, Steps)
         self._memory_every = memory_every
+        self.within_epochs = every is not None or memory_every is not None
+        """Whether states are saved in the middle of epochs."""
         self.look_at = 1
         """The next step at which rank 0 is asked."""
         self.durable_step = 0

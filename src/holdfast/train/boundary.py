@@ -143,6 +143,10 @@ class Boundary:
             return False
         return True
 
+    def random_digests(self) -> dict[str, str]:
+        """Of the generators' states at that moment, by name."""
+        return self._random.by_generator()
+
     @property
     def seed(self) -> str:
         """A digest of torch's random numbers, from which the ranks of another world get theirs."""

@@ -107,7 +107,7 @@ def check_function(function: Callable[..., Any], tracker: Tracker) -> None:
     if assigned and enabled():
         warnings.warn(
             f"holdfast: {_name_of(function)}() assigns {', '.join(assigned)}, not variables of its own. "
-            "When a rank is lost the function is called again, and what a step or an epoch's end has done to it stays.\n"
+            "When a rank is lost the function is called again, and what the step that is given up did to it stays.\n"
             "Keep such values in an object with state_dict() and load_state_dict(), and track that.",
             GuardWarning,
             stacklevel=4,

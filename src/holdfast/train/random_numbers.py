@@ -12,7 +12,7 @@ import os
 import random
 import struct
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -59,6 +59,17 @@ class RandomNumbers:
         if self._may_use_cuda:
             self._read_cuda()
         return (self.of_torch.state(), self._rest, self._cuda)
+
+    def by_generator(self) -> dict[str, str]:
+        """A digest of the state of each generator at the last `read`, with the names that snapshots use."""
+        of_torch, rest, cuda = self.states
+        parts = {
+            "torch": of_torch,
+            "python": rest[: PythonsGenerator.STATE.size],
+            "numpy": rest[PythonsGenerator.STATE.size :],
+            "cuda": cuda,
+        }
+        return {name: hashlib.sha256(part).hexdigest()[:16] for name, part in parts.items()}
 
     def _changed(self, seen: list[object]) -> None:
         self._drawn |= bool(self._seen)
@@ -351,10 +362,26 @@ def set_random_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state(torch.frombuffer(bytearray(state["cuda"]), dtype=torch.uint8))
 
 
-def seed_random(common: bytes, rank: int, world: int) -> None:
-    """Seed the random generators in another world: each rank gets a seed of its own from bytes that all ranks have."""
-    seed = hashlib.sha256(common + f"/{rank}/{world}".encode()).digest()
-    random.seed(seed)
-    torch.manual_seed(int.from_bytes(seed[:7], "little"))
+def equal_parts(states: Sequence[Mapping[str, Any]]) -> frozenset[str]:
+    """Names of the generators that are in the same state in all of these, which are of all ranks: the program draws the
+    same numbers from them on every rank. Empty for one rank alone."""
+    if len(states) < 2:
+        return frozenset()
+    return frozenset(name for name in states[0] if all(each.get(name) == states[0][name] for each in states))
+
+
+def seed_random(common: bytes, rank: int, world: int, equal: Collection[str] = ()) -> None:
+    """Seed the random generators in another world, from bytes that all ranks have: each rank gets a seed of its own,
+    and the same one for the generators that are `equal` on all ranks."""
+
+    def seed(name: str) -> bytes:
+        place = "" if name in equal else f"/{rank}"
+        return hashlib.sha256(common + f"{place}/{world}".encode()).digest()
+
+    random.seed(seed("python"))
+    # One call seeds the generators of the CPU and of the GPUs.
+    torch.manual_seed(int.from_bytes(seed("torch")[:7], "little"))
+    if torch.cuda.is_initialized():
+        torch.cuda.manual_seed(int.from_bytes(seed("cuda")[:7], "little"))
     if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(list(seed))
+        sys.modules["numpy"].random.seed(list(seed("numpy")))

@@ -40,6 +40,7 @@ from holdfast.train.agreement import Peers
 from holdfast.train.buckets import Order
 from holdfast.train.copies import Copies, Sources
 from holdfast.train.quarantine import Judged, Patience, end_without_progress, judged
+from holdfast.train.random_numbers import seed_random
 from holdfast.train.reading import ReadPlan, Saved, opened, parts_of_slot
 from holdfast.train.state import Restored, Tracker
 from holdfast.train.tracked import Choice, Compared, Fit, Targets, together
@@ -381,7 +382,7 @@ class Resumer:
     # --- both ---------------------------------------------------------------------------------------------------------
 
     def _compare(self, saved: Saved) -> tuple[Saved, Compared]:
-        return saved, self.tracker.compare(saved, self.peers.rank, self.choice)
+        return saved, self.tracker.compare(saved, self.peers.rank, self.choice, self.peers.world)
 
     def _prepare(self, saved: Saved, fit: Fit) -> tuple[ReadPlan, Targets]:
         targets = self.tracker.targets(saved, self.peers.rank, fit)
@@ -394,6 +395,12 @@ class Resumer:
     def _resumed(self, step: int, source: Literal["memory", "disk"], restored: Restored, fit: Fit) -> Resumed:
         """An optional object that refused its state on some rank keeps its initial state on all."""
         self._orders = restored.orders
+        if restored.seed:
+            # In memory a rank may see the states of some ranks alone: all have to use the same.
+            said = self.peers.share([restored.seed, restored.equal])
+            known = [set(equal) for _, equal in said if equal is not None]
+            equal = set.intersection(*known) if known else set()
+            seed_random(said[0][0].encode(), self.peers.rank, self.peers.world, equal)
         refused: dict[str, str] = {}
         for each in self.peers.share(restored.refused) if fit.optional else ():
             refused = {**each, **refused}

@@ -48,6 +48,7 @@ from holdfast.train.resuming import Resumed, Resumer, TakenFolder, take_folder
 from holdfast.train.save import Pruner, Saving
 from holdfast.train.state import Tracker, TrainState
 from holdfast.train.tracked import Choice
+from holdfast.train.untracked_data import UntrackedData
 from holdfast.worker.regroup import is_replacement
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ class Snapshots:
         self._used = False
         """step() or save() was called."""
         self._pending = PendingGradients()
+        self._untracked: UntrackedData | None = None
         self._beat: Callable[[], object] | None = getattr(worker, "beat", None)
         self._metrics: dict[str, Any] = {}
         self._peers: Peers | None = None
@@ -169,7 +171,18 @@ class Snapshots:
         self._tracker.add(objects)
         for optimizer in self._tracker.optimizers[before:]:
             self._pending.watch(optimizer)
+        if self._untracked is None and self._schedule.within_epochs:
+            self._untracked = UntrackedData(self._tracker.others.values)
         return self.state
+
+    def _position_is_kept(self) -> None:
+        """A trainer skips the batches that are trained: its loader need not be tracked."""
+        self._look_at_no_data()
+        self._schedule.within_epochs = False
+
+    def _look_at_no_data(self) -> None:
+        if self._untracked is not None:
+            self._untracked.stop()
 
     # --- going on -----------------------------------------------------------------------------------------------------
 
@@ -343,6 +356,8 @@ class Snapshots:
             self._life.step(self.state.step, metrics)
         if self._pending.at_step():
             return
+        if self._untracked is not None and self._untracked.at_step():
+            self._note_untracked_data()
         while self._until_first_step:  # not by the hook itself: torch is iterating over its hooks then
             self._until_first_step.pop()()
         if self._survivor is not None:
@@ -353,6 +368,19 @@ class Snapshots:
             self._drain(saving)
             return
         self._save_if_due(saving)
+
+    def _note_untracked_data(self) -> None:
+        if self._survivor is not None:
+            self._survivor.withdraw("the training loop is over a loader that is not tracked")
+        if self._peers is not None and self._peers.rank == 0:
+            warnings.warn(
+                "holdfast: the training loop is over a torch DataLoader that is not tracked: a resume within an epoch "
+                "begins the epoch again, and trains its first samples twice.\n"
+                "Take ht.DataLoader, or track ht.DistributedSampler; or save between epochs only: every=None, "
+                "memory_every=None and state.epochs(…, save=True).",
+                RuntimeWarning,
+                stacklevel=3,
+            )
 
     def _save_if_due(self, saving: Saving) -> None:
         step, schedule = self.state.step, self._schedule
@@ -434,6 +462,7 @@ class Snapshots:
         if self._closed or self._is_child_s:
             return
         self._closed = True
+        self._look_at_no_data()
         atexit.unregister(self._at_exit)
         if self._pending.stepped and not self._used:
             warnings.warn(
@@ -471,6 +500,7 @@ class Snapshots:
         if self._life is not None and error is not None:
             self._life.failed(error, self.state.step)
         self._closed = True
+        self._look_at_no_data()
         atexit.unregister(self._at_exit)
         if self._current_tier is not None:
             self._current_tier.close(ahead=True)

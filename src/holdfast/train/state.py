@@ -29,7 +29,8 @@ from holdfast import worker
 from holdfast.protocol.errors import ShardingError, TrackingError
 from holdfast.train import state_codec as codec
 from holdfast.train.buckets import Order, Reducers
-from holdfast.train.random_numbers import random_state, seed_random, set_random_state
+from holdfast.train.own_objects import is_data
+from holdfast.train.random_numbers import equal_parts, random_state, set_random_state
 from holdfast.train.reading import Saved
 from holdfast.train.sharding import OWN, TIED
 from holdfast.train.tracked import Choice, Compared, Fit, Shared, Targets, TrackedModel, TrackedOptimizer, check_tied
@@ -63,6 +64,11 @@ class Restored:
     """States that optional objects had."""
     orders: list[Order] = field(default_factory=list)
     """Of the gradients, by DDP module; empty: the snapshot does not tell."""
+    seed: str = ""
+    """From which the random numbers of another world are made; empty: in a world of the same size they are restored."""
+    equal: list[str] | None = None
+    """The random generators that were in the same state on all ranks whose states are here; None: those of one rank
+    are."""
 
 
 @dataclass
@@ -311,8 +317,9 @@ class Tracker:
             **{name: type(each).__name__ for name, each in self.others.items()},
         }
 
-    def compare(self, saved: Saved, rank: int, choice: Choice) -> Compared:
-        """How the snapshot fits the tracked objects: input of `tracked.together`."""
+    def compare(self, saved: Saved, rank: int, choice: Choice, world: int = 0) -> Compared:
+        """How the snapshot fits the tracked objects: input of `tracked.together`. `world`: number of ranks that it is
+        restored on; 0: each rank gets the state of a rank in its place."""
         text = _text_of(saved, rank)
         there = {name for part in ("models", "optimizers", "others") for name in text[part]}
         whole = choice.only is None or text.get("only") == sorted(choice.only)
@@ -331,7 +338,19 @@ class Tracker:
             was, kind = kinds.get(name), type(each).__name__
             if name in wanted & there and was not in (None, kind) and choice.strict:
                 found.problems[name] = f"{name} is a {kind} now, and a {was} in the snapshot"
+            elif name in wanted & there and world and is_data(each) and not callable(getattr(each, "regroup", None)):
+                self._compare_data(name, codec.expect(text.get("world"), int, "world"), world, found)
         return found
+
+    def _compare_data(self, name: str, world_then: int, world: int, found: Compared) -> None:
+        """Data of a class that we do not know, with a position of each rank: in another world nobody knows which
+        samples are left. Also where all positions are equal: each may count the samples of its rank."""
+        if world != world_then:
+            found.problems[name] = (
+                f"{name} has a position for each of {world_then} ranks, and there are {world} now: samples would be "
+                "lost and repeated. Give it a method regroup(rank, world), take ht.DataLoader, or begin its epoch again: "
+                f"resume(optional=['{name}'])"
+            )
 
     def targets(self, saved: Saved, rank: int, fit: Fit) -> Targets:
         """The shared tensors to fill before `restore`."""
@@ -378,7 +397,8 @@ class Tracker:
         if world == world_then:
             set_random_state(drawn)
         else:
-            seed_random(drawn["torch"], rank, world)
+            done.seed = text["random"]["torch"]["$bytes"]
+            done.equal = sorted(equal_parts([each["random"] for each in saved.texts])) if len(saved.texts) > 1 else None
         return done
 
     def put_back(self, name: str, done: Restored) -> None:

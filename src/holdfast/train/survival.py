@@ -53,9 +53,10 @@ from holdfast.train.boundary import Boundary, noted_forward
 from holdfast.train.buckets import Order
 from holdfast.train.carrying import PlainCall, Why, check_function, surviving_mode, why_plain
 from holdfast.train.group import ProcessGroup, open_group, regroup
+from holdfast.train.mistakes import SharedFacts
 from holdfast.train.own_objects import Digests
 from holdfast.train.probe import Probe
-from holdfast.train.random_numbers import seed_random
+from holdfast.train.random_numbers import equal_parts, seed_random
 from holdfast.train.reading import Saved, parts_of_slot
 from holdfast.train.save import image
 from holdfast.train.state import Tracker
@@ -72,6 +73,8 @@ T = TypeVar("T")
 NEWS_S = 5.0
 """After an error of the process group: how long to wait for the news that a rank was lost. Without it the error is the
 program's own."""
+COMPARE_STEPS_MAX = 20
+"""By this step of a generation the ranks' random numbers are compared. If not, they are taken to be each rank's own."""
 STOP_S = 60.0
 """After this rank has refused to go on: how long it waits to be stopped."""
 
@@ -166,6 +169,12 @@ class Survivor:
         """This is a replacement that has joined, and its training function was not called yet."""
         self._withdrawn = False
         """A loss is not survived any more."""
+        self._equal: list[str] | None = None
+        """The random generators from which all ranks draw the same numbers; None: not known yet."""
+        self._facts: SharedFacts | None = None
+        """For the ranks' digests of their generators, after the first step of a generation."""
+        self._steps = 0
+        """Done in this generation."""
 
     def run(self, train: Callable[[], T]) -> T:
         """Call the function until it returns, or raises an exception that is not the consequence of a loss."""
@@ -201,7 +210,7 @@ class Survivor:
                     module.training = mode
 
     def _begin(self) -> None:
-        self._first = True
+        self._first, self._steps, self._facts = True, 0, None
         self._reducers.observe()
         self._channel.train(self._cut, lambda: not self._stepping, Released)
         self._channel.say("able", generation=self._generation)
@@ -233,12 +242,12 @@ class Survivor:
     def _look_for_writes(self) -> None:
         """Whether the program has changed parameters in a way that nobody notices: see probe.py."""
         if not self._stepping and self._boundary.untouched() and self._probe.changed():
-            self._withdraw(
+            self.withdraw(
                 "the program changes parameters through .data, or in a CUDA graph, which cannot be noticed when a step "
                 "is interrupted"
             )
 
-    def _withdraw(self, why: str) -> None:
+    def withdraw(self, why: str) -> None:
         """From here on this is a plain call."""
         if self._group.rank == 0:
             sys.stderr.write(f"holdfast: ht.survive: {why}; if a rank is lost, all are started again\n")
@@ -261,6 +270,8 @@ class Survivor:
                 return
         self._boundary.mark(self._snaps.state)
         self._probe.begin_step()
+        if self._equal is None:
+            self._compare_random()
         if self._first:
             self._first = False
             self._reducers.observed()
@@ -269,6 +280,18 @@ class Survivor:
         release = self._channel.released
         if release is not None and release.cut:
             raise Released
+
+    def _compare_random(self) -> None:
+        """Find out which generators are equal on all ranks: of the state after a generation's first step, which is the
+        same step on all. Waits for nobody."""
+        self._steps += 1
+        if self._steps == 1:
+            self._facts = SharedFacts(self._group.rank, self._group.world, self._group.store)
+            self._facts.post("random", self._boundary.random_digests())
+        elif self._facts is not None and (found := self._facts.posted("random")) is not None:
+            self._equal = sorted(equal_parts(found))
+        elif self._steps == COMPARE_STEPS_MAX:
+            self._equal = []
 
     def _at_safe_point(self) -> None:
         """All ranks were asked to stop after this step. Raises Released when they only regroup."""
@@ -346,8 +369,10 @@ class Survivor:
             seed=boundary.seed,
             orders=self._reducers.orders,
             objects=boundary.objects.digests(),
+            equal=self._equal,
         )
         handed = Handed.share(peers, own)
+        self._equal = handed.chosen.equal
         self._reducers.connect(handed.chosen.orders)
         handed.apply(snaps, self._group, peers, boundary, survived=step >= 0)
         snaps._go_on(peers, self._generation, handed.chosen.schedule, handed.chosen.durable)
@@ -425,6 +450,8 @@ class Own:
     """Of the gradients, by DDP module."""
     objects: Digests
     """Of the states of tracked objects that only their `state_dict()` is known of."""
+    equal: list[str] | None
+    """The random generators from which all ranks draw the same numbers; None: not known."""
 
 
 @dataclass(frozen=True)
@@ -479,7 +506,7 @@ class Handed:
         snaps.state.step, snaps.state.epoch = step, self.chosen.epoch
         tracker.set_positions(self.chosen.positions)
         if not (self.same_places and boundary.restore_random(step, survived=survived)):
-            seed_random(self.chosen.seed.encode(), peers.rank, peers.world)
+            seed_random(self.chosen.seed.encode(), peers.rank, peers.world, self.chosen.equal or ())
 
     def _transfer(self, tracker: Tracker, device: torch.device, rank: int) -> None:
         on = device if "nccl" in dist.get_backend() else torch.device("cpu")

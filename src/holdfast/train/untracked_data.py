@@ -1,0 +1,114 @@
+"""Training on a torch DataLoader that nobody tracks.
+
+Its position is in no snapshot. A resume in the middle of an epoch, and a loss in `ht.survive`, begin the epoch again:
+the first samples are trained twice. torch has no hook for that, so its `DataLoader.__iter__` is replaced by one that
+counts the batches it hands out, from `track()` until it is known what the training loop is over.
+
+A loop over a loader takes the same number of batches between two calls of `snaps.step()`. An evaluation takes many at
+once, and none for a long time.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import weakref
+from collections.abc import Callable, Collection, Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from holdfast.train.data.datasets import Seeded
+from holdfast.train.guards import replaced
+
+STEPS = 3
+"""So many times in a row the same number of batches was taken between two steps: that is the training loop."""
+LOOKS_MAX = 200
+"""Steps after which nobody looks any more: the loop is over something else."""
+
+
+class _Counted:
+    """An iterator of torch's loader that counts its batches."""
+
+    def __init__(self, loader: Any, batches: Any) -> None:
+        self.loader = weakref.ref(loader)
+        self.taken = 0
+        self.seen = self.gap = self.alike = 0
+        """Batches at the last step, batches between the last two, and how often in a row that was the same number."""
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        batch = next(self._batches)
+        self.taken += 1
+        return batch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._batches, name)
+
+    def __len__(self) -> int:
+        return len(self._batches)
+
+    def is_in_step(self) -> bool:
+        """A step is complete. Whether the loop is over this iterator."""
+        gap, self.seen = self.taken - self.seen, self.taken
+        self.alike = self.alike + 1 if gap and gap == self.gap else int(gap > 0)
+        self.gap = gap
+        return self.alike >= STEPS
+
+
+class UntrackedData:
+    """Looks at the first steps of a training."""
+
+    def __init__(self, tracked: Callable[[], Collection[Any]]) -> None:
+        """`tracked`: the objects that are tracked."""
+        self._tracked = tracked
+        self._live: weakref.WeakSet[_Counted] = weakref.WeakSet()
+        self._looks = 0
+        self._hooks = contextlib.ExitStack()
+        begin = DataLoader.__iter__
+        note = weakref.WeakMethod(self._note)
+
+        @functools.wraps(begin)
+        def counted(loader: Any) -> Iterator[Any]:
+            batches = begin(loader)
+            # Loaders of ours are torch's within, and keep their position.
+            noted = note()
+            return batches if noted is None or isinstance(loader.dataset, Seeded) else noted(loader, batches)
+
+        self._hooks.enter_context(replaced(DataLoader, __iter__=counted))
+
+    def _note(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+        counted = _Counted(loader, batches)
+        self._live.add(counted)
+        return counted
+
+    def at_step(self) -> bool:
+        """A step is complete. True once: the loop is over a loader that is not tracked."""
+        if self._looks >= LOOKS_MAX:
+            return False
+        self._looks += 1
+        found = [each.loader() for each in list(self._live) if each.is_in_step()]
+        loader = next((each for each in found if each is not None), None)
+        if loader is not None or self._looks == LOOKS_MAX:
+            self.stop()
+        return loader is not None and not self._is_tracked(loader)
+
+    def _is_tracked(self, loader: Any) -> bool:
+        """Itself, or what it draws its samples from."""
+        parts = (
+            loader,
+            loader.dataset,
+            loader.sampler,
+            loader.batch_sampler,
+            getattr(loader.batch_sampler, "sampler", None),
+        )
+        tracked = {id(each) for each in self._tracked()}
+        return any(id(each) in tracked for each in parts if each is not None)
+
+    def stop(self) -> None:
+        """Put torch's own function back."""
+        self._looks = LOOKS_MAX
+        self._hooks.close()
