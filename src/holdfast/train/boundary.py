@@ -101,6 +101,8 @@ class Boundary:
         if self._record is not None:
             # Micro-batches are counted, too; of an optimizer step the last one counts.
             self._record.write(self._tracker.state.step + 1, self._random.now(), complete=False)
+        if self.objects.any:
+            self.objects.forward_done(self._tracker.state.step + 1)
 
     def rewind(self, state: TrainState) -> None:
         """Go back to that moment."""

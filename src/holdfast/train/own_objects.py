@@ -6,9 +6,13 @@ or each rank's own, as the position in a stream. Nobody says which. So each rank
 outlives the process (`_Record`): a replacement on this node goes on with those of the rank that it replaces, whichever
 kind they are.
 
-A rank that is one step behind the others has no state of its own for their step. Where its last state was equal to
-theirs of that step it takes theirs; otherwise what it had when it was interrupted, in the step that the others
-completed.
+A rank may have no state for the step from which all go on: it was interrupted, or lost, before it came to the end of
+that step, and others completed it. Then
+
+- data were handed out before the forward pass: their position when the rank was interrupted, or as it was written down
+  after its forward pass, is right
+- an object that was equal on all ranks before is taken from a rank that has completed the step
+- any other object has a state that nobody knows: all ranks are started again
 
 Objects that can be iterated are data. Where they have no `regroup(rank, world)` they have a position for one rank of a
 world of one size, so they cannot go on in another one.
@@ -22,8 +26,8 @@ import hashlib
 import os
 import struct
 import zlib
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -71,25 +75,26 @@ class OwnObjects:
         """States when the rank was interrupted."""
         self._digests: Digests = {}
         self._record = _Record.at(place) if self.any else None
-
-    @property
-    def data(self) -> list[str]:
-        """Names of those that hand out data, and cannot follow another world."""
-        return [name for name, each in self._objects.items() if is_data(each)]
+        self._data = [name for name, each in self._objects.items() if is_data(each)]
 
     def mark(self, step: int) -> None:
         """This step is complete."""
         states = {name: each.state_dict() for name, each in self._objects.items()}
         self._kept = {name: Kept(state) for name, state in states.items()}
         texts = _texts(states)
-        follows = step == self._step + 1
+        before = self._digests if step == self._step + 1 else {}
         self._digests = {
-            name: [digest, self._digests.get(name, [""])[0] if follows else ""]
-            for name, digest in ((name, _digest(texts.get(name))) for name in states)
+            name: [_digest(texts[name]) if name in texts else "", before.get(name, [""])[0]] for name in states
         }
         self._step = step
         if self._record is not None:
-            self._record.write(step, texts if len(texts) == len(states) else None)
+            self._record.write(step, texts, complete=True)
+
+    def forward_done(self, step: int) -> None:
+        """A forward pass of this step is done: what it needed of the data was handed out."""
+        if self._record is not None and self._data:
+            states = {name: self._objects[name].state_dict() for name in self._data}
+            self._record.write(step, _texts(states), complete=False)
 
     def intact(self) -> bool:
         """Whether the kept states are still those of that moment."""
@@ -107,35 +112,43 @@ class OwnObjects:
 
     def check_world(self, *, same_places: bool) -> None:
         """Raises ProcessGroupError where data cannot follow into the world of this size."""
-        if not same_places and self.data:
+        if not same_places and self._data:
             raise ProcessGroupError(
-                f"{', '.join(self.data)} cannot follow into a world of another size: its position is that of one rank\n"
+                f"{', '.join(self._data)} cannot follow into a world of another size, with a position of one rank\n"
                 "give it a method regroup(rank, world), or take ht.DataLoader"
             )
 
-    def follow(self, step: int, *, survived: bool, theirs: Digests, survivors: Sequence[Digests]) -> None:
+    def follow(
+        self, step: int, *, survived: bool, theirs: Digests, survivors: Sequence[Digests], alike: Collection[str]
+    ) -> None:
         """This rank has taken the source's states for this step: it gets its own back where it has own ones.
 
-        `theirs`: the source's digests; `survivors`: those of all ranks that have completed this step. Raises
-        ProcessGroupError where nobody knows a state."""
-        recorded = None if survived or self._record is None else self._record.read(step)
+        `theirs`: the source's digests; `survivors`: those of all ranks that have completed this step; `alike`: objects
+        that were equal on all ranks when these were compared. Raises ProcessGroupError where nobody knows a state."""
+        recorded = {} if survived or self._record is None else self._record.read(step)
+        before = {} if survived or self._record is None else self._record.read(step - 1)
         for name, each in self._objects.items():
+            own: Any = None
             if survived and step == self._step and self._kept[name].intact():
-                each.load_state_dict(self._kept[name].state)
-            elif survived and step == self._step + 1:
-                before = theirs.get(name, ["", ""])[1]
-                if is_data(each) or self._digests[name][0] != before:
-                    each.load_state_dict(self._interrupted[name].state)
-            elif recorded is not None and name in recorded:
-                each.load_state_dict(recorded[name])
-            elif is_data(each) or len({digests.get(name, [""])[0] for digests in survivors}) > 1:
-                raise ProcessGroupError(
-                    f"{name} has a state of its own on each rank, and that of the lost rank is lost"
-                )
+                own = self._kept[name].state
+            elif survived and step == self._step + 1 and name in self._data:
+                own = self._interrupted[name].state
+            elif name in recorded:
+                own = recorded[name].state
+            if own is not None:
+                each.load_state_dict(own)
+                continue
+            if survived and step == self._step + 1:
+                last = self._digests[name][0]
+            else:
+                last = before[name].digest if name in before else ""
+            were_equal = name not in self._data and (last == theirs[name][1] if last else name in alike)
+            if not were_equal or len({digests[name][0] for digests in survivors}) > 1:
+                raise ProcessGroupError(f"{name} has a state of its own on each rank, and nobody has that of this rank")
 
 
-def _digest(text: bytes | None) -> str:
-    return "" if text is None else hashlib.sha256(text).hexdigest()[:16]
+def _digest(text: bytes) -> str:
+    return hashlib.sha256(text).hexdigest()[:16]
 
 
 # --- states as bytes --------------------------------------------------------------------------------------------------
@@ -173,6 +186,13 @@ def _state_of(packed: Sequence[Any]) -> Any:
     return codec.decode(tree, lambda key: _unpacked(tensors[key]))
 
 
+class _Recorded(NamedTuple):
+    """One state, as it was found."""
+
+    digest: str
+    state: Any
+
+
 class _Record:
     """The states after each of the last RECORDS steps, in files in memory."""
 
@@ -182,7 +202,8 @@ class _Record:
     def __init__(self, paths: Sequence[str]) -> None:
         self._files = [os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for path in paths]
         self._newest = -1
-        self._number = 0
+        self._number, self._complete = 0, True
+        """Where the newest one is, and whether its step is complete."""
 
     @classmethod
     def at(cls, place: str) -> _Record | None:
@@ -193,32 +214,34 @@ class _Record:
                 return cls([os.path.join(place, f"{rank}.objects.{number}") for number in range(RECORDS)])
         return None
 
-    def write(self, step: int, texts: Mapping[str, bytes] | None) -> None:
-        """`texts`: None: they are too large."""
-        if step <= self._newest:  # the job went back: what was done since then is no longer true
+    def write(self, step: int, texts: Mapping[str, bytes], *, complete: bool) -> None:
+        """What is written for a step that is not complete the next call replaces."""
+        if step < self._newest or (step == self._newest and self._complete):
+            # The job went back: what was done since then is no longer true.
             for file in self._files:
                 if self._step_of(file) >= step:
                     os.pwrite(file, bytes(self.HEAD.size), 0)
-        self._newest = step
-        self._number = (self._number + 1) % RECORDS
-        file = self._files[self._number]
-        body = b"" if texts is None else codec.dumps({name: msgspec.Raw(text) for name, text in texts.items()})
-        head = self.HEAD.pack(0 if texts is None else step + 1, len(body), zlib.crc32(body))
+        if self._complete:
+            self._number = (self._number + 1) % RECORDS
+        self._newest, self._complete = step, complete
+        body = codec.dumps({name: [_digest(text), msgspec.Raw(text)] for name, text in texts.items()})
+        head = self.HEAD.pack(step + 1, len(body), zlib.crc32(body))
         with contextlib.suppress(OSError):  # no room: a replacement finds none
-            os.pwrite(file, head + body, 0)
+            os.pwrite(self._files[self._number], head + body, 0)
 
     def _step_of(self, file: int) -> int:
         head = os.pread(file, self.HEAD.size, 0)
         return int(self.HEAD.unpack(head)[0]) - 1 if len(head) == self.HEAD.size else -1
 
-    def read(self, step: int) -> dict[str, Any] | None:
-        """None: the states after this step are not there."""
+    def read(self, step: int) -> dict[str, _Recorded]:
+        """By name; empty: the states after this step are not there."""
         for file in self._files:
-            head = os.pread(file, self.HEAD.size, 0)
-            if len(head) < self.HEAD.size:
+            if self._step_of(file) != step:
                 continue
-            step_plus_1, size_bytes, checksum = self.HEAD.unpack(head)
+            _, size_bytes, checksum = self.HEAD.unpack(os.pread(file, self.HEAD.size, 0))
             body = os.pread(file, size_bytes, self.HEAD.size)
-            if step_plus_1 == step + 1 and zlib.crc32(body) == checksum and len(body) == size_bytes:
-                return {name: _state_of(packed) for name, packed in codec.loads(body).items()}
-        return None
+            if len(body) == size_bytes and zlib.crc32(body) == checksum:
+                return {
+                    name: _Recorded(digest, _state_of(packed)) for name, (digest, packed) in codec.loads(body).items()
+                }
+        return {}

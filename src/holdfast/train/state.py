@@ -348,8 +348,8 @@ class Tracker:
         if world != world_then:
             found.problems[name] = (
                 f"{name} has a position for each of {world_then} ranks, and there are {world} now: samples would be "
-                "lost and repeated. Give it a method regroup(rank, world), take ht.DataLoader, or begin its epoch again: "
-                f"resume(optional=['{name}'])"
+                "lost and repeated. Give it a method regroup(rank, world), take ht.DataLoader, or begin its epoch "
+                f"again: resume(optional=['{name}'])"
             )
 
     def targets(self, saved: Saved, rank: int, fit: Fit) -> Targets:

@@ -171,6 +171,8 @@ class Survivor:
         """A loss is not survived any more."""
         self._equal: list[str] | None = None
         """The random generators from which all ranks draw the same numbers; None: not known yet."""
+        self._alike: list[str] = []
+        """Tracked objects that were equal on all ranks then."""
         self._facts: SharedFacts | None = None
         """For the ranks' digests of their generators, after the first step of a generation."""
         self._steps = 0
@@ -271,7 +273,7 @@ class Survivor:
         self._boundary.mark(self._snaps.state)
         self._probe.begin_step()
         if self._equal is None:
-            self._compare_random()
+            self._compare_ranks()
         if self._first:
             self._first = False
             self._reducers.observed()
@@ -281,15 +283,17 @@ class Survivor:
         if release is not None and release.cut:
             raise Released
 
-    def _compare_random(self) -> None:
-        """Find out which generators are equal on all ranks: of the state after a generation's first step, which is the
-        same step on all. Waits for nobody."""
+    def _compare_ranks(self) -> None:
+        """Find out which random generators and which tracked objects are equal on all ranks: after a generation's first
+        step, which is the same step on all. Waits for nobody."""
         self._steps += 1
         if self._steps == 1:
             self._facts = SharedFacts(self._group.rank, self._group.world, self._group.store)
             self._facts.post("random", self._boundary.random_digests())
-        elif self._facts is not None and (found := self._facts.posted("random")) is not None:
-            self._equal = sorted(equal_parts(found))
+            self._facts.post("objects", self._boundary.objects.digests())
+        elif self._facts is not None and (found := self._facts.posted("objects")) is not None:
+            self._equal = sorted(equal_parts(self._facts.posted("random") or []))
+            self._alike = sorted(equal_parts(found))
         elif self._steps == COMPARE_STEPS_MAX:
             self._equal = []
 
@@ -370,9 +374,10 @@ class Survivor:
             orders=self._reducers.orders,
             objects=boundary.objects.digests(),
             equal=self._equal,
+            alike=self._alike,
         )
         handed = Handed.share(peers, own)
-        self._equal = handed.chosen.equal
+        self._equal, self._alike = handed.chosen.equal, handed.chosen.alike
         self._reducers.connect(handed.chosen.orders)
         handed.apply(snaps, self._group, peers, boundary, survived=step >= 0)
         snaps._go_on(peers, self._generation, handed.chosen.schedule, handed.chosen.durable)
@@ -452,6 +457,8 @@ class Own:
     """Of the states of tracked objects that only their `state_dict()` is known of."""
     equal: list[str] | None
     """The random generators from which all ranks draw the same numbers; None: not known."""
+    alike: list[str]
+    """Tracked objects that were equal on all ranks when these were compared."""
 
 
 @dataclass(frozen=True)
@@ -500,7 +507,13 @@ class Handed:
         if self.behind:
             self._transfer(tracker, group.device, peers.rank)
         if peers.rank in self.behind:
-            boundary.objects.follow(step, survived=survived, theirs=self.chosen.objects, survivors=self.objects)
+            boundary.objects.follow(
+                step,
+                survived=survived,
+                theirs=self.chosen.objects,
+                survivors=self.objects,
+                alike=self.chosen.alike,
+            )
         if survived:
             boundary.complete(step)
         snaps.state.step, snaps.state.epoch = step, self.chosen.epoch

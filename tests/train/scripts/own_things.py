@@ -1,0 +1,202 @@
+"""A training whose objects holdfast knows nothing of but `state_dict()`, in which ranks are lost: own_things.py FOLDER CASE
+
+A schedule of its own halves the learning rate at each epoch's end, early stopping counts epochs, a counter adds up what
+this rank has seen, and, with "stream", the data come from an iterator that has a position on each rank. CASE is a JSON
+object: faults: [[local rank, where, steps so far]], each a kill that happens once; stream; equal: all ranks draw the same
+numbers from Python's generator; mistake: one of the names in `Mistakes`. At the end each rank writes FOLDER/end.LOCAL_RANK.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import random
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import holdfast.train as ht
+
+FOLDER = Path(sys.argv[1])
+LOCAL_RANK = int(os.environ["LOCAL_RANK"])
+CASE = json.loads(sys.argv[2])
+SAMPLES, BATCH, EPOCHS = 48, 2, 3
+
+
+def reach(where: str, step: int) -> None:
+    for index, fault in enumerate(CASE.get("faults", [])):
+        if fault == [LOCAL_RANK, where, step] and not (mark := FOLDER / f"fault.{index}").exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
+        return torch.sin(torch.arange(8.0) * (index + 1)), index
+
+
+class Stream:
+    """Batches of this rank, of its own order; its position is this rank's own."""
+
+    def __init__(self, rank: int, world: int) -> None:
+        self.rank, self.world = rank, world
+        self.epoch = self.batch = 0
+
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        order = list(range(self.rank, SAMPLES, self.world))
+        random.Random(self.epoch * 100 + self.rank).shuffle(order)
+        count = len(order) // BATCH
+        while self.batch < count:
+            some = order[self.batch * BATCH : (self.batch + 1) * BATCH]
+            self.batch += 1
+            yield torch.stack([Rows()[each][0] for each in some]), torch.tensor(some)
+        self.epoch, self.batch = self.epoch + 1, 0
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epoch": self.epoch, "batch": self.batch, "rank": self.rank}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        assert state["rank"] == self.rank, "another rank's position"
+        self.epoch, self.batch = state["epoch"], state["batch"]
+
+
+class Halving:
+    """Changes the optimizer's options itself, and has torch's classes nowhere above it."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer, self.epochs = optimizer, 0
+
+    def step(self) -> None:
+        self.epochs += 1
+        for group in self.optimizer.param_groups:
+            group["lr"] *= 0.5
+
+    def state_dict(self) -> dict[str, int]:
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.epochs = state["epochs"]
+
+
+class Seen:
+    """What this rank has seen, and a large average of the weights, which is equal on all ranks."""
+
+    def __init__(self) -> None:
+        self.indices: list[int] = []
+        self.average = torch.zeros(10_000)
+
+    def add(self, weights: torch.Tensor, index: torch.Tensor) -> None:
+        self.indices += index.tolist()
+        self.average.lerp_(weights.detach().sum().expand(10_000), 0.1)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"indices": self.indices, "average": self.average}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.indices = list(state["indices"])
+        self.average.copy_(state["average"])
+
+
+class Stopping:
+    """Early stopping: an epoch that is counted twice shows."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"losses": self.losses}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.losses = list(state["losses"])
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+        self.body[2].weight.register_hook(self.in_backward)
+        self.steps = 0
+
+    def in_backward(self, gradient: torch.Tensor) -> torch.Tensor:
+        reach("backward", self.steps)
+        return gradient
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        within = self.body[0](rows)
+        reach("forward", self.steps)
+        return self.body[1:](within).square().mean()
+
+
+def digest(*tensors: torch.Tensor) -> str:
+    held = hashlib.sha256()
+    for each in tensors:
+        held.update(each.detach().numpy().tobytes())
+    return held.hexdigest()[:16]
+
+
+def main() -> None:
+    snaps = ht.Snapshots(FOLDER / "runs", every=None, memory_every=5)
+    with ht.process_group() as pg, snaps:
+        torch.manual_seed(1)
+        net = Net()
+        model = ht.ddp(net, pg)
+        random.seed(7 if CASE.get("equal") else pg.rank)
+        torch.manual_seed(pg.rank)
+        adam = torch.optim.Adam(net.parameters(), lr=1e-2)
+        halving, seen, stopping = Halving(adam), Seen(), Stopping()
+        loader: Any = Stream(pg.rank, pg.world) if CASE.get("stream") else ht.DataLoader(Rows(), BATCH, True, seed=7)
+        state = snaps.track(model=model, optimizer=adam, loader=loader, halving=halving, seen=seen, stopping=stopping)
+        snaps.resume()
+
+        @ht.survive(snaps)
+        def train() -> None:
+            worlds.append(pg.world)
+            for _ in state.epochs(EPOCHS):
+                for rows, index in loader:
+                    net.steps = state.step
+                    reach("begin", state.step)
+                    adam.zero_grad()
+                    model(rows * (1.0 + 0.01 * random.random())).backward()
+                    adam.step()
+                    reach("optimizer", state.step)
+                    seen.add(net.body[0].weight, index)
+                    snaps.step()
+                    reach("between steps", state.step)
+                reach("end of an epoch", state.step)
+                halving.step()
+                loss = net.body[0].weight.detach().sum()
+                dist.all_reduce(loss)
+                stopping.losses.append(round(loss.item() / pg.world, 4))
+                dist.barrier()
+                reach("epoch is over", state.step)
+
+        worlds: list[int] = []
+        train()
+        moments = [value for each in adam.state.values() for value in each.values()]
+        end = {
+            "step": state.step,
+            "worlds": worlds,
+            "rate": adam.param_groups[0]["lr"],
+            "halvings": halving.epochs,
+            "epochs": len(stopping.losses),
+            "losses": stopping.losses,
+            "seen": seen.indices,
+            "average": digest(seen.average),
+            "parameters": digest(*net.parameters(), *moments),
+            "drawn": random.random(),
+        }
+        (FOLDER / f"end.{LOCAL_RANK}").write_text(json.dumps(end))
+
+
+torch.set_num_threads(1)
+main()
