@@ -22,6 +22,7 @@ import holdfast.train as ht
 from holdfast.protocol.errors import ProcessGroupError
 from holdfast.train import guards, mistakes
 from holdfast.train.data import GlobalBatch, Share
+from holdfast.train.guards import guarded
 from tests.warm import Warm
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -177,7 +178,7 @@ def sampler() -> DistributedSampler:
 
 
 def test_a_warning_says_the_fix_and_how_to_switch_it_off(sampler) -> None:
-    with ht.guarded(), pytest.warns(ht.GuardWarning) as caught:
+    with guarded(), pytest.warns(ht.GuardWarning) as caught:
         draw(sampler, 4)
     assert len(caught) == 1
     text = str(caught[0].message)
@@ -188,7 +189,7 @@ def test_a_warning_says_the_fix_and_how_to_switch_it_off(sampler) -> None:
 @pytest.mark.parametrize("value", ["0", "off", "False"])
 def test_off_by_the_variable(sampler, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("HOLDFAST_GUARDS", value)
-    with warnings.catch_warnings(record=True) as caught, ht.process_group(device="cpu"), ht.guarded():
+    with warnings.catch_warnings(record=True) as caught, ht.process_group(device="cpu"), guarded():
         warnings.simplefilter("always")
         draw(sampler, 3)
     assert not caught
@@ -204,9 +205,9 @@ def test_off_by_the_argument_and_on_without(sampler) -> None:
 
 def test_torch_is_as_it_was_afterwards() -> None:
     before = (torch.save, DistributedSampler.__iter__, DistributedSampler.set_epoch)
-    with ht.guarded():
+    with guarded():
         assert DistributedSampler.__iter__ is not before[1]
-    with pytest.raises(KeyError), ht.guarded():
+    with pytest.raises(KeyError), guarded():
         raise KeyError
     assert (torch.save, DistributedSampler.__iter__, DistributedSampler.set_epoch) == before
 
@@ -287,10 +288,9 @@ def test_equal_micro_batches(whole) -> None:
     model, rows, loss, expected = whole
     lasts = []
     for part in rows.split(2):
-        with ht.accumulate(model, every=5) as micro:
+        with ht.accumulate(model, micro_batches=5) as micro:
             micro.backward(loss_of(model, part))
         lasts.append(micro.last)
-        assert ht.mid_accumulation(model) is not micro.last
     assert lasts == [False] * 4 + [True]
     torch.testing.assert_close(gradients(model), expected)
     torch.testing.assert_close(micro.loss, loss)
@@ -317,34 +317,35 @@ def test_the_loss_before_the_last_is_the_mean_so_far() -> None:
     model = nn.Linear(1, 1)
     seen = []
     for value in (1.0, 3.0, 8.0):
-        with ht.accumulate(model, every=3) as micro:
+        with ht.accumulate(model, micro_batches=3) as micro:
             micro.backward(model.weight.sum() * 0 + value)
         seen.append(micro.loss.item())
     assert seen == pytest.approx([1.0, 2.0, 4.0])
-    with ht.accumulate(model, every=3) as micro:
+    with ht.accumulate(model, micro_batches=3) as micro:
         assert micro.loss.isnan()
 
 
 def test_the_next_step_begins_anew() -> None:
     model = nn.Linear(1, 1)
     for value in (1.0, 5.0, 7.0, 9.0):
-        with ht.accumulate(model, every=2) as micro:
+        with ht.accumulate(model, micro_batches=2) as micro:
             micro.backward(model.weight.sum() * 0 + value)
     assert micro.loss.item() == pytest.approx(8.0)
 
 
 def test_a_failed_micro_batch_does_not_count() -> None:
     model = nn.Linear(1, 1)
-    with pytest.raises(ZeroDivisionError), ht.accumulate(model, every=2):
+    with pytest.raises(ZeroDivisionError), ht.accumulate(model, micro_batches=2):
         raise ZeroDivisionError
-    assert not ht.mid_accumulation(model)
+    with ht.accumulate(model, micro_batches=2) as micro:
+        assert micro.number == 0
 
 
 def test_a_gradient_scaler(whole) -> None:
     model, rows, loss, expected = whole
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for part in rows.split(5):
-        with ht.accumulate(model, every=2) as micro:
+        with ht.accumulate(model, micro_batches=2) as micro:
             micro.backward(loss_of(model, part), scaler=scaler)
     torch.testing.assert_close(gradients(model), expected * 8)
     torch.testing.assert_close(micro.loss, loss)
@@ -371,7 +372,7 @@ def test_a_step_that_the_loop_has_left_is_begun_again_without_its_gradients() ->
 
 def test_what_cannot_be_accumulated() -> None:
     model = nn.Linear(1, 1)
-    with pytest.raises(ProcessGroupError, match="at least one"), ht.accumulate(model, every=0):
+    with pytest.raises(ProcessGroupError, match="at least one"), ht.accumulate(model, micro_batches=0):
         pass
     with pytest.raises(ProcessGroupError, match="no batch yet"), ht.accumulate(model, Dealt()):
         pass
