@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import json
+import re
 import sys
 import warnings
 import weakref
@@ -35,6 +37,24 @@ def test_every_name_is_there_and_hides_no_module() -> None:
     for name in ht.__all__:
         assert getattr(ht, name).__name__ == name
         assert f"{ht.__name__}.{name}" not in sys.modules
+
+
+def test_the_page_names_all_names_and_no_other() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "train.md").read_text()
+    table = page.partition("## The names\n")[2].partition("\n\nObjects")[0]
+    named = {
+        name
+        for row in table.splitlines()
+        for name in re.findall(r"`(\w+)[`(]", row.split("|")[1] if "|" in row else "")
+    }
+    assert named == set(ht.__all__)
+
+
+def test_a_loader_shows_what_a_script_needs_and_no_more() -> None:
+    assert len(inspect.signature(ht.DataLoader).parameters) <= 14
+    members = {name for name in {*dir(ht.DataLoader), *vars(ht.DataLoader(range(2)))} if not name.startswith("_")}
+    place = {"epoch", "cursor", "remaining", "state_dict", "load_state_dict", "set_epoch", "trained", "regroup"}
+    assert members == place | {"dataset", "batch_size", "global_batch_size", "micro_batches", "share"}
 
 
 @pytest.fixture

@@ -411,9 +411,10 @@ class Tracker:
 
 
 def position_of(follower: Any) -> dict[str, Any]:
-    """Where it goes on: its state, without a batch in the loop's body that is not known to be trained."""
-    state: Callable[[], dict[str, Any]] = getattr(follower, "_trained_position", None) or follower.state_dict
-    return state()
+    """Where it goes on: its state, without a batch in the loop's body that is not known to be trained. Only its own:
+    what a script's `state_dict` returns may change while the script goes on."""
+    ours: Callable[[], dict[str, Any]] | None = getattr(follower, "_trained_position", None)
+    return copy.deepcopy(follower.state_dict()) if ours is None else ours()
 
 
 def _text_of(saved: Saved, rank: int) -> dict[str, Any]:
