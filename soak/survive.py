@@ -25,6 +25,7 @@ from torch.nn.parallel import DistributedDataParallel
 from train import Perceptron
 
 import holdfast.train as ht
+from holdfast.train.group import ProcessGroup
 
 SAVE_EVERY_STEPS = 5 * training.SAVE_EVERY_STEPS
 
@@ -32,7 +33,7 @@ SAVE_EVERY_STEPS = 5 * training.SAVE_EVERY_STEPS
 class Group:
     """All ranks of the world that is there now."""
 
-    def __init__(self, pg: ht.ProcessGroup) -> None:
+    def __init__(self, pg: ProcessGroup) -> None:
         self._pg = pg
 
     @property
@@ -154,7 +155,9 @@ def main() -> None:
     folder = training.SITE / "survive"
     with (
         ht.process_group() as pg,
-        ht.Snapshots(folder, every=None, memory_every=5, exit_on_stop=False, fresh_ok=True) as snaps,
+        ht.Snapshots(
+            folder, every=None, memory_every=5, options=ht.SnapshotOptions(exit_on_stop=False, fresh_ok=True)
+        ) as snaps,
     ):
         group, perceptron = Group(pg), Perceptron()
         trainer = Trainer(perceptron)

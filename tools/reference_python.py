@@ -36,8 +36,17 @@ MODULES = (
 
 CALLED_BY_TORCH = ("SnapshotReader", "SnapshotWriter")
 """Their methods are torch's to call."""
-MADE_FOR_YOU = ("MicroBatch", "ProcessGroup", "Resumed", "WorkerFailedError")
+MADE_FOR_YOU = ("MicroBatch", "ProcessGroup", "Resumed", "Share", "TrainState", "WorkerFailedError")
 """Programs are given these, and do not make them."""
+
+TYPES = (
+    ("holdfast.train.accumulation", "MicroBatch"),
+    ("holdfast.train.data", "Share"),
+    ("holdfast.train.group", "ProcessGroup"),
+    ("holdfast.train.resuming", "Resumed"),
+    ("holdfast.train.state", "TrainState"),
+)
+"""Of objects that `holdfast.train` gives to a program, by their modules."""
 
 Definition = ast.FunctionDef | ast.ClassDef
 ARGUMENT = re.compile(r"(\w+(?:, \w+)*): (.*)")
@@ -46,7 +55,17 @@ COLUMNS = re.compile(r"(\w+(?:, \w+)*) {2,}(\S.*)")
 
 def render() -> str:
     """The whole page."""
-    return HEAD + "".join(module_text(name, said) for name, said in MODULES)
+    return HEAD + "".join(module_text(name, said) for name, said in MODULES) + types_text()
+
+
+def types_text() -> str:
+    parts = ["\n## Types\n\nOf objects that a script gets from `holdfast.train` and does not make; for annotations.\n"]
+    for module, name in TYPES:
+        found = find(module, name)
+        if found is None:
+            raise LookupError(f"{module} has no {name}")
+        parts.append(definition_text(f"{module}.{name}", found))
+    return "".join(parts)
 
 
 def module_text(module: str, said: str) -> str:

@@ -39,7 +39,7 @@ class Curriculum:
 
 torch.manual_seed(1)
 curriculum, poisoned = Curriculum(), folder / "poisoned"
-with ht.process_group() as pg, ht.Snapshots(folder / "snaps", every=ht.steps(20), memory_every=10) as snaps:
+with ht.process_group() as pg, ht.Snapshots(folder / "snaps", every="20 steps", memory_every=10) as snaps:
     model = ht.ddp(nn.Linear(4, 2), pg)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     state = snaps.track(model=model, optimizer=optimizer, curriculum=curriculum)

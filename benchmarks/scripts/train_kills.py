@@ -143,7 +143,7 @@ def life(folder: Path, point: str, seed: int, say: Callable[[str], None]) -> Non
     model, optimizer = build()
     if point:
         arm(point, folder, chance)
-    snaps = ht.Snapshots(folder, every=ht.steps(5), memory_every=2, keep=ht.Keep(last=2))
+    snaps = ht.Snapshots(folder, every="5 steps", memory_every=2, keep=ht.Keep(last=2))
     snaps.track(model=model, optimizer=optimizer)
     resumed = snaps.resume()
     say(

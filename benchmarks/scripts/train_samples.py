@@ -32,7 +32,7 @@ Rank = tuple[Iterator[list[int]], Callable[[], Any]]
 def holdfast_rank(rank: int, world: int, saved: list[Any]) -> Rank:
     import holdfast.train as ht
 
-    loader = ht.DataLoader(DATASET, BATCH_SIZE, shuffle=True, seed=0, rank=rank, world=world, **OPTIONS)
+    loader = ht.DataLoader(DATASET, BATCH_SIZE, shuffle=True, seed=0, ranks=(rank, world), **OPTIONS)
     if saved:
         loader.load_state_dict(saved[0])
     return (batch if loader.share.weight else [] for batch in loader), loader.state_dict

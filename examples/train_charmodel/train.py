@@ -22,6 +22,7 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 import holdfast.train as ht
+from holdfast.train.group import ProcessGroup
 
 TEXT = Path(__file__).with_name("tom_sawyer.txt")
 SEED = 20
@@ -45,7 +46,7 @@ class Passages(Dataset):
         return passage[:-1], passage[1:]
 
 
-def build_model(options: argparse.Namespace, characters: int, pg: ht.ProcessGroup) -> nn.Module:
+def build_model(options: argparse.Namespace, characters: int, pg: ProcessGroup) -> nn.Module:
     torch.manual_seed(SEED)
     model = CharacterModel(characters, options.context, options.layers, options.heads, options.width)
     if not options.shard:
@@ -62,13 +63,13 @@ def rate(step: int, steps: int) -> float:
     return (step + 1) / warm if step < warm else 0.55 + 0.45 * math.cos(math.pi * min(1.0, step / steps))
 
 
-def loss_of(model: nn.Module, text: torch.Tensor, following: torch.Tensor, pg: ht.ProcessGroup) -> torch.Tensor:
+def loss_of(model: nn.Module, text: torch.Tensor, following: torch.Tensor, pg: ProcessGroup) -> torch.Tensor:
     scores = model(text.to(pg.device))
     return F.cross_entropy(scores.flatten(0, 1), following.to(pg.device).flatten())
 
 
 @torch.no_grad()
-def test_loss(model: nn.Module, text: torch.Tensor, context: int, pg: ht.ProcessGroup) -> float:
+def test_loss(model: nn.Module, text: torch.Tensor, context: int, pg: ProcessGroup) -> float:
     """Of up to 64 passages that were never trained, each rank's share of them."""
     passages = text[: (len(text) - 1) // context * context + 1].unfold(0, context + 1, context)[:64]
     # All ranks take equally many: FSDP2 gathers its weights from all in every pass.
@@ -78,7 +79,7 @@ def test_loss(model: nn.Module, text: torch.Tensor, context: int, pg: ht.Process
     return loss.item() / pg.world
 
 
-def train(options: argparse.Namespace, pg: ht.ProcessGroup, snaps: ht.Snapshots) -> None:
+def train(options: argparse.Namespace, pg: ProcessGroup, snaps: ht.Snapshots) -> None:
     book = TEXT.read_text()
     characters = sorted(set(book))
     text = torch.tensor([characters.index(each) for each in book])
@@ -90,7 +91,7 @@ def train(options: argparse.Namespace, pg: ht.ProcessGroup, snaps: ht.Snapshots)
         data, options.batch_size, shuffle=True, seed=SEED, global_batch_size=options.global_batch_size
     )
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate)
-    steps = options.epochs * len(loader) // loader.every
+    steps = options.epochs * len(loader) // loader.micro_batches
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate(step, steps))
 
     state = snaps.track(model=model, optimizer=optimizer, scheduler=scheduler, loader=loader)

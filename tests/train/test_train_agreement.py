@@ -110,7 +110,7 @@ class Rank:
         self.tracker = Tracker()
         self.tracker.add({"model": nn.Linear(2, 2)})
         clock = Timekeeper(None)
-        self.saving = Saving(folder, self.tracker, peers, InProcessStaging(), 1, clock, failures_max=2, lease=None)
+        self.saving = Saving(folder, self.tracker, peers, InProcessStaging(), 1, clock, failed_saves_max=2, lease=None)
 
     def save(self, *, demanded: bool = False) -> str:
         """What came of it, once it is written."""
@@ -285,7 +285,7 @@ def test_so_many_in_a_row_are_fatal() -> None:
     saves = FailedSaves(3)
     said = [fail(saves) for _ in range(3)]
     assert [each is not None and each.fatal for each in said] == [False, False, True]
-    assert said[0].text == "rank 1: No space left\n1 of 3 failed saves in a row (failures_max=); training goes on."
+    assert said[0].text == "rank 1: No space left\n1 of 3 failed saves in a row (failed_saves_max=); training goes on."
 
 
 def test_a_save_that_succeeds_ends_the_row() -> None:

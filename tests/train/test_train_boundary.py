@@ -117,12 +117,40 @@ def test_the_position_and_the_epoch_are_those_of_the_last_step(tmp_path: Path) -
     assert (state.epoch, boundary.positions()) == (0, expected)
 
 
+class Stream:
+    """Data of a script's own that follow the world: the three methods, and no more."""
+
+    def __init__(self) -> None:
+        self.place, self.read = (0, 1), [0]
+
+    def regroup(self, rank: int, world: int) -> None:
+        self.place = rank, world
+
+    def state_dict(self) -> dict[str, list[int]]:
+        return {"read": self.read}
+
+    def load_state_dict(self, state: dict[str, list[int]]) -> None:
+        self.read = state["read"]
+
+
+def test_data_of_ones_own_follow_the_world(tmp_path: Path) -> None:
+    stream = Stream()
+    boundary, state, _ = tracked(tmp_path, stream=stream)
+    stream.read.append(3)
+    boundary.mark(state)
+    stream.read.append(4)  # of a step that is interrupted
+    tracker = boundary._tracker
+    tracker.regroup(1, 3)
+    tracker.set_positions(boundary.positions())
+    assert (stream.place, stream.read) == ((1, 3), [0, 3])
+
+
 def test_a_sampler_that_cannot_tell_what_was_trained_is_asked_again_later(tmp_path: Path) -> None:
     sampler = ht.DistributedSampler(range(6), 1, 0)
     boundary, state, _ = tracked(tmp_path, sampler=sampler)
     next(iter(sampler))
     boundary.mark(state)
-    with pytest.raises(DataStateError, match="note_trained"):
+    with pytest.raises(DataStateError, match="trained"):
         boundary.positions()
 
 

@@ -63,7 +63,7 @@ class Job:
     shuffle: bool
     tail: Tail
     global_batch_size: int | None
-    every: int
+    micro_batches: int
     lives: tuple[Life, ...]
     by_sampler: bool = False
     """Read by torch's loader with our sampler, whose steps all weigh the same."""
@@ -86,7 +86,7 @@ def plan(job: Job, life: Life) -> GlobalBatch:
         return GlobalBatch.following(life.world, 1, 1, job.tail)
     if job.global_batch_size:
         return GlobalBatch.kept(job.global_batch_size, life.world, life.batch_size, job.tail)
-    return GlobalBatch.following(life.world, life.batch_size, job.every, job.tail)
+    return GlobalBatch.following(life.world, life.batch_size, job.micro_batches, job.tail)
 
 
 def run(job: Job) -> History:
@@ -157,11 +157,10 @@ def _loader(job: Job, life: Life, rank: int) -> DataLoader:
         seed=job.seed,
         tail=job.tail,
         global_batch_size=kept,
-        every=None if kept else job.every,
+        micro_batches=None if kept else job.micro_batches,
         collate_fn=list,
         seed_samples=False,
-        rank=rank,
-        world=life.world,
+        ranks=(rank, life.world),
     )
     loader._torch = FetchAhead(loader, life.ahead)
     return loader
@@ -170,12 +169,12 @@ def _loader(job: Job, life: Life, rank: int) -> DataLoader:
 class SampledLoader:
     """A sampler whose indices are all drawn before the first batch is trained, with what `_live` uses of a loader."""
 
-    share = Share(start=0, stop=0, step_start=0, step_stop=0, micro=0, every=1, weight=1.0)
+    share = Share(start=0, stop=0, step_start=0, step_stop=0, micro=0, micro_batches=1, weight=1.0)
 
     def __init__(self, sampler: DistributedSampler, batch_size: int) -> None:
         self.sampler, self.batch_size = sampler, batch_size
         self.state_dict, self.load_state_dict = sampler.state_dict, sampler.load_state_dict
-        self.trained = partial(sampler.note_trained, batch_size)
+        self.trained = partial(sampler.trained, batch_size)
 
     @property
     def epoch(self) -> int:
@@ -243,7 +242,7 @@ def job_of(length, lives, seed, kept=None, tails=("even", "even", "drop", "pad")
         shuffle=draw.random() < 0.7,
         tail=draw.choice(tails),
         global_batch_size=global_batch_size,
-        every=draw.randint(1, 3),
+        micro_batches=draw.randint(1, 3),
         lives=tuple(life() for _ in range(lives)),
     )
 
@@ -281,7 +280,7 @@ def sampled_job_of(length, lives, seed, constant):
         shuffle=draw.random() < 0.7,
         tail=draw.choice(["drop", "pad", "pad"]),
         global_batch_size=None,
-        every=1,
+        micro_batches=1,
         lives=tuple(life() for _ in range(lives)),
         by_sampler=True,
     )

@@ -147,7 +147,7 @@ def test_a_sampler_is_refused_with_advice(name):
 
 def test_micro_batches_count_when_their_step_is_complete():
     data = loader(global_batch_size=10, batch_size=4)
-    assert (data.every, data.batch_size, data.global_batch_size, len(data)) == (3, 4, 10, 12)
+    assert (data.micro_batches, data.batch_size, data.global_batch_size, len(data)) == (3, 4, 10, 12)
     cursors = [data.state_dict()["cursor"] for _ in data]
     assert cursors == [0, 0, 10, 10, 10, 20, 20, 20, 30, 30, 30, 40]
 
@@ -226,7 +226,7 @@ def test_four_ranks_then_three_then_five_with_workers_that_fetch_ahead(persisten
     for world, batches in ((4, 3), (3, 4), (5, 99)):
         workers = {4: 1, 3: 0, 5: 1}[world]
         ahead = {"num_workers": 1, "prefetch_factor": 5, "persistent_workers": persistent} if workers else {}
-        ranks = [loader(100, rank=rank, world=world, **ahead) for rank in range(world)]
+        ranks = [loader(100, ranks=(rank, world), **ahead) for rank in range(world)]
         for each in ranks:
             if state:
                 each.load_state_dict(state)
@@ -333,13 +333,15 @@ def test_a_dataset_that_can_only_be_read_from_its_start_is_refused():
 @pytest.mark.parametrize(
     "options",
     [
-        {"global_batch_size": 8, "every": 2},
+        {"global_batch_size": 8, "micro_batches": 2},
         {"drop_last": True, "tail": "pad"},
         {"tail": "round"},
         {"batch_size": 0},
-        {"every": 0},
-        {"rank": 1},
-        {"rank": 2, "world": 2},
+        {"micro_batches": 0},
+        {"ranks": 1},
+        {"ranks": (1,)},
+        {"ranks": (2, 2)},
+        {"ranks": ("0", "2")},
     ],
 )
 def test_arguments_that_contradict_each_other_are_refused(options):
@@ -347,8 +349,46 @@ def test_arguments_that_contradict_each_other_are_refused(options):
         loader(**options)
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        ("bath_size", " Did you mean batch_size="),
+        ("persistant_workers", " Did you mean persistent_workers="),
+        ("microbatches", " Did you mean micro_batches="),
+        ("in_order", ""),
+        ("wholly_unknown", ""),
+    ],
+)
+def test_an_unknown_argument_is_refused(name, advice):
+    with pytest.raises(DataError, match=rf"^DataLoader has no argument {name}=\.{advice}"):
+        loader(**{name: 1})
+
+
+def test_a_sampler_of_none_is_as_if_it_was_not_given():
+    assert len(list(loader(sampler=None, batch_sampler=None))) == 10
+
+
+def test_drop_last_is_a_tail():
+    assert len(list(loader(7, 4, drop_last=True))) == 1
+    assert len(list(loader(7, 4, drop_last=False))) == 2
+
+
+def test_a_batch_counts_as_a_whole():
+    data = loader()
+    batches = iter(data)
+    next(batches)
+    with pytest.raises(DataError, match="the batch has 4 samples"):
+        data.trained(3)
+    data.trained(4)
+    assert data.cursor == 4
+    next(batches)
+    data.trained()
+    data.trained()
+    assert data.cursor == 8
+
+
 def test_the_seed_is_the_generators_when_none_is_given():
-    assert loader(generator=torch.Generator().manual_seed(5)).seed == 5
+    assert loader(generator=torch.Generator().manual_seed(5)).state_dict()["seed"] == 5
 
 
 # --- rank and world ---------------------------------------------------------------------------------------------------
@@ -358,7 +398,7 @@ def test_rank_and_world_are_the_launchers(monkeypatch):
     monkeypatch.setenv("RANK", "2")
     monkeypatch.setenv("WORLD_SIZE", "3")
     data = loader()
-    assert (data.rank, data.world) == (2, 3)
+    assert (data._rank, data._world) == (2, 3)
     monkeypatch.setenv("RANK", "two")
     with pytest.raises(DataError, match="two"):
         loader()
@@ -366,7 +406,7 @@ def test_rank_and_world_are_the_launchers(monkeypatch):
 
 def test_without_a_launcher_the_world_is_one(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
-    assert (loader().rank, loader().world) == (0, 1)
+    assert (loader()._rank, loader()._world) == (0, 1)
 
 
 def test_the_process_group_comes_first(monkeypatch):
@@ -374,7 +414,7 @@ def test_the_process_group_comes_first(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "3")
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        assert (loader().rank, loader().world) == (0, 1)
+        assert (loader()._rank, loader()._world) == (0, 1)
     finally:
         torch.distributed.destroy_process_group()
 
@@ -388,7 +428,7 @@ def test_no_samples_is_no_batch():
 
 @pytest.mark.parametrize("length", [1, 2, 5])
 def test_more_ranks_than_samples(length):
-    ranks = [loader(length, batch_size=1, rank=rank, world=4) for rank in range(4)]
+    ranks = [loader(length, batch_size=1, ranks=(rank, 4)) for rank in range(4)]
     trained = [
         sample
         for parts in zip(*ranks, strict=True)

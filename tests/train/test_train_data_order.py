@@ -149,7 +149,7 @@ def steps_of(plan, cursor, length):
     """All ranks' shares, by optimizer step."""
     ranks = [list(plan.deal(rank, cursor, length)) for rank in range(plan.world)]
     assert {len(shares) for shares in ranks} == {plan.batches(cursor, length)}
-    every = plan.every
+    every = plan.micro_batches
     return [
         [share for shares in ranks for share in shares[index : index + every]]
         for index in range(0, plan.batches(cursor, length), every)
@@ -172,7 +172,7 @@ def test_an_even_tail_deals_every_position_once_and_weighs_it_rightly(plan, leng
             assert share.scale / plan.world / (share.stop - share.start) == pytest.approx(1 / samples, rel=1e-12)
         for share in step:
             assert share.step_start <= share.start < share.stop <= share.step_stop
-        assert [share.micro for share in step] == list(range(plan.every)) * plan.world
+        assert [share.micro for share in step] == list(range(plan.micro_batches)) * plan.world
         assert {share.cursor for share in step if share.last} == {step[0].step_stop}
         assert {share.cursor for share in step if not share.last} <= {step[0].step_start}
     assert sorted(dealt) == list(range(cursor, length))
@@ -181,7 +181,7 @@ def test_an_even_tail_deals_every_position_once_and_weighs_it_rightly(plan, leng
 @settings(max_examples=150)
 @given(PLANS, st.integers(0, 2000), st.sampled_from(["drop", "pad"]))
 def test_what_drop_and_pad_cost_is_as_stated(plan, length, tail):
-    plan = GlobalBatch(plan.size, plan.world, plan.every, tail)
+    plan = GlobalBatch(plan.size, plan.world, plan.micro_batches, tail)
     steps = steps_of(plan, 0, length)
     positions = [p for step in steps for share in step if share.weight for p in range(share.start, share.stop)]
     assert sorted(positions) == list(range(len(positions)))
@@ -206,7 +206,7 @@ def test_a_kept_global_batch_makes_the_same_steps_on_any_world(size, batch_size,
 
 def test_the_numbers_of_an_example():
     plan = GlobalBatch.kept(32, world=3, batch_size_max=8)
-    assert (plan.every, plan.batch_size) == (2, 6)
+    assert (plan.micro_batches, plan.batch_size) == (2, 6)
     shares = list(plan.deal(0, 0, 40))
     assert [(share.start, share.stop, share.last) for share in shares] == [
         (0, 6, False),
@@ -232,7 +232,7 @@ def test_a_rank_without_a_sample_keeps_step_with_weight_zero():
     "make",
     [
         lambda: GlobalBatch.following(2, 0),
-        lambda: GlobalBatch.following(2, 4, every=0),
+        lambda: GlobalBatch.following(2, 4, micro_batches=0),
         lambda: GlobalBatch.following(2, True),
         lambda: GlobalBatch.kept(0, 2),
         lambda: GlobalBatch.kept(2.5, 2),
@@ -304,7 +304,7 @@ def test_all_samples_come_once_with_workers_and_a_resize_in_the_middle():
     sizes = [30, 7, 0, 55, 12, 19]
     trained, state = [], None
     for world, batches in ((2, 3), (3, 99)):
-        ranks = [read_by(Files(sizes), shuffle=True, rank=r, world=world, num_workers=world - 2) for r in range(world)]
+        ranks = [read_by(Files(sizes), shuffle=True, ranks=(r, world), num_workers=world - 2) for r in range(world)]
         for each in ranks:
             if state:
                 each.load_state_dict(state)
@@ -316,14 +316,14 @@ def test_all_samples_come_once_with_workers_and_a_resize_in_the_middle():
 
 def test_every_shard_is_opened_once_and_only_own_samples_are_decoded():
     dataset = Files([100] * 8)
-    assert len(list(chain.from_iterable(read_by(dataset, 16, rank=0, world=2)))) == 400
+    assert len(list(chain.from_iterable(read_by(dataset, 16, ranks=(0, 2))))) == 400
     assert sorted(dataset.opened) == [(shard, 0) for shard in range(4)]
     assert dataset.read_over == dataset.decoded == 400
 
 
 def test_a_resumed_rank_opens_its_shards_where_they_are():
     dataset = Files([100] * 8)
-    data = read_by(dataset, 16, rank=0, world=2)
+    data = read_by(dataset, 16, ranks=(0, 2))
     data.load_state_dict({**data.state_dict(), "cursor": 320})
     next(iter(data))
     assert sorted(dataset.opened) == [(shard, 40) for shard in range(4)]
@@ -344,7 +344,7 @@ def test_a_second_epoch_reads_from_the_start():
 
 
 def test_padding_goes_on_at_the_epochs_start():
-    ranks = [read_by(Files([5, 2]), 2, tail="pad", rank=rank, world=2) for rank in range(2)]
+    ranks = [read_by(Files([5, 2]), 2, tail="pad", ranks=(rank, 2)) for rank in range(2)]
     trained = list(chain.from_iterable(chain.from_iterable(ranks)))
     assert len(trained) == 8
     assert sorted(set(trained)) == everything([5, 2])

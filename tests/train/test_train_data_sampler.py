@@ -16,6 +16,7 @@ from holdfast.protocol.errors import DataError, DataStateError
 from holdfast.train.data.datasets import BatchKey, Seeded, sample_seed
 from holdfast.train.data.loader import DataLoader
 from holdfast.train.data.sampler import DistributedSampler
+from holdfast.train.state import Tracker
 
 
 def sampler(length=40, world=1, rank=0, **options):
@@ -52,7 +53,7 @@ def test_under_torchs_loader_with_workers_that_fetch_ahead(workers):
     trained = []
     for batch in islice(loader, 3):
         trained += batch
-        data.note_trained(len(batch))
+        data.trained(len(batch))
     assert data.state_dict()["cursor"] == 12
     again = sampler()
     again.load_state_dict(data.state_dict())
@@ -69,7 +70,7 @@ def test_a_loader_that_drops_its_last_batch_goes_on_to_the_next_epoch():
         batches = 0
         for batch in loader:
             assert data.epoch == epoch
-            data.note_trained(len(batch))
+            data.trained(len(batch))
             batches += 1
         assert batches == 3
 
@@ -78,7 +79,7 @@ def test_a_sampler_that_nobody_told_refuses_a_state_in_the_middle():
     data = sampler()
     assert data.state_dict()["cursor"] == 0
     next(iter(data))
-    with pytest.raises(DataStateError, match="note_trained"):
+    with pytest.raises(DataStateError, match=r"sampler\.trained\(batch_size\)"):
         data.state_dict()
     data.set_epoch(1)
     assert data.state_dict()["epoch"] == 1
@@ -90,7 +91,7 @@ def test_a_job_that_died_after_its_last_batch_can_end(length, batch_size, batche
     """Nothing is left to train, or less than a batch, which torch's loader draws and drops: nobody reports anything."""
     data = sampler(length)
     for batch in islice(TorchLoader(range(length), batch_size=batch_size, sampler=data, drop_last=True), batches):
-        data.note_trained(len(batch))
+        data.trained(len(batch))
     state = {key: value for key, value in data.state_dict().items() if key not in keys}
     again = sampler(length)
     again.load_state_dict(state)
@@ -100,6 +101,87 @@ def test_a_job_that_died_after_its_last_batch_can_end(length, batch_size, batche
     assert again.state_dict()["cursor"] == batches * batch_size
     assert len(list(loader)) == batches
     assert again.epoch == 1
+
+
+def tracked(length=40, **options):
+    data, tracker = sampler(length, **options), Tracker()
+    tracker.add({"sampler": data})
+    return data, tracker
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("length", "drop_last"), [(40, False), (42, False), (42, True)])
+def test_each_step_counts_a_batch_of_a_sampler_that_knows_its_size(length, drop_last, workers):
+    data, tracker = tracked(length, batch_size=4)
+    options = {"num_workers": workers, "prefetch_factor": 20} if workers else {}
+    loader = TorchLoader(range(length), batch_size=4, sampler=data, drop_last=drop_last, collate_fn=list, **options)
+    for epoch in range(2):
+        trained = []
+        for batch in loader:
+            trained += batch
+            tracker.note_trained()
+            assert (data.epoch, data.state_dict()["cursor"]) == (epoch, len(trained))
+        assert len(set(trained)) == (length // 4 * 4 if drop_last else length)
+
+
+def test_a_job_with_such_a_sampler_goes_on_in_another_world():
+    ranks = [tracked(world=2, rank=rank, batch_size=4) for rank in range(2)]
+    trained = []
+    for data, tracker in ranks:
+        for batch in islice(TorchLoader(range(40), batch_size=4, sampler=data, collate_fn=list), 3):
+            trained += batch
+            tracker.note_trained()
+    assert ranks[0][0].state_dict() == ranks[1][0].state_dict()
+    again, tracker = tracked(batch_size=8)
+    tracker.others["sampler"].load_state_dict(ranks[0][0].state_dict())
+    again.set_epoch(0)
+    for batch in TorchLoader(range(40), batch_size=8, sampler=again, collate_fn=list):
+        trained += batch
+        tracker.note_trained()
+    assert sorted(trained) == list(range(40))
+
+
+def test_before_the_first_step_nothing_is_trained():
+    data, tracker = tracked(batch_size=4)
+    next(iter(data))
+    assert tracker.positions()["sampler"]["cursor"] == 0
+
+
+def test_a_step_counts_no_batch_of_a_sampler_that_is_not_read():
+    data, tracker = tracked(batch_size=4)
+    tracker.note_trained()
+    assert data.state_dict()["cursor"] == 0
+
+
+def test_a_batch_is_not_counted_twice():
+    data, tracker = tracked(batch_size=4)
+    indices = iter(data)
+    next(indices)
+    data.trained()  # the script counts from its first batch on
+    tracker.note_trained()
+    assert data.state_dict()["cursor"] == 4
+    other, tracker = tracked(batch_size=4)
+    indices = iter(other)
+    next(indices)
+    tracker.note_trained()
+    with pytest.raises(DataError, match="counted this batch already"):
+        other.trained(4)
+
+
+def test_without_its_batch_size_a_sampler_wants_a_number():
+    data, tracker = tracked()
+    next(iter(data))
+    tracker.note_trained()
+    with pytest.raises(DataStateError, match="batch_size="):
+        data.state_dict()
+    with pytest.raises(DataError, match=r"trained\(batch_size\)"):
+        data.trained()
+
+
+@pytest.mark.parametrize("options", [{"batch_size": 0}, {"batch_size": True}, {"rank": None}, {"num_replicas": None}])
+def test_sampler_arguments_that_mean_nothing(options):
+    with pytest.raises(DataError):
+        DistributedSampler(range(4), **{"num_replicas": 2, "rank": 1, **options})
 
 
 def test_an_empty_epoch_draws_nothing():
@@ -122,7 +204,7 @@ def test_a_tail_that_needs_weights_is_refused(options):
 
 def test_a_negative_size_is_refused():
     with pytest.raises(DataError, match="-1"):
-        sampler().note_trained(-1)
+        sampler().trained(-1)
 
 
 # --- A sample's augmentation follows from (seed, epoch, index), whoever reads it --------------------------------------
@@ -147,7 +229,7 @@ def seen(dataset, world=1, batch_size=4, workers=0, seed=0, epoch=0):
     found = {}
     for rank in range(world):
         data = DataLoader(
-            dataset, batch_size, True, seed=seed, num_workers=workers, collate_fn=list, rank=rank, world=world
+            dataset, batch_size, True, seed=seed, num_workers=workers, collate_fn=list, ranks=(rank, world)
         )
         data.set_epoch(epoch)
         found |= {sample[0]: sample[1:] for batch in data for sample in batch}

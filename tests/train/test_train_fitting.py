@@ -12,6 +12,7 @@ from torch import nn
 
 import holdfast.train as ht
 from holdfast.protocol.errors import DataStateError, StateMismatchError, TrackingError
+from holdfast.train.resuming import Resumed
 
 pytestmark = pytest.mark.usefixtures("own_staging")
 
@@ -48,7 +49,7 @@ def save(folder: Path, objects: dict[str, Any]) -> None:
     train(objects, snaps)
 
 
-def resume(folder: Path, objects: dict[str, Any], **choice: Any) -> tuple[ht.Snapshots, ht.Resumed]:
+def resume(folder: Path, objects: dict[str, Any], **choice: Any) -> tuple[ht.Snapshots, Resumed]:
     snaps = ht.Snapshots(folder, every=None, memory_every=None)
     snaps.track(**objects)
     resumed = snaps.resume(**choice)

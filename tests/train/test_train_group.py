@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import json
+import re
 import sys
 import warnings
 import weakref
@@ -22,6 +24,7 @@ import holdfast.train as ht
 from holdfast.protocol.errors import ProcessGroupError
 from holdfast.train import guards, mistakes
 from holdfast.train.data import GlobalBatch, Share
+from holdfast.train.guards import guarded
 from tests.warm import Warm
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -34,6 +37,24 @@ def test_every_name_is_there_and_hides_no_module() -> None:
     for name in ht.__all__:
         assert getattr(ht, name).__name__ == name
         assert f"{ht.__name__}.{name}" not in sys.modules
+
+
+def test_the_page_names_all_names_and_no_other() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "train.md").read_text()
+    table = page.partition("## The names\n")[2].partition("\n\nObjects")[0]
+    named = {
+        name
+        for row in table.splitlines()
+        for name in re.findall(r"`(\w+)[`(]", row.split("|")[1] if "|" in row else "")
+    }
+    assert named == set(ht.__all__)
+
+
+def test_a_loader_shows_what_a_script_needs_and_no_more() -> None:
+    assert len(inspect.signature(ht.DataLoader).parameters) <= 14
+    members = {name for name in {*dir(ht.DataLoader), *vars(ht.DataLoader(range(2)))} if not name.startswith("_")}
+    place = {"epoch", "cursor", "remaining", "state_dict", "load_state_dict", "set_epoch", "trained", "regroup"}
+    assert members == place | {"dataset", "batch_size", "global_batch_size", "micro_batches", "share"}
 
 
 @pytest.fixture
@@ -177,7 +198,7 @@ def sampler() -> DistributedSampler:
 
 
 def test_a_warning_says_the_fix_and_how_to_switch_it_off(sampler) -> None:
-    with ht.guarded(), pytest.warns(ht.GuardWarning) as caught:
+    with guarded(), pytest.warns(ht.GuardWarning) as caught:
         draw(sampler, 4)
     assert len(caught) == 1
     text = str(caught[0].message)
@@ -188,7 +209,7 @@ def test_a_warning_says_the_fix_and_how_to_switch_it_off(sampler) -> None:
 @pytest.mark.parametrize("value", ["0", "off", "False"])
 def test_off_by_the_variable(sampler, monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("HOLDFAST_GUARDS", value)
-    with warnings.catch_warnings(record=True) as caught, ht.process_group(device="cpu"), ht.guarded():
+    with warnings.catch_warnings(record=True) as caught, ht.process_group(device="cpu"), guarded():
         warnings.simplefilter("always")
         draw(sampler, 3)
     assert not caught
@@ -204,9 +225,9 @@ def test_off_by_the_argument_and_on_without(sampler) -> None:
 
 def test_torch_is_as_it_was_afterwards() -> None:
     before = (torch.save, DistributedSampler.__iter__, DistributedSampler.set_epoch)
-    with ht.guarded():
+    with guarded():
         assert DistributedSampler.__iter__ is not before[1]
-    with pytest.raises(KeyError), ht.guarded():
+    with pytest.raises(KeyError), guarded():
         raise KeyError
     assert (torch.save, DistributedSampler.__iter__, DistributedSampler.set_epoch) == before
 
@@ -287,10 +308,9 @@ def test_equal_micro_batches(whole) -> None:
     model, rows, loss, expected = whole
     lasts = []
     for part in rows.split(2):
-        with ht.accumulate(model, every=5) as micro:
+        with ht.accumulate(model, micro_batches=5) as micro:
             micro.backward(loss_of(model, part))
         lasts.append(micro.last)
-        assert ht.mid_accumulation(model) is not micro.last
     assert lasts == [False] * 4 + [True]
     torch.testing.assert_close(gradients(model), expected)
     torch.testing.assert_close(micro.loss, loss)
@@ -317,34 +337,35 @@ def test_the_loss_before_the_last_is_the_mean_so_far() -> None:
     model = nn.Linear(1, 1)
     seen = []
     for value in (1.0, 3.0, 8.0):
-        with ht.accumulate(model, every=3) as micro:
+        with ht.accumulate(model, micro_batches=3) as micro:
             micro.backward(model.weight.sum() * 0 + value)
         seen.append(micro.loss.item())
     assert seen == pytest.approx([1.0, 2.0, 4.0])
-    with ht.accumulate(model, every=3) as micro:
+    with ht.accumulate(model, micro_batches=3) as micro:
         assert micro.loss.isnan()
 
 
 def test_the_next_step_begins_anew() -> None:
     model = nn.Linear(1, 1)
     for value in (1.0, 5.0, 7.0, 9.0):
-        with ht.accumulate(model, every=2) as micro:
+        with ht.accumulate(model, micro_batches=2) as micro:
             micro.backward(model.weight.sum() * 0 + value)
     assert micro.loss.item() == pytest.approx(8.0)
 
 
 def test_a_failed_micro_batch_does_not_count() -> None:
     model = nn.Linear(1, 1)
-    with pytest.raises(ZeroDivisionError), ht.accumulate(model, every=2):
+    with pytest.raises(ZeroDivisionError), ht.accumulate(model, micro_batches=2):
         raise ZeroDivisionError
-    assert not ht.mid_accumulation(model)
+    with ht.accumulate(model, micro_batches=2) as micro:
+        assert micro.number == 0
 
 
 def test_a_gradient_scaler(whole) -> None:
     model, rows, loss, expected = whole
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for part in rows.split(5):
-        with ht.accumulate(model, every=2) as micro:
+        with ht.accumulate(model, micro_batches=2) as micro:
             micro.backward(loss_of(model, part), scaler=scaler)
     torch.testing.assert_close(gradients(model), expected * 8)
     torch.testing.assert_close(micro.loss, loss)
@@ -371,7 +392,7 @@ def test_a_step_that_the_loop_has_left_is_begun_again_without_its_gradients() ->
 
 def test_what_cannot_be_accumulated() -> None:
     model = nn.Linear(1, 1)
-    with pytest.raises(ProcessGroupError, match="at least one"), ht.accumulate(model, every=0):
+    with pytest.raises(ProcessGroupError, match="at least one"), ht.accumulate(model, micro_batches=0):
         pass
     with pytest.raises(ProcessGroupError, match="no batch yet"), ht.accumulate(model, Dealt()):
         pass

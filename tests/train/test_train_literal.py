@@ -44,7 +44,7 @@ print(f"rank {pg.rank} of {pg.world}: {state.epoch} epochs, {state.step} steps, 
 """
 pytestmark = [pytest.mark.xdist_group("torch"), pytest.mark.timeout(180)]
 
-BLOCKS = {"loader": "ht.accumulate(model, loader)", "number": "ht.accumulate(model, every=4)"}
+BLOCKS = {"loader": "ht.accumulate(model, loader)", "number": "ht.accumulate(model, micro_batches=4)"}
 
 
 def script(kind: str, tmp_path: Path) -> Path:
@@ -85,7 +85,7 @@ def test_as_printed(warm: Warm, tmp_path: Path, kind: str, how: str) -> None:
 
 def test_a_second_start_of_a_finished_job_finds_nothing_left(warm: Warm, tmp_path: Path) -> None:
     path = script("number", tmp_path)
-    text = path.read_text().replace('every="2min"', "every=ht.steps(8)").replace("num_workers=4", "num_workers=0")
+    text = path.read_text().replace('every="2min"', 'every="8 steps"').replace("num_workers=4", "num_workers=0")
     path.write_text(text.replace("range(10)", "range(2)"))
     told = []
     for _ in range(2):
@@ -100,7 +100,7 @@ def test_a_second_start_of_a_finished_job_finds_nothing_left(warm: Warm, tmp_pat
     assert not found.debris
 
 
-# --- every=4 ----------------------------------------------------------------------------------------------------------
+# --- micro_batches=4 --------------------------------------------------------------------------------------------------
 
 
 def test_a_number_of_batches_is_exact_at_the_tail_on_any_number_of_ranks(warm: Warm) -> None:
@@ -112,10 +112,10 @@ def test_a_number_of_batches_is_exact_at_the_tail_on_any_number_of_ranks(warm: W
         assert [count for *_, count in steps] == [3, 3, 3, 1], name
 
 
-def lasts(model: nn.Module, loader: object, every: int | None) -> list[bool]:
+def lasts(model: nn.Module, loader: object, micro_batches: int | None) -> list[bool]:
     found = []
     for rows in loader:  # type: ignore[attr-defined]
-        with ht.accumulate(model, every) as micro:
+        with ht.accumulate(model, micro_batches) as micro:
             micro.backward(model(rows).mean())
         found.append(micro.last)
     return found
@@ -137,7 +137,7 @@ def test_weights_over_a_tail(tail: str, expected: list[float]) -> None:
     loader = ht.DataLoader(rows, 2, tail=tail)  # type: ignore[arg-type]
     means = []
     for batch in loader:
-        with ht.accumulate(model, every=3) as micro:
+        with ht.accumulate(model, micro_batches=3) as micro:
             micro.backward(model(batch).mean())
         if micro.last:
             means.append(model.weight.grad.item())
@@ -150,7 +150,7 @@ def test_parts_of_one_batch_are_counted_as_before() -> None:
     found = []
     for batch in loader:
         for part in batch.split(2):
-            with ht.accumulate(model, every=4) as micro:
+            with ht.accumulate(model, micro_batches=4) as micro:
                 micro.backward(model(part).mean())
             found.append((micro.last, micro.scale))
     assert found == [(number % 4 == 3, 0.25) for number in range(16)]
@@ -161,7 +161,7 @@ def test_a_loop_within_the_loop_does_not_disturb() -> None:
     loader, inner = ht.DataLoader(torch.ones(10, 2), 2), ht.DataLoader(torch.ones(3, 2), 1)
     found = []
     for batch in loader:
-        with ht.accumulate(model, every=2) as micro:
+        with ht.accumulate(model, micro_batches=2) as micro:
             micro.backward(model(batch).mean())
         found.append(micro.last)
         for rows in inner:
@@ -170,15 +170,15 @@ def test_a_loop_within_the_loop_does_not_disturb() -> None:
             assert validated.last
             break
     assert found == [False, True, False, True, True]
-    with ht.accumulate(model, every=2) as micro:  # no loop of ours around it
+    with ht.accumulate(model, micro_batches=2) as micro:  # no loop of ours around it
         micro.backward(model(torch.ones(1, 2)).mean())
     assert not micro.last
 
 
 def test_a_number_that_contradicts_the_loader() -> None:
     model = nn.Linear(2, 1)
-    for options in ({"global_batch_size": 4}, {"every": 2}):
+    for options in ({"global_batch_size": 4}, {"micro_batches": 2}):
         loader = ht.DataLoader(torch.ones(12, 2), 2, **options)
         with pytest.raises(ProcessGroupError, match=r"accumulate\(model, loader\)"):
             lasts(model, loader, 3)
-        assert lasts(model, loader, loader.every) == lasts(model, loader, None) == [False, True] * 3
+        assert lasts(model, loader, loader.micro_batches) == lasts(model, loader, None) == [False, True] * 3

@@ -67,24 +67,24 @@ def test_a_single_sample_that_does_not_fit_is_an_error(warm: Warm, tmp_path: Pat
 
 
 def test_every_sample_comes_once_in_smaller_batches() -> None:
-    data = loader(40, 4, global_batch_size=8, shrink_on_oom=True, rank=0, world=1)
+    data = loader(40, 4, global_batch_size=8, shrink_on_oom=True, ranks=(0, 1))
     seen = []
     for batch in data:
         if len(seen) == 16 and data.batch_size == 4:
-            data.shrink()  # as ht.accumulate does
+            data._shrink()  # as ht.accumulate does
             continue
         seen += batch
-    assert seen == samples(loader(40, 4, rank=0, world=1))
+    assert seen == samples(loader(40, 4, ranks=(0, 1)))
     assert data.batch_size == 2
-    assert data.every == 4
+    assert data.micro_batches == 4
     state = data.state_dict()
-    wider = loader(40, 4, global_batch_size=8, shrink_on_oom=True, rank=1, world=2)
+    wider = loader(40, 4, global_batch_size=8, shrink_on_oom=True, ranks=(1, 2))
     wider.load_state_dict(state)
     assert wider.batch_size == 2
-    plain = loader(40, 4, global_batch_size=8, rank=1, world=2)
+    plain = loader(40, 4, global_batch_size=8, ranks=(1, 2))
     plain.load_state_dict(state)
     assert plain.batch_size == 4
-    lower = loader(40, 1, global_batch_size=8, shrink_on_oom=True, rank=1, world=2)
+    lower = loader(40, 1, global_batch_size=8, shrink_on_oom=True, ranks=(1, 2))
     lower.load_state_dict(state)
     assert lower.batch_size == 1
 

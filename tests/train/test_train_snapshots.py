@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import random
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,7 +32,7 @@ from holdfast.snapshots import disk, in_process
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots.memory_folder import STALL
 from holdfast.train import snapshots
-from holdfast.train.agreement import Schedule, Steps, Timekeeper, crossed, seconds
+from holdfast.train.agreement import Interval, Schedule, Timekeeper, crossed
 from holdfast.train.reservation import foreseen_bytes
 from tests.train.conftest import damage
 
@@ -45,7 +46,7 @@ class Job:
         self.model = nn.Linear(3, width)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.schedule = torch.optim.lr_scheduler.MultiStepLR(self.optimizer, [3, 6])
-        self.snaps = ht.Snapshots(folder, **{"every": ht.steps(3), "memory_every": None, **options})
+        self.snaps = ht.Snapshots(folder, **{"every": "3 steps", "memory_every": None, **options})
         self.state = self.snaps.track(model=self.model, optimizer=self.optimizer, schedule=self.schedule)
         self.resumed = self.snaps.resume() if resume else None
 
@@ -109,7 +110,7 @@ def test_debris_alone_is_no_fresh_start(tmp_path: Path, monkeypatch: pytest.Monk
     for _ in range(2):
         with pytest.raises(NoValidSnapshotError, match=name):
             Job(tmp_path)
-    job = Job(tmp_path, fresh_ok=True)
+    job = Job(tmp_path, options=ht.SnapshotOptions(fresh_ok=True))
     assert job.resumed is None
     assert (tmp_path / name).exists() == name.startswith("bad")
     job.snaps.close()
@@ -177,7 +178,7 @@ def test_a_full_disk_is_a_warning_and_training_goes_on(tmp_path: Path, monkeypat
 
 
 def test_too_many_failed_saves_in_a_row_are_an_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    job = Job(tmp_path, failures_max=2)
+    job = Job(tmp_path, options=ht.SnapshotOptions(failed_saves_max=2))
     monkeypatch.setattr(disk, "write_all", full)
     job.train(5)
     job.snaps._current_tier._join()
@@ -195,7 +196,7 @@ def test_the_end_says_what_is_not_on_the_disk(tmp_path: Path, monkeypatch: pytes
     job.snaps.save()
     with pytest.raises(SnapshotWriteError):
         job.snaps.close()
-    job = Job(tmp_path, memory_every=1, fresh_ok=True)
+    job = Job(tmp_path, memory_every=1, options=ht.SnapshotOptions(fresh_ok=True))
     job.train(3)
     job.snaps._current_tier._join()
     with pytest.warns(RuntimeWarning, match="No space left"):
@@ -232,7 +233,7 @@ def test_metrics_that_are_no_numbers_are_left_out(tmp_path: Path) -> None:
 
 
 def test_nothing_is_saved_while_gradients_are_pending(tmp_path: Path) -> None:
-    job = Job(tmp_path, every=ht.steps(2))
+    job = Job(tmp_path, every="2 steps")
     for step in range(6):
         job.model(torch.randn(5, 3)).sum().backward()
         if step % 3 == 2:
@@ -345,7 +346,7 @@ def test_calls_in_an_impossible_order(tmp_path: Path) -> None:
         job.snaps.resume()
     for fresh_ok in (False, True):  # its steps would be older than those that are there, and retention's
         with pytest.raises(TrackingError, match="call resume"):
-            Job(tmp_path, resume=False, fresh_ok=fresh_ok).train(1)
+            Job(tmp_path, resume=False, options=ht.SnapshotOptions(fresh_ok=fresh_ok)).train(1)
 
 
 def test_who_never_calls_step_is_told(tmp_path: Path) -> None:
@@ -376,7 +377,7 @@ def epoch_ends(folder: Path, *, save: bool, stop_in: int = 9) -> tuple[list[int]
     optimizer = torch.optim.SGD(weights.parameters(), lr=1.0)
     decay = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
     loader = ht.DataLoader(torch.arange(4), batch_size=2)
-    snaps = ht.Snapshots(folder, every=ht.steps(2) if not save else None, memory_every=None)
+    snaps = ht.Snapshots(folder, every="2 steps" if not save else None, memory_every=None)
     state = snaps.track(model=weights, optimizer=optimizer, decay=decay, loader=loader)
     snaps.resume()
     for epoch in state.epochs(3, save=save):
@@ -424,7 +425,15 @@ def test_saved_at_each_epoch_s_end(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{"memory_every": 0}, {"memory_every": "2min"}, {"memory_every": True}, {"keep": 3}, {"failures_max": 0}]
+    "options",
+    [
+        {"memory_every": 0},
+        {"memory_every": "2min"},
+        {"memory_every": True},
+        {"keep": 3},
+        {"copies": 2},
+        {"options": {}},
+    ],
 )
 def test_options_that_mean_nothing(tmp_path: Path, options: dict[str, Any]) -> None:
     with pytest.raises((IntervalError, RetentionError), match=next(iter(options))):
@@ -435,22 +444,57 @@ def test_options_that_mean_nothing(tmp_path: Path, options: dict[str, Any]) -> N
 # --- when it is due ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("text", "value"), [("90s", 90), ("2min", 120), ("1.5h", 5400), ("1d", 86400), (5, 5)])
-def test_times(text: Any, value: float) -> None:
-    assert seconds(text) == value
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"failed_saves_max": 0},
+        {"suspect_within_steps": -1},
+        {"restarts_without_progress": 1.5},
+        {"copies_bytes_per_s": 0},
+    ],
+)
+def test_operating_options_that_mean_nothing(options: dict[str, Any]) -> None:
+    with pytest.raises(IntervalError, match=next(iter(options))):
+        ht.SnapshotOptions(**options)
 
 
-@pytest.mark.parametrize("text", ["", "2 weeks", "-1s", 0, "min", float("inf"), True])
-def test_what_is_no_time(text: Any) -> None:
-    with pytest.raises(IntervalError):
-        seconds(text)
+@pytest.mark.parametrize(
+    ("text", "interval"),
+    [
+        ("90s", Interval(seconds=90)),
+        ("2min", Interval(seconds=120)),
+        (" 1.5 h ", Interval(seconds=5400)),
+        ("1d", Interval(seconds=86400)),
+        ("500 steps", Interval(steps=500)),
+        ("1step", Interval(steps=1)),
+        (None, Interval()),
+    ],
+)
+def test_intervals(text: str | None, interval: Interval) -> None:
+    assert Interval.of(text) == interval
+
+
+@pytest.mark.parametrize(
+    "text", ["", "2 weeks", "-1s", "min", "steps", "0 steps", "1.5 steps", "-5 steps", "0s", b"5min", [5], Interval(5)]
+)
+def test_what_is_no_interval(text: Any) -> None:
+    with pytest.raises(IntervalError, match=r'write a number and s, min, h, d or steps: "5min", "6h", "500 steps"$'):
+        Interval.of(text)
+
+
+@pytest.mark.parametrize("number", [300, 0.5, "300", " 300 "])
+def test_a_number_without_a_unit_is_neither_seconds_nor_steps(tmp_path: Path, number: Any) -> None:
+    line = rf'^every={re.escape(repr(number))} has no unit: write every="[\d.]+ s" or every="[\d.]+ steps"$'
+    with pytest.raises(IntervalError, match=line):
+        ht.Snapshots(tmp_path / "a", every=number)
+    assert not (tmp_path / "a").exists()
 
 
 def test_a_multiple_that_was_passed_is_not_forgotten() -> None:
     assert crossed(10, 9, 10)
     assert crossed(13, 9, 10)
     assert not crossed(13, 10, 10)
-    schedule = Schedule(Steps(10), 4)
+    schedule = Schedule(Interval(steps=10), 4)
     schedule.start(7)
     assert [step for step in range(8, 13) if schedule.durable_due(step)] == [10, 11, 12]
     schedule.saved(12, durable=True)

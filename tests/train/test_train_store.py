@@ -23,7 +23,7 @@ url, stage, last, kill = sys.argv[1], sys.argv[2], int(sys.argv[3]), len(sys.arg
 torch.manual_seed(0)
 model = torch.nn.Linear(8, 8)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-snaps = ht.Snapshots(url, every=ht.steps(3), memory_every=1, keep=ht.Keep(last=2), stage=stage)
+snaps = ht.Snapshots(url, every="3 steps", memory_every=1, keep=ht.Keep(last=2), options=ht.SnapshotOptions(staging_folder=stage))
 state = snaps.track(model=model, optimizer=optimizer)
 resumed = snaps.resume()
 while state.step < last:

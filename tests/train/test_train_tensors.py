@@ -14,6 +14,7 @@ from holdfast.protocol.errors import ShardingError, StateTypeError, TrackingErro
 from holdfast.snapshots import folder
 from holdfast.snapshots.folder import RankFile
 from holdfast.train import export
+from holdfast.train.resuming import Resumed
 from tests.warm import Warm
 
 SCRIPT = Path(__file__).parent / "scripts" / "snapshot_ranks.py"
@@ -27,7 +28,7 @@ def save(path: Path, **objects: Any) -> None:
         snaps.save(wait=True)
 
 
-def load(path: Path, only: str | None = None, **objects: Any) -> ht.Resumed:
+def load(path: Path, only: str | None = None, **objects: Any) -> Resumed:
     with ht.Snapshots(path, every=None, memory_every=None) as snaps:
         snaps.track(**objects)
         resumed = snaps.resume(only=only)

@@ -49,10 +49,10 @@ class ResumableLoader:
             self._loader.sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"world": place(None, None)[1], "loader": self._loader.state_dict()}
+        return {"world": place(None)[1], "loader": self._loader.state_dict()}
 
     def load_state_dict(self, saved: dict[str, Any]) -> None:
-        world = place(None, None)[1]
+        world = place(None)[1]
         if saved["world"] != world:
             raise DataError(
                 f"a StatefulDataLoader's position with {saved['world']} ranks means nothing with {world}: "

@@ -28,7 +28,7 @@ class HoldfastCheckpointer(BaseCheckpointManager):  # type: ignore[misc]
     class Config(BaseCheckpointManager.Config):  # type: ignore[misc]
         """`interval` is not used: these say when."""
 
-        every: str | float | None = "5min"
+        every: str | None = "5min"
         """To the disk; as in `ht.Snapshots`."""
         memory_every: int | None = 20
         """Steps from one copy in memory to the next."""

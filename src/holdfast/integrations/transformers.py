@@ -116,9 +116,9 @@ class TrainerProgress:
             raise TrackingError("HoldfastCallback needs a newer transformers: this one cannot begin inside an epoch")
         self._trainer = trainer
         args, loader = trainer.args, trainer.callback_handler.train_dataloader
-        self._every = args.gradient_accumulation_steps
+        self._micro_batches = args.gradient_accumulation_steps
         self._batch = args.train_batch_size * args.world_size
-        self._epoch_batches = len(loader) if has_length(loader) else args.max_steps * self._every
+        self._epoch_batches = len(loader) if has_length(loader) else args.max_steps * self._micro_batches
         self._epoch, self._batches = 0, 0
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class TrainerProgress:
             "epoch": epoch,
             "batches": batches,
             "batch": self._batch,
-            "every": self._every,
+            "micro_batches": self._micro_batches,
             "counted": {name: getattr(state, name) for name in COUNTED},
             "log_history": state.log_history,
             "loss": [trainer._tr_loss, trainer._total_loss_scalar, trainer._globalstep_last_logged],
@@ -139,18 +139,20 @@ class TrainerProgress:
     def load_state_dict(self, saved: dict[str, Any]) -> None:
         trainer, state = self._trainer, self._trainer.state
         self._epoch, self._batches = saved["epoch"], saved["batches"] * saved["batch"] // self._batch
-        self._batches -= self._batches % self._every
+        self._batches -= self._batches % self._micro_batches
         step: int = saved["step"]
-        if saved["batch"] * saved["every"] != self._batch * self._every:
+        if saved["batch"] * saved["micro_batches"] != self._batch * self._micro_batches:
             warnings.warn(
-                f"holdfast: an optimizer step had {saved['batch'] * saved['every']} samples and has "
-                f"{self._batch * self._every}: the learning rate's schedule counts steps\n"
+                f"holdfast: an optimizer step had {saved['batch'] * saved['micro_batches']} samples and has "
+                f"{self._batch * self._micro_batches}: the learning rate's schedule counts steps\n"
                 "keep it with per_device_train_batch_size or gradient_accumulation_steps",
                 RuntimeWarning,
                 stacklevel=2,
             )
             if trainer.args.max_steps <= 0:  # the Trainer's last step follows from the epochs
-                step = self._epoch * -(-self._epoch_batches // self._every) + self._batches // self._every
+                step = (
+                    self._epoch * -(-self._epoch_batches // self._micro_batches) + self._batches // self._micro_batches
+                )
         for name in COUNTED:
             setattr(state, name, saved["counted"][name])
         state.log_history = saved["log_history"]

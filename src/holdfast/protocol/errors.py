@@ -202,7 +202,7 @@ class StateTypeError(CallerError, code="HF130"):
 
 
 class IntervalError(CallerError, code="HF131"):
-    """`every=` of Snapshots is neither a time nor a number of steps."""
+    """An interval or a limit of Snapshots is not usable: `every="5min"` and `every="500 steps"` have their unit."""
 
 
 class ShardingError(CallerError, code="HF132"):

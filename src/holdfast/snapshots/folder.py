@@ -394,7 +394,7 @@ def choose(found: Survey, *, fresh_ok: bool = False) -> Snapshot | None:
     remains = [*(problem.path for problem in found.problems), *found.debris, *found.quarantined]
     raise NoValidSnapshotError(
         f"{found.path} holds no valid snapshot, only {first_of([path.name for path in remains], 4)}.\n"
-        "To start from zero on purpose, pass fresh_ok=True or choose another folder."
+        "To start from zero on purpose, pass SnapshotOptions(fresh_ok=True) or choose another folder."
     )
 
 

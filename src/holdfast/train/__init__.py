@@ -3,7 +3,8 @@
     import holdfast.train as ht
 
 Importing the package costs nothing: the public names load what they need on first use (PEP 562). docs/train.md shows
-them at work. This is the only package of holdfast that imports torch, and no other package of holdfast imports it.
+them at work. Types that a script is given and does not make are in their modules (`holdfast.train.group.ProcessGroup`).
+This is the only package of holdfast that imports torch, and no other package of holdfast imports it.
 """
 
 from __future__ import annotations
@@ -12,14 +13,13 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from holdfast.train.accumulation import MicroBatch, accumulate, mid_accumulation
-    from holdfast.train.agreement import steps
-    from holdfast.train.data.datasets import ShardedDataset, sample_seed
+    from holdfast.train.accumulation import accumulate
+    from holdfast.train.data.datasets import ShardedDataset
     from holdfast.train.data.loader import DataLoader
     from holdfast.train.data.sampler import DistributedSampler
-    from holdfast.train.group import ProcessGroup, ddp, process_group
-    from holdfast.train.guards import GuardWarning, guarded, watch
-    from holdfast.train.snapshots import Keep, Resumed, Snapshots
+    from holdfast.train.group import ddp, process_group
+    from holdfast.train.guards import GuardWarning
+    from holdfast.train.snapshots import Keep, SnapshotOptions, Snapshots
     from holdfast.train.storage import SnapshotReader, SnapshotWriter
     from holdfast.train.survival import survive
 
@@ -28,22 +28,15 @@ __all__ = [
     "DistributedSampler",
     "GuardWarning",
     "Keep",
-    "MicroBatch",
-    "ProcessGroup",
-    "Resumed",
     "ShardedDataset",
+    "SnapshotOptions",
     "SnapshotReader",
     "SnapshotWriter",
     "Snapshots",
     "accumulate",
     "ddp",
-    "guarded",
-    "mid_accumulation",
     "process_group",
-    "sample_seed",
-    "steps",
     "survive",
-    "watch",
 ]
 
 _HOMES = {
@@ -51,22 +44,15 @@ _HOMES = {
     "DistributedSampler": "data.sampler",
     "GuardWarning": "guards",
     "Keep": "snapshots",
-    "MicroBatch": "accumulation",
-    "ProcessGroup": "group",
-    "Resumed": "snapshots",
     "ShardedDataset": "data.datasets",
+    "SnapshotOptions": "snapshots",
     "SnapshotReader": "storage",
     "SnapshotWriter": "storage",
     "Snapshots": "snapshots",
     "accumulate": "accumulation",
     "ddp": "group",
-    "guarded": "guards",
-    "mid_accumulation": "accumulation",
     "process_group": "group",
-    "sample_seed": "data.datasets",
-    "steps": "agreement",
     "survive": "survival",
-    "watch": "guards",
 }
 """The module of each name. No module has the name of a function: importing it would hide the function."""
 

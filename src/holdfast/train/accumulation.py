@@ -43,15 +43,15 @@ if TYPE_CHECKING:
 class MicroBatch:
     """One micro-batch of an optimizer step, yielded by `accumulate`."""
 
-    def __init__(self, accumulation: _Accumulation, number: int, every: int, scale: float) -> None:
+    def __init__(self, accumulation: _Accumulation, number: int, micro_batches: int, scale: float) -> None:
         self._accumulation = accumulation
         self.number = number
         """Its number within its optimizer step, from 0."""
-        self.every = every
+        self.micro_batches = micro_batches
         """Micro-batches in this optimizer step."""
         self.scale = scale
         """The factor of the loss in `backward`: the batch's part of the step's samples, times the number of ranks."""
-        self.last = number == every - 1
+        self.last = number == micro_batches - 1
         """Whether the optimizer steps after this one."""
 
     def backward(self, loss: torch.Tensor, *, scaler: Any = None, **arguments: Any) -> None:
@@ -93,7 +93,7 @@ class _Accumulation:
         self._weight = 0.0
         self._exchange: tuple[torch.Tensor, Any] | None = None
         """The sum over all ranks, and torch's handle to wait for it."""
-        self._every = 1
+        self._micro_batches = 1
         """Micro-batches in this optimizer step."""
         self._samples = 0
         """Samples of all ranks in it."""
@@ -104,8 +104,8 @@ class _Accumulation:
         self._loader: weakref.ref[HasShare] | None = None
         """Whose micro-batch the last one was, where the loader makes the steps."""
 
-    def next_of(self, loader: DataLoader, every: int) -> tuple[int, int, float] | None:
-        """Number, count and scale of the next micro-batch, when `every` batches of the loader make a step or, at the
+    def next_of(self, loader: DataLoader, micro_batches: int) -> tuple[int, int, float] | None:
+        """Number, count and scale of the next micro-batch, when so many batches of the loader make a step or, at the
         epoch's end, fewer. None: batches are not micro-batches."""
         share = loader.share
         if share is None or self._cut:
@@ -116,10 +116,10 @@ class _Accumulation:
         self._last_share = share
         number = self.done
         if number == 0:
-            ahead = loader.samples_ahead(every)
-            self._every, self._samples = len(ahead), sum(ahead)
-        scale = share.scale * loader.samples_ahead(1)[0] / self._samples
-        return min(number, self._every - 1), self._every, scale
+            ahead = loader._samples_ahead(micro_batches)
+            self._micro_batches, self._samples = len(ahead), sum(ahead)
+        scale = share.scale * loader._samples_ahead(1)[0] / self._samples
+        return min(number, self._micro_batches - 1), self._micro_batches, scale
 
     def _group(self) -> Any:
         """The group over which the gradients' mean is computed."""
@@ -151,20 +151,22 @@ class _Accumulation:
         return number == 0 and self.done > 0 and before is not None and before() is loader
 
     @contextlib.contextmanager
-    def micro_batch(self, number: int, every: int, scale: float, maker: HasShare | None) -> Iterator[MicroBatch]:
+    def micro_batch(
+        self, number: int, micro_batches: int, scale: float, maker: HasShare | None
+    ) -> Iterator[MicroBatch]:
         """`maker`: the loader, if that makes the steps. If it shrinks, the step is repeated with smaller micro-batches
         when a rank runs out of memory."""
         if maker is not None and self._is_begun_again(maker, number) and (model := self._model()) is not None:
             model.zero_grad()  # the gradients so far are those of micro-batches that come again
-        loader: Any = maker if getattr(maker, "shrinks_on_oom", False) else None
-        self.count = every
+        loader: Any = maker if getattr(maker, "_shrinks_on_oom", False) else None
+        self.count = micro_batches
         if number == 0:
             self._sum, self._weight, self._exchange = None, 0.0, None
             self._careful = None if loader is None else self._be_careful()
         careful = self._careful
         self.begun += 1
         self._weight += scale
-        micro = MicroBatch(self, number, every, scale)
+        micro = MicroBatch(self, number, micro_batches, scale)
         attempt = careful.attempt(loader) if careful and loader else contextlib.nullcontext()
         with attempt, self._synced(exchange=micro.last and careful is None):
             yield micro
@@ -251,7 +253,7 @@ class _CarefulStep:
         self._drop_gradients()
         self._buffers.restore()
         before = loader.batch_size
-        loader.shrink()
+        loader._shrink()
         if self._group is None or dist.get_rank(self._group) == 0:
             warnings.warn(
                 f"holdfast: rank {short - 1} ran out of memory with {before} samples at once: this optimizer step is "
@@ -344,7 +346,7 @@ def _refuse_early_step(optimizer: Optimizer, *_: Any) -> None:
 
 
 @contextlib.contextmanager
-def accumulate(model: nn.Module, every: int | HasShare | None = None) -> Iterator[MicroBatch]:
+def accumulate(model: nn.Module, micro_batches: int | HasShare | None = None) -> Iterator[MicroBatch]:
     """One micro-batch: scales its loss, and lets gradients be exchanged only in the last one of an optimizer step.
 
         for batch in loader:
@@ -354,8 +356,8 @@ def accumulate(model: nn.Module, every: int | HasShare | None = None) -> Iterato
                 optimizer.step()
                 optimizer.zero_grad()
 
-    `every`: the loader that the loop is over (holdfast.train's), which decides what makes an optimizer step; or a
-    number of batches; without it the loader's own, or 1. In a loop over a loader of holdfast.train every sample
+    `micro_batches`: the loader that the loop is over (holdfast.train's), which decides what makes an optimizer step;
+    or a number of batches; without it the loader's own, or 1. In a loop over a loader of holdfast.train every sample
     counts the same, however uneven batches are, and the epoch's last optimizer step may have fewer batches. With any
     other loader batches weigh the same, and the count goes on over the end of an epoch. `model`: DDP, FSDP2, or
     neither. Raises ProcessGroupError for a number below 1, one that contradicts the loader, or a loader that has
@@ -367,35 +369,38 @@ def accumulate(model: nn.Module, every: int | HasShare | None = None) -> Iterato
             _watch_optimizers()
         accumulation = _accumulations[model] = _Accumulation(model)
     watch(model)
-    with accumulation.micro_batch(*_place(accumulation, every)) as micro:
+    with accumulation.micro_batch(*_place(accumulation, micro_batches)) as micro:
         yield micro
 
 
-def _place(accumulation: _Accumulation, every: int | HasShare | None) -> tuple[int, int, float, HasShare | None]:
+def _place(accumulation: _Accumulation, given: int | HasShare | None) -> tuple[int, int, float, HasShare | None]:
     """Number, count and loss factor of the next micro-batch, and the loader if that makes the steps."""
     loader = in_hand()
-    if every is None:
-        every = 1 if loader is None or loader.share is None else loader
-    if isinstance(every, int):
-        if every < 1:
-            raise ProcessGroupError(f"accumulate(every={every}): at least one micro-batch makes an optimizer step.")
-        if loader is not None and (loader.every > 1 or loader.is_kept):
-            if loader.every != every:
+    if given is None:
+        given = 1 if loader is None or loader.share is None else loader
+    if isinstance(given, int):
+        if given < 1:
+            raise ProcessGroupError(
+                f"accumulate(micro_batches={given}): at least one micro-batch makes an optimizer step."
+            )
+        if loader is not None and (loader.micro_batches > 1 or loader._keeps_global_batch):
+            if loader.micro_batches != given:
                 raise ProcessGroupError(
-                    f"accumulate(model, every={every}): the loader makes optimizer steps of {loader.every} batches\n"
-                    "write accumulate(model, loader), or leave global_batch_size= and every= of the loader out"
+                    f"accumulate(model, micro_batches={given}): the loader makes optimizer steps of "
+                    f"{loader.micro_batches} batches\n"
+                    "write accumulate(model, loader), or leave global_batch_size= and micro_batches= of the loader out"
                 )
-            every = loader
-    if isinstance(every, int):
-        found = None if loader is None else accumulation.next_of(loader, every)
-        # min: `every` may have become smaller in the middle of a step.
-        return (*(found or (min(accumulation.done, every - 1), every, 1 / every)), None)
-    share = every.share
+            given = loader
+    if isinstance(given, int):
+        found = None if loader is None else accumulation.next_of(loader, given)
+        # min: the number may have become smaller in the middle of a step.
+        return (*(found or (min(accumulation.done, given - 1), given, 1 / given)), None)
+    share = given.share
     if share is None:
         raise ProcessGroupError(
             "accumulate(model, loader) belongs into the loop over that loader: it has no batch yet."
         )
-    return share.micro, share.every, share.scale, every
+    return share.micro, share.micro_batches, share.scale, given
 
 
 def forget_pending() -> None:
@@ -406,9 +411,3 @@ def forget_pending() -> None:
 def unfinished_micro_batches() -> dict[int, int]:
     """By model that is in the middle of an optimizer step: how many micro-batches it has begun in its life."""
     return {id(each): each.begun for each in _accumulations.values() if each.done}
-
-
-def mid_accumulation(model: nn.Module) -> bool:
-    """Whether gradients of an unfinished optimizer step are pending: a snapshot taken now would lose them."""
-    accumulation = _accumulations.get(model)
-    return accumulation is not None and accumulation.done > 0

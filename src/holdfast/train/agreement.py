@@ -19,6 +19,7 @@ import datetime
 import itertools
 import json
 import os
+import re
 import time
 import warnings
 from collections.abc import Iterator, Sequence
@@ -57,9 +58,9 @@ class RankFailure:
 class FailedSaves:
     """Rank 0's count of failed saves."""
 
-    def __init__(self, failures_max: int) -> None:
-        """`failures_max`: the number of failures in a row that is fatal."""
-        self._max = failures_max
+    def __init__(self, failed_saves_max: int) -> None:
+        """`failed_saves_max`: the number of failures in a row that is fatal."""
+        self._max = failed_saves_max
         self._in_row = 0
         self._open = False
         """A save was handed over, and its result is unknown."""
@@ -102,7 +103,7 @@ class FailedSaves:
         fatal = self._in_row >= self._max
         rest = "" if fatal else "; training goes on"
         return RankFailure(
-            code, f"{text}\n{self._in_row} of {self._max} failed saves in a row (failures_max=){rest}.", fatal
+            code, f"{text}\n{self._in_row} of {self._max} failed saves in a row (failed_saves_max=){rest}.", fatal
         )
 
 
@@ -110,39 +111,41 @@ LOOK_STEPS_MAX = 1_000_000
 
 
 @dataclass(frozen=True)
-class Steps:
-    """A number of calls of `Snapshots.step()`."""
+class Interval:
+    """How often a snapshot goes to the disk: `every=` of Snapshots. Neither: never by itself."""
 
-    count: int
+    seconds: float | None = None
+    steps: int | None = None
+    """Calls of `Snapshots.step()`."""
 
-    def __post_init__(self) -> None:
-        if type(self.count) is not int or self.count < 1:
-            raise IntervalError(f"steps({self.count!r}): at least 1")
+    @classmethod
+    def of(cls, every: str | None) -> Interval:
+        """
+        >>> Interval.of("90s"), Interval.of("500 steps")
+        (Interval(seconds=90.0, steps=None), Interval(seconds=None, steps=500))
+
+        Raises IntervalError for what is not a number with its unit, in a text."""
+        if every is None:
+            return cls()
+        if isinstance(every, int | float) or (isinstance(every, str) and re.fullmatch(r"\s*[0-9.]+\s*", every)):
+            number = str(every).strip()
+            raise IntervalError(f'every={every!r} has no unit: write every="{number} s" or every="{number} steps"')
+        if isinstance(every, str):
+            steps = re.fullmatch(r"\s*([1-9][0-9]*)\s*steps?\s*", every)
+            if steps is not None:
+                return cls(steps=int(steps[1]))
+            seconds = seconds_of(every)
+            if seconds is not None:
+                return cls(seconds=seconds)
+        raise IntervalError(f'every={every!r}: write a number and s, min, h, d or steps: "5min", "6h", "500 steps"')
 
 
-def steps(count: int) -> Steps:
-    """`every=steps(500)`: an interval in steps, not in time."""
-    return Steps(count)
-
-
-def seconds(text: str | float) -> float:
-    """'90s', '2min', '1.5h', '1d' or a number of seconds. IntervalError."""
-    value = seconds_of(text)
-    if value is None:
-        raise IntervalError(f"every={text!r}: write a time such as '90s', '2min' or '6h', or steps(500)")
-    return value
-
-
-def check_options(
-    memory_every: int | None, failures_max: int, keep: Keep | None, copies: int, copies_bandwidth: float | None
-) -> None:
+def check_options(memory_every: int | None, keep: Keep | None, copies: int) -> None:
     """Of `Snapshots`. IntervalError, RetentionError."""
     if memory_every is not None and (type(memory_every) is not int or memory_every < 1):
         raise IntervalError(f"memory_every={memory_every!r}: a number of steps, at least 1, or None")
-    if type(failures_max) is not int or failures_max < 1:
-        raise IntervalError(f"failures_max={failures_max!r}: a number of saves, at least 1")
-    if copies not in (0, 1) or not (copies_bandwidth is None or copies_bandwidth > 0):
-        raise IntervalError(f"copies={copies!r}, copies_bandwidth={copies_bandwidth!r}: 0 or 1; more than 0, or None")
+    if copies not in (0, 1):
+        raise IntervalError(f"copies={copies!r}: 0 or 1")
     if keep is not None and not isinstance(keep, Keep):
         raise RetentionError(f"keep={keep!r}: write ht.Keep(last=3), or None for all")
 
@@ -155,10 +158,10 @@ def crossed(step: int, last: int, every: int | None) -> bool:
 class Schedule:
     """One rank's schedule of saves. `step` and `last` count calls of Snapshots.step()."""
 
-    def __init__(self, every: Steps | float | None, memory_every: int | None) -> None:
-        """`every`: steps, seconds, or None for never; `memory_every`: steps, or None without a memory tier."""
-        self._every_steps = every.count if isinstance(every, Steps) else None
-        self._timed = every is not None and not isinstance(every, Steps)
+    def __init__(self, every: Interval, memory_every: int | None) -> None:
+        """`memory_every`: steps, or None without a memory tier."""
+        self._every_steps = every.steps
+        self._timed = every.seconds is not None
         self._memory_every = memory_every
         self.within_epochs = every is not None or memory_every is not None
         """Whether states are saved in the middle of epochs."""
@@ -198,7 +201,7 @@ class Schedule:
 
 
 class Timekeeper:
-    """Rank 0's clock for `every=` seconds."""
+    """Rank 0's clock for an `every=` that is a time."""
 
     def __init__(self, every_s: float | None) -> None:
         self._every_s = every_s

@@ -24,7 +24,7 @@ from holdfast.train import copying
 from holdfast.train.kept import Watched
 from holdfast.train.own_objects import OwnObjects
 from holdfast.train.random_numbers import RandomNumbers, RandomRecord, States
-from holdfast.train.state import Tracker, TrainState
+from holdfast.train.state import Tracker, TrainState, position_of
 
 
 class Boundary:
@@ -77,7 +77,7 @@ class Boundary:
 
     def _mark_more(self) -> None:
         try:
-            self._positions = [each.position() for each in self._followers.values()]
+            self._positions = [position_of(each) for each in self._followers.values()]
         except DataStateError:  # a sampler whose trained indices nobody has reported: `positions` raises it again
             self._positions = None
         self._scales = [

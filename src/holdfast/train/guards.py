@@ -4,8 +4,9 @@ What each guard looks for is in mistakes.py; this module connects them to torch 
 everything off again at its end. The connections, and why these:
 
 optimizers   torch's public hook that runs after every `optimizer.step()`, for all optimizers
-models       public forward hooks on the outermost module, put there by `ht.ddp`, `ht.accumulate` and `ht.watch`, so
-             that no other module pays; find_unused_parameters alone has a hook on each parameter, for ten steps
+models       public forward hooks on the outermost module, put there by `ht.ddp`, `ht.accumulate` and
+             `Snapshots.track`, so that no other module pays; find_unused_parameters alone has a hook on each parameter,
+             for ten steps
 torch.save, torch.utils.data.DistributedSampler
              replaced by functions that note the call and make it. torch offers no hook for either, and a guard that has
              to be called by hand would be called only by those who know the mistake.
@@ -172,8 +173,8 @@ def guarded(group: Any = None) -> Iterator[None]:
     """Guards for a block of a program that makes its process group itself; `process_group()` has them already.
 
         dist.init_process_group("gloo")
-        with ht.guarded():
-            ht.watch(model)              # not needed for models from ht.ddp or used with ht.accumulate
+        with guarded():
+            snaps.track(model=model)     # so the guards see it, or by ht.ddp or ht.accumulate
 
     `group`: of `process_group()`; by default torch's own. Blocks do not nest: the inner one adds nothing.
     """
@@ -204,7 +205,7 @@ def _of_torch() -> Guards:
 
 
 def watch(model: nn.Module) -> None:
-    """Let active guards see a DDP or FSDP2 model's passes. `ht.ddp` and `ht.accumulate` call this themselves."""
+    """Let active guards see a DDP or FSDP2 model's passes. `ht.ddp`, `ht.accumulate` and `Snapshots.track` call it."""
     if _current is not None:
         _current.watch(model)
 

@@ -164,7 +164,7 @@ class NoSync:
                 "no_sync",
                 "Gradients are accumulated over several backward passes, and all ranks exchange them in each: only "
                 "the last exchange is needed.\n"
-                "Use `with holdfast.train.accumulate(model, every=N) as micro: micro.backward(loss)`, or "
+                "Use `with holdfast.train.accumulate(model, micro_batches=N) as micro: micro.backward(loss)`, or "
                 "model.no_sync() around all but the last (FSDP2: set_requires_gradient_sync).",
             )
 

@@ -45,8 +45,8 @@ class Patience:
 
     @classmethod
     def of(cls, within_steps: int | None, interval: int | None, restarts: int | None) -> Patience:
-        """From the arguments of `Snapshots`; `interval`: steps between its snapshots. IntervalError."""
-        for name, number in (("suspect_within", within_steps), ("no_progress_after", restarts)):
+        """From `SnapshotOptions`; `interval`: steps between its snapshots. IntervalError."""
+        for name, number in (("suspect_within_steps", within_steps), ("restarts_without_progress", restarts)):
             if number is not None and (type(number) is not int or number < 0):
                 raise IntervalError(f"{name}={number!r}: a number from 0 on")
         return cls(interval or WITHIN_STEPS if within_steps is None else within_steps, restarts or 0)

@@ -74,7 +74,7 @@ class Saving:
         tier: Tier,
         rescue: int,
         clock: Timekeeper,
-        failures_max: int,
+        failed_saves_max: int,
         lease: FolderLease | None,
         copies: Copies | None = None,
     ) -> None:
@@ -88,7 +88,7 @@ class Saving:
         self._copies = copies
         self.retention = False
         """Whether each rank reads back what it wrote; equal on all."""
-        self._failed = FailedSaves(failures_max)
+        self._failed = FailedSaves(failed_saves_max)
         self.troubles: list[SnapshotError] = []
         """What went wrong in the background on this rank, and the others do not know yet."""
         self._saves = 0

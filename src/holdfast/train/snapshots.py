@@ -22,11 +22,13 @@ import sys
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from holdfast import worker
 from holdfast.protocol.errors import (
+    IntervalError,
     SnapshotError,
     SnapshotWriteError,
     TrackingError,
@@ -38,9 +40,9 @@ from holdfast.snapshots.in_process import open_tier
 from holdfast.snapshots.memory_folder import SAVER_VARIABLE
 from holdfast.snapshots.remote import RemotePath, absolute
 from holdfast.snapshots.saver_client import Tier
-from holdfast.train.agreement import Peers, Schedule, Steps, Timekeeper, check_options, seconds
+from holdfast.train.agreement import Interval, Peers, Schedule, Timekeeper, check_options
 from holdfast.train.copies import Copies
-from holdfast.train.guards import same_loss
+from holdfast.train.guards import same_loss, watch
 from holdfast.train.pending import PendingGradients
 from holdfast.train.quarantine import OwnLife, Patience
 from holdfast.train.reading import Saved
@@ -54,61 +56,81 @@ from holdfast.worker.regroup import is_replacement
 if TYPE_CHECKING:
     from holdfast.train.survival import Survivor
 
-__all__ = ["Keep", "Resumed", "Snapshots", "TrainState"]
+__all__ = ["Keep", "Resumed", "SnapshotOptions", "Snapshots", "TrainState"]
+
+
+@dataclass(frozen=True)
+class SnapshotOptions:
+    """How a job with snapshots is run. Nothing here changes what is trained. Raises IntervalError."""
+
+    fresh_ok: bool = False
+    """Whether `resume()` may return None where the folder has only unfinished or damaged snapshots."""
+    failed_saves_max: int = 5
+    """Saves to the disk that fail in a row until all ranks raise. Fewer are a warning of rank 0's."""
+    exit_on_stop: bool = True
+    """Leave with exit code 0 when the launcher asks to stop and all is saved. False: `Snapshots.stopping` is set."""
+    suspect_within_steps: int | None = None
+    """A failure that repeats, or a loss that is not finite, so many steps after `resume()` makes the snapshot suspect.
+    None: the interval of snapshots; 0: never."""
+    restarts_without_progress: int | None = 3
+    """So many restarts in a row may fail before the job's best step; then it ends with exit code 93. None: any
+    number."""
+    staging_folder: str | os.PathLike[str] | None = None
+    """With a URL: a local folder through which the saver uploads, so that memory is free sooner."""
+    copies_bytes_per_s: float | None = None
+    """With `copies=1`: bytes per second that a node may send. None: no limit."""
+
+    def __post_init__(self) -> None:
+        if type(self.failed_saves_max) is not int or self.failed_saves_max < 1:
+            raise IntervalError(f"failed_saves_max={self.failed_saves_max!r}: a number of saves, at least 1")
+        if self.copies_bytes_per_s is not None and not self.copies_bytes_per_s > 0:
+            raise IntervalError(f"copies_bytes_per_s={self.copies_bytes_per_s!r}: more than 0, or None")
+        self.patience(None)
+
+    def patience(self, interval_steps: int | None) -> Patience:
+        """`interval_steps`: between snapshots, if that is known."""
+        return Patience.of(self.suspect_within_steps, interval_steps, self.restarts_without_progress)
 
 
 class Snapshots:
     """The snapshots of one job in one folder, which all its ranks see, or under the URL of an object store.
 
     folder        made when it is not there; one job at a time. Or s3://bucket/run, gs://, az://, any URL of fsspec
-    every         to the disk: "2min", seconds, ht.steps(500); None: only by save() and when asked to stop
+    every         how often to the disk: "5min", "500 steps" (s, min, h, d, steps); None: only by save() and when asked
+                  to stop
     memory_every  steps from one copy in memory to the next; None: no memory tier but for what goes to the disk
     keep          which snapshots stay on the disk; None: all
-    fresh_ok      whether resume() may return None where the folder has only unfinished or damaged snapshots
-    failures_max  saves to the disk that fail in a row until all ranks raise; fewer are a warning of rank 0's
-    exit_on_stop  leave with exit code 0 when the launcher asks to stop and all is saved; False: `stopping` says it
-    suspect_within  a failure that repeats, or a loss that is not finite, so many steps after resume() makes the
-                  snapshot suspect; None: the interval of snapshots; 0: never
-    no_progress_after  so many restarts may fail before the job's best step; then it ends with exit code 93; None: any
-    stage         with a URL: a local folder through which the saver uploads, so that memory is free sooner
     copies        1: states in memory are also sent to another node, so that a lost node costs no way back to the disk
-    copies_bandwidth  bytes per second that a node may send for that; None: no limit
+    options       SnapshotOptions: how the job is run, not what is trained
 
     Raises IntervalError, RetentionError, SnapshotURLError. A context manager; otherwise closed as the process ends."""
 
     def __init__(
         self,
         folder: str | os.PathLike[str],
-        every: str | float | Steps | None = "5min",
+        every: str | None = "5min",
         memory_every: int | None = 20,
         keep: Keep | None = Keep(),  # noqa: B008 - frozen
-        *,
-        fresh_ok: bool = False,
-        failures_max: int = 5,
-        exit_on_stop: bool = True,
-        suspect_within: int | None = None,
-        no_progress_after: int | None = 3,
-        stage: str | os.PathLike[str] | None = None,
         copies: int = 0,
-        copies_bandwidth: float | None = None,
+        *,
+        options: SnapshotOptions = SnapshotOptions(),
     ) -> None:
+        if not isinstance(options, SnapshotOptions):
+            raise IntervalError(f"options={options!r}: write ht.SnapshotOptions(exit_on_stop=False, …)")
         self.path = absolute(folder)
-        self._stage = "" if stage is None else os.path.abspath(stage)
+        self._options = options
+        self._stage = "" if options.staging_folder is None else os.path.abspath(options.staging_folder)
         self.stopping = False
         """The launcher asked to stop, and everything is on the disk: leave with exit code 0."""
-        check_options(memory_every, failures_max, keep, copies, copies_bandwidth)
-        timed = None if every is None or isinstance(every, Steps) else seconds(every)
-        self._schedule = Schedule(every if isinstance(every, Steps) else timed, memory_every)
-        interval = memory_every or (every.count if isinstance(every, Steps) else None)
-        self._patience = Patience.of(suspect_within, interval, no_progress_after)
+        check_options(memory_every, keep, copies)
+        interval = Interval.of(every)
+        self._schedule = Schedule(interval, memory_every)
+        self._patience = options.patience(memory_every or interval.steps)
         self._life: OwnLife | None = None
-        self._clock = Timekeeper(timed)
+        self._clock = Timekeeper(interval.seconds)
         self._keep = keep
-        self._fresh_ok = fresh_ok
-        self._copies_wanted, self._copies_bytes_s = bool(copies), copies_bandwidth or 0.0
+        self._copies_wanted = bool(copies)
         self._copies: Copies | None = None
-        self._failures_max = failures_max
-        self._exit_on_stop = exit_on_stop
         self._tracker = Tracker()
         self._tracker.state._save = self._save_epoch
         if every is not None:
@@ -169,6 +191,8 @@ class Snapshots:
             raise TrackingError("track() comes before resume(), which restores it, and before the first step()")
         before = len(self._tracker.optimizers)
         self._tracker.add(objects)
+        for model in self._tracker.models:
+            watch(model)  # again does nothing
         for optimizer in self._tracker.optimizers[before:]:
             self._pending.watch(optimizer)
         if self._untracked is None and self._schedule.within_epochs:
@@ -215,7 +239,7 @@ class Snapshots:
         with self._closed_by_failure():
             peers, tier = self._open()
             resumer = Resumer(
-                self.path, self._tracker, peers, tier, self._fresh_ok, self._patience, choice, self._copies
+                self.path, self._tracker, peers, tier, self._options.fresh_ok, self._patience, choice, self._copies
             )
             resumed = resumer.run()
         self._life = OwnLife(self.path, resumer.life, resumer.origin, self._patience, self._keep)
@@ -257,7 +281,7 @@ class Snapshots:
         remote = isinstance(self.path, RemotePath)
         stage, copies = self._stage if remote else "", self._copies_wanted
         tier = self._opened = open_tier(rank=rank, world=world, remote=remote, stage=stage, copies=copies)
-        self._copies = Copies(tier, self._copies_bytes_s, str(self.path)) if copies else None
+        self._copies = Copies(tier, self._options.copies_bytes_per_s or 0.0, str(self.path)) if copies else None
         self._process = os.getpid()
         atexit.register(self._at_exit)
         return tier
@@ -310,8 +334,8 @@ class Snapshots:
         self._clock.start(step, time.monotonic())
         self._tracker.reducers.observe()
         self._until_first_step.append(self._tracker.reducers.observed)
-        rescue, clock, failures_max = self._taken.rescue, self._clock, self._failures_max
-        saving = Saving(self.path, self._tracker, peers, tier, rescue, clock, failures_max, self._lease, self._copies)
+        rescue, clock, failed_max = self._taken.rescue, self._clock, self._options.failed_saves_max
+        saving = Saving(self.path, self._tracker, peers, tier, rescue, clock, failed_max, self._lease, self._copies)
         self._saving, saving.retention = saving, self._keep is not None
         return saving
 
@@ -330,7 +354,7 @@ class Snapshots:
     def _may_begin_anew(self) -> bool:
         """Beside good snapshots it would be lost: the next resume() takes them, and retention its steps."""
         found = folders.survey(self.path)
-        return found.fresh or (self._fresh_ok and not found.committed and not found.suspects)
+        return found.fresh or (self._options.fresh_ok and not found.committed and not found.suspects)
 
     # --- training -----------------------------------------------------------------------------------------------------
 
@@ -340,8 +364,8 @@ class Snapshots:
         Metrics (numbers, or tensors of one) go into the snapshot; `Keep(best=…)` looks at them. While gradients of an
         optimizer step are pending (pending.py) nothing is saved; what was due is saved after it. When the launcher
         asks to stop, everything is saved and the process leaves with exit code 0 (see `exit_on_stop`). What went wrong
-        in the background is reported to all ranks in the next save: a warning, or, after `failures_max` failed saves
-        in a row or when another job has taken the folder, a SnapshotError on all of them at the same step.
+        in the background is reported to all ranks in the next save: a warning, or, after `failed_saves_max` of
+        them in a row or when another job has taken the folder, a SnapshotError on all of them at the same step.
         """
         saving = self._begun()
         self._used = True
@@ -439,7 +463,7 @@ class Snapshots:
         self._save(saving, durable=True, demanded=True)
         self._wait(saving)
         self.stopping = True
-        if self._exit_on_stop:
+        if self._options.exit_on_stop:
             raise SystemExit(0)
 
     def _look(self, saving: Saving) -> None:

@@ -188,7 +188,7 @@ class Tracker:
             elif callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None)):
                 _check_takes_nothing(name, each.state_dict)
                 self.others[name] = each
-                if callable(keep := getattr(each, "keep_position", None)):
+                if callable(keep := getattr(each, "_keep_position", None)):
                     keep()
             else:
                 hint = (
@@ -217,13 +217,13 @@ class Tracker:
         return Reducers(self.models)
 
     def regroup(self, rank: int, world: int) -> None:
-        """Loaders and samplers go on as this rank of another world."""
+        """Loaders, samplers and whatever else follows the world go on as this rank of another world."""
         for each in self.followers().values():
             each.regroup(rank, world)
 
     def positions(self) -> dict[str, dict[str, Any]]:
         """Positions of loaders and samplers, by name; equal on all ranks that have done the same steps."""
-        return {name: each.position() for name, each in self.followers().items()}
+        return {name: position_of(each) for name, each in self.followers().items()}
 
     def set_positions(self, positions: Mapping[str, Mapping[str, Any]]) -> None:
         """Set the positions of loaders and samplers."""
@@ -232,12 +232,13 @@ class Tracker:
             each.load_state_dict(positions[name])
 
     def followers(self) -> dict[str, Any]:
-        """Loaders and samplers, by name."""
+        """What follows the world, by name: loaders, samplers, and data of the script's own with
+        `regroup(rank, world)`."""
         return {name: each for name, each in self.others.items() if callable(getattr(each, "regroup", None))}
 
     def check_counted(self) -> None:
         """Raise TrackingError if the loop's body has a batch that its loader has not counted."""
-        if any(getattr(each, "in_body", False) for each in self.others.values()):
+        if any(getattr(each, "_in_body", False) for each in self.others.values()):
             raise TrackingError(
                 "save() between the optimizer's step and snaps.step(): a resume would train this batch again\n"
                 "call save() after snaps.step()"
@@ -247,20 +248,20 @@ class Tracker:
         """The batch in the loop's body is trained: loaders count it."""
         self._resumed = {}
         for each in self.others.values():
-            if callable(note := getattr(each, "trained", None)):
+            if callable(note := getattr(each, "_stepped", None) or getattr(each, "trained", None)):
                 note()
 
     def _set_epoch(self, epoch: int) -> None:
         resumed, self._resumed = self._resumed, {}
         for name, each in self.others.items():
             if name in resumed:
-                each.go_back(resumed[name])
+                each._go_back(resumed[name])
             if callable(follow := getattr(each, "set_epoch", None)):
                 follow(epoch)
 
     def _count_batches(self) -> tuple[int, int]:
         """Batches left in this epoch and of a whole one; zeros unless there is one loader that is trained on."""
-        loaders = [each for each in self.others.values() if getattr(each, "resumable", False)]
+        loaders = [each for each in self.others.values() if getattr(each, "_resumable", False)]
         return (loaders[0].remaining, len(loaders[0])) if len(loaders) == 1 else (0, 0)
 
     def collect(self, rank: int, world: int) -> Collected:
@@ -390,7 +391,9 @@ class Tracker:
                         raise
                     done.refused[name] = str(error)
         # What reads from a loader before the training begins does not change where it goes on.
-        self._resumed = {name: each.position() for name, each in self.followers().items() if hasattr(each, "go_back")}
+        self._resumed = {
+            name: position_of(each) for name, each in self.followers().items() if hasattr(each, "_go_back")
+        }
         self.state.step = codec.expect(text.get("step"), int, "step")
         self.state.epoch = codec.expect(text.get("epoch"), int, "epoch")
         drawn = codec.decode(text["random"], saved.fresh)
@@ -405,6 +408,13 @@ class Tracker:
         """Give this object back the state that it had: on some rank it refused the saved one."""
         self.others[name].load_state_dict(done.before[name])
         self._resumed.pop(name, None)
+
+
+def position_of(follower: Any) -> dict[str, Any]:
+    """Where it goes on: its state, without a batch in the loop's body that is not known to be trained. Only its own:
+    what a script's `state_dict` returns may change while the script goes on."""
+    ours: Callable[[], dict[str, Any]] | None = getattr(follower, "_trained_position", None)
+    return copy.deepcopy(follower.state_dict()) if ours is None else ours()
 
 
 def _text_of(saved: Saved, rank: int) -> dict[str, Any]:

@@ -34,8 +34,8 @@ with ht.process_group() as group:
         fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     torch.manual_seed(group.rank)
-    bandwidth = dict(zip(["copies_bandwidth"], map(float, sys.argv[4:]), strict=False))
-    with ht.Snapshots(folder / "runs", every=None, memory_every=4, copies=1, **bandwidth) as snaps:
+    options = ht.SnapshotOptions(copies_bytes_per_s=float(sys.argv[4]) if sys.argv[4:] else None)
+    with ht.Snapshots(folder / "runs", every=None, memory_every=4, copies=1, options=options) as snaps:
         snaps.track(model=model, optimizer=optimizer)
         resumed = snaps.resume()
         with (folder / str(group.rank)).open("a") as out:

@@ -32,7 +32,9 @@ EVERY = 4
 def life(folder: Path, say: Any, *, stays: bool, durable: bool) -> None:
     model, optimizer = build(3)
     node_kills.torch.manual_seed(int(os.environ["RANK"]))
-    snaps = ht.Snapshots(folder, every=None, memory_every=EVERY, keep=None, fresh_ok=True, copies=1)
+    snaps = ht.Snapshots(
+        folder, every=None, memory_every=EVERY, keep=None, copies=1, options=ht.SnapshotOptions(fresh_ok=True)
+    )
     snaps.track(model=model, optimizer=optimizer)
     resumed = snaps.resume()
     say(f"resumed {snaps.state.step} {resumed.source if resumed else 'nothing'} {fingerprint(model, optimizer)}")

@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 import holdfast.train as ht
 from holdfast.protocol.errors import ProcessGroupError
+from holdfast.train.group import ProcessGroup
 
 
 def tell(**facts: object) -> None:
@@ -24,7 +25,7 @@ def tell(**facts: object) -> None:
     sys.stdout.flush()
 
 
-def total(pg: ht.ProcessGroup) -> int:
+def total(pg: ProcessGroup) -> int:
     count = torch.ones((), dtype=torch.int64)
     dist.all_reduce(count)
     return int(count)

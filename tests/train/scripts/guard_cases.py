@@ -19,7 +19,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 import holdfast.train as ht
-from holdfast.train.guards import same_loss
+from holdfast.train.group import ProcessGroup
+from holdfast.train.guards import guarded, same_loss
 
 STEPS = 12
 CASES: dict[str, Callable[[Any], None]] = {}
@@ -50,14 +51,14 @@ def net() -> nn.Module:
 
 
 @case
-def epoch_forgotten(pg: ht.ProcessGroup) -> None:
+def epoch_forgotten(pg: ProcessGroup) -> None:
     loader = DataLoader(list(range(8)), sampler=DistributedSampler(range(8)))
     for _ in range(2):
         list(loader)
 
 
 @case
-def epoch_set(pg: ht.ProcessGroup) -> None:
+def epoch_set(pg: ProcessGroup) -> None:
     sampler = DistributedSampler(range(8))
     next(iter(DataLoader(list(range(8)), sampler=sampler)))  # a look at the data
     for epoch in range(3):
@@ -74,7 +75,7 @@ def epoch_set(pg: ht.ProcessGroup) -> None:
 # --- saving on one rank -----------------------------------------------------------------------------------------------
 
 
-def save_after_step(pg: ht.ProcessGroup, *, ranks: range, barrier: bool, target: Any = None) -> Callable[[int], None]:
+def save_after_step(pg: ProcessGroup, *, ranks: range, barrier: bool, target: Any = None) -> Callable[[int], None]:
     folder = Path(tempfile.mkdtemp())
 
     def save(step: int) -> None:
@@ -88,29 +89,29 @@ def save_after_step(pg: ht.ProcessGroup, *, ranks: range, barrier: bool, target:
 
 
 @case
-def saved_alone(pg: ht.ProcessGroup) -> None:
+def saved_alone(pg: ProcessGroup) -> None:
     train(ht.ddp(net(), pg), after_step=save_after_step(pg, ranks=range(1), barrier=False))
 
 
 @case
-def saved_alone_fsdp(pg: ht.ProcessGroup) -> None:
+def saved_alone_fsdp(pg: ProcessGroup) -> None:
     model = fully_shard(net())
-    ht.watch(model)
+    ht.Snapshots(tempfile.mkdtemp(), every=None).track(model=model)
     train(model, after_step=save_after_step(pg, ranks=range(1), barrier=False))
 
 
 @case
-def saved_with_barrier(pg: ht.ProcessGroup) -> None:
+def saved_with_barrier(pg: ProcessGroup) -> None:
     train(ht.ddp(net(), pg), after_step=save_after_step(pg, ranks=range(1), barrier=True))
 
 
 @case
-def saved_by_all(pg: ht.ProcessGroup) -> None:
+def saved_by_all(pg: ProcessGroup) -> None:
     train(ht.ddp(net(), pg), after_step=save_after_step(pg, ranks=range(pg.world), barrier=False))
 
 
 @case
-def saved_to_memory(pg: ht.ProcessGroup) -> None:
+def saved_to_memory(pg: ProcessGroup) -> None:
     train(ht.ddp(net(), pg), after_step=save_after_step(pg, ranks=range(1), barrier=False, target=io.BytesIO()))
 
 
@@ -118,23 +119,23 @@ def saved_to_memory(pg: ht.ProcessGroup) -> None:
 
 
 @case
-def accumulated_with_sync(pg: ht.ProcessGroup) -> None:
+def accumulated_with_sync(pg: ProcessGroup) -> None:
     train(ht.ddp(net(), pg), micro_batches=2)
 
 
 @case
-def accumulated_with_sync_fsdp(pg: ht.ProcessGroup) -> None:
+def accumulated_with_sync_fsdp(pg: ProcessGroup) -> None:
     model = fully_shard(net())
-    ht.watch(model)
+    ht.Snapshots(tempfile.mkdtemp(), every=None).track(model=model)
     train(model, micro_batches=2)
 
 
 @case
-def accumulated_well(pg: ht.ProcessGroup) -> None:
+def accumulated_well(pg: ProcessGroup) -> None:
     for model in (ht.ddp(net(), pg), fully_shard(net())):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         for _ in range(2 * STEPS):
-            with ht.accumulate(model, every=2) as micro:
+            with ht.accumulate(model, micro_batches=2) as micro:
                 micro.backward(model(torch.randn(4, 3)).square().mean())
             if micro.last:
                 optimizer.step()
@@ -144,7 +145,7 @@ def accumulated_well(pg: ht.ProcessGroup) -> None:
 
 
 @case
-def no_sync_by_hand(pg: ht.ProcessGroup) -> None:
+def no_sync_by_hand(pg: ProcessGroup) -> None:
     model = ht.ddp(net(), pg)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for _ in range(STEPS):
@@ -156,7 +157,7 @@ def no_sync_by_hand(pg: ht.ProcessGroup) -> None:
 
 
 @case
-def two_passes_one_backward(pg: ht.ProcessGroup) -> None:
+def two_passes_one_backward(pg: ProcessGroup) -> None:
     train(ht.ddp(net(), pg), passes=2)
 
 
@@ -177,12 +178,12 @@ class Sometimes(nn.Module):
 
 
 @case
-def nothing_unused(pg: ht.ProcessGroup) -> None:
+def nothing_unused(pg: ProcessGroup) -> None:
     train(ht.ddp(net(), pg, find_unused_parameters=True))
 
 
 @case
-def something_unused(pg: ht.ProcessGroup) -> None:
+def something_unused(pg: ProcessGroup) -> None:
     train(ht.ddp(Sometimes(pg.rank), pg, find_unused_parameters=True))
 
 
@@ -190,14 +191,14 @@ def something_unused(pg: ht.ProcessGroup) -> None:
 
 
 @case
-def loss_not_reduced(pg: ht.ProcessGroup) -> None:
+def loss_not_reduced(pg: ProcessGroup) -> None:
     for _ in range(3):
         same_loss(torch.tensor(1.0 + pg.rank))
         dist.barrier()
 
 
 @case
-def loss_reduced(pg: ht.ProcessGroup) -> None:
+def loss_reduced(pg: ProcessGroup) -> None:
     model = DistributedDataParallel(net())
     for step in range(5):
         with ht.accumulate(model) as micro:
@@ -206,7 +207,7 @@ def loss_reduced(pg: ht.ProcessGroup) -> None:
         dist.barrier()
 
 
-def best_by(pg: ht.ProcessGroup, *, of_micro: bool) -> None:
+def best_by(pg: ProcessGroup, *, of_micro: bool) -> None:
     """A snapshot folder that keeps the best loss: this rank's own, or everybody's."""
     folder = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folder)
@@ -225,16 +226,16 @@ def best_by(pg: ht.ProcessGroup, *, of_micro: bool) -> None:
 
 
 @case
-def best_of_own_loss(pg: ht.ProcessGroup) -> None:
+def best_of_own_loss(pg: ProcessGroup) -> None:
     best_by(pg, of_micro=False)
 
 
 @case
-def best_of_common_loss(pg: ht.ProcessGroup) -> None:
+def best_of_common_loss(pg: ProcessGroup) -> None:
     best_by(pg, of_micro=True)
 
 
-def weights_after_training(pg: ht.ProcessGroup) -> list[float]:
+def weights_after_training(pg: ProcessGroup) -> list[float]:
     torch.manual_seed(5)
     model = ht.ddp(net(), pg, find_unused_parameters=True)
     train(model, micro_batches=2, after_step=save_after_step(pg, ranks=range(1), barrier=False))
@@ -245,11 +246,11 @@ def main() -> None:
     torch.set_num_threads(1)
     with ht.process_group(guards=False) as pg:
         unguarded = weights_after_training(pg)
-        with warnings.catch_warnings(record=True), ht.guarded():
+        with warnings.catch_warnings(record=True), guarded():
             sys.stdout.write(f"{pg.rank} same weights: {weights_after_training(pg) == unguarded}\n")
         for name, run in CASES.items():
             torch.manual_seed(pg.rank)
-            with warnings.catch_warnings(record=True) as caught, ht.guarded():
+            with warnings.catch_warnings(record=True) as caught, guarded():
                 warnings.simplefilter("always")
                 run(pg)
             told = [str(each.message).partition("guard '")[2].partition("'")[0] for each in caught

@@ -121,7 +121,7 @@ def main() -> None:
                 for rows, index in loader:
                     reach("begin", state.step)
                     noise = random.random() + random.gauss(0.0, 1.0) + np.random.rand() + np.random.randn()
-                    with ht.accumulate(model, every=EVERY) as micro:
+                    with ht.accumulate(model, micro_batches=EVERY) as micro:
                         loss = model(rows * (1.0 + noise / 100.0), index)
                         micro.backward(loss * (float("inf") if state.step == SKIPPED else 1.0), scaler=scaler)
                     if micro.last:

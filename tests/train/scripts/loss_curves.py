@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.fsdp import fully_shard
 
 import holdfast.train as ht
+from holdfast.train.group import ProcessGroup
 
 
 class Net(nn.Module):
@@ -28,7 +29,7 @@ class Net(nn.Module):
         return self.layers(x)
 
 
-def build(kind: str, pg: ht.ProcessGroup) -> nn.Module:
+def build(kind: str, pg: ProcessGroup) -> nn.Module:
     torch.manual_seed(1)
     net = Net()
     if kind == "ddp":
@@ -100,7 +101,7 @@ def resized() -> dict[str, list[float]]:
     return {"undisturbed": curve("ddp", 1), "ddp": curve("ddp", 2, 3, 4, 1), "fsdp": curve("fsdp", 4, 2, 3)}
 
 
-# --- optimizer steps of `every=3` batches, and epochs that three does not divide --------------------------------------
+# --- optimizer steps of three batches, and epochs that three does not divide --------------------------------------
 
 
 LENGTH, EVERY, STEP = 77, 3, 24
@@ -136,7 +137,7 @@ def accumulated(kind: str, out: Path) -> None:
         loader = ht.DataLoader(data(LENGTH), STEP // EVERY // pg.world, shuffle=True, seed=3)
         count = 0
         for x, y in loader:
-            with ht.accumulate(model, every=EVERY) as micro:
+            with ht.accumulate(model, micro_batches=EVERY) as micro:
                 micro.backward(nn.functional.mse_loss(model(x), y))
             count += 1
             if micro.last:
@@ -144,7 +145,7 @@ def accumulated(kind: str, out: Path) -> None:
                 optimizer.zero_grad()
                 note(told, micro.loss, model, count)
                 count = 0
-        assert not ht.mid_accumulation(model)
+        assert micro.last
         if pg.rank == 0:
             out.write_text(json.dumps(told))
 

@@ -70,7 +70,7 @@ def life(folder: Path, seed: int, say: Any) -> None:
     torch.manual_seed(dist.get_rank())
     chance = random.Random(seed)  # equal on all ranks
     # A life may be killed while it writes the job's first snapshot, and nothing else is on the disk then.
-    snaps = ht.Snapshots(folder, every=None, memory_every=2, keep=None, fresh_ok=True)
+    snaps = ht.Snapshots(folder, every=None, memory_every=2, keep=None, options=ht.SnapshotOptions(fresh_ok=True))
     snaps.track(model=model, optimizer=optimizer)
     resumed = snaps.resume()
     source = resumed.source if resumed else "nothing"

@@ -27,11 +27,11 @@ loop's body trains it. It counts, exactly once, as soon as
 Batches that were only fetched ahead never count.
 
 **Global batch.** One optimizer step takes the next `size` positions, on however many ranks. They are cut into
-`world * every` parts as equal as whole samples allow (they differ by one sample at most), and rank r takes the parts
-r * every … r * every + every - 1, one after the other. A part's *weight* is its size divided by the mean size of the
-step's parts, so the weights of a step have the mean 1, and
+`world * micro_batches` parts as equal as whole samples allow (they differ by one sample at most), and rank r takes the
+parts r * micro_batches … (r + 1) * micro_batches - 1, one after the other. A part's *weight* is its size divided by the
+mean size of the step's parts, so the weights of a step have the mean 1, and
 
-    loss = loss_fn(model(batch)) * share.weight / share.every        # loss_fn gives the mean over the batch's samples
+    loss = loss_fn(model(batch)) * share.weight / share.micro_batches  # loss_fn gives the mean over the batch's samples
 
 summed over the micro-batches and averaged over the ranks, as DDP and FSDP do, is the mean over all samples of the step:
 exactly the gradient that one process would have computed. `ht.accumulate(model, loader)` does this multiplication.
@@ -40,6 +40,7 @@ exactly the gradient that one process would have computed. `ht.accumulate(model,
 from __future__ import annotations
 
 import math
+import operator
 import os
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
@@ -62,7 +63,8 @@ Tail = Literal["even", "drop", "pad"]
 even  dealt evenly with corrected weights: nothing is lost or repeated. A rank for which no sample is left gets the
       step's first one with weight 0, so that it takes part in the collectives and learns nothing from it
 drop  left out: up to `size - 1` samples of the epoch are not trained
-pad   filled with samples from the epoch's start until all parts are equal: up to `world * every - 1` are trained twice
+pad   filled with samples from the epoch's start until all parts are equal: up to `world * micro_batches - 1` are
+      trained twice
 """
 
 
@@ -79,7 +81,7 @@ class Share:
     """The positions of the whole optimizer step, all ranks together."""
     micro: int
     """Which micro-batch of the optimizer step this is, from 0."""
-    every: int
+    micro_batches: int
     """Micro-batches per optimizer step, the same on every rank."""
     weight: float
     """The batch's size by the mean size of the step's batches; 0 for one that only keeps the ranks in step."""
@@ -87,12 +89,12 @@ class Share:
     @property
     def last(self) -> bool:
         """Whether the optimizer steps after this batch."""
-        return self.micro == self.every - 1
+        return self.micro == self.micro_batches - 1
 
     @property
     def scale(self) -> float:
         """Factor for the batch's mean loss before `backward()`."""
-        return self.weight / self.every
+        return self.weight / self.micro_batches
 
     @property
     def cursor(self) -> int:
@@ -109,7 +111,7 @@ class HasShare(Protocol):
         """Share of the last batch; None before the first."""
 
     @property
-    def every(self) -> int:
+    def micro_batches(self) -> int:
         """Micro-batches per optimizer step."""
 
 
@@ -134,38 +136,42 @@ class GlobalBatch:
     size: int
     """Samples per optimizer step, of all ranks together."""
     world: int
-    every: int
+    micro_batches: int
     """Micro-batches per rank and optimizer step."""
     tail: Tail = "even"
 
     def __post_init__(self) -> None:
-        for name, value in (("global_batch_size", self.size), ("world", self.world), ("every", self.every)):
-            _positive(name, value)
+        for name, value in (
+            ("global_batch_size", self.size),
+            ("world", self.world),
+            ("micro_batches", self.micro_batches),
+        ):
+            positive(name, value)
         if self.tail not in get_args(Tail):
             raise DataError(f"tail={self.tail!r} is none of {', '.join(map(repr, get_args(Tail)))}.")
 
     @classmethod
-    def following(cls, world: int, batch_size: int, every: int = 1, tail: Tail = "even") -> GlobalBatch:
+    def following(cls, world: int, batch_size: int, micro_batches: int = 1, tail: Tail = "even") -> GlobalBatch:
         """`batch_size` samples per rank and micro-batch: the global batch changes with the world, as with torch's
         loader."""
-        for name, value in (("batch_size", batch_size), ("every", every)):
-            _positive(name, value)
-        return cls(batch_size * world * every, world, every, tail)
+        for name, value in (("batch_size", batch_size), ("micro_batches", micro_batches)):
+            positive(name, value)
+        return cls(batch_size * world * micro_batches, world, micro_batches, tail)
 
     @classmethod
     def kept(cls, size: int, world: int, batch_size_max: int | None = None, tail: Tail = "even") -> GlobalBatch:
         """`size` samples whatever the world; no rank takes more than `batch_size_max` of them at once."""
-        _positive("global_batch_size", size)
+        positive("global_batch_size", size)
         per_rank = -(-size // world)
         if batch_size_max is None:
             return cls(size, world, 1, tail)
-        _positive("batch_size", batch_size_max)
+        positive("batch_size", batch_size_max)
         return cls(size, world, -(-per_rank // batch_size_max), tail)
 
     @property
     def parts(self) -> int:
         """Batches of one optimizer step, of all ranks together."""
-        return self.world * self.every
+        return self.world * self.micro_batches
 
     @property
     def batch_size(self) -> int:
@@ -179,7 +185,7 @@ class GlobalBatch:
 
     def batches(self, cursor: int, length: int) -> int:
         """Batches left for each rank, the same number on all of them."""
-        return self.steps(cursor, length) * self.every
+        return self.steps(cursor, length) * self.micro_batches
 
     def deal(self, rank: int, cursor: int, length: int) -> Iterator[Share]:
         """This rank's batches of the rest of the epoch."""
@@ -204,17 +210,18 @@ class GlobalBatch:
     def _deal_step(self, rank: int, start: int, stop: int) -> Iterator[Share]:
         samples = self._samples(start, stop)
         size, larger = divmod(samples, self.parts)
-        for micro in range(self.every):
-            part = rank * self.every + micro
+        for micro in range(self.micro_batches):
+            part = rank * self.micro_batches + micro
             first = start + part * size + min(part, larger)
             own = size + (part < larger)
             weight = own * self.parts / samples
             if own == 0:
                 first, own = start, 1
-            yield Share(first, first + own, start, stop, micro, self.every, weight)
+            yield Share(first, first + own, start, stop, micro, self.micro_batches, weight)
 
 
-def _positive(name: str, value: int) -> None:
+def positive(name: str, value: int) -> None:
+    """Raises DataError for what is not a number of things."""
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise DataError(f"{name}={value!r} is not a positive whole number.")
 
@@ -312,15 +319,18 @@ def _mixed(numbers: Integers) -> Integers:
     return numbers ^ (numbers >> np.uint64(31))
 
 
-def place(rank: int | None, world: int | None) -> tuple[int, int]:
+def place(ranks: tuple[int, int] | None) -> tuple[int, int]:
     """(rank, world); what is given explicitly wins: with tensor parallelism, the rank among the data-parallel groups.
 
-    Raises DataError when only one of them is given, or they do not go together.
+    Raises DataError for what is not such a pair.
     """
-    if (rank is None) != (world is None):
-        raise DataError("rank= and world= are given together or not at all.")
-    if rank is None or world is None:
+    if ranks is None:
         rank, world = _found()
+    else:
+        try:
+            rank, world = map(operator.index, ranks)
+        except (TypeError, ValueError):
+            raise DataError(f"ranks={ranks!r}: write a pair, (rank, world).") from None
     if not 0 <= rank < world:
         raise DataError(f"There is no rank {rank} in a world of {world}.")
     return rank, world

@@ -146,7 +146,8 @@ class ShardedDataset(IterableDataset, abc.ABC):  # type: ignore[misc]
                 with open(f"logs/{shard:03}.txt") as lines:
                     yield from itertools.islice(lines, start, None)
 
-    An endless source is given the sizes that an epoch is to have.
+    An endless source is given the sizes that an epoch is to have. For a random generator of your own,
+    `holdfast.train.data.datasets.sample_seed(seed, epoch, index)` is the seed of one sample.
     """
 
     shard_sizes: Sequence[int]

@@ -7,6 +7,8 @@ the same plan from the same state.
 
 from __future__ import annotations
 
+import difflib
+import inspect
 import operator
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
@@ -46,25 +48,39 @@ SHRUNK = "batch_size"
 """In a loader's state: samples of a rank at once, after memory was short."""
 
 
+TORCH_ARGUMENTS = (
+    "pin_memory",
+    "timeout",
+    "worker_init_fn",
+    "multiprocessing_context",
+    "prefetch_factor",
+    "persistent_workers",
+    "pin_memory_device",
+)
+"""Arguments of torch's loader that go on to it as they are."""
+
+
 class DataLoader:
     """Batches of this rank, out of one order per (seed, epoch) that all ranks share.
 
     batch_size         samples per rank and batch (1); with `global_batch_size` the most that a rank takes at once
     global_batch_size  samples per optimizer step of all ranks together, kept whatever the world
                        (micro-batches and weights follow)
-    every              batches per optimizer step when `global_batch_size` is not given, which is then
-                       batch_size * world * every
-    tail               the epoch's last, smaller global batch: "even" (default), "drop" (`drop_last=True`) or "pad"
-    seed               of the order and the augmentations (0, or that of `generator`); has to be equal on all ranks
+    micro_batches      batches per optimizer step when `global_batch_size` is not given, which is then
+                       batch_size * world * micro_batches
+    tail               the epoch's last, smaller global batch: "even" (default), "drop" or "pad"
+    seed               of the order and the augmentations (0); has to be equal on all ranks
     seed_samples       seed `random`, numpy and torch for each sample from (seed, epoch, index) while it is read
-    rank, world        where they are not the process group's: the rank among the data-parallel groups
+    ranks              (rank, world) where they are not the process group's: among the data-parallel groups
     shrink_on_oom      where a rank runs out of memory within `ht.accumulate`, all ranks repeat that optimizer step with
                        half as many samples at once, and go on so; needs `global_batch_size`
     resumable          whether a `for` that was left by `break` is continued by the next one. None: if the loader's
                        position is kept, by `Snapshots.track` or by a call of `state_dict()`. False: each `for`
                        begins an epoch, and so does a restart; for validation data that are tracked
 
-    Everything else is torch's argument of that name. Raises DataError (a ValueError) for what cannot be done."""
+    `torch_arguments`: pin_memory, timeout, worker_init_fn, multiprocessing_context, prefetch_factor,
+    persistent_workers and pin_memory_device are torch's. `drop_last=True` is `tail="drop"`, and a `generator` gives
+    the seed. Raises DataError (a ValueError) for all else and for what cannot be done."""
 
     def __init__(
         self,
@@ -74,41 +90,31 @@ class DataLoader:
         *,
         seed: int | None = None,
         global_batch_size: int | None = None,
-        every: int | None = None,
+        micro_batches: int | None = None,
         tail: Tail | None = None,
-        drop_last: bool = False,
         num_workers: int = 0,
         collate_fn: Callable[[list[Any]], Any] | None = None,
-        pin_memory: bool = False,
-        timeout: float = 0,
-        worker_init_fn: Callable[[int], None] | None = None,
-        multiprocessing_context: Any = None,
-        generator: torch.Generator | None = None,
-        prefetch_factor: int | None = None,
-        persistent_workers: bool = False,
-        pin_memory_device: str = "",
-        seed_samples: bool = True,
-        rank: int | None = None,
-        world: int | None = None,
+        ranks: tuple[int, int] | None = None,
         resumable: bool | None = None,
         shrink_on_oom: bool = False,
-        sampler: Any = None,
-        batch_sampler: Any = None,
+        seed_samples: bool = True,
+        **torch_arguments: Any,
     ) -> None:
-        _refuse_samplers(sampler=sampler, batch_sampler=batch_sampler)
+        _refuse_unknown(torch_arguments)
+        drop_last, generator = map(torch_arguments.get, ("drop_last", "generator"))
         self.dataset = dataset
-        self.shuffle = shuffle
-        self.rank, self.world = place(rank, world)
-        self._follows_group = rank is None
-        tail = _tail(tail, drop_last=drop_last)
-        self._kept = global_batch_size is not None
-        if shrink_on_oom and not self._kept:
+        self._rank, self._world = place(ranks)
+        self._follows_group = ranks is None
+        tail = _tail(tail, drop_last=bool(drop_last))
+        self._keeps_global_batch = global_batch_size is not None
+        """Optimizer steps are `global_batch_size=` samples, whatever the world."""
+        if shrink_on_oom and not self._keeps_global_batch:
             raise DataError("shrink_on_oom=True needs global_batch_size=: optimizer steps have to stay what they are.")
-        self._shrinks, self._shrunk = shrink_on_oom, 0
+        self._shrinks_on_oom, self._shrunk = shrink_on_oom, 0
         self._again = False
         """The optimizer step in hand is to be handed out again."""
-        self._plan_for = _planner(batch_size, every, global_batch_size, tail)
-        self.plan = self._plan(self.world)
+        self._plan_for = _planner(batch_size, micro_batches, global_batch_size, tail)
+        self._plan = self._planned(self._world)
         if seed is None:
             seed = 0 if generator is None else generator.initial_seed()
         seed = operator.index(seed)
@@ -122,14 +128,8 @@ class DataLoader:
             batch_sampler=self._batches,
             num_workers=num_workers,
             collate_fn=collate_fn,
-            pin_memory=pin_memory,
-            timeout=timeout,
-            worker_init_fn=worker_init_fn,
-            multiprocessing_context=multiprocessing_context,
             generator=self._generator,
-            prefetch_factor=prefetch_factor,
-            persistent_workers=persistent_workers,
-            pin_memory_device=pin_memory_device,
+            **{name: torch_arguments[name] for name in TORCH_ARGUMENTS if name in torch_arguments},
         )
         self._passes = 0
         self._open = 0  # the pass that is under way
@@ -145,7 +145,7 @@ class DataLoader:
         batch by `next(iter(loader))` costs none. `set_epoch` begins an epoch from its start.
         """
         position = self._position
-        if self._follows_group and open_group() is not None and (here := place(None, None)) != (self.rank, self.world):
+        if self._follows_group and open_group() is not None and (here := place(None)) != (self._rank, self._world):
             self._take(*here)  # the world has changed, and nobody has told a loader that is not tracked
         if self._asked is not None:
             position.set_epoch(self._asked)
@@ -174,13 +174,13 @@ class DataLoader:
         position.finish()
 
     def _rest(self) -> Iterator[Any]:
-        """The batches that are left of the epoch; after `shrink` those from its optimizer step on, smaller."""
+        """The batches that are left of the epoch; after `_shrink` those from its optimizer step on, smaller."""
         position, epoch = self._position, self._position.epoch
         order, self._again = self._order_of(epoch), True
         while self._again:
             self._again = False
             self._generator.manual_seed(sample_seed(position.seed, epoch, position.cursor))
-            shares = self.plan.deal(self.rank, position.cursor, position.length)
+            shares = self._plan.deal(self._rank, position.cursor, position.length)
             fetched = self._batches.begin(epoch, order, shares)
             for batch in self._torch:
                 self._share = fetched.popleft()
@@ -191,76 +191,52 @@ class DataLoader:
 
     def __len__(self) -> int:
         """Batches of a whole epoch for this rank, the same number on every rank."""
-        return self.plan.batches(0, self._position.length)
+        return self._plan.batches(0, self._position.length)
 
     @property
     def remaining(self) -> int:
         """Batches left in this epoch for this rank, the same number on every rank."""
-        return self.plan.batches(self._position.cursor, self._position.length)
-
-    @property
-    def resumable(self) -> bool:
-        """Whether the loader's position is kept, so that a `for` goes on where the last one was left."""
-        return self._resumable
+        return self._plan.batches(self._position.cursor, self._position.length)
 
     @property
     def share(self) -> Share | None:
-        """The last batch's part in its optimizer step: `.weight`, `.micro`, `.every`, `.last`."""
+        """The last batch's part in its optimizer step: `.weight`, `.micro`, `.micro_batches`, `.last`."""
         return self._share
 
     @property
-    def every(self) -> int:
+    def micro_batches(self) -> int:
         """Batches per optimizer step, constant while the world is."""
-        return self.plan.every
+        return self._plan.micro_batches
 
-    @property
-    def is_kept(self) -> bool:
-        """Whether optimizer steps are `global_batch_size=` samples, whatever the world."""
-        return self._kept
-
-    def samples_ahead(self, count: int) -> list[int]:
+    def _samples_ahead(self, count: int) -> list[int]:
         """Samples, of all ranks together, of the optimizer step that the last batch belongs to and of those after it
         in the epoch; at most `count` numbers."""
         cursor = self._position.cursor if self._share is None else self._share.step_start
-        return self.plan.samples_ahead(cursor, self._position.length, count)
+        return self._plan.samples_ahead(cursor, self._position.length, count)
 
     @property
     def batch_size(self) -> int:
         """Samples of the largest batch that this rank gets."""
-        return self.plan.batch_size
+        return self._plan.batch_size
 
     @property
     def global_batch_size(self) -> int:
         """Samples per optimizer step of all ranks together."""
-        return self.plan.size
+        return self._plan.size
 
-    @property
-    def shrinks_on_oom(self) -> bool:
-        """Whether `ht.accumulate` is to call `shrink` where memory is short."""
-        return self._shrinks
-
-    def shrink(self) -> None:
+    def _shrink(self) -> None:
         """Take half as many samples at once from here on, and hand out the optimizer step in hand again, from its first
         sample. All ranks call it in the same step."""
         self._shrunk = -(-self.batch_size // 2)
-        self.plan = self._plan(self.world)
+        self._plan = self._planned(self._world)
         self._position.give_up()
         self._again = True
 
-    def _plan(self, world: int) -> GlobalBatch:
+    def _planned(self, world: int) -> GlobalBatch:
         plan = self._plan_for(world)
         if self._shrunk and self._shrunk < plan.batch_size:
             return GlobalBatch.kept(plan.size, world, self._shrunk, plan.tail)
         return plan
-
-    @property
-    def num_workers(self) -> int:
-        workers: int = self._torch.num_workers
-        return workers
-
-    @property
-    def seed(self) -> int:
-        return self._position.seed
 
     @property
     def epoch(self) -> int:
@@ -275,22 +251,22 @@ class DataLoader:
     def regroup(self, rank: int, world: int) -> None:
         """Go on as this rank of another world, behind the last batch that is known to be trained.
 
-        Raises DataError where the loader was given a rank and a world of its own."""
+        Raises DataError where the loader was given `ranks`."""
         if not self._follows_group:
-            raise DataError("The loader has a rank= and world= of its own: it cannot follow the process group.")
-        self._take(*place(rank, world))
-        self.load_state_dict(self.position())
+            raise DataError("The loader has ranks= of its own: it cannot follow the process group.")
+        self._take(*place((rank, world)))
+        self.load_state_dict(self._trained_position())
 
     def _take(self, rank: int, world: int) -> None:
         """This place among the ranks."""
-        self.rank, self.world, self.plan = rank, world, self._plan(world)
+        self._rank, self._world, self._plan = rank, world, self._planned(world)
 
-    def position(self) -> dict[str, Any]:
+    def _trained_position(self) -> dict[str, Any]:
         """As `state_dict()`, without the batch in the loop's body, which counts as not trained."""
         self._position.give_up()
         return self._whole(self._position.state_dict())
 
-    def keep_position(self) -> None:
+    def _keep_position(self) -> None:
         """The position is saved: a `for` that is left early is continued by the next one, unless `resumable=False`."""
         if not self._decided:
             self._resumable = True
@@ -303,19 +279,24 @@ class DataLoader:
         else:
             self._position.set_epoch(epoch)
 
-    def trained(self) -> None:
+    def trained(self, samples: int | None = None) -> None:
         """The batch in the loop's body is trained. `snaps.step()` calls it for you; a second call changes nothing.
 
         Asking for the next batch reports it, too. Once `trained` has been called on a loader, `state_dict()` counts
-        only the batches that were reported so; until then it counts the batch in the loop's body, too.
+        only the batches that were reported so; until then it counts the batch in the loop's body, too. `samples`, of
+        this rank, are not needed: raises DataError for fewer than the batch has.
         """
-        self.keep_position()
+        if samples is not None and self._in_body and self._share is not None:
+            size = self._share.stop - self._share.start
+            if samples < size:
+                raise DataError(f"trained({samples}): the batch has {size} samples, and counts as a whole.")
+        self._keep_position()
         self._position.trained()
 
     def state_dict(self) -> dict[str, Any]:
         """(seed, epoch, cursor, length) and the order's name, equal on all ranks; it fits any world and any
-        num_workers. After `shrink` also how many samples a rank takes at once."""
-        self.keep_position()
+        num_workers. After memory was short also how many samples a rank takes at once."""
+        self._keep_position()
         state = self._whole(self._position.state_dict())
         return state if self._resumable else {**state, "cursor": 0}
 
@@ -324,36 +305,36 @@ class DataLoader:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on there. Raises DataStateError when the state belongs to another dataset, seed or order."""
-        self.keep_position()
+        self._keep_position()
         self._position.load_state_dict(state)
         shrunk = state.get(SHRUNK, 0)
-        if self._shrinks and type(shrunk) is int:
+        if self._shrinks_on_oom and type(shrunk) is int:
             self._shrunk = max(shrunk, 0)
-            self.plan = self._plan(self.world)
+            self._plan = self._planned(self._world)
         self._passes += 1
         self._open, self._asked = 0, None
         self._share = None
 
-    def go_back(self, state: Mapping[str, Any]) -> None:
+    def _go_back(self, state: Mapping[str, Any]) -> None:
         """Go on there, unless a pass is under way."""
-        if not self._open and self.position() != state:
+        if not self._open and self._trained_position() != state:
             self.load_state_dict(state)
 
     @property
-    def in_body(self) -> bool:
+    def _in_body(self) -> bool:
         """Whether the loop's body has a batch that is not known to be trained."""
         return self._open > 0 and self._position.in_hand is not None
 
 
 def _planner(
-    batch_size: int | None, every: int | None, global_batch_size: int | None, tail: Tail
+    batch_size: int | None, micro_batches: int | None, global_batch_size: int | None, tail: Tail
 ) -> Callable[[int], GlobalBatch]:
     """How optimizer steps are divided in a world of any size."""
     if global_batch_size is None:
-        samples, count = 1 if batch_size is None else batch_size, 1 if every is None else every
+        samples, count = 1 if batch_size is None else batch_size, 1 if micro_batches is None else micro_batches
         return lambda world: GlobalBatch.following(world, samples, count, tail)
-    if every is not None:
-        raise DataError("every= follows from global_batch_size=, batch_size= and the world: leave it out.")
+    if micro_batches is not None:
+        raise DataError("micro_batches= follows from global_batch_size=, batch_size= and the world: leave it out.")
     size = global_batch_size
     return lambda world: GlobalBatch.kept(size, world, batch_size, tail)
 
@@ -380,15 +361,22 @@ class _Batches:
         return self._keys
 
 
-def _refuse_samplers(**given: Any) -> None:
-    for name, each in given.items():
-        if each is not None:
-            raise DataError(
-                f"{name}= cannot be given: this loader makes the order of the samples itself, "
-                "so that it can go on anywhere.\n"
-                "Say shuffle=, seed= and batch_size=; for a part of the data give a torch.utils.data.Subset. "
-                "With a sampler of your own keep torch's DataLoader; it begins each epoch from its start."
-            )
+def _refuse_unknown(given: Mapping[str, Any]) -> None:
+    """Raises DataError for an argument that this loader does not have."""
+    for name, value in given.items():
+        if name in ("sampler", "batch_sampler"):
+            if value is not None:
+                raise DataError(
+                    f"{name}= cannot be given: this loader makes the order of the samples itself, "
+                    "so that it can go on anywhere.\n"
+                    "Say shuffle=, seed= and batch_size=; for a part of the data give a torch.utils.data.Subset. "
+                    "With a sampler of your own keep torch's DataLoader; it begins each epoch from its start."
+                )
+        elif name not in (*TORCH_ARGUMENTS, "drop_last", "generator"):
+            own = [each for each in inspect.signature(DataLoader).parameters if each != "torch_arguments"]
+            close = difflib.get_close_matches(name, [*own, *TORCH_ARGUMENTS], 1)
+            hint = f" Did you mean {close[0]}=?" if close else ""
+            raise DataError(f"DataLoader has no argument {name}=.{hint}")
 
 
 def _tail(tail: Tail | None, *, drop_last: bool) -> Tail:

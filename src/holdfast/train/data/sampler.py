@@ -12,7 +12,7 @@ import numpy as np
 from torch.utils.data import DistributedSampler as TorchSampler
 
 from holdfast.protocol.errors import DataError, DataStateError
-from holdfast.train.data import SEQUENTIAL, SHUFFLED, GlobalBatch, Position, order_of, place
+from holdfast.train.data import SEQUENTIAL, SHUFFLED, GlobalBatch, Position, order_of, place, positive
 
 _BLOCK = 4096
 """Samples per rank whose order is computed at once."""
@@ -22,15 +22,18 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
     """Every `world`-th sample of the epoch's order, from the cursor on; any number of batches of any size leaves a
     prefix trained.
 
-        sampler = ht.DistributedSampler(dataset, seed=0)
+        sampler = ht.DistributedSampler(dataset, seed=0, batch_size=32)
         loader = torch.utils.data.DataLoader(dataset, batch_size=32, sampler=sampler, num_workers=4)
+        snaps.track(sampler=sampler, …)
         for batch in loader:
             …
-            sampler.note_trained(32)                 # samples of this rank
+            snaps.step()                             # counts a batch
 
-    Takes torch's arguments. A sampler gives no weights, so the tail is not "even": it is filled from the epoch's
-    start as torch's is (`drop_last=False`: up to world - 1 samples trained twice) or left out (`drop_last=True`: up
-    to world - 1 lost). Epochs change by `set_epoch`, or by themselves when the one before was drawn to its end."""
+    `batch_size`: the loader's, samples of this rank. Without it, or without Snapshots, the script calls
+    `trained(samples)` after each batch. All else is as torch's, but a sampler gives no weights, so the tail is not
+    "even": it is filled from the epoch's start as torch's is (`drop_last=False`: up to world - 1 samples trained
+    twice) or left out (`drop_last=True`: up to world - 1 lost). Epochs change by `set_epoch`, or by themselves when
+    the one before was drawn to its end."""
 
     def __init__(
         self,
@@ -42,6 +45,7 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         drop_last: bool = False,
         *,
         tail: Literal["pad", "drop"] | None = None,
+        batch_size: int | None = None,
     ) -> None:
         if tail not in (None, "pad", "drop") or (drop_last and tail == "pad"):
             raise DataError(
@@ -49,8 +53,12 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
                 "it gives no weights.\n"
                 "Use holdfast.train.DataLoader, or tail='pad' or 'drop'."
             )
-        self._follows_group = rank is None
-        rank, world = place(rank, num_replicas)
+        if batch_size is not None:
+            positive("batch_size", batch_size)
+        if (rank is None) != (num_replicas is None):
+            raise DataError("rank= and num_replicas= are given together or not at all.")
+        self._follows_group = rank is None or num_replicas is None
+        rank, world = place(None if rank is None or num_replicas is None else (rank, num_replicas))
         seed = operator.index(seed)
         self._position = Position(seed, len(dataset), SHUFFLED if shuffle else SEQUENTIAL)
         self._begun = False
@@ -61,6 +69,11 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         """Somebody has reported what was trained, in this life of the job or an earlier one."""
         self._batch = 0
         """Samples of this rank's last batch; 0: not known."""
+        self._batch_size = batch_size or 0
+        self._counts = False
+        """`snaps.step()` has counted a batch."""
+        self._script_counts = False
+        """The script has called `trained`."""
         super().__init__(dataset, world, rank, shuffle, seed, drop_last or tail == "drop")
         self._plan = GlobalBatch(world, world, 1, "drop" if self.drop_last else "pad")
         self._end = len(dataset)
@@ -109,26 +122,49 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         rank of its own, and DataStateError when nobody has reported what was trained."""
         if not self._follows_group:
             raise DataError("The sampler has a rank= and num_replicas= of its own: it cannot follow the process group.")
-        self.rank, self.num_replicas = place(rank, world)
+        self.rank, self.num_replicas = place((rank, world))
         self._plan = GlobalBatch(world, world, 1, "drop" if self.drop_last else "pad")
         self.load_state_dict(self.state_dict())
 
-    def position(self) -> dict[str, Any]:
-        """The position, as `state_dict()` returns it."""
-        return self.state_dict()
-
-    def note_trained(self, samples: int) -> None:
+    def trained(self, samples: int | None = None) -> None:
         """This rank has trained `samples` more of its indices, and so has every other: the size of the last batch.
 
-        The batch size does for the epoch's last, smaller batch too.
+        Without a number one batch of `batch_size=`. That does for the epoch's last, smaller batch too. With
+        `batch_size=`, `snaps.step()` counts each batch, and the script does not call this. Raises DataError for a batch
+        that was counted so, and where the size is not known.
         """
+        if self._counts:
+            raise DataError(
+                "trained(): snaps.step() has counted this batch already.\n"
+                "Leave trained() out, or batch_size= of the sampler."
+            )
+        if samples is None:
+            samples = self._batch_size
+            if not samples:
+                raise DataError(
+                    "trained(): how many samples? Write trained(batch_size), or give the sampler batch_size=."
+                )
         if samples < 0:
-            raise DataError(f"note_trained({samples}): a batch has no negative size.")
+            raise DataError(f"trained({samples}): a batch has no negative size.")
+        self._script_counts = True
+        self._count(samples)
+
+    def _count(self, samples: int) -> None:
         self._reported = True
         self._batch = max(samples, 1)
         position = self._position
         position.hand_out(min(position.cursor + samples * self.num_replicas, self._end))
         position.settle()
+
+    def _stepped(self) -> None:
+        """`snaps.step()`: a batch is trained, unless the script counts or indices are only drawn elsewhere."""
+        if self._batch_size and self._begun and not self._script_counts:
+            self._counts = True
+            self._count(self._batch_size)
+
+    def _keep_position(self) -> None:
+        """The sampler is tracked: with `batch_size=` what was trained is known from the first step on."""
+        self._reported = self._reported or bool(self._batch_size)
 
     def state_dict(self) -> dict[str, Any]:
         """(seed, epoch, cursor, length), the order's name and the batch size, equal on all ranks. Raises
@@ -136,8 +172,8 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
         if self._begun and not self._reported:
             raise DataStateError(
                 "The sampler knows which indices were drawn, not which were trained: loader workers fetch ahead.\n"
-                "Call sampler.note_trained(batch_size) after each batch, or use holdfast.train.DataLoader; "
-                "one that only validates need not be tracked."
+                "Give the sampler batch_size=, and snaps.step() counts each batch; or call sampler.trained(batch_size) "
+                "after each; or use holdfast.train.DataLoader. A sampler that only validates need not be tracked."
             )
         return {**self._position.state_dict(), "batch": self._batch}
 
