@@ -12,7 +12,7 @@ BOARD_VARIABLE = "HOLDFAST_BOARD"
 REPLACEMENT_VARIABLE = "HOLDFAST_REPLACEMENT"
 """Set for a worker that is started while the others run: it gets its place when it is ready."""
 SURVIVE_VARIABLE = "HOLDFAST_SURVIVE"
-"""What the others do when a worker is lost: the value of --survive. `ht.survive` says it, and checks that it can."""
+"""The variable of --survive, also in workers: `ht.survive` says what it means, and checks that it can."""
 
 WORD_BYTES = 8
 SLOT_WORDS = 24

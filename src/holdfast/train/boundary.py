@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.protocol.errors import DataStateError
 from holdfast.train import copying
-from holdfast.train.kept import Watched
+from holdfast.train.kept import WatchedTensors
 from holdfast.train.own_objects import OwnObjects
 from holdfast.train.random_numbers import RandomNumbers, RandomRecord, States
 from holdfast.train.state import Tracker, TrainState, position_of
@@ -50,7 +50,7 @@ class Boundary:
         self._optimizers = tracker.optimizers
         self._options: list[dict[str, Any]] = []
         self._buffers = Buffers(tracker.models)
-        self._parameters = Watched(each for model in tracker.models for each in model.parameters())
+        self._parameters = WatchedTensors(each for model in tracker.models for each in model.parameters())
         self.objects = OwnObjects(tracker.others, place)
         self._scalers = [each for each in tracker.others.values() if isinstance(each, GradScaler) and each.is_enabled()]
         self._scales: list[list[torch.Tensor | None]] = []

@@ -4,7 +4,7 @@
 each step would cost as much as the step. So small tensors are copied, and of large ones it is noted that they must not
 change: torch counts the changes of a tensor in place. If one has changed since, the kept state is not the state of
 that moment any more (`intact`), and the rank takes the state of another one. A write through `.data` in place is not
-counted; see probe.py.
+counted; see unnoticed_writes.py.
 
 Knows nothing of ranks and steps.
 """
@@ -23,7 +23,7 @@ SMALL_BYTES = 16 << 10
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
-class Watched:
+class WatchedTensors:
     """Tensors, and whether they have changed since `note`: by torch's count of changes in place, and by where their
     memory is, which `tensor.data = other` changes."""
 
@@ -44,14 +44,14 @@ class Watched:
         return [(0 if each.is_inference() else each._version, each.data_ptr()) for each in self._tensors]
 
 
-class Kept:
+class KeptState:
     """One state."""
 
     def __init__(self, state: Any) -> None:
         """`state`: what `state_dict()` returned."""
         large: list[torch.Tensor] = []
         self._tree = _kept(state, large)
-        self._watched = Watched(large)
+        self._watched = WatchedTensors(large)
         self._watched.note()
 
     def intact(self) -> bool:

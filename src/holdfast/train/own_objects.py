@@ -3,8 +3,8 @@
 A schedule of one's own, early stopping, a counter, torchdata's loader, a stream. Their state is taken at the end of
 each step and given back when the step after it is given up. It may be equal on all ranks, as that of early stopping,
 or each rank's own, as the position in a stream. Nobody says which. So each rank also writes its states to memory that
-outlives the process (`_Record`): a replacement on this node goes on with those of the rank that it replaces, whichever
-kind they are.
+outlives the process (`_StateRecord`): a replacement on this node goes on with those of the rank that it replaces,
+whichever kind they are.
 
 A rank may have no state for the step from which all go on: it was interrupted, or lost, before it came to the end of
 that step, and others completed it. Then
@@ -37,7 +37,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.protocol.errors import ProcessGroupError
 from holdfast.train import state_codec as codec
-from holdfast.train.kept import Kept
+from holdfast.train.kept import KeptState
 
 RECORDS = 3
 """Steps of which the states are kept for a replacement: see random_numbers.RECORDS."""
@@ -70,17 +70,17 @@ class OwnObjects:
         self._objects = unknown_objects(others)
         self.any = bool(self._objects)
         self._step = -1
-        self._kept: dict[str, Kept] = {}
-        self._interrupted: dict[str, Kept] = {}
+        self._kept: dict[str, KeptState] = {}
+        self._interrupted: dict[str, KeptState] = {}
         """States when the rank was interrupted."""
         self._digests: Digests = {}
-        self._record = _Record.at(place) if self.any else None
+        self._record = _StateRecord.at(place) if self.any else None
         self._data = [name for name, each in self._objects.items() if is_data(each)]
 
     def mark(self, step: int) -> None:
         """This step is complete."""
         states = {name: each.state_dict() for name, each in self._objects.items()}
-        self._kept = {name: Kept(state) for name, state in states.items()}
+        self._kept = {name: KeptState(state) for name, state in states.items()}
         texts = _texts(states)
         before = self._digests if step == self._step + 1 else {}
         self._digests = {
@@ -105,7 +105,7 @@ class OwnObjects:
 
     def rewind(self) -> None:
         """Go back to the newest step."""
-        self._interrupted = {name: Kept(each.state_dict()) for name, each in self._objects.items()}
+        self._interrupted = {name: KeptState(each.state_dict()) for name, each in self._objects.items()}
         for name, kept in self._kept.items():
             if kept.intact():
                 self._objects[name].load_state_dict(kept.state)
@@ -193,7 +193,7 @@ class _Recorded(NamedTuple):
     state: Any
 
 
-class _Record:
+class _StateRecord:
     """The states after each of the last RECORDS steps, in files in memory."""
 
     HEAD = struct.Struct("=QQI")
@@ -206,7 +206,7 @@ class _Record:
         """Where the newest one is, and whether its step is complete."""
 
     @classmethod
-    def at(cls, place: str) -> _Record | None:
+    def at(cls, place: str) -> _StateRecord | None:
         """None without a folder, or without room in it."""
         if place:
             rank = os.environ.get("LOCAL_RANK", "0")

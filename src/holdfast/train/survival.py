@@ -55,12 +55,12 @@ from holdfast.train.carrying import PlainCall, Why, check_function, surviving_mo
 from holdfast.train.group import ProcessGroup, open_group, regroup
 from holdfast.train.mistakes import SharedFacts
 from holdfast.train.own_objects import Digests
-from holdfast.train.probe import Probe
 from holdfast.train.random_numbers import equal_parts, seed_random
 from holdfast.train.reading import Saved, parts_of_slot
 from holdfast.train.save import image
 from holdfast.train.state import Tracker
 from holdfast.train.tracked import Choice, together
+from holdfast.train.unnoticed_writes import ValueProbe
 from holdfast.worker import drain
 from holdfast.worker.regroup import WHY_CHARACTERS_MAX, AgentChannel, ChannelLostError, Go
 
@@ -153,7 +153,7 @@ class Survivor:
         self._generation = 0
         """0: the one in which this process was started, whose number it does not know."""
         self._boundary = Boundary(snaps._tracker, snaps.memory_place)
-        self._probe = Probe(each for model in snaps._tracker.models for each in model.parameters())
+        self._probe = ValueProbe(each for model in snaps._tracker.models for each in model.parameters())
         self._tracked = {id(each) for each in snaps._tracker.optimizers}
         self._trained = {id(each) for model in snaps._tracker.models for each in model.parameters()}
         self._untracked = ""
@@ -242,7 +242,7 @@ class Survivor:
             self._look_for_writes()
 
     def _look_for_writes(self) -> None:
-        """Whether the program has changed parameters in a way that nobody notices: see probe.py."""
+        """Whether the program has changed parameters in a way that nobody notices: see unnoticed_writes.py."""
         if not self._stepping and self._boundary.untouched() and self._probe.changed():
             self.withdraw(
                 "the program changes parameters through .data, or in a CUDA graph, which cannot be noticed when a step "

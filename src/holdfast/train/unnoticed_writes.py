@@ -1,8 +1,8 @@
 """Writes to parameters that torch does not count.
 
 A rank that is interrupted before its optimizer's step has the parameters of the step before: unless the program has
-changed them in between. torch counts changes in place (kept.Watched), but not those through `parameter.data` in place,
-as many adversarial training scripts make them, and not those of a CUDA graph that is replayed. So the values
+changed them in between. torch counts changes in place (kept.WatchedTensors), but not those through `parameter.data` in
+place, as many adversarial training scripts make them, and not those of a CUDA graph that is replayed. So the values
 themselves are looked at, in a few steps: the 1st, 2nd, 4th, 8th … of a process. A program that writes so does it in
 its first steps, or from an epoch on.
 
@@ -18,7 +18,7 @@ import torch
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-class Probe:
+class ValueProbe:
     """The values of some parameters, as sums over their bits."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
