@@ -58,11 +58,11 @@ class KeptState:
         """Whether `state` is still that of the moment."""
         return self._watched.intact()
 
-    @property
-    def state(self) -> Any:
-        """For `load_state_dict()`. The receiver may change it: no part of it is shared with this object but large
-        tensors."""
-        return _kept(self._tree, [])
+    def give_back(self, owner: Any) -> None:
+        """To the object's `load_state_dict()`. The object may change what it gets: nothing of it is shared with this
+        one but large tensors, which an object may copy onto themselves."""
+        owner.load_state_dict(_kept(self._tree, []))
+        self._watched.note()
 
 
 def _kept(value: Any, large: list[torch.Tensor]) -> Any:

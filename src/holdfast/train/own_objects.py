@@ -108,7 +108,7 @@ class OwnObjects:
         self._interrupted = {name: KeptState(each.state_dict()) for name, each in self._objects.items()}
         for name, kept in self._kept.items():
             if kept.intact():
-                self._objects[name].load_state_dict(kept.state)
+                kept.give_back(self._objects[name])
 
     def check_world(self, *, same_places: bool) -> None:
         """Raises ProcessGroupError where data cannot follow into the world of this size."""
@@ -128,15 +128,14 @@ class OwnObjects:
         recorded = {} if survived or self._record is None else self._record.read(step)
         before = {} if survived or self._record is None else self._record.read(step - 1)
         for name, each in self._objects.items():
-            own: Any = None
             if survived and step == self._step and self._kept[name].intact():
-                own = self._kept[name].state
-            elif survived and step == self._step + 1 and name in self._data:
-                own = self._interrupted[name].state
-            elif name in recorded:
-                own = recorded[name].state
-            if own is not None:
-                each.load_state_dict(own)
+                self._kept[name].give_back(each)
+                continue
+            if survived and step == self._step + 1 and name in self._data:
+                self._interrupted[name].give_back(each)
+                continue
+            if name in recorded:
+                each.load_state_dict(recorded[name].state)
                 continue
             if survived and step == self._step + 1:
                 last = self._digests[name][0]

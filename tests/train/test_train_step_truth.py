@@ -1,0 +1,407 @@
+"""A step is what `snaps.step()` says, and what is not tracked is noticed: of one process."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import holdfast.train as ht
+from holdfast.protocol.errors import ProcessGroupError, TrackingError
+from holdfast.train.boundary import Boundary
+from holdfast.train.carrying import PlainCall, Why, check_function, why_plain
+from holdfast.train.group import GroupConnection, ProcessGroup
+from holdfast.train.guards import GuardWarning
+from holdfast.train.kept import SMALL_BYTES, KeptState
+from holdfast.train.own_objects import OwnObjects
+from holdfast.train.pending import CALLS_MAX
+from holdfast.train.random_numbers import equal_parts, random_state, seed_random
+from holdfast.train.reading import Saved, parts_of_slot
+from holdfast.train.save import image
+from holdfast.train.state import Tracker
+from holdfast.train.tracked import Choice
+from holdfast.train.unnoticed_writes import ValueProbe
+
+pytestmark = [pytest.mark.usefixtures("own_staging"), pytest.mark.xdist_group("torch")]
+
+
+class Training:
+    """Saves to the disk whenever a step is complete."""
+
+    def __init__(self, folder: Path, **more: Any) -> None:
+        self.folder = folder
+        self.model = nn.Linear(3, 2)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.snaps = ht.Snapshots(folder, every="1 step", memory_every=None, keep=None)
+        self.state = self.snaps.track(model=self.model, optimizer=self.optimizer, **more)
+        self.snaps.resume()
+
+    def backward(self) -> None:
+        self.model(torch.randn(4, 3)).square().mean().backward()
+
+    def saved(self) -> list[int]:
+        self.snaps._saving.wait()  # type: ignore[union-attr]
+        return sorted(int(path.name.split("_")[1].split(".")[0]) for path in self.folder.glob("step_*"))
+
+
+@pytest.fixture
+def training(tmp_path: Path) -> Iterator[Training]:
+    made = Training(tmp_path / "runs")
+    yield made
+    made.snaps.close()
+
+
+def test_a_step_that_no_hook_has_seen_is_saved(training: Training) -> None:
+    """As SAM steps, or a captured graph: the weights change, no tracked optimizer's step() is called."""
+    for _ in range(3):
+        training.backward()
+        with torch.no_grad():
+            for each in training.model.parameters():
+                each.sub_(each.grad, alpha=0.1)
+        training.model.zero_grad()
+        training.snaps.step()
+    assert training.saved() == [1, 2, 3]
+
+
+def test_gradients_without_an_optimizer_step_are_reported_and_then_the_caller_is_believed(training: Training) -> None:
+    """A captured graph keeps its gradients in place."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(CALLS_MAX - 1):
+            training.backward()
+            training.snaps.step()
+    assert training.saved() == []
+    with pytest.warns(RuntimeWarning, match=f"called {CALLS_MAX} times, gradients are there, and no tracked optimizer"):
+        training.snaps.step()
+    training.snaps.step()
+    assert training.saved() == [CALLS_MAX, CALLS_MAX + 1]
+
+
+def test_gradients_that_are_added_up_by_hand_hold_up_the_save(training: Training) -> None:
+    for number in range(1, 9):
+        training.backward()
+        if number % 4 == 0:
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+        training.snaps.step()
+    assert training.saved() == [4, 8]
+
+
+def test_a_step_that_a_scaler_skips_is_a_step(training: Training) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for factor in (1.0, float("inf"), 1.0):
+        scaler.scale(training.model(torch.randn(4, 3)).square().mean() * factor).backward()
+        scaler.step(training.optimizer)
+        scaler.update()
+        training.optimizer.zero_grad()
+        training.snaps.step()
+    assert training.saved() == [1, 2, 3]
+
+
+def test_an_accumulation_that_nobody_finishes_holds_up_one_save(training: Training) -> None:
+    other = nn.Linear(3, 2)
+    for _ in range(2):
+        training.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        if training.state.step == 0:
+            with ht.accumulate(other, 4) as micro:
+                micro.backward(other(torch.randn(4, 3)).square().mean())
+        training.snaps.step()
+    assert training.saved() == [2]
+
+
+@pytest.mark.parametrize("inside", [True, False], ids=["within the block", "after it"])
+def test_an_optimizer_that_steps_between_micro_batches_is_refused(inside: bool) -> None:
+    """`if micro.last:` was forgotten: with one micro-batch that does no harm."""
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    optimizer, another = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))
+
+    def batch(count: int) -> None:
+        with ht.accumulate(model, count) as micro:
+            micro.backward(model(torch.randn(4, 3)).square().mean())
+            if inside:
+                optimizer.step()
+        if not inside:
+            optimizer.step()
+
+    batch(1)
+    another.step()
+    if not inside:
+        with pytest.raises(ProcessGroupError, match=r"if micro\.last: optimizer\.step\(\)"):
+            batch(2)
+    else:
+        batch(2)  # within the first one's block nobody knows yet
+        with pytest.raises(ProcessGroupError, match=r"if micro\.last: optimizer\.step\(\)"):
+            batch(2)
+    another.step()  # of another model, which has no micro-batches
+
+
+# --- what is tracked goes back ----------------------------------------------------------------------------------------
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.count, self.large = 0, torch.zeros(SMALL_BYTES)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": self.count, "large": self.large, "pair": (1, [2.0])}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["pair"] == (1, [2.0])
+        self.count = state["count"]
+        self.large.copy_(state["large"])
+
+
+def test_an_object_goes_back_to_the_end_of_its_last_step() -> None:
+    counting = Counting()
+    objects = OwnObjects({"counting": counting}, "")
+    counting.count = 5
+    objects.mark(3)
+    counting.count = 6
+    objects.rewind()
+    assert (counting.count, objects.intact()) == (5, True)
+
+
+def test_a_large_tensor_that_has_changed_makes_the_state_unknown() -> None:
+    counting = Counting()
+    objects = OwnObjects({"counting": counting}, "")
+    objects.mark(3)
+    counting.large.add_(1.0)
+    assert not objects.intact()
+
+
+class Taking:
+    state: dict[str, Any]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def test_a_kept_state_shares_nothing_that_its_owner_may_change() -> None:
+    live = {"numbers": [1, 2], "small": torch.ones(3)}
+    kept = KeptState(live)
+    live["numbers"].append(3)  # type: ignore[union-attr]
+    live["small"].zero_()  # type: ignore[union-attr]
+    for _ in range(2):
+        got = Taking()
+        kept.give_back(got)
+        assert (got.state["numbers"], got.state["small"].tolist()) == ([1, 2], [1.0] * 3)
+        got.state["numbers"].append(9)
+
+
+@pytest.mark.parametrize("rate", [0.1, torch.tensor(0.1)], ids=["a number", "a tensor"])
+def test_a_rate_that_the_program_sets_itself_goes_back(tmp_path: Path, rate: Any) -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=rate)
+    snaps = ht.Snapshots(tmp_path, every=None, memory_every=None)
+    state = snaps.track(model=model, optimizer=optimizer)
+    boundary = Boundary(snaps._tracker, "")
+    boundary.mark(state)
+    held = optimizer.param_groups[0]["lr"]
+    optimizer.param_groups[0]["lr"] *= 0.5
+    boundary.rewind(state)
+    assert float(optimizer.param_groups[0]["lr"]) == pytest.approx(0.1)
+    assert not isinstance(rate, torch.Tensor) or optimizer.param_groups[0]["lr"] is held, "a captured graph reads it"
+
+
+def add_through_data(parameter: torch.Tensor) -> None:
+    parameter.data.add_(0.25)
+
+
+def replace_data(parameter: torch.Tensor) -> None:
+    parameter.data = parameter.data * 1.01
+
+
+@pytest.mark.parametrize("change", [add_through_data, replace_data])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64])
+def test_values_that_change_without_a_count_are_seen(
+    change: Callable[[torch.Tensor], None], dtype: torch.dtype
+) -> None:
+    parameters = [nn.Parameter(torch.ones(5, 3, dtype=dtype).t()), nn.Parameter(torch.empty(0))]
+    probe = ValueProbe(parameters)
+    looks = []
+    for _ in range(8):
+        probe.begin_step()
+        assert not probe.changed()
+        looks.append(probe.looks)
+        if looks == [True]:
+            change(parameters[0])
+            assert probe.changed()
+    assert looks == [True, True, False, True, False, False, False, True]
+
+
+# --- what is not tracked is noticed -----------------------------------------------------------------------------------
+
+
+class Rows(torch.utils.data.Dataset[torch.Tensor]):
+    def __len__(self) -> int:
+        return 32
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.full((3,), float(index))
+
+
+def loop(training: Training, loader: Any) -> None:
+    for _ in range(2):
+        for rows in loader:
+            training.model(rows).square().mean().backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            training.snaps.step()
+
+
+def test_a_loop_over_a_loader_that_is_not_tracked_is_noticed(training: Training) -> None:
+    begin = torch.utils.data.DataLoader.__iter__
+    with pytest.warns(RuntimeWarning, match="a torch DataLoader that is not tracked"):
+        loop(training, torch.utils.data.DataLoader(Rows(), 4))
+    assert torch.utils.data.DataLoader.__iter__ is not begin, "torch's own function is back"
+
+
+def test_loops_over_tracked_data_and_evaluations_are_not(tmp_path: Path) -> None:
+    sampler = ht.DistributedSampler(Rows(), batch_size=4)
+    training = Training(tmp_path / "runs", sampler=sampler)
+    validation = torch.utils.data.DataLoader(Rows(), 4)
+
+    def batches() -> Iterator[torch.Tensor]:
+        for rows in torch.utils.data.DataLoader(Rows(), 4, sampler=sampler):
+            yield rows
+            assert len(list(validation)) == 8
+
+    class Whole:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return batches()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        loop(training, Whole())
+    training.snaps.close()
+
+
+def tracker_of(**objects: Any) -> Tracker:
+    tracker = Tracker()
+    tracker.add(objects)
+    return tracker
+
+
+def test_an_object_with_a_state_that_the_function_uses_has_to_be_tracked() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    teacher, validation = nn.Linear(2, 2), ht.DataLoader(Rows(), 4)
+    off = torch.amp.GradScaler("cpu", enabled=False)
+
+    def train() -> None:
+        def inner() -> None:
+            schedule.step()
+
+        inner()
+        optimizer.step()
+        off.update()
+        list(validation)
+        teacher(model(torch.ones(2)))
+
+    with pytest.raises(
+        TrackingError, match=r"schedule \(a StepLR\) has a state, train\(\) uses it.*\n.*track\(schedule="
+    ):
+        check_function(train, tracker_of(model=model, optimizer=optimizer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_function(train, tracker_of(model=model, optimizer=optimizer, schedule=schedule))
+
+    class Trainer:
+        def __init__(self) -> None:
+            self.schedule = schedule
+
+        def fit(self) -> None: ...
+
+    with pytest.raises(TrackingError, match=r"self\.schedule \(a StepLR\).*\n.*track\(schedule="):
+        check_function(Trainer().fit, tracker_of(model=model))
+
+
+def test_a_variable_of_its_surroundings_that_the_function_assigns_is_named() -> None:
+    best = 0.0
+
+    def train() -> None:
+        nonlocal best
+        best = max(best, 1.0)
+        own = [best]
+
+        def inner() -> None:
+            own[0] = 2.0
+
+        inner()
+
+    with pytest.warns(GuardWarning, match=r"train\(\) assigns best, not variables of its own"):
+        check_function(train, tracker_of(model=nn.Linear(2, 2)))
+
+
+class Data:
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+    def state_dict(self) -> dict[str, int]:
+        return {"position": 3}
+
+    def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+class FollowingData(Data):
+    def regroup(self, rank: int, world: int) -> None: ...
+
+
+def test_a_position_of_one_rank_is_not_restored_in_another_world() -> None:
+    for data, fits in ((Data(), False), (FollowingData(), True)):
+        tracker = tracker_of(model=nn.Linear(2, 2), data=data)
+        saved = Saved(parts_of_slot(memoryview(image(tracker).numpy())))
+        assert tracker.compare(saved, 0, Choice(), 1).problems == {}
+        problems = tracker.compare(saved, 0, Choice(), 3).problems
+        assert not problems if fits else "has a position for each of 1 ranks, and there are 3 now" in problems["data"]
+
+
+def test_why_a_call_is_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    tracker, follows = tracker_of(data=Data()), tracker_of(data=FollowingData())
+    made = ProcessGroup(0, 1, 0, torch.device("cpu"), None)
+    group = ProcessGroup(0, 1, 0, torch.device("cpu"), None, GroupConnection("gloo", None))
+
+    def why(group: ProcessGroup | None, tracker: Tracker) -> Why | None:
+        found = why_plain(group, tracker)
+        assert found is None or isinstance(found, PlainCall)
+        return None if found is None else found.why
+
+    assert (why(None, follows), why(made, follows), why(group, follows)) == (Why.NO_GROUP, Why.OWN_GROUP, None)
+    assert why(group, tracker) is Why.DATA
+    monkeypatch.setenv("HOLDFAST_SURVIVE", "wait")
+    assert why(group, tracker) is None
+    monkeypatch.setenv("HOLDFAST_SURVIVE", "off")
+    assert why(group, follows) is Why.OFF
+
+
+def test_a_function_that_comes_before_resume_is_refused(tmp_path: Path) -> None:
+    snaps = ht.Snapshots(tmp_path, every=None, memory_every=None)
+    snaps.track(model=nn.Linear(2, 2))
+    with pytest.raises(TrackingError, match=r"call snaps\.resume\(\) before the training function"):
+        ht.survive(snaps)(lambda: None)()
+
+
+# --- random numbers in another world ----------------------------------------------------------------------------------
+
+
+def test_generators_that_were_equal_on_all_ranks_get_one_seed() -> None:
+    before = random_state()
+    drawn = []
+    for rank in (0, 1):
+        seed_random(b"common", rank, 2, {"python"})
+        drawn.append((random.random(), torch.rand(1).item()))
+    assert drawn[0][0] == drawn[1][0]
+    assert drawn[0][1] != drawn[1][1]
+    torch.rand(1)
+    assert equal_parts([before, before]) == frozenset(before)
+    assert "torch" not in equal_parts([before, random_state()])
+    assert equal_parts([before]) == frozenset(), "one rank alone tells nothing"
