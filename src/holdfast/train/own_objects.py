@@ -119,12 +119,20 @@ class OwnObjects:
             )
 
     def follow(
-        self, step: int, *, survived: bool, theirs: Digests, survivors: Sequence[Digests], alike: Collection[str]
+        self,
+        step: int,
+        states: Mapping[str, Any],
+        *,
+        survived: bool,
+        theirs: Digests,
+        survivors: Sequence[Digests],
+        alike: Collection[str],
     ) -> None:
-        """This rank has taken the source's states for this step: it gets its own back where it has own ones.
+        """Give each object its state after this step, which is its own, or the source's.
 
-        `theirs`: the source's digests; `survivors`: those of all ranks that have completed this step; `alike`: objects
-        that were equal on all ranks when these were compared. Raises ProcessGroupError where nobody knows a state."""
+        `states`: the source's; `theirs`: their digests; `survivors`: the digests of all ranks that have completed this
+        step; `alike`: objects that were equal on all ranks when these were compared. Raises ProcessGroupError where
+        nobody knows a state."""
         recorded = {} if survived or self._record is None else self._record.read(step)
         before = {} if survived or self._record is None else self._record.read(step - 1)
         for name, each in self._objects.items():
@@ -144,6 +152,7 @@ class OwnObjects:
             were_equal = name not in self._data and (last == theirs[name][1] if last else name in alike)
             if not were_equal or len({digests[name][0] for digests in survivors}) > 1:
                 raise ProcessGroupError(f"{name} has a state of its own on each rank, and nobody has that of this rank")
+            each.load_state_dict(states[name])
 
 
 def _digest(text: bytes) -> str:

@@ -404,6 +404,10 @@ class Tracker:
             done.equal = sorted(equal_parts([each["random"] for each in saved.texts])) if len(saved.texts) > 1 else None
         return done
 
+    def state_in(self, saved: Saved, name: str) -> Any:
+        """The state of this object, which is neither a model nor an optimizer, in the image of one rank."""
+        return codec.decode(_text_of(saved, 0)["others"][name], saved.fresh)
+
     def put_back(self, name: str, done: Restored) -> None:
         """Give this object back the state that it had: on some rank it refused the saved one."""
         self.others[name].load_state_dict(done.before[name])

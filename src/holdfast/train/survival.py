@@ -36,7 +36,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
@@ -54,7 +54,7 @@ from holdfast.train.buckets import Order
 from holdfast.train.carrying import PlainCall, Why, check_function, surviving_mode, why_plain
 from holdfast.train.group import ProcessGroup, open_group, regroup
 from holdfast.train.mistakes import SharedFacts
-from holdfast.train.own_objects import Digests
+from holdfast.train.own_objects import Digests, unknown_objects
 from holdfast.train.random_numbers import equal_parts, seed_random
 from holdfast.train.reading import Saved, parts_of_slot
 from holdfast.train.save import image
@@ -504,11 +504,11 @@ class Handed:
         tracker, step = snaps._tracker, self.chosen.step
         boundary.objects.check_world(same_places=self.same_places)
         tracker.regroup(peers.rank, peers.world)
-        if self.behind:
-            self._transfer(tracker, group.device, peers.rank)
+        states = self._transfer(tracker, group.device, peers.rank) if self.behind else {}
         if peers.rank in self.behind:
             boundary.objects.follow(
                 step,
+                states,
                 survived=survived,
                 theirs=self.chosen.objects,
                 survivors=self.objects,
@@ -521,7 +521,9 @@ class Handed:
         if not (self.same_places and boundary.restore_random(step, survived=survived)):
             seed_random(self.chosen.seed.encode(), peers.rank, peers.world, self.chosen.equal or ())
 
-    def _transfer(self, tracker: Tracker, device: torch.device, rank: int) -> None:
+    def _transfer(self, tracker: Tracker, device: torch.device, rank: int) -> dict[str, Any]:
+        """Send everything that is tracked to the ranks behind. Returns, there, the states of the source's own objects
+        (own_objects.py), which no object was given yet."""
         on = device if "nccl" in dist.get_backend() else torch.device("cpu")
         if rank == self.source:
             data = image(tracker).to(on)
@@ -534,14 +536,19 @@ class Handed:
             dist.recv(size, self.source)
             data = torch.empty(int(size.item()), dtype=torch.uint8, device=on)
             dist.recv(data, self.source)
-            _take_over(tracker, data.cpu())
+            return _take_over(tracker, data.cpu())
+        return {}
 
 
-def _take_over(tracker: Tracker, data: torch.Tensor) -> None:
-    """Give everything that is tracked the state of this image."""
+def _take_over(tracker: Tracker, data: torch.Tensor) -> dict[str, Any]:
+    """Give everything that is tracked the state of this image, but the objects of which nobody knows whether their
+    state is the source's own: it returns those states."""
     saved = Saved(parts_of_slot(memoryview(data.numpy())))
     choice = Choice()
     fit = together(Peers(0, 1), tracker.compare(saved, 0, choice), choice)
+    own = unknown_objects(tracker.others).keys()
+    fit = replace(fit, restored=fit.restored - own)
     targets = tracker.targets(saved, 0, fit)
     saved.prepare(targets.fill).load()
     tracker.restore(saved, 0, 1, targets.all(), fit)
+    return {name: tracker.state_in(saved, name) for name in own}
