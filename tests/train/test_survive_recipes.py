@@ -113,4 +113,4 @@ def test_writes_that_nobody_can_notice_make_it_a_plain_call(
 def test_an_inner_optimizer_has_to_be_tracked(jobs: WarmJobs, tmp_path: Path) -> None:  # noqa: F811
     with started(jobs, tmp_path / "runs", SCRIPT, recipe="SamAlone") as agent:
         assert agent.ended([0, 1, 2]) == [1, 1, 1]
-        assert "an optimizer of the class SGD steps parameters of a tracked model, and is not tracked" in agent.logs()
+        assert "an optimizer of the class SGD steps a tracked model, and is not tracked" in agent.logs()

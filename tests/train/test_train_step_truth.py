@@ -284,6 +284,25 @@ def test_loops_over_tracked_data_and_evaluations_are_not(tmp_path: Path) -> None
     training.snaps.close()
 
 
+def test_an_optimizer_of_a_tracked_model_that_is_not_tracked_is_noticed(training: Training) -> None:
+    other = nn.Linear(3, 2)
+    inner = torch.optim.SGD(training.model.parameters(), lr=0.1)
+    another = torch.optim.SGD(other.parameters(), lr=0.1)
+
+    def step(*optimizers: torch.optim.Optimizer) -> None:
+        training.backward()
+        for each in optimizers:
+            each.step()
+        training.model.zero_grad()
+        training.snaps.step()
+
+    with pytest.warns(RuntimeWarning, match="class SGD steps a tracked model and is not tracked"):
+        step(inner, another)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(inner, training.optimizer)  # said once
+
+
 def tracker_of(**objects: Any) -> Tracker:
     tracker = Tracker()
     tracker.add(objects)

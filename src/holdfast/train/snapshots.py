@@ -26,6 +26,8 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
 from holdfast import worker
 from holdfast.protocol.errors import (
     IntervalError,
@@ -50,7 +52,7 @@ from holdfast.train.resuming import Resumed, Resumer, TakenFolder, take_folder
 from holdfast.train.save import Pruner, Saving
 from holdfast.train.state import Tracker, TrainState
 from holdfast.train.tracked import Choice
-from holdfast.train.untracked_data import UntrackedData
+from holdfast.train.untracked import UntrackedData, UntrackedOptimizers
 from holdfast.worker.regroup import is_replacement
 
 if TYPE_CHECKING:
@@ -201,10 +203,10 @@ class Snapshots:
 
     def _position_is_kept(self) -> None:
         """A trainer skips the batches that are trained: its loader need not be tracked."""
-        self._look_at_no_data()
+        self._stop_looking_at_data()
         self._schedule.within_epochs = False
 
-    def _look_at_no_data(self) -> None:
+    def _stop_looking_at_data(self) -> None:
         if self._untracked is not None:
             self._untracked.stop()
 
@@ -334,10 +336,28 @@ class Snapshots:
         self._clock.start(step, time.monotonic())
         self._tracker.reducers.observe()
         self._until_first_step.append(self._tracker.reducers.observed)
+        self._watch_optimizers()
         rescue, clock, failed_max = self._taken.rescue, self._clock, self._options.failed_saves_max
         saving = Saving(self.path, self._tracker, peers, tier, rescue, clock, failed_max, self._lease, self._copies)
         self._saving, saving.retention = saving, self._keep is not None
         return saving
+
+    def _watch_optimizers(self) -> None:
+        """Warn after the first step if an optimizer of a tracked model is not tracked."""
+        seen = UntrackedOptimizers(self._tracker.models, self._tracker.optimizers)
+        hook = register_optimizer_step_post_hook(lambda optimizer, *_: seen.note(optimizer))
+
+        def look() -> None:
+            hook.remove()
+            if seen.found and self._peers is not None and self._peers.rank == 0 and self._survivor is None:
+                warnings.warn(
+                    f"holdfast: an optimizer of the class {seen.found} steps a tracked model and is not tracked: after "
+                    "a resume it begins with an empty state.\nGive it to track(), too.",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+
+        self._until_first_step.append(look)
 
     def _begun(self) -> Saving:
         """What saves; begins anew when resume() was never called and there is nothing to resume from."""
@@ -486,7 +506,9 @@ class Snapshots:
         if self._closed or self._is_child_s:
             return
         self._closed = True
-        self._look_at_no_data()
+        self._stop_looking_at_data()
+        while self._until_first_step:  # hooks of a training that made no step
+            self._until_first_step.pop()()
         atexit.unregister(self._at_exit)
         if self._pending.stepped and not self._used:
             warnings.warn(
@@ -524,7 +546,9 @@ class Snapshots:
         if self._life is not None and error is not None:
             self._life.failed(error, self.state.step)
         self._closed = True
-        self._look_at_no_data()
+        self._stop_looking_at_data()
+        while self._until_first_step:  # hooks of a training that made no step
+            self._until_first_step.pop()()
         atexit.unregister(self._at_exit)
         if self._current_tier is not None:
             self._current_tier.close(ahead=True)

@@ -61,6 +61,7 @@ from holdfast.train.save import image
 from holdfast.train.state import Tracker
 from holdfast.train.tracked import Choice, together
 from holdfast.train.unnoticed_writes import ValueProbe
+from holdfast.train.untracked import UntrackedOptimizers
 from holdfast.worker import drain
 from holdfast.worker.regroup import WHY_CHARACTERS_MAX, AgentChannel, ChannelLostError, Go
 
@@ -154,10 +155,7 @@ class Survivor:
         """0: the one in which this process was started, whose number it does not know."""
         self._boundary = Boundary(snaps._tracker, snaps.memory_place)
         self._probe = ValueProbe(each for model in snaps._tracker.models for each in model.parameters())
-        self._tracked = {id(each) for each in snaps._tracker.optimizers}
-        self._trained = {id(each) for model in snaps._tracker.models for each in model.parameters()}
-        self._untracked = ""
-        """The class of an optimizer that is not tracked, and steps parameters of a tracked model."""
+        self._optimizers = UntrackedOptimizers(snaps._tracker.models, snaps._tracker.optimizers)
         self._reducers = snaps._tracker.reducers
         self._stepping = False
         """An optimizer has begun to step since the last boundary: the state is not that of a completed step."""
@@ -226,12 +224,8 @@ class Survivor:
         self._channel.close()
 
     def _note_stepping(self, optimizer: Optimizer, *_: Any) -> None:
-        if id(optimizer) not in self._tracked:
-            if self._untracked or not any(
-                id(each) in self._trained for group in optimizer.param_groups for each in group["params"]
-            ):
-                return
-            self._untracked = type(optimizer).__name__
+        if not self._optimizers.note(optimizer):
+            return
         if not self._stepping:
             with self._uninterrupted:
                 self._stepping = True
@@ -259,10 +253,10 @@ class Survivor:
     def at_boundary(self) -> None:
         """A step is complete. Raises Released when the training function is to be left here, and TrackingError where
         an optimizer is not tracked."""
-        if self._untracked:
+        if self._optimizers.found:
             raise TrackingError(
-                f"ht.survive: an optimizer of the class {self._untracked} steps parameters of a tracked model, and is "
-                "not tracked: a replacement would begin with an empty state\n"
+                f"ht.survive: an optimizer of the class {self._optimizers.found} steps a tracked model, and is not "
+                "tracked: a replacement would begin with an empty state\n"
                 "give it to track(), too; one that another optimizer wraps by a name of its own: "
                 "track(…, base=optimizer.base_optimizer)"
             )

@@ -1,11 +1,15 @@
-"""Training on a torch DataLoader that nobody tracks.
+"""What a training uses and nobody tracks: a torch DataLoader, and an optimizer. Both are noticed in the first steps.
 
-Its position is in no snapshot. A resume in the middle of an epoch, and a loss in `ht.survive`, begin the epoch again:
-the first samples are trained twice. torch has no hook for that, so its `DataLoader.__iter__` is replaced by one that
-counts the batches it hands out, from `track()` until it is known what the training loop is over.
+The position of a loader that is not tracked is in no snapshot. A resume in the middle of an epoch, and a loss in
+`ht.survive`, begin the epoch again: the first samples are trained twice. torch has no hook for that, so its
+`DataLoader.__iter__` is replaced by one that counts the batches it hands out, from `track()` until it is known what
+the training loop is over.
 
 A loop over a loader takes the same number of batches between two calls of `snaps.step()`. An evaluation takes many at
 once, and none for a long time.
+
+An optimizer that is not tracked and steps a tracked model begins with an empty state after a resume. It may be one that
+a tracked optimizer has inside and steps itself, as SAM does. torch's public hook of all optimizers shows it.
 """
 
 from __future__ import annotations
@@ -13,9 +17,11 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
+from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from holdfast.train.data.datasets import Seeded
@@ -112,3 +118,23 @@ class UntrackedData:
         """Put torch's own function back."""
         self._looks = LOOKS_MAX
         self._hooks.close()
+
+
+class UntrackedOptimizers:
+    """Optimizers that step parameters of some models and are not among those that are tracked."""
+
+    def __init__(self, models: Iterable[nn.Module], tracked: Iterable[Optimizer]) -> None:
+        self._parameters = {id(each) for model in models for each in model.parameters()}
+        # A wrapper, as accelerate's, steps torch's own inside, and has its state.
+        self._tracked = {id(each) for one in tracked for each in (one, getattr(one, "optimizer", None))}
+        self.found = ""
+        """The class of one that has stepped."""
+
+    def note(self, optimizer: Optimizer) -> bool:
+        """An optimizer steps. Returns whether it steps parameters of the models."""
+        if id(optimizer) in self._tracked:
+            return True
+        steps = any(id(each) in self._parameters for group in optimizer.param_groups for each in group["params"])
+        if steps and not self.found:
+            self.found = type(optimizer).__name__
+        return steps
