@@ -37,7 +37,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -390,7 +390,7 @@ class Survivor:
         self._reducers.disconnect()
         return regroup(self._group, go.generation)
 
-    def _refuse(self, error: Exception) -> None:
+    def _refuse(self, error: Exception) -> NoReturn:
         """Have all ranks restarted, and wait for that: our exception would be taken for the cause of the loss."""
         self._channel.say("refuse", why=f"{type(error).__name__}: {error}"[:WHY_CHARACTERS_MAX])
         time.sleep(STOP_S)
@@ -399,7 +399,12 @@ class Survivor:
     def join(self) -> int:
         """A replacement takes its place among the others, in its `resume()`. Returns the step that it goes on from."""
         self._channel.say("ready")
-        step = self._go_on(step=-1, clean=False).chosen.step
+        try:
+            step = self._go_on(step=-1, clean=False).chosen.step
+        except ChannelLostError:
+            raise
+        except Exception as error:  # noqa: BLE001 - whatever it is, all ranks restart
+            self._refuse(error)
         self._boundary.mark(self._snaps.state)
         self._joined = True
         return step
