@@ -84,6 +84,7 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretend
     monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path / "running"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     agents: list[PretendAgent] = []
+    written: list[running.WrittenEntry] = []
 
     def make(name: str, run_id: str = "bert", endpoint: str = "a:1", **answers: bytes | None) -> PretendAgent:
         folder = tmp_path / "runs" / name
@@ -98,12 +99,14 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretend
             began_epoch_s=float(len(agents)),
             script="train.py",
         )
-        running.write(made, running.private_folder())
+        written.append(running.write(made, running.private_folder()))
         return agents[-1]
 
     yield make
     for agent in agents:
         agent.close()
+    for each in written:
+        running.remove(each)
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str, code: int) -> str:

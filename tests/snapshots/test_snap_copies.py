@@ -114,7 +114,7 @@ def test_a_copy_arrives_and_can_be_fetched(pair: tuple[Node, Node], tmp_path: Pa
     a.send(a.stage(4), b.port)
     assert b.copied(0) == [4]
     newcomer = tmp_path / "c"
-    newcomer.mkdir()
+    newcomer.mkdir(mode=0o700)
     fetch(newcomer, (HOST, b.port), OURS, "/runs", (4, 7, 4), 0)
     ((folder, found),) = all_slots(newcomer)
     assert (folder.name, found.step, found.rank, found.world, found.generation) == (FETCHED, 4, 0, 2, 1)
