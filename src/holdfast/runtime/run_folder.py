@@ -233,8 +233,9 @@ class Journal:
                 return
             self._lines.append(line)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="holdfast-journal", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="holdfast-journal", daemon=True)
+                thread.start()
+                self._thread = thread
             self._news.notify_all()
 
     def fault(self, what: str, error: Exception) -> None:

@@ -442,7 +442,7 @@ class Supervisor:
             return
         living = self._workers()
         if living and now < deadline:
-            processes.kill_each(living)
+            processes.kill_each(self._pid, living)
             self._victims = set(living)
             self._rescan_at = now + processes.RESCAN_S
             return
