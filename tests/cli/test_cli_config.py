@@ -104,12 +104,12 @@ def test_what_others_put_where_everybody_may_write_does_not_count(
 COMMANDS = {
     "notify": "notify = 'touch /tmp/x'",
     "ssh": "ssh = 'sh -c true'",
-    "python": "python = '/home/other/python'",
-    "host-discovery": "host-discovery = '/home/other/hosts'",
+    "python": "python = '/opt/other/python'",
+    "host-discovery": "host-discovery = '/opt/other/hosts'",
     "preload": "preload = 'antigravity'",
     "hosts": "hosts = 'elsewhere'",
     "hostfile": "hostfile = 'hosts'",
-    "cwd": "cwd = '/home/other'",
+    "cwd": "cwd = '/opt/other'",
     "env": "env = 'SECRET_*'",
     "no-python": "no-python = true",
 }
