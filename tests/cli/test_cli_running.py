@@ -151,6 +151,16 @@ def test_one_run_id_twice(pretend: Pretend, capsys) -> None:
     assert "run second" in said(capsys, "status", "none_two", code=0)
 
 
+@pytest.mark.usefixtures("pretend")
+def test_an_entry_that_cannot_be_read_is_named_and_kept(capsys) -> None:
+    """Its job may run: another version of holdfast wrote it."""
+    file = Path(running.private_folder()) / "7-1.json"
+    file.write_text('{"run_id": "later", "shards": []}')
+    for line in (("status",), ("stop", "bert")):
+        assert f"cannot read {file}: of a job of another version" in said(capsys, *line, code=2)
+    assert file.exists()
+
+
 def test_two_agents_of_one_job_are_no_choice(pretend: Pretend, capsys) -> None:
     pretend("bert_one", status=reply(VIEW))
     pretend("bert_two", status=reply(VIEW))

@@ -182,6 +182,15 @@ def entries() -> list[RunningAgent]:
     return sorted(found, key=lambda entry: entry.began_epoch_s)
 
 
+def unread() -> list[str]:
+    """Entries that this process cannot read, or that another version of holdfast may have written: the jobs may run."""
+    found: list[str] = []
+    for path in folders():
+        with contextlib.suppress(OSError), own_folders.private(path) as folder:
+            found += [os.path.join(path, name) for name in _names(folder) if _read_entry(folder, name)[0] is None]
+    return found
+
+
 def listens(path: str) -> bool:
     """Whether a process has this socket open; a stopped process has it too. True where it cannot be asked."""
     try:
@@ -208,9 +217,7 @@ def reachable(path: str) -> Iterator[str]:
 
 def _read_folder(folder: int) -> list[RunningAgent]:
     found = []
-    for name in os.listdir(folder):
-        if not name.endswith(".json") or name.startswith("."):
-            continue
+    for name in _names(folder):
         entry, life = _read_entry(folder, name)
         if entry is None:
             continue
@@ -224,6 +231,10 @@ def _read_folder(folder: int) -> list[RunningAgent]:
         elif heard or life is AgentLife.RUNS:
             found.append(msgspec.structs.replace(entry, hidden=not heard))
     return found
+
+
+def _names(folder: int) -> list[str]:
+    return [name for name in os.listdir(folder) if name.endswith(".json") and not name.startswith(".")]
 
 
 class AgentLife(Enum):
