@@ -104,7 +104,10 @@ def export(folder: Place, to: Path, kind: str, step: int | None = None) -> Snaps
     if not to.absolute().parent.is_dir():
         raise FileNotFoundError(2, f"there is no folder {to.parent}", str(to))
     # A folder that only this user can write to: the libraries follow a link that another user may have put there.
-    private = Path(tempfile.mkdtemp(dir=to.absolute().parent, prefix=f"{to.name}.", suffix=".part"))
+    try:
+        private = Path(tempfile.mkdtemp(dir=to.absolute().parent, prefix=f"{to.name}.", suffix=".part"))
+    except OSError as error:
+        raise SnapshotWriteError(f"{to} was not written: {error.strerror}") from error
     beside = private / to.name
     try:
         try:
