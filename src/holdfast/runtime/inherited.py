@@ -32,9 +32,11 @@ DESCRIPTORS_PER_TERMINAL_WORKER = 8
 
 THREADS_OWN = 3
 """For an agent: its console, its journal and one more."""
-THREADS_TRIED_MAX = 256
+THREADS_TRIED_MAX = 32
+"""Some milliseconds. Where far more workers find no room, each of them is reported."""
 THREAD_STACK_BYTES = 64 * 1024
 THREADS_END_S_MAX = 0.2
+TASKS = "/proc/self/task"
 
 
 def soft_limit() -> int:
@@ -96,7 +98,7 @@ def _started_at_once(count: int) -> int:
 
     stay = threading.Event()
     threads: list[threading.Thread] = []
-    before = threading.stack_size(THREAD_STACK_BYTES)
+    tasks, stack_bytes = len(os.listdir(TASKS)), threading.stack_size(THREAD_STACK_BYTES)
     try:
         with contextlib.suppress(RuntimeError):  # "can't start new thread"
             for _ in range(count):
@@ -104,12 +106,12 @@ def _started_at_once(count: int) -> int:
                 thread.start()
                 threads.append(thread)
     finally:
-        threading.stack_size(before)
+        threading.stack_size(stack_bytes)
         stay.set()
         for thread in threads:
             thread.join()
     deadline = time.monotonic() + THREADS_END_S_MAX
-    while len(os.listdir("/proc/self/task")) > threading.active_count() and time.monotonic() < deadline:
+    while len(os.listdir(TASKS)) > tasks and time.monotonic() < deadline:
         time.sleep(0.001)  # they count in the kernel a little longer than in Python
     return len(threads)
 
