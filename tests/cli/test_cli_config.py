@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +14,10 @@ import pytest
 from holdfast.cli import config, main
 from holdfast.cli.config import FILE_BYTES_MAX, LINE_ONLY, OPTIONS_BY_KEY, read
 from holdfast.cli.grammar import FROM_DEFAULT, FROM_FLAG, Parsed, parse
-from holdfast.cli.option_table import LAUNCH_OPTIONS, OPTIONS
+from holdfast.cli.option_table import LAUNCH_OPTIONS, OPTIONS, Option
 from holdfast.protocol.errors import ConfigFileError, HoldfastError, UsageError
 from tests.support.limits import limit_s
+from tests.support.second_user import OTHER_UID, needs_root
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +97,107 @@ def test_what_others_put_where_everybody_may_write_does_not_count(
     monkeypatch.setattr(os, "geteuid", lambda: 4242)
     monkeypatch.setattr(os, "stat", stat_of_another(os.stat))
     assert parsed().values.max_restarts == 0
+
+
+# --- whose it is ------------------------------------------------------------------------------------------------------
+
+COMMANDS = {
+    "notify": "notify = 'touch /tmp/x'",
+    "ssh": "ssh = 'sh -c true'",
+    "python": "python = '/opt/other/python'",
+    "host-discovery": "host-discovery = '/opt/other/hosts'",
+    "preload": "preload = 'antigravity'",
+    "hosts": "hosts = 'elsewhere'",
+    "hostfile": "hostfile = 'hosts'",
+    "cwd": "cwd = '/opt/other'",
+    "env": "env = 'SECRET_*'",
+    "no-python": "no-python = true",
+}
+
+
+@needs_root
+@pytest.mark.parametrize("key", COMMANDS)
+def test_a_found_file_of_another_user_runs_nothing(key: str) -> None:
+    file = own(COMMANDS[key])
+    os.chown(file, OTHER_UID, OTHER_UID)
+    with pytest.raises(ConfigFileError) as raised:
+        parsed()
+    assert str(raised.value) == (
+        f"holdfast.toml:1: {key} decides what runs, and its owner, {config.user_name(OTHER_UID)}, can change this file; "
+        "--config holdfast.toml uses it, --no-config does not"
+    )
+    assert raised.value.exit_code == 2
+    assert "\n" not in str(raised.value)
+    assert parsed("--no-config").values
+    assert parsed("--config", "holdfast.toml").sources[key.replace("-", "_")] == "holdfast.toml:1", "it was named"
+
+
+@needs_root
+def test_a_found_pyproject_and_a_file_further_up_are_judged_alike(site: Path) -> None:
+    (site / "pyproject.toml").write_text("[tool.holdfast]\nnotify = 'touch x'\n")
+    assert parsed().values.notify
+    os.chown(site / "pyproject.toml", OTHER_UID, 0)
+    with pytest.raises(ConfigFileError, match="decides what runs"):
+        parsed()
+
+
+@needs_root
+def test_a_file_of_another_user_that_runs_nothing_is_used() -> None:
+    """As in the folder of a project that one person looks after."""
+    os.chown(own("nnodes = 4\npreload = 'auto'\nno-python = false"), OTHER_UID, OTHER_UID)
+    assert parsed().values.nnodes == "4"
+
+
+@pytest.mark.parametrize(
+    ("mode", "group", "refused"),
+    [(0o644, 0, ""), (0o666, 0, "every user"), (0o664, 12345, "group 12345"), (0o664, os.getegid(), "")],
+)
+@needs_root
+def test_a_found_file_that_others_can_write_runs_nothing(mode: int, group: int, refused: str) -> None:
+    """A group that has only this user is no other: many systems give everybody such a group, and a umask of 002."""
+    file = own("notify = 'touch x'")
+    file.chmod(mode)
+    os.chown(file, -1, group)
+    if not refused:
+        assert parsed().values.notify
+        return
+    with pytest.raises(ConfigFileError, match=f"{refused} can change this file"):
+        parsed()
+
+
+@needs_root
+def test_root_by_sudo_uses_the_files_of_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    os.chown(own("notify = 'touch x'"), OTHER_UID, OTHER_UID)
+    monkeypatch.setenv("SUDO_UID", str(OTHER_UID))
+    assert parsed().values.notify
+
+
+@needs_root
+def test_the_owner_is_that_of_the_bytes_that_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user puts their file in the place of ours after a look at it."""
+    file = own("notify = 'touch x'")
+    (theirs := file.with_name("theirs")).write_text("notify = 'rm x'")
+    os.chown(theirs, OTHER_UID, OTHER_UID)
+    looks = config.is_everybodys
+
+    def exchange(folder: str) -> bool:
+        if theirs.exists():
+            theirs.rename(file)
+        return looks(folder)
+
+    monkeypatch.setattr(config, "is_everybodys", exchange)
+    with pytest.raises(ConfigFileError, match="decides what runs"):
+        parsed()
+
+
+def test_every_option_with_a_command_is_known_to_run_something() -> None:
+    commands = {option.dest for option in OPTIONS if {"COMMAND", "PROGRAM", "PATH", "MODULE"} & set(words_of(option))}
+    assert commands == {"notify", "host_discovery", "ssh", "python", "preload"}
+    assert commands <= config.RUNS <= {option.dest for option in OPTIONS}
+
+
+def words_of(option: Option) -> list[str]:
+    return re.findall(r"[A-Z]+", option.metavar)
 
 
 def stat_of_another(real: Any) -> Any:

@@ -84,6 +84,7 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretend
     monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path / "running"))
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     agents: list[PretendAgent] = []
+    written: list[running.WrittenEntry] = []
 
     def make(name: str, run_id: str = "bert", endpoint: str = "a:1", **answers: bytes | None) -> PretendAgent:
         folder = tmp_path / "runs" / name
@@ -98,12 +99,14 @@ def pretend(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Pretend
             began_epoch_s=float(len(agents)),
             script="train.py",
         )
-        running.write(made, running.private_folder())
+        written.append(running.write(made, running.private_folder()))
         return agents[-1]
 
     yield make
     for agent in agents:
         agent.close()
+    for each in written:
+        running.remove(each)
 
 
 def said(capsys: pytest.CaptureFixture[str], *argv: str, code: int) -> str:
@@ -146,6 +149,16 @@ def test_one_run_id_twice(pretend: Pretend, capsys) -> None:
     pretend("none_two", run_id="none", endpoint="b:1", status=reply({**VIEW, "run_id": "second"}))
     assert "'none' means 2 jobs on this host" in said(capsys, "status", "none", code=2)
     assert "run second" in said(capsys, "status", "none_two", code=0)
+
+
+@pytest.mark.usefixtures("pretend")
+def test_an_entry_that_cannot_be_read_is_named_and_kept(capsys) -> None:
+    """Its job may run: another version of holdfast wrote it."""
+    file = Path(running.private_folder()) / "7-1.json"
+    file.write_text('{"run_id": "later", "shards": []}')
+    for line in (("status",), ("stop", "bert")):
+        assert f"cannot read {file}: of a job of another version" in said(capsys, *line, code=2)
+    assert file.exists()
 
 
 def test_two_agents_of_one_job_are_no_choice(pretend: Pretend, capsys) -> None:

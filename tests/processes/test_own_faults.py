@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ import pytest
 from holdfast.runtime.inherited import needed
 from tests.processes.conftest import c10d
 from tests.support.limits import limit_s, until
+from tests.support.second_user import everybodys_folder
 
 BROKEN = """
 from holdfast.{part} import {part}_machine as machine
@@ -210,6 +212,31 @@ def test_a_hard_limit_that_is_too_low(site) -> None:
     agent = site.ends(2, "--standalone", "--nproc-per-node", "4", site.script("meet()"), program=limited(64, 64))
     assert "HF112" in agent.text
     assert "ulimit -Hn" in agent.text
+    assert agent.text.count("\n") == 1, agent.text
+    assert site.trail() == []
+
+
+def few_processes(limit: int) -> list[str]:
+    """holdfast as a user who may have so many processes and threads: root has no such limit. The user reads what root
+    reads, because Python itself may be in root's home."""
+    rights = "-all,+dac_read_search,+dac_override"
+    who = ["--reuid=65534", "--regid=65534", "--clear-groups", f"--inh-caps={rights}", f"--ambient-caps={rights}"]
+    return ["prlimit", f"--nproc={limit}", "setpriv", *who, sys.executable, "-m", "holdfast.run"]
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or not shutil.which("setpriv"), reason="only root, with setpriv, becomes another user"
+)
+@pytest.mark.parametrize("imports", ["", "import torch"], ids=["plain", "with a fork server"])
+def test_a_limit_of_processes_that_is_too_low_is_reported_before_the_start(site, imports: str) -> None:
+    """Found later, after 30 s, as a fault of holdfast: the console's thread could not be started, and was waited for."""
+    with everybodys_folder() as common:
+        script = common / "train.py"
+        script.write_text(imports)
+        line = ["--standalone", "--nproc-per-node", "2", "--log-dir", str(common), str(script)]
+        agent = site.ends(2, *line, program=few_processes(5))
+    assert "HF112" in agent.text
+    assert "ulimit -u` is 5" in agent.text
     assert agent.text.count("\n") == 1, agent.text
     assert site.trail() == []
 

@@ -38,7 +38,7 @@ note("up", fresh=fresh)
 if ROUND and fresh:
     sys.exit(0)  # it was started again with all others
 try:
-    channel.connect(b"\\\\0holdfast" + os.environ["HOLDFAST_BOARD"].rpartition("@")[0].encode())
+    channel.connect(b"\\\\0holdfast-board-%d" % os.stat(os.environ["HOLDFAST_BOARD"].rpartition("@")[0]).st_ino)
 except ConnectionRefusedError:
     note("refused")
     hold()

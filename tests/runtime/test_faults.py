@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import os
+import threading
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -191,6 +192,20 @@ def test_no_room_for_a_thread_is_the_machines() -> None:
     error = as_error(RuntimeError("can't start new thread"))
     assert isinstance(error, PlatformError)
     assert "ulimit -u" in str(error)
+
+
+def test_no_room_for_a_thread_is_the_cause_of_what_follows_from_it() -> None:
+    """As asyncio.run does: it joins the thread that it could not start."""
+
+    def give_up() -> None:
+        try:
+            raise RuntimeError("can't start new thread")
+        finally:
+            threading.Thread(target=print).join()
+
+    with pytest.raises(RuntimeError, match="cannot join") as raised:
+        give_up()
+    assert isinstance(as_error(raised.value), PlatformError)
 
 
 def test_the_first_of_a_group_is_told() -> None:

@@ -114,7 +114,7 @@ def test_a_copy_arrives_and_can_be_fetched(pair: tuple[Node, Node], tmp_path: Pa
     a.send(a.stage(4), b.port)
     assert b.copied(0) == [4]
     newcomer = tmp_path / "c"
-    newcomer.mkdir()
+    newcomer.mkdir(mode=0o700)
     fetch(newcomer, (HOST, b.port), OURS, "/runs", (4, 7, 4), 0)
     ((folder, found),) = all_slots(newcomer)
     assert (folder.name, found.step, found.rank, found.world, found.generation) == (FETCHED, 4, 0, 2, 1)
@@ -428,3 +428,108 @@ def test_snaps_ls_shows_what_this_host_has_in_memory(
         told = capsys.readouterr().out
         assert "this node" in told
         assert "another node" in told
+
+
+# --- callers that prove nothing ---------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def silent(port: int, count: int, host: str = HOST) -> Iterator[list[socket.socket]]:
+    """So many connections that say nothing."""
+    with contextlib.ExitStack() as made:
+        yield [
+            made.enter_context(socket.create_connection((HOST, port), source_address=(host, 0))) for _ in range(count)
+        ]
+
+
+def test_silent_connections_keep_no_copy_out(pair: tuple[Node, Node]) -> None:
+    """They took all places, for 20 s each, and needed no key for it."""
+    a, b = pair
+    with silent(b.port, copy_service.STRANGERS_MAX + 20):
+        until(lambda: len(b.service._strangers) == copy_service.STRANGERS_MAX, "the service to be full of them")
+        a.send(a.stage(4), b.port)
+        assert b.copied(0) == [4]
+        assert len(b.service._strangers) <= copy_service.STRANGERS_MAX
+
+
+def test_those_of_another_machine_are_dropped_first(pair: tuple[Node, Node]) -> None:
+    """Of two machines, one has far more of them: one that is slow on the other keeps its place."""
+    _, b = pair
+    with silent(b.port, 1, "127.0.0.2") as slow, silent(b.port, copy_service.STRANGERS_MAX + 20, "127.0.0.3"):
+        until(lambda: len(b.service._strangers) == copy_service.STRANGERS_MAX, "the service to be full of them")
+        until(lambda: "127.0.0.2" in b.service._strangers.values(), "the slow one to be there")
+        with CopyConnection.call((HOST, b.port), OURS) as connection:
+            connection.say(do="measure")
+            connection.hear("found")
+        assert "127.0.0.2" in b.service._strangers.values()
+        slow[0].setblocking(False)
+        with pytest.raises(BlockingIOError):
+            slow[0].recv(1)
+
+
+def test_a_proof_that_comes_byte_by_byte_is_not_waited_for(
+    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each byte comes in time, and all of them together never."""
+    monkeypatch.setattr(copy_connection, "HANDSHAKE_S", 0.3)
+    _, b = pair
+    with silent(b.port, 1) as (slow,):
+        slow.settimeout(0.01)
+
+        def ended() -> bool:
+            try:
+                slow.sendall(b"H")
+                return not slow.recv(1)
+            except TimeoutError:
+                return False
+            except OSError:
+                return True
+
+        until(ended, "the end of the connection")
+
+
+def test_a_lack_of_descriptors_or_threads_ends_no_service(
+    pair: tuple[Node, Node], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that accepts ended with the first error, and nothing could be copied to this node any more."""
+    a, b = pair
+    start, missing = threading.Thread.start, ["files", "threads"]
+    monkeypatch.setattr(socket.socket, "accept", lacking_once(socket.socket.accept, missing, "files"))
+
+    def lacking_threads(thread: threading.Thread) -> None:
+        if "threads" in missing and thread.daemon:
+            missing.remove("threads")
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", lacking_threads)
+
+    def sent() -> bool:
+        try:
+            a.send(a.stage(4), b.port)
+        except CopyError:
+            return False
+        return True
+
+    until(sent, "a copy to arrive")
+    until(sent, "another one")
+    assert missing == []
+    assert set(b.copied(0)) == {4}
+
+
+def lacking_once(accept: Callable[[socket.socket], Any], missing: list[str], what: str) -> Callable[..., Any]:
+    def accepted(listening: socket.socket) -> Any:
+        if what in missing:
+            missing.remove(what)
+            raise OSError(24, "Too many open files")
+        return accept(listening)
+
+    return accepted
+
+
+def test_where_a_caller_comes_from() -> None:
+    assert copy_service._origin("10.0.0.1") == "10.0.0.1"
+    assert copy_service._origin("::ffff:10.0.0.1") == "10.0.0.1", "a socket for both protocols shows it so"
+    assert copy_service._origin("2001:db8::1") == copy_service._origin("2001:db8::ffff:2")
+    assert copy_service._origin("2001:db8::1") != copy_service._origin("2001:db8:0:1::1")
+    assert copy_service._origin("fe80::1%eth0") == copy_service._origin("fe80::2%eth0")

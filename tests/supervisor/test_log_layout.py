@@ -11,6 +11,7 @@ from holdfast.protocol.errors import LogDirError
 from holdfast.protocol.options import LogOptions
 from holdfast.runtime.run_folder import RunFolder, default_log_dir
 from holdfast.text import spoken
+from tests.support.second_user import OTHER_UID, everybodys_folder, needs_root
 
 
 def test_a_run_folder_is_private_and_new_each_time(tmp_path: Path) -> None:
@@ -109,6 +110,30 @@ def test_default_is_here_when_there_is_no_home(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("HOME", str(tmp_path / home))
     monkeypatch.chdir(tmp_path)
     assert default_log_dir() == str(tmp_path / "holdfast/runs")
+
+
+@needs_root
+def test_what_another_user_put_into_a_common_folder_gets_no_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever owns a folder above the run folder can exchange it, and have this user write anywhere."""
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", "/dev/null")
+    with everybodys_folder() as common:
+        monkeypatch.setenv("TMPDIR", str(common))
+        monkeypatch.chdir(common)
+        assert default_log_dir() == str(common / "holdfast/runs")
+        (common / "holdfast").mkdir()
+        os.chown(common / "holdfast", OTHER_UID, OTHER_UID)
+        temporary = default_log_dir()
+        assert temporary == str(common / f"holdfast-runs-{os.geteuid()}")
+        os.rename(common / "holdfast", temporary)  # another user makes it after the look at it
+        folder = RunFolder.create(LogOptions(log_dir=temporary), "job")
+        assert folder.path is not None
+        assert list(Path(temporary).iterdir()) == []
+        assert folder.path.parent.parent == common
+        assert (folder.path.parent.stat().st_uid, folder.path.parent.stat().st_mode & 0o777) == (os.geteuid(), 0o700)
+        monkeypatch.chdir("/")
 
 
 def test_a_job_that_nobody_named_has_a_folder_that_can_be_said(tmp_path: Path) -> None:

@@ -169,6 +169,18 @@ def test_one_report_of_ten_has_the_load() -> None:
     assert asyncio.run(reports(machine)) == [3, 13, 23]
 
 
+def test_without_room_for_a_thread_the_figures_are_missing_and_the_job_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async def report() -> None:
+        reader = LoadReader(None, lambda: MadeUpMachine(threading.Event()))
+        monkeypatch.setattr(threading.Thread, "start", no_room)
+        assert [reader.newest() for _ in range(25)] == [None] * 25
+
+    asyncio.run(report())
+
+
 def test_a_driver_that_hangs_costs_one_thread_and_the_figures_alone() -> None:
     machine = MadeUpMachine(threading.Event())
     assert asyncio.run(reports(machine)) == []

@@ -9,6 +9,8 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from holdfast.supervisor import processes
 
 
@@ -84,6 +86,41 @@ def test_own_children_are_reaped_when_killed() -> None:
     others = [other for other in processes.descendants(os.getpid()) if other != pid]
     assert processes.kill_descendants(os.getpid(), spare=others) == []
     assert not Path(f"/proc/{pid}").exists()
+
+
+@pytest.mark.parametrize("pidfd", [True, False], ids=["pidfd", "a kernel without pidfd"])
+def test_a_process_that_got_the_number_of_a_dead_one_is_not_killed(
+    monkeypatch: pytest.MonkeyPatch, pidfd: bool
+) -> None:
+    """As if it had happened between the look and the signal."""
+    if not pidfd:
+        monkeypatch.setattr(os, "pidfd_open", no_pidfd)
+    stranger, _ = start("import time; print(flush=True); time.sleep(1000)")
+    child, (below,) = start(
+        """
+        import os, time
+        below = os.fork()
+        if below == 0:
+            time.sleep(1000)
+        print(below, flush=True)
+        time.sleep(1000)
+        """
+    )
+    really = processes.descendants
+    looks = iter([[stranger.pid, below]])
+    monkeypatch.setattr(processes, "descendants", lambda *given: next(looks, None) or really(*given))
+    try:
+        assert processes.kill_descendants(child.pid) == []
+        assert not processes.is_alive(below)
+        assert processes.is_alive(stranger.pid)
+    finally:
+        for each in (stranger, child):
+            each.kill()
+            each.communicate()
+
+
+def no_pidfd(*_: object) -> int:
+    raise OSError(38, "not implemented")
 
 
 def test_what_does_not_die_is_reported_after_the_limit() -> None:

@@ -384,7 +384,7 @@ except (BrokenPipeError, ConnectionResetError):
 
 async def test_no_other_process_can_speak_for_a_worker(crew: Any) -> None:
     await crew.begin()
-    name = channel_name(crew.group._running.board.address(0)).hex()
+    name = channel_name(crew.group._running.board.inode).hex()
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", STRANGER, name, stdout=subprocess.PIPE)
     output, _ = await asyncio.wait_for(process.communicate(), limit_s(30))
     assert output == b"b''\n"

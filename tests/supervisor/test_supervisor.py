@@ -332,7 +332,8 @@ def test_nothing_outlives_the_agent(tmp_path: Path, signum: signal.Signals) -> N
     try:
         until(lambda: not [pid for pid in everyone if processes.is_alive(pid)], "the end of all", 1.0)
     finally:
-        processes.kill_each([pid for pid in everyone if processes.is_alive(pid)])
+        for pid in filter(processes.is_alive, everyone):
+            os.kill(pid, signal.SIGKILL)
         agent.communicate()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,16 @@ def test_what_cannot_be_done_is_said(saved, tmp_path: Path, capsys: pytest.Captu
     assert "not what was saved" in told
     assert "The one before it: --step 2" in told
     assert not list(tmp_path.glob("out*"))
+
+
+@pytest.mark.parametrize("kind", ["torch", "dcp", "safetensors"])
+def test_a_link_in_the_place_of_an_unfinished_export_is_not_written_through(saved, tmp_path: Path, kind: str) -> None:
+    """In a folder such as /tmp, another user knows the names that a process with this id makes."""
+    (tmp_path / "precious").write_text("mine")
+    (tmp_path / f"out.{os.getpid()}.part").symlink_to(tmp_path / "precious")
+    assert export.main([str(saved[0]), "--to", str(tmp_path / "out"), "--format", kind]) == 0
+    assert (tmp_path / "precious").read_text() == "mine"
+    assert not (tmp_path / "out").is_symlink()
 
 
 @pytest.mark.parametrize("kind", ["torch", "dcp", "safetensors"])

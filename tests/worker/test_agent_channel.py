@@ -32,7 +32,7 @@ class Interrupted(BaseException):
 class AgentEnd:
     def __init__(self, board: str) -> None:
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listening.bind(channel_name(board))
+        self._listening.bind(channel_name(os.stat(board.rpartition("@")[0]).st_ino))
         self._listening.listen()
         self.channel = AgentChannel.open({BOARD_VARIABLE: board})
         assert self.channel is not None
@@ -55,6 +55,7 @@ class AgentEnd:
 
 @pytest.fixture
 def agent(tmp_path: Path) -> Iterator[AgentEnd]:
+    (tmp_path / "board").touch()
     end = AgentEnd(f"{tmp_path}/board@16")
     yield end
     end.close()
@@ -62,6 +63,8 @@ def agent(tmp_path: Path) -> Iterator[AgentEnd]:
 
 def test_without_an_agent_there_is_no_channel(tmp_path: Path) -> None:
     assert AgentChannel.open({}) is None
+    assert AgentChannel.open({BOARD_VARIABLE: f"{tmp_path}/board@16"}) is None
+    (tmp_path / "board").touch()
     assert AgentChannel.open({BOARD_VARIABLE: f"{tmp_path}/board@16"}) is None
 
 

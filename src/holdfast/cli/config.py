@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from holdfast.cli.grammar import CONVERTERS, FROM_FLAG, Setting
 from holdfast.cli.option_table import FLAG, FLOAT, INT, LAUNCH_OPTIONS, LIST, Option
@@ -40,22 +40,44 @@ WORDS = {
     list: "a list",
     dict: "a table",
 }
+RUNS = frozenset(
+    {"notify", "host_discovery", "ssh", "python", "preload", "module", "no_python", "run_path"}
+    | {"hosts", "hostfile", "cwd", "env"}
+)
+"""Options that decide which programs run, and where, or what is sent there. A file that was only found, and that
+another user can change, may not have them."""
+HARMLESS = ("", "auto", "none", False)
+"""Values with which those options run nothing of the file's choice."""
 PASSWORD_KEYS = ("password",)
 IN_URL = re.compile(r"://[^/@\s]*:[^/@\s]+@")
 
 OPTIONS_BY_KEY = {option.name[2:]: option for option in LAUNCH_OPTIONS if option.dest not in LINE_ONLY}
 
 
+class ReadFile(NamedTuple):
+    """A configuration file as it was when it was read."""
+
+    path: str
+    text: str
+    status: os.stat_result
+    """Of the opened file: its owner, its group and its mode."""
+
+
 def read(path: str) -> dict[str, Setting]:
+    """All settings of a file that the user named. Raises ConfigFileError."""
+    return settings(read_file(path))
+
+
+def settings(file: ReadFile) -> dict[str, Setting]:
     """All settings of a file. Raises ConfigFileError."""
-    text = read_text(path)
-    table = own_table(path, text)
+    path = file.path
+    table = own_table(path, file.text)
     if table is None:
         raise ConfigFileError(f"{path} has no table [{TOOL}.{OURS}]")
     header = f"{TOOL}.{OURS}" if os.path.basename(path) == PROJECT_FILE else ""
     found: dict[str, Setting] = {}
     for key, raw in table.items():
-        place = f"{shown(path)}:{line_of(text, header, key)}"
+        place = f"{shown(path)}:{line_of(file.text, header, key)}"
         option = find(key, place)
         if option.dest in found:
             raise ConfigFileError(f"{place}: {key} is given twice, with dashes and with underscores")
@@ -64,20 +86,21 @@ def read(path: str) -> dict[str, Setting]:
         except ValueError as error:
             raise ConfigFileError(f"{place}: {key}: {error}") from None
         found[option.dest] = Setting(value, place)
-    check_secrets(path, found)
+    check_secrets(file, found)
     return found
 
 
-def read_text(path: str) -> str:
+def read_file(path: str) -> ReadFile:
+    """Raises ConfigFileError."""
     try:
         with open(path, "rb") as file:
-            content = file.read(FILE_BYTES_MAX + 1)
+            content, status = file.read(FILE_BYTES_MAX + 1), os.fstat(file.fileno())
     except OSError as error:
         raise ConfigFileError(f"{path}: {error.strerror}") from None
     if len(content) > FILE_BYTES_MAX:
         raise ConfigFileError(f"{shown(path)}: larger than {FILE_BYTES_MAX} bytes")
     try:
-        return content.decode()
+        return ReadFile(path, content.decode(), status)
     except UnicodeDecodeError as error:
         raise ConfigFileError(f"{shown(path)}: not UTF-8 at byte {error.start}") from None
 
@@ -198,16 +221,64 @@ def chosen(option: Option, text: str) -> str:
     return text
 
 
-def check_secrets(path: str, found: dict[str, Setting]) -> None:
+def check_secrets(file: ReadFile, found: dict[str, Setting]) -> None:
     """Raises ConfigFileError for a password in a file that others may read."""
     conf, endpoint = (str(found[dest].value) if dest in found else "" for dest in ("rdzv_conf", "rdzv_endpoint"))
     keys = {item.partition("=")[0].strip() for item in conf.split(",")}
     holds = "rdzv_conf" if keys.intersection(PASSWORD_KEYS) else "rdzv_endpoint" if IN_URL.search(endpoint) else ""
-    if holds and os.stat(path).st_mode & (stat.S_IRGRP | stat.S_IROTH):
+    if holds and file.status.st_mode & (stat.S_IRGRP | stat.S_IROTH):
         raise ConfigFileError(
             f"{found[holds].place}: the file contains a password, and others can read it; "
-            f"chmod 600 {path}, or use password_file = FILE"
+            f"chmod 600 {file.path}, or use password_file = FILE"
         )
+
+
+def check_owner(file: ReadFile, found: dict[str, Setting]) -> None:
+    """Raises ConfigFileError for a file that was only found, that runs something, and that another user can change: to
+    be in a folder means no consent to what is in it (as with git's safe.directory)."""
+    runs = next((dest for dest in found if dest in RUNS and found[dest].value not in HARMLESS), None)
+    who = other_writer(file.status) if runs is not None else ""
+    if runs is not None and who:
+        raise ConfigFileError(
+            f"{found[runs].place}: {runs.replace('_', '-')} decides what runs, and {who} can change this file; "
+            f"--config {shown(file.path)} uses it, --no-config does not"
+        )
+
+
+def other_writer(status: os.stat_result) -> str:
+    """Who can change a file, besides this user and root, in words; empty: nobody."""
+    own = {0, os.geteuid()}
+    sudo = os.environ.get("SUDO_UID", "")
+    if os.geteuid() == 0 and sudo.isdecimal():
+        own.add(int(sudo))
+    if status.st_uid not in own:
+        return f"its owner, {user_name(status.st_uid) or f'uid {status.st_uid}'},"
+    if status.st_mode & stat.S_IWOTH:
+        return "every user"
+    if status.st_mode & stat.S_IWGRP and not is_private_group(status.st_gid, status.st_uid):
+        return f"group {status.st_gid}"
+    return ""
+
+
+def is_private_group(gid: int, uid: int) -> bool:
+    """Whether this group is its user's alone, as many systems make one for each user, with a umask of 002."""
+    import grp  # the few files that are read with group rights ask for it
+
+    name = user_name(uid)
+    try:
+        group = grp.getgrgid(gid)
+    except KeyError:
+        return gid == uid
+    return group.gr_name == name and set(group.gr_mem) <= {name}
+
+
+def user_name(uid: int) -> str:
+    import pwd
+
+    try:
+        return pwd.getpwuid(uid).pw_name
+    except KeyError:
+        return ""
 
 
 def configure(given: Mapping[str, object], sources: Mapping[str, str]) -> Configured:
@@ -229,7 +300,10 @@ def nearest() -> Configured:
     """The settings of the first file with our options from the working folder up to the repository's root."""
     for path in candidates():
         if os.path.basename(path) == OWN_FILE or is_about_us(path):
-            return read(path)
+            file = read_file(path)
+            found = settings(file)
+            check_owner(file, found)
+            return found
     return {}
 
 
@@ -268,7 +342,7 @@ def is_planted(path: str, folder: str) -> bool:
 def is_about_us(path: str) -> bool:
     """Whether a pyproject.toml has our table. Raises ConfigFileError for one that mentions us and is not TOML."""
     try:
-        text = read_text(path)
+        text = read_file(path).text
     except ConfigFileError:  # a file of another tool
         return False
     bare = re.sub(r"[ \t\"']", "", text)

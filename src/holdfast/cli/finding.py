@@ -193,11 +193,18 @@ def nothing(run: str | None, entries: Sequence[RunningAgent]) -> str:
     ended = newest_ended(run)
     if run is None:
         last = f"; the newest run here, {ended}, has ended{in_words(ended)}" if ended else ""
-        return f"no job of this user runs on this host{last}"
+        return f"no job of this user runs on this host{last}{not_read()}"
     if ended:
         return f"{run} is not running on this host: {ended} has ended{in_words(ended)}"
     known = f"; running jobs:\n{job_lines(entries)}" if entries else ", and no other job of this user"
-    return f"no job {run!r} runs on this host{known}{kept_here()}"
+    return f"no job {run!r} runs on this host{known}{kept_here()}{not_read()}"
+
+
+def not_read() -> str:
+    """Entries of jobs that may run, and cannot be read; empty: there are none."""
+    paths = running.unread()
+    more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
+    return f"\ncannot read {paths[0]}{more}: of a job of another version of holdfast?" if paths else ""
 
 
 def kept_here() -> str:

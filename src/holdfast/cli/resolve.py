@@ -280,7 +280,7 @@ def log_folder(parsed: Parsed, notices: list[str]) -> str | None:
 
         folder = default_log_dir()
         if os.path.basename(folder).startswith(TEMPORARY_NAME):
-            notices.append(f"neither the home folder nor the current folder is writable: logs go to {folder}")
+            notices.append(f"no folder for logs in the home folder or the current folder: logs go to {folder}")
         return folder
     if log_dir == os.devnull:
         return None

@@ -225,10 +225,11 @@ def run_agent(
     begin: Callable[[], None] | None = None,
 ) -> int:
     """Run this node's agent above its supervisor until the job has ended."""
-    from holdfast.runtime.inherited import provide_descriptors
+    from holdfast.runtime.inherited import provide_descriptors, provide_processes
     from holdfast.supervisor import worker_command
 
     provide_descriptors(options.nproc)
+    provide_processes(options.nproc)
     worker_command.begin(supervisor, options)  # before our own heavy modules: both import at the same time
     from holdfast.diagnosis.causes import judge
     from holdfast.runtime.agent_service import run_job

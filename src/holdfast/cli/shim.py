@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from holdfast import own_folders
 from holdfast.cli import main as holdfast_main
 from holdfast.cli.grammar import parse
 from holdfast.cli.option_table import EVENT_HANDLERS, OPTIONS
@@ -47,8 +48,7 @@ def main(argv: Sequence[str]) -> int:
         folder.mkdir(parents=True, exist_ok=True)
         if path.exists() and "holdfast shim" not in path.read_text(errors="replace"):
             raise UsageError(f"{path} is another program's; name a new folder, and put it first on PATH")
-        path.write_text(PROGRAM.format(python=sys.executable))
-        path.chmod(0o755)
+        own_folders.write_new(path, PROGRAM.format(python=sys.executable).encode(), 0o755)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error.strerror}") from None
     print(f"{path} calls holdfast run; put its folder first on PATH: export PATH={folder.absolute()}:$PATH")

@@ -111,7 +111,7 @@ def list_all(chosen: argparse.Namespace) -> int:
 def in_memory(path: Place) -> list[dict[str, Any]]:
     """The states of this folder's job that this host has in memory: those of its own ranks, and copies of others'."""
     now_s, found = time.time(), []
-    for place in sorted(memory_folder.ROOT.glob(f"holdfast-{os.getuid()}-*")):
+    for place, _ in memory_folder.private_folders(memory_folder.ROOT):
         for inside, slot in all_slots(place):
             if slot.request is not None and same_place(slot.request.folder, path):
                 run = place.name.split("-", 2)[2].rpartition("-")[0]

@@ -20,6 +20,7 @@ from pathlib import Path
 from signal import Signals
 from typing import NamedTuple
 
+from holdfast import own_folders
 from holdfast.cli import EXIT_INTERRUPTED, grammar, say
 from holdfast.cli.option_table import FLAG, HOSTS, OPTIONS, Option
 from holdfast.launchers.slurm import JobState, ask_scontrol, read_job
@@ -228,8 +229,7 @@ def write(path: Path, text: str) -> Path:
     try:
         if path.exists() and MARK not in path.read_text(errors="replace"):
             raise UsageError(f"{path} was not written by holdfast submit: rename it, or submit from another folder")
-        path.write_text(text, errors="surrogateescape")
-        path.chmod(0o755)
+        own_folders.write_new(path, text.encode(errors="surrogateescape"), 0o755)
     except OSError as error:
         raise CallerError(f"{path}: {error.strerror}") from None
     return path

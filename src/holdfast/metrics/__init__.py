@@ -32,7 +32,8 @@ REQUEST_BYTES_MAX = 8192
 REQUEST_S_MAX = 5.0
 """Limit from the connection to the last byte of the answer."""
 CONNECTIONS_MAX = 32
-"""Connections at the same time; further ones are closed at once."""
+"""Connections at the same time; a further one takes the place of the oldest. Who says nothing must not keep out the
+health check that decides whether a pod lives."""
 CLOSE_S_MAX = 1.0
 
 
@@ -66,7 +67,8 @@ class Server:
 
     def __init__(self, doors: list[tuple[socket.socket, Pages]]) -> None:
         self._doors = doors
-        self._connections = 0
+        self._connections: dict[asyncio.StreamWriter, None] = {}
+        """The oldest first."""
         self._began = threading.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._over: asyncio.Event | None = None
@@ -97,15 +99,18 @@ class Server:
 
     def _connected(self, pages: Pages) -> Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]:
         async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            self._connections += 1
+            if len(self._connections) >= CONNECTIONS_MAX:
+                oldest = next(iter(self._connections))
+                del self._connections[oldest]
+                oldest.transport.abort()
+            self._connections[writer] = None
             try:
-                if self._connections <= CONNECTIONS_MAX:
-                    async with asyncio.timeout(REQUEST_S_MAX):
-                        await _converse(reader, writer, pages)
+                async with asyncio.timeout(REQUEST_S_MAX):
+                    await _converse(reader, writer, pages)
             except (OSError, TimeoutError):
                 pass
             finally:
-                self._connections -= 1
+                self._connections.pop(writer, None)
                 writer.transport.abort() if writer.transport.get_write_buffer_size() else writer.close()
 
         return serve

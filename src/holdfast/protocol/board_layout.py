@@ -93,7 +93,8 @@ def slot(local_rank: int) -> int:
     return (1 + local_rank) * SLOT_WORDS
 
 
-def channel_name(address: str) -> bytes:
+def channel_name(inode: int) -> bytes:
     """The name of the socket at which the agent listens for messages of the workers on this board, in the kernel's
-    abstract name space. `address`: the value of BOARD_VARIABLE."""
-    return b"\0holdfast" + address.rpartition("@")[0].encode()
+    abstract name space. `inode`: of the board's file. Two containers may share that name space and have agents with the
+    same process id; no two files in memory have the same inode."""
+    return b"\0holdfast-board-%d" % inode

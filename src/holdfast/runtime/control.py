@@ -64,7 +64,7 @@ class Control:
         self._answer = answer
         self._journal = journal
         self._server: asyncio.Server | None = None
-        self._entry = ""
+        self._entry: running.WrittenEntry | None = None
         self._socket = ""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._ended: asyncio.Future[Outcome | None] = asyncio.get_running_loop().create_future()
@@ -111,11 +111,13 @@ class Control:
             self._ended.set_result(outcome)
         if not (self._entry or self._socket):
             return
-        if self._server is not None:
-            self._server.close()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_S_MAX):
-                await run_detached(self._remove)
+                try:
+                    await run_detached(self._remove)  # before the socket closes: what is in the list can be asked
+                finally:
+                    if self._server is not None:
+                        self._server.close()
                 while self._tasks:
                     await asyncio.wait(self._tasks)
         for task in self._tasks:
@@ -124,11 +126,11 @@ class Control:
             await asyncio.wait(self._tasks)
 
     def _remove(self) -> None:
+        if self._entry is not None:
+            running.remove(self._entry)
         if self._socket:
             with contextlib.suppress(OSError):
                 os.unlink(self._socket)
-        if self._entry:
-            running.remove(self._entry)
 
     def _bind(self, folder: RunFolder, private: str | None) -> socket.socket:
         """Bind in the run folder; without one, or where it takes no sockets, in the private folder. Raises OSError."""

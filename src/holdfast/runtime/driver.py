@@ -163,10 +163,20 @@ def as_error(error: BaseException) -> HoldfastError:
     if isinstance(error, HoldfastError):
         return error
     fault: HoldfastError = InternalError(f"holdfast failed: {describe(error)}")
-    if isinstance(error, RuntimeError) and NO_THREAD in str(error):
-        fault = PlatformError(f"{error}: this user, or this container, may have no more processes (`ulimit -u`)")
+    if _lacks_threads(error):
+        fault = PlatformError(f"{NO_THREAD}: this user, or this container, may have no more processes (`ulimit -u`)")
     fault.__cause__ = error
     return fault
+
+
+def _lacks_threads(error: BaseException | None) -> bool:
+    """Whether no thread could be started, also when that has caused this error: asyncio.run ends with "cannot join
+    thread before it is started", because it joins the one that it could not start."""
+    while isinstance(error, RuntimeError):
+        if NO_THREAD in str(error):
+            return True
+        error = error.__context__
+    return False
 
 
 def describe(error: BaseException) -> str:

@@ -1,4 +1,5 @@
-"""What this process inherits, changes for itself and must not pass on: the limit of open files, and secrets.
+"""What this process inherits, changes for itself and must not pass on: the limits of open files and processes, and
+secrets.
 
 Open files: the soft limit is raised to the hard limit, and a node that needs more is refused before any start. Workers
 keep the limit that the command was started with: the supervisor restores it for its children.
@@ -11,9 +12,11 @@ Light: the supervisor uses it before heavy imports.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import resource
+import time
 from collections.abc import Mapping
 
 from holdfast.protocol.errors import EnvironmentValueError, PlatformError, RendezvousConfigError
@@ -26,6 +29,14 @@ DESCRIPTORS_PER_WORKER = 4
 """Two log files, open either for the worker or for display, the memory for its stacks, and one spare."""
 DESCRIPTORS_PER_TERMINAL_WORKER = 8
 """Where our console is a terminal, each of the two files also has a pseudo-terminal."""
+
+THREADS_OWN = 3
+"""For an agent: its console, its journal and one more."""
+THREADS_TRIED_MAX = 32
+"""Some milliseconds. Where far more workers find no room, each of them is reported."""
+THREAD_STACK_BYTES = 64 * 1024
+THREADS_END_S_MAX = 0.2
+TASKS = "/proc/self/task"
 
 
 def soft_limit() -> int:
@@ -63,6 +74,46 @@ def provide_descriptors(nproc: int) -> None:
             f"{nproc} worker{'s' if nproc != 1 else ''} need {need} open files and the hard limit here is {hard} "
             "(`ulimit -Hn`); raise it, or start fewer workers per node"
         )
+
+
+def provide_processes(nproc: int) -> None:
+    """Check that so many workers, and the threads of the agent, can be started. Raises PlatformError.
+
+    It starts that many threads and ends them: which limit counts (of the user, of a cgroup above), and how much of it
+    others use, no file says for certain."""
+    need = THREADS_OWN + nproc
+    can = _started_at_once(min(need, THREADS_TRIED_MAX))
+    if can < min(need, THREADS_TRIED_MAX):
+        soft = resource.getrlimit(resource.RLIMIT_NPROC)[0]
+        limit = "" if soft == resource.RLIM_INFINITY else f" is {soft}"
+        raise PlatformError(
+            f"the agent and {nproc} worker{'s' if nproc != 1 else ''} need {need} more processes and threads, and only "
+            f"{can} can be started here: raise this user's limit (`ulimit -u`{limit}), or the container's limit"
+        )
+
+
+def _started_at_once(count: int) -> int:
+    """How many of so many threads could be started while the others ran."""
+    import threading  # lazily: the supervisor needs the rest of this module alone
+
+    stay = threading.Event()
+    threads: list[threading.Thread] = []
+    tasks, stack_bytes = len(os.listdir(TASKS)), threading.stack_size(THREAD_STACK_BYTES)
+    try:
+        with contextlib.suppress(RuntimeError):  # "can't start new thread"
+            for _ in range(count):
+                thread = threading.Thread(target=stay.wait, daemon=True)
+                thread.start()
+                threads.append(thread)
+    finally:
+        threading.stack_size(stack_bytes)
+        stay.set()
+        for thread in threads:
+            thread.join()
+    deadline = time.monotonic() + THREADS_END_S_MAX
+    while len(os.listdir(TASKS)) > tasks and time.monotonic() < deadline:
+        time.sleep(0.001)  # they count in the kernel a little longer than in Python
+    return len(threads)
 
 
 TOKEN_BYTES_MAX = 4096

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from holdfast import own_folders
 from holdfast.protocol.errors import LogDirError
 from holdfast.text import spoken
 
@@ -78,7 +79,10 @@ class RunFolder:
             return cls(None)
         parent = Path(os.path.abspath(options.log_dir))
         try:
-            parent.mkdir(parents=True, exist_ok=True)
+            if parent.name.startswith(TEMPORARY_NAME):
+                parent = _own_temporary(parent)
+            else:
+                parent.mkdir(parents=True, exist_ok=True)
             return cls(_make_unique(parent, safe_name(spoken(run_id))))
         except (FileExistsError, NotADirectoryError) as error:
             raise LogDirError(f"--log-dir {parent} is not a folder: {_file_in_the_way(parent)} is a file.") from error
@@ -108,8 +112,8 @@ KERNEL_FOLDERS = ("/proc", "/sys")
 
 
 def default_log_dir() -> str:
-    """The folder for runs without --log-dir: the user's state folder; if that is not writable, the current folder; else
-    a folder of this user in the temporary folder."""
+    """The folder for runs without --log-dir: the user's state folder; if that is not writable, one in the current
+    folder, unless another user has put it there; else a folder of this user in the temporary folder."""
     candidates = (os.environ.get("XDG_STATE_HOME", ""), os.path.expanduser("~/.local/state"))
     for base in candidates:
         # The XDG standard says to ignore a relative path; expanduser leaves "~" when the home folder is unknown.
@@ -117,7 +121,7 @@ def default_log_dir() -> str:
             return os.path.join(base, "holdfast", "runs")
     with contextlib.suppress(OSError):  # the current folder was deleted
         here = os.path.abspath(os.path.join("holdfast", "runs"))
-        if _can_be_made(here):
+        if _can_be_made(here) and not _is_planted(here):
             return here
     return temporary_log_dir()
 
@@ -126,11 +130,24 @@ def temporary_log_dir() -> str:
     """A folder in the temporary folder. Other users can create files there, so this user must own it."""
     temporary = os.environ.get("TMPDIR", "")
     folder = os.path.join(temporary if os.path.isdir(temporary) else "/tmp", f"{TEMPORARY_NAME}{os.geteuid()}")
-    with contextlib.suppress(FileNotFoundError):
-        found = os.lstat(folder)
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o022:
-            return f"{folder}-{os.urandom(4).hex()}"
-    return folder
+    try:
+        with own_folders.private(folder, others=0o022):
+            return folder
+    except FileNotFoundError:
+        return folder
+    except OSError:
+        return f"{folder}-{os.urandom(4).hex()}"
+
+
+def _own_temporary(folder: Path) -> Path:
+    """Make this folder of temporary_log_dir; another name if another user was faster. Who owns a folder above the run
+    folder can put a link in its place. Raises OSError."""
+    for path in (folder, folder.with_name(f"{folder.name}-{os.urandom(4).hex()}")):
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        with contextlib.suppress(NotADirectoryError, PermissionError), own_folders.private(path, others=0o022):
+            return path
+    raise FileExistsError(17, "another user takes each name", str(folder))
 
 
 def safe_name(run_id: str) -> str:
@@ -175,6 +192,15 @@ def _can_be_made(folder: str) -> bool:
         folder = os.path.dirname(folder)
     in_kernel = os.path.realpath(folder).startswith(KERNEL_FOLDERS)
     return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK) and not in_kernel
+
+
+def _is_planted(runs: str) -> bool:
+    """Whether `holdfast/runs` is in a folder such as /tmp, and another user has made it, or a link of that name."""
+    holdfast = os.path.dirname(runs)
+    if not os.stat(os.path.dirname(holdfast)).st_mode & stat.S_IWOTH:
+        return False
+    there = [os.lstat(path) for path in (holdfast, runs) if os.path.lexists(path)]
+    return any(found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode) for found in there)
 
 
 def _file_in_the_way(path: Path) -> Path:
@@ -233,8 +259,9 @@ class Journal:
                 return
             self._lines.append(line)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="holdfast-journal", daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name="holdfast-journal", daemon=True)
+                thread.start()
+                self._thread = thread
             self._news.notify_all()
 
     def fault(self, what: str, error: Exception) -> None:

@@ -1,26 +1,32 @@
 """The agents of this user that run on this host, and how a command asks one of them.
 
-Each agent writes one small file into a private folder once its control socket listens, and removes it at the end.
-Commands read all of them, and remove those of agents that were killed. A question gets one answer, within a time limit.
-Sockets are plain: a command that asks one agent one thing needs no event loop. Knows files, their owners, and the
-socket; must not know the meaning of an answer.
+Each agent writes one small file into a private folder once its control socket listens, keeps it locked, and removes it
+at the end. Commands read all of them. They remove one only if its agent is proved to be gone: the kernel has dropped
+the lock. That the file cannot be read, or the socket not be reached, proves nothing: the command may lack descriptors
+or rights, or see other mounts, and another version of holdfast may write other fields. A question gets one answer,
+within a time limit. Sockets are plain: a command that asks one agent one thing needs no event loop. Knows files, their
+owners, and the socket; must not know the meaning of an answer.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import json
 import os
 import socket
 import stat
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import Enum
 from typing import TypeVar
 
 import msgspec
 
-from holdfast.linux import process_stat
+from holdfast import own_folders, seqpacket
+from holdfast.linux import boot_id, process_stat
 from holdfast.protocol.codec import clean
 from holdfast.protocol.errors import ControlRefusedError, ControlSilentError, NoRunError
 from holdfast.protocol.questions import PROFILE_S_MAX, Question
@@ -60,6 +66,10 @@ class RunningAgent(msgspec.Struct, frozen=True, kw_only=True):
     socket: str
     began_epoch_s: float
     script: str = ""
+    locked_on: str = ""
+    """The boot of the machine whose kernel keeps this file locked while the agent lives; empty: nothing does."""
+    hidden: bool = False
+    """The agent lives, but its socket cannot be reached from here. Never in the file."""
 
     @property
     def job(self) -> tuple[str, str]:
@@ -109,66 +119,87 @@ def private_folder() -> str:
         try:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(path, 0o700)
-            with _private(path):
+            with own_folders.private(path):
                 return path
         except OSError as problem:
             error = problem
     raise error
 
 
-def write(entry: RunningAgent, folder: str) -> str:
-    """Write the entry into this private folder and return its path. Raises OSError."""
+@dataclass(frozen=True)
+class WrittenEntry:
+    """This agent's own entry."""
+
+    path: str
+    fd: int
+    """Carries the lock."""
+
+
+def write(entry: RunningAgent, folder: str) -> WrittenEntry:
+    """Write the entry into this private folder. Raises OSError."""
     try:
         return _write(entry, folder)
     except FileNotFoundError:  # an agent that ended meanwhile has removed the empty folder
         return _write(entry, private_folder())
 
 
-def remove(path: str) -> None:
+def remove(written: WrittenEntry) -> None:
     """Remove an entry, the entries of dead agents beside it, and the folder when no agent lives."""
-    folder = os.path.dirname(path)
-    with contextlib.suppress(OSError):
-        os.unlink(path)
-    with contextlib.suppress(OSError), _private(folder) as fd:
+    folder, name = os.path.split(written.path)
+    with contextlib.suppress(OSError), own_folders.private(folder) as fd:
+        with contextlib.suppress(OSError):
+            os.unlink(name, dir_fd=fd)
         _read_folder(fd)
+    os.close(written.fd)
     if not os.environ.get(FOLDER_VARIABLE):  # a folder that the user named is kept
         with contextlib.suppress(OSError):
             os.rmdir(folder)
 
 
-def _write(entry: RunningAgent, folder: str) -> str:
+def _write(entry: RunningAgent, folder: str) -> WrittenEntry:
     name = f"{entry.pid}-{os.urandom(4).hex()}.json"
-    temporary, path = os.path.join(folder, f".{name}"), os.path.join(folder, name)
-    # File names need not be valid text: json writes surrogates for their bytes, msgspec does not.
-    text = json.dumps(msgspec.to_builtins(entry))
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    try:
-        os.write(fd, text.encode())
-    finally:
-        os.close(fd)
-    os.rename(temporary, path)
-    return path
+    with own_folders.private(folder) as within:
+        fd = os.open(f".{name}", os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600, dir_fd=within)
+        try:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                entry = msgspec.structs.replace(entry, locked_on=boot_id())
+            # File names need not be valid text: json writes surrogates for their bytes, msgspec does not.
+            os.write(fd, json.dumps(msgspec.to_builtins(entry)).encode())
+            os.rename(f".{name}", name, src_dir_fd=within, dst_dir_fd=within)
+        except BaseException:
+            os.close(fd)
+            raise
+    return WrittenEntry(os.path.join(folder, name), fd)
 
 
 def entries() -> list[RunningAgent]:
     """The agents of this user that run on this host, oldest first. Removes the entries of dead agents."""
     found: list[RunningAgent] = []
     for folder in folders():
-        with contextlib.suppress(OSError), _private(folder) as fd:
+        with contextlib.suppress(OSError), own_folders.private(folder) as fd:
             found += _read_folder(fd)
     return sorted(found, key=lambda entry: entry.began_epoch_s)
 
 
+def unread() -> list[str]:
+    """Entries that this process cannot read, or that another version of holdfast may have written: the jobs may run."""
+    found: list[str] = []
+    for path in folders():
+        with contextlib.suppress(OSError), own_folders.private(path) as folder:
+            found += [os.path.join(path, name) for name in _names(folder) if _read_entry(folder, name)[0] is None]
+    return found
+
+
 def listens(path: str) -> bool:
-    """Whether a process has this socket open; a stopped process has it too."""
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
-        probe.settimeout(PROBE_S)
-        try:
-            with reachable(path) as name:
-                probe.connect(name)
-        except OSError as error:
-            return error.errno not in MISSING
-        return True
+    """Whether a process has this socket open; a stopped process has it too. True where it cannot be asked."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe, reachable(path) as name:
+            probe.settimeout(PROBE_S)
+            probe.connect(name)
+    except OSError as error:
+        return error.errno not in MISSING
+    return True
 
 
 @contextlib.contextmanager
@@ -186,46 +217,65 @@ def reachable(path: str) -> Iterator[str]:
 
 def _read_folder(folder: int) -> list[RunningAgent]:
     found = []
-    for name in os.listdir(folder):
-        if not name.endswith(".json") or name.startswith("."):
+    for name in _names(folder):
+        entry, life = _read_entry(folder, name)
+        if entry is None:
             continue
-        entry = _read_entry(folder, name)
-        if entry is not None and listens(entry.socket):
-            found.append(entry)
-            continue
-        with contextlib.suppress(OSError):
-            os.unlink(name, dir_fd=folder)
-        if entry is not None and _owner(entry.socket) == os.geteuid():
+        heard = listens(entry.socket)
+        if life is AgentLife.ENDED and not heard:
             with contextlib.suppress(OSError):
-                os.unlink(entry.socket)
+                os.unlink(name, dir_fd=folder)
+            with contextlib.suppress(OSError):
+                if _is_own_socket(entry.socket):
+                    os.unlink(entry.socket)
+        elif heard or life is AgentLife.RUNS:
+            found.append(msgspec.structs.replace(entry, hidden=not heard))
     return found
 
 
-def _read_entry(folder: int, name: str) -> RunningAgent | None:
-    """None: no agent wrote this file."""
+def _names(folder: int) -> list[str]:
+    return [name for name in os.listdir(folder) if name.endswith(".json") and not name.startswith(".")]
+
+
+class AgentLife(Enum):
+    """What is known of the agent that wrote an entry."""
+
+    RUNS = "runs"
+    ENDED = "ended"
+    UNKNOWN = "unknown"
+
+
+def _read_entry(folder: int, name: str) -> tuple[RunningAgent | None, AgentLife]:
+    """None: no agent of this version wrote this file, or it cannot be read now."""
     try:
         fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, dir_fd=folder)
     except OSError:
-        return None
+        return None, AgentLife.UNKNOWN
     try:
-        return msgspec.convert(json.loads(os.read(fd, ENTRY_BYTES_MAX)), type=RunningAgent)
+        entry = msgspec.convert(json.loads(os.read(fd, ENTRY_BYTES_MAX)), type=RunningAgent)
+        return entry, _life(fd, entry)
     except (OSError, ValueError, RecursionError, msgspec.MsgspecError):
-        return None
+        return None, AgentLife.UNKNOWN
     finally:
         os.close(fd)
 
 
-@contextlib.contextmanager
-def _private(path: str) -> Iterator[int]:
-    """A descriptor of a folder that belongs to this user alone. Raises OSError for a link and for any other folder."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+def _life(fd: int, entry: RunningAgent) -> AgentLife:
     try:
-        status = os.fstat(fd)
-        if status.st_uid != os.geteuid() or stat.S_IMODE(status.st_mode) & 0o077:
-            raise OSError(errno.EACCES, f"{path} is not this user's alone")
-        yield fd
-    finally:
-        os.close(fd)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two commands do not take each other for the agent
+    except BlockingIOError:
+        return AgentLife.RUNS
+    except OSError:
+        return AgentLife.UNKNOWN
+    # The folder may be on a network disk, and locks may be known to one machine only. Containers of one machine have
+    # different names; after a restart of the machine its name is the same.
+    here = entry.locked_on == boot_id() or entry.host == socket.gethostname()
+    return AgentLife.ENDED if entry.locked_on and here else AgentLife.UNKNOWN
+
+
+def _is_own_socket(path: str) -> bool:
+    found = os.lstat(path)
+    return stat.S_ISSOCK(found.st_mode) and found.st_uid == os.geteuid()
 
 
 def _owner(path: str) -> int | None:
@@ -276,10 +326,16 @@ class Call:
         try:
             with reachable(entry.socket) as name:
                 self._socket.connect(name)
+            self._check_owner()
             self._socket.sendall(msgspec.json.encode({"ask": ask, **more}) + b"\n")
         except OSError as error:
             self._socket.close()
             raise self._reason(error) from None
+
+    def _check_owner(self) -> None:
+        """Raises PermissionError for another user's socket in the place of ours; root asks the agents of all users."""
+        if os.geteuid() not in (0, seqpacket.peer(self._socket)[1]):
+            raise PermissionError(errno.EACCES, "belongs to another user")
 
     def __enter__(self) -> Call:
         return self
@@ -327,6 +383,11 @@ class Call:
         if isinstance(error, TimeoutError) or error.errno == errno.EAGAIN:
             who = f"the agent of {entry.name} (pid {entry.pid})"
             return ControlSilentError(f"{who} does not answer within {self._limit_s:g} s{_plight(entry.pid)}")
+        if error.errno in MISSING and entry.hidden:
+            return ControlSilentError(
+                f"the agent of {entry.name} (pid {entry.pid}) runs, but its socket {entry.socket} is not visible from "
+                "here: ask from its own container, or where the same folders are mounted"
+            )
         if error.errno in (*MISSING, errno.EPIPE, errno.ECONNRESET):
             return NoRunError(f"{entry.name} has ended")
         if isinstance(error, PermissionError):

@@ -46,6 +46,8 @@ LENGTH_BYTES = 4
 FRAME_BYTES_MAX = 128 * 1024
 STALL_S = 20.0
 """A chunk that takes longer ends its connection: the other side is stopped, or the network is."""
+HANDSHAKE_S = 10.0
+"""For the whole proof of a caller, whatever it sends meanwhile: until then anybody may be there."""
 SAMPLE = bytes(4 << 20)
 SAMPLE_S_MAX = 1.0
 """An address that does not answer costs this once; from a slow one no more is read."""
@@ -90,15 +92,16 @@ class CopyConnection:
     def answer(cls, sock: socket.socket, key: bytes, digest: Digest) -> CopyConnection:
         """The saver's side. The socket stays the caller's. CopyError."""
         with errors():
-            sock.settimeout(STALL_S)
+            end_s = time.monotonic() + HANDSHAKE_S
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            hello = _exactly(sock, len(MAGIC) + CHANCE_BYTES)
+            hello = _exactly(sock, len(MAGIC) + CHANCE_BYTES, end_s)
             if not hello.startswith(MAGIC):
                 raise AuthenticationError("this is no saver")
             chance = os.urandom(CHANCE_BYTES)
             said = seal.transcript(hello, chance)
             sock.sendall(chance + seal.prove(key, "coordinator", said))
-            _check(sock, seal.prove(key, "agent", said))
+            _check(sock, seal.prove(key, "agent", said), end_s)
+            sock.settimeout(STALL_S)
         return cls(sock, seal.Seal(key, "coordinator", said), digest)
 
     def __enter__(self) -> CopyConnection:
@@ -247,19 +250,22 @@ def errors(address: Address | None = None) -> Iterator[None]:
         raise CopyError(f"{place}{error}") from error
 
 
-def _check(sock: socket.socket, proof: bytes) -> None:
-    if not seal.same(_exactly(sock, PROOF_BYTES), proof):
+def _check(sock: socket.socket, proof: bytes, end_s: float | None = None) -> None:
+    if not seal.same(_exactly(sock, PROOF_BYTES, end_s), proof):
         raise AuthenticationError("it does not know the key of this job")
 
 
-def _exactly(sock: socket.socket, size_bytes: int) -> bytes:
+def _exactly(sock: socket.socket, size_bytes: int, end_s: float | None = None) -> bytes:
     data = bytearray(size_bytes)
-    _fill(sock, memoryview(data))
+    _fill(sock, memoryview(data), end_s)
     return bytes(data)
 
 
-def _fill(sock: socket.socket, memory: memoryview) -> None:
+def _fill(sock: socket.socket, memory: memoryview, end_s: float | None = None) -> None:
+    """`end_s`: when all of it must be there; None: the socket's own limit holds for each piece."""
     while memory:
+        if end_s is not None:
+            sock.settimeout(max(0.001, end_s - time.monotonic()))
         got = sock.recv_into(memory)
         if not got:
             raise ConnectionResetError(104, "the connection was closed")

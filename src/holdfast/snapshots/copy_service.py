@@ -19,10 +19,13 @@ Standard library only."""
 from __future__ import annotations
 
 import contextlib
+import errno
+import ipaddress
 import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
@@ -58,6 +61,13 @@ from holdfast.snapshots.slots import (
 )
 
 BACKLOG = CONNECTIONS_MAX = 256
+STRANGERS_MAX = 256
+"""Connections that have not proved yet that they are of this job. They never take the place of those that have."""
+NETWORK_BITS_IPV6 = 64
+"""One machine may have all addresses of such a network."""
+SHUT_DOWN = (errno.EINVAL, errno.EBADF)
+"""What accept says of a socket that this process has shut down."""
+ACCEPT_AGAIN_S = 0.1
 GET = "get"
 State = tuple[int, int, int]
 """SaveRequest.identity."""
@@ -76,6 +86,8 @@ class CopyService:
         self._accepting: threading.Thread | None = None
         self._open: dict[socket.socket, str] = {}
         """Sockets in use, and what was asked there; empty: nothing yet."""
+        self._strangers: dict[socket.socket, str] = {}
+        """Those of them without a proof yet, the oldest first, and from where."""
         self._received: dict[int, tuple[Slots, threading.Lock]] = {}
         """By rank."""
         self._digests: dict[tuple[Path, int], dict[int, Digests]] = {}
@@ -126,19 +138,53 @@ class CopyService:
                 slots.close()
 
     def _accept_all(self, listening: socket.socket) -> None:
-        with contextlib.suppress(OSError), listening:  # it was shut down
+        with listening:
             while True:
-                sock, _ = listening.accept()
-                if len(self._open) >= CONNECTIONS_MAX:
-                    sock.close()
+                try:
+                    sock, address = listening.accept()
+                except OSError as error:
+                    if error.errno in SHUT_DOWN:
+                        return
+                    with self._lock:  # no descriptor is left, or the caller has gone again
+                        self._drop_stranger()
+                    time.sleep(ACCEPT_AGAIN_S)
                     continue
-                threading.Thread(target=self._answer, args=(sock,), daemon=True).start()
+                self._admit(sock, _origin(address[0]))
+
+    def _admit(self, sock: socket.socket, origin: str) -> None:
+        with self._lock:
+            if len(self._strangers) >= STRANGERS_MAX:
+                self._drop_stranger()
+            self._strangers[sock] = origin
+        try:
+            threading.Thread(target=self._answer, args=(sock,), daemon=True).start()
+        except RuntimeError:  # there may be no more threads now
+            self._leave_strangers(sock)
+            sock.close()
+
+    def _drop_stranger(self) -> None:
+        """End the oldest connection without a proof, from where most of them come. With the lock."""
+        count = Counter(self._strangers.values())
+        sock = max(self._strangers, key=lambda each: count[self._strangers[each]], default=None)  # the first of equals
+        if sock is not None:
+            del self._strangers[sock]
+            with contextlib.suppress(OSError):
+                sock.shutdown(socket.SHUT_RDWR)
+
+    def _leave_strangers(self, sock: socket.socket) -> None:
+        with self._lock:
+            self._strangers.pop(sock, None)
 
     def _answer(self, sock: socket.socket) -> None:
         with contextlib.suppress(CopyError), sock, self._counted(sock) as key:
-            connection = CopyConnection.answer(sock, key, self._digest)
+            try:
+                connection = CopyConnection.answer(sock, key, self._digest)
+            finally:
+                self._leave_strangers(sock)
             asked = connection.hear()
             with self._lock:
+                if sum(map(bool, self._open.values())) >= CONNECTIONS_MAX:
+                    return
                 self._open[sock] = str(asked.get("do"))
             try:
                 if asked.get("do") == "put":
@@ -455,6 +501,19 @@ def all_slots(folder: Path, *, beside: bool = True) -> Iterator[tuple[Path, Slot
 def is_copy(path: Path) -> bool:
     """Whether this slot holds a state of another node's rank."""
     return path.parent.name in (COPIES, FETCHED)
+
+
+def _origin(host: str) -> str:
+    """The caller's address, or its network where one machine has many."""
+    try:
+        address = ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return host
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None:
+            return str(address.ipv4_mapped)
+        return str(ipaddress.ip_network((int(address), NETWORK_BITS_IPV6), strict=False))
+    return host
 
 
 def _size(message: Packet) -> int:

@@ -23,6 +23,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
+from holdfast import own_folders
 from holdfast.protocol import errors
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotFolderError, SnapshotWriteError
 from holdfast.snapshots.remote import Place, RemotePath
@@ -156,7 +157,9 @@ def write_atomically(path: Place, text: str) -> None:
     if isinstance(path, RemotePath):
         return path.put(text.encode())
     beside = path.with_name(path.name + ".part")
-    file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+    # What is left of a killed writer is removed, not opened: in a folder that others share it may be a link of theirs.
+    beside.unlink(missing_ok=True)
+    file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     try:
         _write(file, memoryview(text.encode()))
         os.fsync(file)
@@ -220,13 +223,14 @@ def delete(path: Place) -> None:
 def remove(path: Place, *, keep: str = "") -> None:
     """Delete a folder with its files, as far as the disk allows; but not, in an object store, the object `keep`."""
     if not isinstance(path, RemotePath):
-        return shutil.rmtree(path, ignore_errors=True)
+        with suppress(OSError):
+            own_folders.remove(path)
+        return
     with suppress(OSError):
         path.abort_uploads()
         for name in sorted(path.sizes(), reverse=True):  # MANIFEST.json, which says what it is, after the pieces
             if name != keep:
                 (path / name).delete()
-    return None
 
 
 def read_text(path: Place, bytes_max: int) -> str:

@@ -66,12 +66,12 @@ import re
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from holdfast import seqpacket
+from holdfast import own_folders, seqpacket
 from holdfast.linux import process_stat
 from holdfast.protocol.errors import SaverLostError, SnapshotError, SnapshotMemoryError
 
@@ -127,7 +127,7 @@ class MemoryFolder:
             with contextlib.suppress(FileExistsError):
                 path.mkdir(mode=0o700)
             try:
-                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+                fd = own_folders.open_folder(path)
             except FileNotFoundError:
                 continue
             if _hold(path, fd):
@@ -149,7 +149,7 @@ class MemoryFolder:
 def name_of(run_id: str, key: str) -> str:
     """Name of a shared-memory folder: its user, its run, and the unique `key`."""
     readable = re.sub(r"[^A-Za-z0-9_.=+-]", "_", run_id)[:RUN_ID_CHARACTERS_MAX]
-    return f"holdfast-{os.getuid()}-{readable}-{key}"
+    return f"{prefix()}{readable}-{key}"
 
 
 def key_of(*parts: object) -> str:
@@ -157,35 +157,45 @@ def key_of(*parts: object) -> str:
     return hashlib.sha256("\0".join(map(str, parts)).encode()).hexdigest()[: 2 * KEY_BYTES]
 
 
+def prefix() -> str:
+    """The beginning of the names of this user's folders. Another user may have taken such a name."""
+    return f"holdfast-{os.geteuid()}-"
+
+
+def private_folders(root: Path = ROOT) -> Iterator[tuple[Path, int]]:
+    """The folders of this user's runs, each with a descriptor that is open until the next one. Those that another user
+    made under such a name, and those that cannot be opened, are left out."""
+    names: list[str] = []
+    with contextlib.suppress(OSError):
+        names = [name for name in sorted(os.listdir(root)) if name.startswith(prefix())]
+    for name in names:
+        with contextlib.ExitStack() as opened:
+            try:
+                fd = opened.enter_context(own_folders.private(root / name))
+            except OSError:
+                continue
+            yield root / name, fd
+
+
 def clean(root: Path = ROOT) -> list[Path]:
     """Remove the folders of this user's dead runs. Returns the removed ones; a folder that cannot be removed is
     skipped."""
     removed: list[Path] = []
-    prefix = f"holdfast-{os.getuid()}-"
-    try:
-        names = [name for name in os.listdir(root) if name.startswith(prefix)]
-    except OSError:
-        return removed
-    for name in names:
+    for path, fd in private_folders(root):
         with contextlib.suppress(OSError):
-            fd = os.open(root / name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-            try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                remove_folder(root / name)
-                removed.append(root / name)
-            finally:
-                os.close(fd)
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            own_folders.empty(fd)
+            os.rmdir(path)
+            removed.append(path)
     return removed
 
 
 def _hold(path: Path, fd: int) -> bool:
     """Lock it shared. False when the folder was removed in between, or is about to be."""
     try:
-        found = os.fstat(fd)
-        if found.st_uid != os.getuid() or found.st_mode & 0o077:
-            raise PermissionError(1, "is not this user's alone", str(path))
+        own_folders.check(fd, path)
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        if os.path.samestat(os.stat(path), found):
+        if os.path.samestat(os.lstat(path), os.fstat(fd)):
             return True
     except (BlockingIOError, FileNotFoundError):
         pass
@@ -197,13 +207,9 @@ def _hold(path: Path, fd: int) -> bool:
 
 
 def remove_folder(path: Path) -> None:
-    """Remove a shared-memory folder. Raises OSError."""
-    for place, _, names in os.walk(path, topdown=False):
-        with contextlib.suppress(FileNotFoundError):
-            for name in names:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(os.path.join(place, name))
-            os.rmdir(place)
+    """Remove a shared-memory folder, or one inside it, if there is one. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        own_folders.remove_private(path)
 
 
 @dataclass(frozen=True)

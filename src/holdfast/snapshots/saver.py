@@ -188,7 +188,7 @@ class Saver:
         except OSError:
             return False
         pid, uid = seqpacket.peer(sock)
-        if uid != os.getuid():
+        if uid != os.geteuid():
             sock.close()
             return True
         sock.setblocking(False)

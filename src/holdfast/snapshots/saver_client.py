@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -277,7 +276,8 @@ class SaverClient:
 
     def drop_fetched(self) -> None:
         if self._copies:
-            shutil.rmtree(self._address.folder / memory_folder.FETCHED, ignore_errors=True)  # mappings stay valid
+            with contextlib.suppress(OSError):
+                memory_folder.remove_folder(self._address.folder / memory_folder.FETCHED)  # mappings stay valid
 
     # --- saves --------------------------------------------------------------------------------------------------------
 

@@ -66,6 +66,10 @@ class Board:
         """The board's address for a worker's environment. The path is valid while this agent has the board open."""
         return f"/proc/{os.getpid()}/fd/{self._fd}@{layout.slot(local_rank)}"
 
+    @property
+    def inode(self) -> int:
+        return os.fstat(self._fd).st_ino
+
     def hold(self) -> None:
         """Let no worker pass its next safe point. `reached` can be read after HOLD_SETTLES_S."""
         self._words[layout.HELD] = 1

@@ -236,8 +236,9 @@ class Console:
             return
         if self._thread is None:
             # A daemon: it may be inside a write to a terminal that was stopped at the wrong moment.
-            self._thread = threading.Thread(target=self._run, name="holdfast-console", daemon=True)
-            self._thread.start()
+            thread = threading.Thread(target=self._run, name="holdfast-console", daemon=True)
+            thread.start()
+            self._thread = thread  # only now: nobody waits for a thread that could not be started
         os.eventfd_write(self._wake_fd, 1)
 
     def _progress(self) -> int:

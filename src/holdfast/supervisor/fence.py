@@ -6,13 +6,13 @@ Standard library only; knows processes and the machine's monotonic clock, nothin
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Callable, Collection
 from math import inf
 
 from holdfast.linux import process_stat
+from holdfast.supervisor.processes import signal_below
 
 STOPPED, TRACED = "T", "t"
 LOOK_AGAIN_S = 0.1
@@ -48,7 +48,7 @@ class Fence:
                 self._suspend(now)
         elif self._suspended is not None:
             for pid in self._suspended.intersection(self._workers()):
-                _signal(pid, signal.SIGCONT)
+                signal_below(os.getpid(), pid, signal.SIGCONT)
             self._suspended, self._look_at_s = None, inf
         kill = now >= self._kill_at_s
         if kill:
@@ -64,10 +64,5 @@ class Fence:
                 continue
             if stat.state == TRACED and pid in known:
                 continue  # the signal waits until its tracer lets it run
-            _signal(pid, signal.SIGSTOP)
+            signal_below(os.getpid(), pid, signal.SIGSTOP)
             known.add(pid)
-
-
-def _signal(pid: int, signum: int) -> None:
-    with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.kill(pid, signum)

@@ -129,7 +129,7 @@ class RunningGeneration:
         if self._options.job.survive is Survive.OFF:
             return None
         try:
-            return WorkerChannel(channel_name(self.board.address(0)), self._living, self._heard, self._not_understood)
+            return WorkerChannel(channel_name(self.board.inode), self._living, self._heard, self._not_understood)
         except OSError as error:
             self._journal.write("channel", problem=error.strerror or str(error))
             return None

@@ -44,7 +44,10 @@ class LoadReader:
         self._reports += 1
         if self._reports % EVERY == FIRST and not self._reading:
             self._reading = True
-            threading.Thread(target=self._read, name="holdfast-load", daemon=True).start()
+            try:
+                threading.Thread(target=self._read, name="holdfast-load", daemon=True).start()
+            except RuntimeError:  # there may be no more threads now: the job does not need the load
+                self._reading = False
         load, self._newest = self._newest, None
         return load
 

@@ -96,11 +96,48 @@ def descendants(root: int, spare: Collection[int] = ()) -> list[int]:
     return [pid for pid in found if pid in living]
 
 
-def kill_each(pids: Collection[int]) -> None:
-    """Send SIGKILL to each, also to stopped ones; ignores processes that are already gone."""
+def kill_each(root: int, pids: Collection[int]) -> None:
+    """Send SIGKILL to each of these processes below `root`, also to stopped ones; ignores those that are gone."""
     for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, signal.SIGKILL)
+        signal_below(root, pid, signal.SIGKILL)
+
+
+def signal_below(root: int, pid: int, signum: int) -> None:
+    """Signal a process if it is still below `root`. Since it was found there, it may have ended and been reaped by its
+    parent, and a process of somebody else may have its number; root may signal that one too."""
+    process = -1
+    try:
+        with contextlib.suppress(PermissionError):
+            # Opened before the look: afterwards it cannot come to mean another process.
+            with contextlib.suppress(OSError):  # a kernel without pidfd, or no descriptor left
+                process = os.pidfd_open(pid)
+            if not _is_below(root, pid):
+                return
+            with contextlib.suppress(ProcessLookupError):
+                if process >= 0:
+                    signal.pidfd_send_signal(process, signum)
+                else:
+                    os.kill(pid, signum)
+    finally:
+        if process >= 0:
+            os.close(process)
+
+
+WALKS_MAX = 16
+
+
+def _is_below(root: int, pid: int) -> bool:
+    """Whether `root` is the parent, or a parent of the parent and so on, of this process."""
+    for _ in range(WALKS_MAX):
+        at = pid
+        while at > FIRST_PID and (found := process_stat(at)) is not None:
+            at = found.parent
+            if at == root:
+                return True
+        if at in (0, FIRST_PID, pid):
+            return False
+        # A process between them was reaped during the walk: those below it have another parent now.
+    return False
 
 
 def _wait_for_ends(pids: Collection[int], limit_s: float) -> None:
@@ -136,7 +173,7 @@ def kill_descendants(root: int, spare: Collection[int] = (), limit_s: float = 10
         left_s = deadline - time.monotonic()
         if left_s <= 0:
             return living
-        kill_each(living)
+        kill_each(root, living)
         killed.update(living)
         _wait_for_ends(living, min(left_s, RESCAN_S))
     if root == os.getpid():
@@ -155,7 +192,7 @@ def kill_session(root: int, leader: int) -> None:
         members = {pid for pid, stat in below if stat is not None and stat.session == leader}
         if members <= killed:
             return
-        kill_each(members)
+        kill_each(root, members)
         killed |= members
 
 

@@ -39,7 +39,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import Any, NamedTuple, NoReturn
 
-from holdfast import seqpacket
+from holdfast import own_folders, seqpacket
 from holdfast.protocol.errors import PlatformError
 from holdfast.runtime.inherited import forget_secrets, raise_limit, restore_limit, soft_limit
 from holdfast.supervisor import fork_server_client as fork_server
@@ -258,10 +258,7 @@ class Supervisor:
         """Remove the folders that a killed agent could not remove."""
         for folder in self._doomed:
             with contextlib.suppress(OSError):  # usually it is gone already
-                for place, _, names in os.walk(folder, topdown=False):
-                    for name in names:
-                        os.unlink(os.path.join(place, name))
-                    os.rmdir(place)
+                own_folders.remove_private(folder)
 
     def _patience_ms(self) -> int | None:
         if self._kill_deadline is not None:
@@ -445,7 +442,7 @@ class Supervisor:
             return
         living = self._workers()
         if living and now < deadline:
-            processes.kill_each(living)
+            processes.kill_each(self._pid, living)
             self._victims = set(living)
             self._rescan_at = now + processes.RESCAN_S
             return

@@ -11,9 +11,9 @@ all."""
 from __future__ import annotations
 
 import argparse
-import os
-import shutil
+import contextlib
 import sys
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from holdfast import own_folders
 from holdfast.protocol.errors import (
     EXIT_FAILURE,
     HoldfastError,
@@ -102,7 +103,12 @@ def export(folder: Place, to: Path, kind: str, step: int | None = None) -> Snaps
         raise FileExistsError(17, "exists already", str(to))
     if not to.absolute().parent.is_dir():
         raise FileNotFoundError(2, f"there is no folder {to.parent}", str(to))
-    beside = to.with_name(f"{to.name}.{os.getpid()}.part")
+    # A folder that only this user can write to: the libraries follow a link that another user may have put there.
+    try:
+        private = Path(tempfile.mkdtemp(dir=to.absolute().parent, prefix=f"{to.name}.", suffix=".part"))
+    except OSError as error:
+        raise SnapshotWriteError(f"{to} was not written: {error.strerror}") from error
+    beside = private / to.name
     try:
         try:
             FORMATS[kind](found[-1], beside)
@@ -118,10 +124,8 @@ def export(folder: Place, to: Path, kind: str, step: int | None = None) -> Snaps
             raise SnapshotWriteError(f"{to} was not written: {said.splitlines()[-1]}") from error
         beside.rename(to)
     finally:
-        if beside.is_dir():
-            shutil.rmtree(beside, ignore_errors=True)
-        else:
-            beside.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            own_folders.remove(private)
     return found[-1]
 
 

@@ -82,7 +82,7 @@ class AgentChannel:
             return None
         connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            connection.connect(channel_name(address))
+            connection.connect(channel_name(os.stat(address.rpartition("@")[0]).st_ino))
             ours = seqpacket.peer(connection)[1] in (0, os.geteuid())  # another user may have taken the name
         except OSError:
             ours = False

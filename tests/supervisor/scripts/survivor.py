@@ -30,7 +30,7 @@ if word == "family":
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
     say("child", child.pid)
 channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-channel.connect(b"\0holdfast" + path.encode())
+channel.connect(b"\0holdfast-board-%d" % os.stat(path).st_ino)
 
 
 def tell(**message):

@@ -255,7 +255,7 @@ class Guard:
 
     def __init__(self, pid: int, words: LauncherLines, lock: socket.socket, detach: bool) -> None:
         self.pid, self.words, self.lock, self.detach = pid, words, lock, detach
-        self.lost = False
+        self.lost = self.ended = False
         self.kill_at: float | None = None
         self.heard = time.monotonic()
         signal.signal(signal.SIGTERM, lambda *_: self.signal(signal.SIGTERM))
@@ -273,6 +273,7 @@ class Guard:
         while True:
             ready = [fd for fd, _ in poller.poll(self.wait_ms())]
             if ended in ready:
+                self.ended = True  # before its number is free for another process
                 status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
                 return 128 - status if status < 0 else status
             if self.words.fd in ready:
@@ -321,8 +322,9 @@ class Guard:
             self.signal(signal.SIGKILL)
 
     def signal(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.pid, number)
+        if not self.ended:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
 
 
 def take_over(name: str) -> socket.socket | None:
