@@ -31,6 +31,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from holdfast.protocol.errors import ProcessGroupError
+from holdfast.train import torch_private
 from holdfast.train.boundary import Buffers
 from holdfast.train.data import HasShare, Share, in_hand
 from holdfast.train.group import is_outlived
@@ -82,7 +83,7 @@ class _Accumulation:
         """Micro-batches of this optimizer step, done or not."""
         self.begun = 0
         """Micro-batches of all optimizer steps."""
-        plain = getattr(model, "_orig_mod", model)  # torch.compile's wrapper
+        plain = torch_private.uncompiled(model)  # torch.compile's wrapper
         # Weakly: this object must not keep alive the model whose life it shares.
         self._ddp = [weakref.ref(each) for each in _outermost(plain, DistributedDataParallel)]
         self._fsdp = [weakref.ref(each) for each in _outermost(plain, FSDPModule)]
@@ -292,11 +293,11 @@ class _CarefulStep:
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket]).mul_(1 / world)
             dist.all_reduce(flat, group=self._group)
             parts = flat.split([gradient.numel() for gradient in bucket])
-            torch._foreach_copy_(bucket, [part.view_as(each) for part, each in zip(parts, bucket, strict=True)])
+            torch_private.foreach_copy(bucket, [part.view_as(each) for part, each in zip(parts, bucket, strict=True)])
         for wrapper in _alive(self._wrappers):
             buffers = [each.detach() for each in wrapper.module.buffers()] if wrapper.broadcast_buffers else []
             if buffers:
-                dist._broadcast_coalesced(self._group, buffers, BUCKET_BYTES, 0)
+                torch_private.broadcast_coalesced(self._group, buffers, BUCKET_BYTES)
 
 
 def _ignored(wrapper: DistributedDataParallel) -> list[nn.Parameter]:

@@ -20,7 +20,7 @@ from torch.compiler import is_compiling
 from torch.optim.lr_scheduler import LRScheduler
 
 from holdfast.protocol.errors import DataStateError
-from holdfast.train import copying
+from holdfast.train import copying, torch_private
 from holdfast.train.kept import WatchedTensors
 from holdfast.train.own_objects import OwnObjects
 from holdfast.train.random_numbers import RandomNumbers, RandomRecord, States
@@ -81,7 +81,8 @@ class Boundary:
         except DataStateError:  # a sampler whose trained indices nobody has reported: `positions` raises it again
             self._positions = None
         self._scales = [
-            [None if each is None else each.clone() for each in _scale_of(scaler)] for scaler in self._scalers
+            [None if each is None else each.clone() for each in torch_private.scale_of(scaler)]
+            for scaler in self._scalers
         ]
 
     def untouched(self) -> bool:
@@ -119,8 +120,7 @@ class Boundary:
             _set_options(group, options)
         self._buffers.restore()
         for scaler, scales in zip(self._scalers, self._scales, strict=True):
-            scaler._scale, scaler._growth_tracker = (None if each is None else each.clone() for each in scales)
-            scaler._per_optimizer_states.clear()  # it may have unscaled gradients of the step that was interrupted
+            torch_private.set_scale(scaler, *(None if each is None else each.clone() for each in scales))
 
     def complete(self, step: int) -> None:
         """All go on from this step. The buffers are this rank's own: each rank has others.
@@ -167,11 +167,6 @@ def _set_options(group: dict[str, Any], options: dict[str, Any]) -> None:
     group.update(options)
     if isinstance(rate, torch.Tensor):  # a captured graph reads this very tensor
         group["lr"] = rate.copy_(options["lr"])
-
-
-def _scale_of(scaler: GradScaler) -> list[torch.Tensor | None]:
-    """Its scale and the steps since it last grew; None before its first step."""
-    return [scaler._scale, scaler._growth_tracker]
 
 
 def _schedule_of(scheduler: LRScheduler) -> Callable[[], dict[str, Any]]:
@@ -229,10 +224,10 @@ class Buffers:
 
     def __init__(self, models: Sequence[nn.Module]) -> None:
         self._places = [
-            (module._buffers, name)
+            (torch_private.buffers_of(module), name)
             for model in models
             for module in model.modules()
-            for name, each in module._buffers.items()
+            for name, each in torch_private.buffers_of(module).items()
             if each is not None
         ]
         self.any = bool(self._places)

@@ -19,11 +19,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.protocol.board_layout import SURVIVE_VARIABLE
 from holdfast.protocol.errors import TrackingError
@@ -42,7 +40,7 @@ class Why(Enum):
     OFF = "--survive off was given"
     NO_AGENT = "no agent of holdfast started this process"
     SHARDED = "the model is sharded"
-    DDP_GROUP = "a DDP module has a process group of its own"
+    DDP = "a DDP module, or its process group, cannot be set up again for other ranks"
     DATA = "a tracked object hands out data and cannot follow another number of ranks"
 
 
@@ -72,22 +70,16 @@ def why_plain(group: ProcessGroup | None, tracker: Tracker) -> PlainCall | None:
         return PlainCall(Why.OWN_GROUP)
     if mode is Survive.OFF:
         return PlainCall(Why.OFF)
-    modules = [each for model in tracker.models for each in model.modules()]
     if any(isinstance(each, DTensor) for model in tracker.models for each in (*model.parameters(), *model.buffers())):
         return PlainCall(Why.SHARDED)
-    if any(isinstance(each, DistributedDataParallel) and _is_of_some_ranks(each) for each in modules):
-        return PlainCall(Why.DDP_GROUP)
+    if reason := tracker.reducers.begin():
+        return PlainCall(Why.DDP, reason)
     data = [f"{name}: {type(each).__name__}" for name, each in unknown_objects(tracker.others).items() if is_data(each)]
     if data and mode is not Survive.WAIT:
         return PlainCall(
             Why.DATA, f"{', '.join(data)}; --survive wait can carry it, and so can a method regroup(rank, world)"
         )
     return None
-
-
-def _is_of_some_ranks(wrapper: DistributedDataParallel) -> bool:
-    """Its gradients are exchanged in a group of the program's own, which no regroup can make again."""
-    return wrapper.process_group is not dist.distributed_c10d._get_default_group()
 
 
 # --- what the function uses -------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ from pathlib import Path
 import torch
 
 from holdfast.protocol.errors import SnapshotMemoryError, StateMismatchError
+from holdfast.train import torch_private
 
 try:
     from holdfast.train import _stream
@@ -32,7 +33,6 @@ THREADS_MAX = 16
 
 PAGES_BYTES = 512 << 10
 """Copied at once: an access to the last of these pages waits for all of them."""
-_NO_OVERLAP, _OVERLAP = 0, 1
 """Results of torch's own overlap check; it returns 2 where it cannot tell."""
 _SHARED = "a tensor whose items share memory (expanded?) cannot hold what was saved: give the model a copy, .clone()"
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE, Linux 5.14
@@ -120,7 +120,7 @@ def copy_alike(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor])
         targets, sources = _copy_odd(targets, sources)
         devices = {each.device for each in (*targets, *sources) if not each.is_cpu}
         if sources:
-            torch._foreach_copy_(list(targets), list(sources), non_blocking=bool(devices))
+            torch_private.foreach_copy(list(targets), list(sources), non_blocking=bool(devices))
     for device in devices:
         torch.accelerator.synchronize(device)
 
@@ -131,7 +131,7 @@ def prepared(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor]) -
     It may be called as long as all of them keep their memory."""
     pairs = list(zip(targets, sources, strict=True))
     if _stream is None or not all(_is_plain(each) for pair in pairs for each in pair):
-        return partial(torch._foreach_copy_, list(targets), list(sources))
+        return partial(torch_private.foreach_copy, list(targets), list(sources))
     to, of = (array("Q", [each.data_ptr() for each in tensors]) for tensors in (targets, sources))
     return partial(_stream.copy, to, of, array("Q", [each.nbytes for each in sources]), 1)
 
@@ -174,13 +174,13 @@ def _is_odd(tensor: torch.Tensor) -> bool:
         tensor.is_conj()
         or tensor.is_neg()
         or tensor.is_inference()
-        or bool(torch._debug_has_internal_overlap(tensor) != _NO_OVERLAP)
+        or torch_private.overlap(tensor) != torch_private.NO_OVERLAP
     )
 
 
 def _copy_into_odd(target: torch.Tensor, source: torch.Tensor) -> None:
     """Raises StateMismatchError when items that share memory have different values."""
-    if torch._debug_has_internal_overlap(target) != _OVERLAP:
+    if torch_private.overlap(target) != torch_private.OVERLAP:
         target.copy_(source)
     else:
         # Expanded: one item of each that share memory is written.
@@ -189,7 +189,7 @@ def _copy_into_odd(target: torch.Tensor, source: torch.Tensor) -> None:
                 target, source = target.narrow(dim, 0, 1), _the_same_along(source, dim)
         target.copy_(source)
         return
-    if torch._debug_has_internal_overlap(target) != _NO_OVERLAP and not _is_equal(target, source):
+    if torch_private.overlap(target) != torch_private.NO_OVERLAP and not _is_equal(target, source):
         raise StateMismatchError(_SHARED)
 
 

@@ -37,6 +37,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.protocol.errors import ProcessGroupError, SnapshotIncompleteError
+from holdfast.train import torch_private
 from holdfast.train.agreement import PATIENCE_S, Peers
 from holdfast.train.guards import enabled, guarded, renew_guards, replaced, watch
 from holdfast.worker.regroup import GroupSockets, is_replacement
@@ -157,7 +158,7 @@ def process_group(
     else:
         chosen = torch.device(device) if device is not None else _device_in_use()
     rank, world = (place.rank, place.world) if place.alone else (dist.get_rank(), dist.get_world_size())
-    store = dist.PrefixStore(f"holdfast.train.{next(_groups)}", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore(f"holdfast.train.{next(_groups)}", torch_private.default_store())
     group = ProcessGroup(rank, world, place.local_rank, chosen, store, connection)
     clean = False
     _open.append(group)
@@ -187,7 +188,7 @@ def regroup(group: ProcessGroup, generation: int) -> Peers:
     name = f"holdfast.generation.{generation}"
     _join(place, group.device, group.connection, name)
     group.rank, group.world = place.rank, place.world
-    whole = dist.PrefixStore(name, dist.distributed_c10d._get_default_store())
+    whole = dist.PrefixStore(name, torch_private.default_store())
     group.store = dist.PrefixStore("train", whole)
     renew_guards(group.rank, group.world, dist.PrefixStore("guards", whole))
     return Peers(group.rank, group.world, dist.PrefixStore("peers", whole) if group.world > 1 else None)
@@ -197,10 +198,10 @@ def _destroy(group: ProcessGroup) -> None:
     """Destroy torch's groups, and destruct them: a process may be regrouped hundreds of times."""
     assert group.connection is not None
     if "nccl" in dist.get_backend():
-        dist.distributed_c10d._abort_process_group()
+        torch_private.abort_groups()
     else:
         group.connection.sockets.cut()  # this rank may have come here by itself, with operations that nobody has ended
-        groups = list(dist.distributed_c10d._world.pg_map)
+        groups = torch_private.all_groups()
         dist.destroy_process_group()
         _forget_kept(groups)
         # gloo's threads drop the tensors of operations that have failed, for which they need the interpreter's lock;
@@ -226,7 +227,7 @@ def _forget_kept(groups: Sequence[Any]) -> None:
 def _subgroups_noted(group: ProcessGroup) -> Iterator[None]:
     """Sockets of groups that the program makes itself (new_group, device meshes) are cut in a regroup, too."""
     c10d = dist.distributed_c10d
-    make = getattr(c10d, "_new_process_group_helper", None)
+    make = getattr(c10d, torch_private.GROUP_MAKER, None)
     if group.connection is None or make is None:
         yield
         return
@@ -237,7 +238,7 @@ def _subgroups_noted(group: ProcessGroup) -> Iterator[None]:
         with sockets.noting():
             return make(*arguments, **keywords)
 
-    with replaced(c10d, _new_process_group_helper=noted):
+    with replaced(c10d, **{torch_private.GROUP_MAKER: noted}):
         yield
 
 
@@ -356,10 +357,10 @@ def _leave(group: ProcessGroup, *, clean: bool) -> None:
         if not clean:
             # Show the exception that caused this end.
             with contextlib.suppress(RuntimeError, AttributeError):
-                dist.distributed_c10d._abort_process_group()
+                torch_private.abort_groups()
             return
     elif together:
-        for each in list(dist.distributed_c10d._world.pg_map):
+        for each in torch_private.all_groups():
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(each))  # never destructed: see the module's docstring
     dist.destroy_process_group()
 

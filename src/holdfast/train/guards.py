@@ -31,6 +31,7 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DistributedSampler
 
+from holdfast.train import torch_private
 from holdfast.train.mistakes import LoneSave, LossDiffers, NoSync, SharedFacts, StaleEpoch, Unused
 
 VARIABLE = "HOLDFAST_GUARDS"
@@ -200,7 +201,7 @@ def renew_guards(rank: int, world: int, store: Any) -> None:
 def _of_torch() -> Guards:
     if not dist.is_initialized():
         return Guards(0, 1, None)
-    store = dist.PrefixStore(f"holdfast.guards.{next(_blocks)}", dist.distributed_c10d._get_default_store())
+    store = dist.PrefixStore(f"holdfast.guards.{next(_blocks)}", torch_private.default_store())
     return Guards(dist.get_rank(), dist.get_world_size(), store)
 
 

@@ -18,6 +18,8 @@ from typing import Any
 
 import torch
 
+from holdfast.train import torch_private
+
 SMALL_BYTES = 16 << 10
 """A tensor of at most this size is copied."""
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -41,7 +43,7 @@ class WatchedTensors:
 
     def _now(self) -> list[tuple[int, int]]:
         # A tensor made in inference mode has no count of changes, and nothing may change it in place outside of it.
-        return [(0 if each.is_inference() else each._version, each.data_ptr()) for each in self._tensors]
+        return [(0 if each.is_inference() else torch_private.version(each), each.data_ptr()) for each in self._tensors]
 
 
 class KeptState:

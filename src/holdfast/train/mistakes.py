@@ -15,9 +15,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+
+from holdfast.train import torch_private
 
 Warn = Callable[[str, str], None]
 """(which mistake, what is wrong and how to fix it)."""
@@ -261,9 +262,7 @@ def _alike(a: float, b: float) -> bool:
 def _syncs(model: nn.Module) -> bool:
     """Whether the next backward pass exchanges gradients."""
     if isinstance(model, FSDPModule):
-        with contextlib.suppress(AttributeError):  # private: another torch may have another name for it
-            return any(each.reduce_grads for each in model._get_fsdp_state()._fsdp_param_groups)
-        return False
+        return torch_private.fsdp_exchanges(model)
     return bool(getattr(model, "require_backward_grad_sync", False))
 
 
@@ -280,12 +279,7 @@ def _first_with_gradient(output: Any) -> torch.Tensor | None:
 def _collectives() -> int:
     """Number of collectives that this process has begun, in all groups. Compared only with earlier numbers of this
     process."""
-    groups = list(getattr(dist.distributed_c10d, "_world").pg_map)  # noqa: B009 - torch's only list of groups
-    total = 0
-    for group in groups:
-        with contextlib.suppress(RuntimeError, AttributeError):
-            total += group._get_sequence_number_for_group()
-    return total
+    return sum(map(torch_private.collectives_begun, torch_private.all_groups()))
 
 
 def _is_on_disk(file: Any) -> bool:

@@ -17,6 +17,8 @@ from typing import Any, TypeAlias
 
 import torch
 
+from holdfast.train import torch_private
+
 WORDS = 624
 WORDS_BYTES = 4 * WORDS
 """Of a Mersenne twister: the generators of torch, Python and numpy are of this kind."""
@@ -129,14 +131,16 @@ class TorchsGenerator:
         _set_state(model, self.STATE.pack(*told))
         at = self._begin(model)
         if at is not None and self._translated(ctypes.string_at(at, self.MEMORY.size)) == _state(model):
-            begin = torch.default_generator._cdata + at - model._cdata
+            begin = (
+                torch_private.generator_address(torch.default_generator) + at - torch_private.generator_address(model)
+            )
             self._memory = _look_at(begin, self.MEMORY.size)
             self._first = _look_at(begin, self.FIRST_BYTES)
             self._last = _look_at(begin + self.LAST_AT, self.MEMORY.size - self.LAST_AT)
 
     def _begin(self, generator: torch.Generator) -> int | None:
         """The address of its state; None: it is not where we look."""
-        at = getattr(generator, "_cdata", 0)
+        at = torch_private.generator_address(generator)
         first = struct.pack("=4I", *struct.unpack_from("=4Q", _state(generator), 24))
         found = ctypes.string_at(at, self.SEARCHED).find(first) if at else -1
         return at + found - self.WORDS_AT if found >= self.WORDS_AT else None

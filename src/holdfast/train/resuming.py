@@ -37,11 +37,11 @@ from holdfast.snapshots.remote import LOOK_S, Place, RemotePath, place_of
 from holdfast.snapshots.saver_client import Tier
 from holdfast.snapshots.slots import Slot
 from holdfast.train.agreement import Peers
-from holdfast.train.buckets import Order
 from holdfast.train.copies import Copies, Sources
 from holdfast.train.quarantine import Judged, Patience, end_without_progress, judged
 from holdfast.train.random_numbers import seed_random
 from holdfast.train.reading import ReadPlan, Saved, opened, parts_of_slot
+from holdfast.train.reducers import Order
 from holdfast.train.state import Restored, Tracker
 from holdfast.train.tracked import Choice, Compared, Fit, Targets, together
 

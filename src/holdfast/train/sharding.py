@@ -28,6 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from holdfast.protocol.errors import ShardingError, SnapshotDamagedError
 from holdfast.snapshots.layout import ALIGNMENT_BYTES, Image, TensorEntry
+from holdfast.train import torch_private
 from holdfast.train.agreement import Peers
 from holdfast.train.copying import copy_alike
 
@@ -301,7 +302,7 @@ def image_of(pieces: Sequence[Piece], text_bytes: int) -> Image:
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
     """The part of this tensor that this process holds."""
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    return torch_private.local_part(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 class Places:
@@ -316,7 +317,7 @@ class Places:
         fit."""
         sources = []
         for (dtype, shape), tensor in zip(self._kinds, tensors, strict=True):
-            local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            local = torch_private.local_part(tensor) if isinstance(tensor, DTensor) else tensor
             if local.dtype != dtype and local.dtype not in CODES:
                 local = local.detach().resolve_conj().resolve_neg().contiguous().flatten().view(torch.uint8)
             if local.dtype != dtype or local.shape != shape:

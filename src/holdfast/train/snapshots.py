@@ -334,8 +334,6 @@ class Snapshots:
         worker.at_step(step)
         self._schedule.start(step)
         self._clock.start(step, time.monotonic())
-        self._tracker.reducers.observe()
-        self._until_first_step.append(self._tracker.reducers.observed)
         self._watch_optimizers()
         rescue, clock, failed_max = self._taken.rescue, self._clock, self._options.failed_saves_max
         saving = Saving(self.path, self._tracker, peers, tier, rescue, clock, failed_max, self._lease, self._copies)

@@ -28,10 +28,10 @@ from torch.utils.data import DataLoader
 from holdfast import worker
 from holdfast.protocol.errors import ShardingError, TrackingError
 from holdfast.train import state_codec as codec
-from holdfast.train.buckets import Order, Reducers
 from holdfast.train.own_objects import is_data
 from holdfast.train.random_numbers import equal_parts, random_state, set_random_state
 from holdfast.train.reading import Saved
+from holdfast.train.reducers import Order, Reducers
 from holdfast.train.sharding import OWN, TIED
 from holdfast.train.tracked import Choice, Compared, Fit, Shared, Targets, TrackedModel, TrackedOptimizer, check_tied
 

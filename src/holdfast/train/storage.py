@@ -20,7 +20,6 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict, unflatten_state_dict
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, MetadataIndex
 from torch.distributed.checkpoint.planner import (
     LoadItemType,
@@ -47,6 +46,7 @@ from holdfast.snapshots.folder import Snapshot
 from holdfast.snapshots.layout import FolderKind, check_step, parse_name
 from holdfast.snapshots.remote import Place, absolute
 from holdfast.train import state_codec as codec
+from holdfast.train import torch_private
 from holdfast.train.reading import Saved, opened
 from holdfast.train.sharding import OWN, TEXT, Layout, Piece, Places, image_of
 
@@ -102,7 +102,7 @@ class SnapshotWriter(StorageWriter):  # type: ignore[misc] # torch is not follow
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's file and record."""
         request = plan.storage_data
-        if not isinstance(request, SaveRequest) or getattr(planner, "_enable_plan_caching", False):
+        if not isinstance(request, SaveRequest) or torch_private.caches_plans(planner):
             raise TrackingError(
                 "SnapshotWriter: a planner that caches plans (enable_plan_caching=True) is not supported"
             )
@@ -227,7 +227,7 @@ class SnapshotReader(StorageReader):  # type: ignore[misc] # torch is not follow
             keys[id(stand_ins[-1])] = key
             return stand_ins[-1]
 
-        flat, paths = flatten_state_dict(assembled(self._saved, stand_in, self._saved.fresh))
+        flat, paths = torch_private.flat_state(assembled(self._saved, stand_in, self._saved.fresh))
         self._aliases = {name: keys[id(each)] for name, each in flat.items() if id(each) in keys}
         self._objects = {name: each for name, each in flat.items() if id(each) not in keys}
         return {name: tuple(path) for name, path in paths.items()}
@@ -292,7 +292,7 @@ def load_nested(snapshot: Snapshot, saved: Saved) -> dict[str, Any]:
     for text in saved.texts:
         flat.update({name: codec.decode(each, saved.fresh) for name, each in text["objects"].items()})
     paths = _paths(snapshot)
-    nested: dict[str, Any] = unflatten_state_dict(flat, {name: paths.get(name, (name,)) for name in flat})
+    nested: dict[str, Any] = torch_private.nested_state(flat, {name: paths.get(name, (name,)) for name in flat})
     return nested
 
 

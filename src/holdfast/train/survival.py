@@ -47,16 +47,17 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from holdfast.protocol.board_layout import REPLACEMENT_VARIABLE
 from holdfast.protocol.errors import HoldfastError, ProcessGroupError, TrackingError
 from holdfast.protocol.policy import Survive
+from holdfast.train import torch_private
 from holdfast.train.accumulation import forget_pending
 from holdfast.train.agreement import Peers
 from holdfast.train.boundary import Boundary, noted_forward
-from holdfast.train.buckets import Order
 from holdfast.train.carrying import PlainCall, Why, check_function, surviving_mode, why_plain
 from holdfast.train.group import ProcessGroup, open_group, regroup
 from holdfast.train.mistakes import SharedFacts
 from holdfast.train.own_objects import Digests, unknown_objects
 from holdfast.train.random_numbers import equal_parts, seed_random
 from holdfast.train.reading import Saved, parts_of_slot
+from holdfast.train.reducers import Order
 from holdfast.train.save import image
 from holdfast.train.state import Tracker
 from holdfast.train.tracked import Choice, together
@@ -194,6 +195,7 @@ class Survivor:
             self._joined = False
             self._boundary.mark(self._snaps.state)
             self._probe.begin_step()
+            self._reducers.mark()
             while True:
                 try:
                     try:
@@ -211,7 +213,6 @@ class Survivor:
 
     def _begin(self) -> None:
         self._first, self._steps, self._facts = True, 0, None
-        self._reducers.observe()
         self._channel.train(self._cut, lambda: not self._stepping, Released)
         self._channel.say("able", generation=self._generation)
 
@@ -266,12 +267,15 @@ class Survivor:
                 return
         self._boundary.mark(self._snaps.state)
         self._probe.begin_step()
+        self._reducers.mark()
         if self._equal is None:
             self._compare_ranks()
         if self._first:
             self._first = False
-            self._reducers.observed()
             self._report()
+            if why := self._reducers.why_not():  # since the function began: a join(), a communication hook
+                self.withdraw(why)
+                return
         self._stepping = False  # not before: half of a mark is the state of no step
         release = self._channel.released
         if release is not None and release.cut:
@@ -313,7 +317,7 @@ class Survivor:
     def _cut(self) -> None:
         self._connection.sockets.cut()
         if "nccl" in dist.get_backend():
-            dist.distributed_c10d._abort_process_group()
+            torch_private.abort_groups()
 
     def _is_consequence(self, error: BaseException) -> bool:
         """Whether a loss, or a regroup, made the training function raise this. Waits for the news of a loss."""
@@ -365,14 +369,16 @@ class Survivor:
             schedule=snaps._schedule.state(),
             durable=[snaps._durable_epoch, snaps._unsaved],
             seed=boundary.seed,
-            orders=self._reducers.orders,
+            orders=self._reducers.all_orders,
+            frozen=self._reducers.frozen,
+            graded=self._reducers.graded,
             objects=boundary.objects.digests(),
             equal=self._equal,
             alike=self._alike,
         )
         handed = Handed.share(peers, own)
         self._equal, self._alike = handed.chosen.equal, handed.chosen.alike
-        self._reducers.connect(handed.chosen.orders)
+        self._reducers.connect(handed.chosen.orders, handed.chosen.frozen, handed.chosen.graded)
         handed.apply(snaps, self._group, peers, boundary, survived=step >= 0)
         snaps._go_on(peers, self._generation, handed.chosen.schedule, handed.chosen.durable)
         return handed
@@ -383,10 +389,7 @@ class Survivor:
         os.environ.pop(REPLACEMENT_VARIABLE, None)
         drain.begin_again()
         self._generation = go.generation
-        for parameter in (each for model in self._snaps._tracker.models for each in model.parameters()):
-            parameter.grad = None  # of a step that is not completed, or a view of the reducer's memory
         forget_pending()
-        self._reducers.forget()
         self._reducers.disconnect()
         return regroup(self._group, go.generation)
 
@@ -419,6 +422,8 @@ def join(snaps: Snapshots) -> int:
     channel = AgentChannel.open()
     if group is None or group.connection is None or channel is None:
         raise ProcessGroupError("This process replaces a lost one: it needs ht.process_group() and holdfast's agent.")
+    if why := snaps._tracker.reducers.begin():
+        raise ProcessGroupError(f"This process replaces a lost one, and cannot join the others: {why}.")
     survivor = snaps._survivor = Survivor(snaps, group, channel)
     return survivor.join()
 
@@ -452,6 +457,10 @@ class Own:
     seed: str
     orders: list[Order]
     """Of the gradients, by DDP module."""
+    frozen: list[int]
+    """Numbers of the parameters that needed no gradient after that step."""
+    graded: list[int]
+    """Numbers of those that had one when the old world was left."""
     objects: Digests
     """Of the states of tracked objects that only their `state_dict()` is known of."""
     equal: list[str] | None

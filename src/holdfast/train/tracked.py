@@ -15,13 +15,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import _get_fqns, get_model_state_dict, set_model_state_dict
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from holdfast.protocol.errors import ShardingError, StateMismatchError, TrackingError
 from holdfast.text import listed
 from holdfast.train import state_codec as codec
+from holdfast.train import torch_private
 from holdfast.train.agreement import Peers
 from holdfast.train.reading import Saved
 from holdfast.train.sharding import local_tensor
@@ -205,7 +206,7 @@ class TrackedModel:
     def fqn(self, raw: str) -> str:
         """The name without the prefixes of DDP, compile and activation checkpointing."""
         if raw not in self._names:
-            found = _get_fqns(self.module, raw)
+            found = torch_private.official_names(self.module, raw)
             self._names[raw] = next(iter(found)) if len(found) == 1 else raw
         return self._names[raw]
 

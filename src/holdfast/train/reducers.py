@@ -1,0 +1,299 @@
+"""The reducers of DDP modules: what they were built with, the order of their buckets, and how they are built again for
+other ranks.
+
+A reducer is bound to its process group, so when ranks are lost each DDP module gets a new one. It is built with what
+the first one was built with, not with what the module is at that moment: parameters may be frozen in between (the
+discriminator of a GAN, layers that are unfrozen one after the other), and a static graph has to be learned again.
+What cannot be built again is known before training begins: `why_not`.
+
+A reducer groups the gradients in buckets: at first in the order of the parameters, after its first backward pass in
+the order in which that made them. Sums over more than two ranks depend on the place of a number in its bucket. So a
+new reducer begins with the order that the one before it had found: then a job that was regrouped or started again
+computes, bit for bit, what an undisturbed one does.
+
+Knows DistributedDataParallel, and neither when a group is left nor how a snapshot is made. Its private names are in
+torch_private.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.protocol.errors import ProcessGroupError
+from holdfast.train import torch_private
+from holdfast.train.agreement import Peers
+
+Order = list[int]
+"""Numbers of a DDP module's parameters that need gradients, in the order in which a backward pass made these; empty:
+not known."""
+
+ONE_SUM = 2
+"""So many numbers, or fewer, have the same sum in any order."""
+
+HOOKS_WITHOUT_STATE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
+WRAPPERS_OF_HOOKS = (
+    "fp16_compress_wrapper.<locals>.fp16_compress_wrapper_hook",
+    "bf16_compress_wrapper.<locals>.bf16_compress_wrapper_hook",
+)
+
+
+class Reducers:
+    """The DDP modules within some models. Their reducers are built again for another process group, or with the order
+    that a snapshot has."""
+
+    def __init__(self, models: Sequence[nn.Module]) -> None:
+        self._models = list(models)
+        self._wrappers = [
+            each for model in models for each in model.modules() if isinstance(each, DistributedDataParallel)
+        ]
+        self._within = len(self._wrappers)
+        """So many are within the models; the program has the others beside them, see `begin`."""
+        self._parameters = list(dict.fromkeys(each for model in models for each in model.parameters()))
+        self._orders: list[Order] = [[] for _ in self._wrappers]
+        self._built: dict[int, list[nn.Parameter] | None] = {}
+        """The parameters in each reducer, in no certain order; not before they are needed."""
+        self._hooks: list[tuple[list[tuple[Any, Any]], str]] = []
+        """While the reducers are dropped: what exchanged the gradients, and the name of that."""
+        self._frozen: list[int] = []
+        self._graded: list[int] = []
+
+    @property
+    def orders(self) -> list[Order]:
+        """By module, for a snapshot."""
+        self._look()
+        return self._orders[: self._within]
+
+    @property
+    def all_orders(self) -> list[Order]:
+        """As far as they are known: also of the modules beside the models."""
+        return self._orders
+
+    @property
+    def frozen(self) -> list[int]:
+        """Numbers of the models' parameters that needed no gradient at the last `mark`."""
+        return self._frozen
+
+    @property
+    def graded(self) -> list[int]:
+        """Numbers of the models' parameters that had a gradient when the old world was left."""
+        return self._graded
+
+    def _look(self) -> None:
+        for number, wrapper in enumerate(self._wrappers):
+            if not self._orders[number] and _makes_other_buckets(wrapper) and "reducer" in wrapper.__dict__:
+                self._orders[number] = torch_private.gradient_order(wrapper)
+
+    def _built_with(self, number: int) -> list[nn.Parameter] | None:
+        if number not in self._built:
+            self._built[number] = torch_private.reduced_parameters(self._wrappers[number])
+        return self._built[number]
+
+    # --- before training ---------------------------------------------------------------------------------------------
+
+    def why_not(self) -> str:
+        """A sentence that says why these models cannot be carried into another world; empty: they can."""
+        for wrapper in self._wrappers:
+            if why := why_not(wrapper):
+                return why
+        for model in self._models:
+            for name, module in model.named_modules():
+                for attribute, value in vars(module).items():
+                    own = isinstance(module, DistributedDataParallel) and attribute == "process_group"
+                    if isinstance(value, (dist.ProcessGroup, DeviceMesh)) and not own:
+                        where = f"{name or type(module).__name__}.{attribute}"
+                        return f"{where} is a {type(value).__name__}, which ends with the ranks that it was made for"
+        return ""
+
+    def begin(self) -> str:
+        """Note what the reducers were built with, before training; returns `why_not()`.
+
+        A program may track the module within a DDP module, or track only some of its models: all DDP modules of this
+        process are looked at."""
+        if why := self.why_not() or self._find_others() or self.why_not():
+            return why
+        for number, wrapper in enumerate(self._wrappers):
+            if self._built_with(number) is None:
+                return f"{_name(wrapper)} has sparse gradients, and parameters were frozen after it was built"
+        return ""
+
+    def _find_others(self) -> str:
+        """Returns why one of them cannot be carried."""
+        if not (found := _others_than(self._wrappers)):
+            return ""
+        gc.collect()  # a module that nobody uses any more is no reason
+        del found
+        place = {parameter: number for number, parameter in enumerate(self._parameters)}
+        places: dict[DistributedDataParallel, int] = {}
+        for each in _others_than(self._wrappers):
+            unknown = [name for name, parameter in each.module.named_parameters() if parameter not in place]
+            if unknown:
+                return f"{_name(each)} is not tracked: another rank could not get {unknown[0]} from this one"
+            places[each] = min(place[parameter] for parameter in each.module.parameters())
+        for each in sorted(places, key=places.__getitem__):  # alike on all ranks
+            self._wrappers.append(each)
+            self._orders.append([])
+        return ""
+
+    def mark(self) -> None:
+        """A step is complete."""
+        self._frozen = [number for number, each in enumerate(self._parameters) if not each.requires_grad]
+        if not all(self._orders):
+            self._look()
+
+    # --- leaving a world, and entering another -----------------------------------------------------------------------
+
+    def disconnect(self) -> None:
+        """Drop all references to the old process group, and the gradients: of a step that is not completed, or views
+        of a reducer's memory."""
+        self._look()
+        self._graded = [
+            number for number, each in enumerate(self._parameters) if each.grad is not None and not each.grad.is_sparse
+        ]
+        for parameter in self._parameters:
+            parameter.grad = None
+        self._hooks.clear()
+        for number, wrapper in enumerate(self._wrappers):
+            self._built_with(number)
+            # The states are process groups or None: the default group, then and now.
+            hooks = [(hook, None) for hook, _ in torch_private.comm_hooks(wrapper)]
+            self._hooks.append((hooks, torch_private.hook_name(wrapper)))
+            torch_private.drop_reducer(wrapper, group=True)
+
+    def connect(self, orders: Sequence[Order], frozen: Sequence[int], graded: Sequence[int]) -> None:
+        """Build the reducers for the default group, after `disconnect`. The arguments: of the rank from whose step all
+        go on. Raises ProcessGroupError where a module has other parameters than those it was built with."""
+        for number, wrapper in enumerate(self._wrappers):
+            if number < len(orders):
+                self._orders[number] = list(orders[number])
+            self._build(number, wrapper, *self._hooks[number])
+        now_frozen = set(frozen)
+        for number, each in enumerate(self._parameters):
+            _require_gradient(each, number not in now_frozen)
+        self._frozen = list(frozen)
+        # A program that calls zero_grad(set_to_none=False) has gradients of zeros at a step's begin. A parameter that
+        # the step does not use is then moved by Adam's averages, and without a gradient it would not be.
+        for number in graded:
+            self._parameters[number].grad = torch.zeros_like(self._parameters[number])
+
+    def _build(self, number: int, wrapper: DistributedDataParallel, hooks: list[tuple[Any, Any]], builtin: str) -> None:
+        built = self._built_with(number)
+        assert built is not None  # see `begin`
+        with _needing_gradients(wrapper, built):
+            if set(torch_private.parameters_to_reduce(wrapper)) != set(built):
+                raise ProcessGroupError(f"{_name(wrapper)} has other parameters than those that it was built with.")
+            torch_private.build_reducer(wrapper, self._orders[number], hooks, builtin)
+
+    # --- after a restart of all --------------------------------------------------------------------------------------
+
+    def resume(self, orders: Sequence[Order], world_then: int, peers: Peers) -> None:
+        """Begin with the orders of a snapshot of so many ranks, where they fit a module on every rank. All ranks call
+        it; rank 0's orders count."""
+        if not world_then == peers.world > ONE_SUM:
+            return
+        told = peers.tell(list(orders) if peers.rank == 0 else None)
+        if not told:
+            return
+        same = len(told) == self._within
+        fits = [same and self._can_begin_with(number, order) for number, order in enumerate(told)]
+        for number, said in enumerate(zip(*peers.share(fits), strict=True)):
+            if all(said):
+                wrapper = self._wrappers[number]
+                self._orders[number] = list(told[number])
+                hooks, builtin = torch_private.comm_hooks(wrapper), torch_private.hook_name(wrapper)
+                torch_private.drop_reducer(wrapper, group=False)  # its process group may be one of the program's
+                self._build(number, wrapper, hooks, builtin)
+
+    def _can_begin_with(self, number: int, order: Order) -> bool:
+        """Whether the module had no backward pass in this process, and has such buckets. Never on a GPU: an ordinary
+        restart must not depend on what was not tried there."""
+        wrapper = self._wrappers[number]
+        return (
+            _makes_other_buckets(wrapper)
+            and not torch_private.reducer_names_missing()
+            and all(each.grad is None and each.device.type == "cpu" for each in wrapper.module.parameters())
+            and sorted(order) == list(range(len(self._built_with(number) or ())))
+        )
+
+
+def why_not(wrapper: DistributedDataParallel) -> str:
+    """A sentence that says why this module's reducer cannot be built again for other ranks so that it computes the
+    same; empty: it can. docs/train.md has the table."""
+    named = _name(wrapper)
+    if missing := torch_private.reducer_names_missing():
+        return missing
+    if option := torch_private.has_other_reducer(wrapper):
+        return f"{named} has {option}, which cannot be set up again for other ranks"
+    if hasattr(wrapper, "device_mesh") or wrapper.process_group is not dist.group.WORLD:
+        return f"{named} has a process group of its own, which ends with the ranks that it was made for"
+    if torch_private.is_joined(wrapper):
+        return f"{named} is in join(), in which ranks do different numbers of steps"
+    if hasattr(wrapper, "buffer_hook"):
+        return f"{named} has a hook for its buffers, whose state other ranks cannot get"
+    if any(torch_private.steps_in_backward(each) for each in wrapper.module.parameters()):
+        return f"{named} has optimizers that step in the backward pass, so an interrupted step cannot be undone"
+    for hook, state in torch_private.comm_hooks(wrapper):
+        if not _is_without_state(hook) or not (state is None or state is dist.group.WORLD):
+            called = getattr(hook, "__qualname__", type(hook).__name__).partition(".<locals>")[0]
+            return f"{named} has the communication hook {called}, whose state other ranks cannot get"
+    ignored = wrapper.parameters_to_ignore
+    for name, each in wrapper.module.named_parameters():
+        if name in ignored and each.requires_grad:
+            return f"{named} does not exchange gradients of {name}, so each rank has another one"
+    return ""
+
+
+def _is_without_state(hook: Any) -> bool:
+    """Whether a communication hook is one of torch's that compute the same in every process. What a function of the
+    program's own keeps (a counter, a random generator, a closure) cannot be seen."""
+    if any(hook is each for each in HOOKS_WITHOUT_STATE):
+        return True
+    if getattr(hook, "__module__", "") != default_hooks.__name__ or hook.__qualname__ not in WRAPPERS_OF_HOOKS:
+        return False
+    return all(_is_without_state(cell.cell_contents) for cell in hook.__closure__ or ())
+
+
+def _makes_other_buckets(wrapper: DistributedDataParallel) -> bool:
+    """After its first backward pass."""
+    finds = wrapper.find_unused_parameters and not wrapper.static_graph
+    return not finds and not torch_private.has_other_reducer(wrapper)
+
+
+def _others_than(wrappers: Sequence[DistributedDataParallel]) -> list[DistributedDataParallel]:
+    """DDP modules of this process that are not among these."""
+    known = {id(each) for each in wrappers}
+    return [
+        each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel) and id(each) not in known
+    ]
+
+
+def _name(wrapper: DistributedDataParallel) -> str:
+    return f"DistributedDataParallel of {type(wrapper.module).__name__}"
+
+
+@contextlib.contextmanager
+def _needing_gradients(wrapper: DistributedDataParallel, built: Sequence[nn.Parameter]) -> Iterator[None]:
+    """In this block, the parameters of the module that need gradients are these."""
+    needing = set(built)
+    before = [(each, each.requires_grad) for each in wrapper.module.parameters()]
+    for each, _ in before:
+        _require_gradient(each, each in needing)
+    try:
+        yield
+    finally:
+        for each, required in before:
+            _require_gradient(each, required)
+
+
+def _require_gradient(parameter: nn.Parameter, required: bool) -> None:
+    if parameter.requires_grad != required:
+        parameter.requires_grad_(required)

@@ -1,0 +1,351 @@
+"""Names of torch that are not public: holdfast.train uses them here and nowhere else.
+
+Such a name may change with every version of torch. So each has one function or constant of ours, which says what it is
+needed for, and what happens where torch does not have it: a refusal that names it (HF126), or another way. All names
+were tried on torch 2.13.0, and on 2.14.1 and 2.15.0 where nothing else is said.
+
+Two programs do without this file, since they run where holdfast is not imported: store_server.py, and the bootstrap of
+a worker (worker/progress.py).
+
+Knows torch, and nothing of what the names are used for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+
+from holdfast.protocol.errors import ProcessGroupError
+
+TRIED = "2.13 to 2.15"
+
+
+def _needed(owner: Any, name: str, by: str) -> Any:
+    """Raises ProcessGroupError where torch does not have it."""
+    found = getattr(owner, name, None)
+    if found is None:
+        raise ProcessGroupError(_missing(owner, name, by))
+    return found
+
+
+def _missing(owner: Any, name: str, by: str) -> str:
+    where = getattr(owner, "__name__", type(owner).__name__)
+    return f"{by} needs {where}.{name}, which torch {torch.__version__} does not have; holdfast was tried with {TRIED}"
+
+
+# --- process groups ---------------------------------------------------------------------------------------------------
+
+
+def default_store() -> Any:
+    """The store of the default process group, for agreements of our own. torch has no public way to it.
+
+    Raises ProcessGroupError where torch does not have it."""
+    return _needed(dist.distributed_c10d, "_get_default_store", "ht.process_group")()
+
+
+def all_groups() -> list[Any]:
+    """The process groups that exist, to destruct them and to count their operations. Empty where torch does not have
+    the list: then a regroup may leave threads of the old groups."""
+    return list(getattr(getattr(dist.distributed_c10d, "_world", None), "pg_map", ()))
+
+
+def abort_groups() -> None:
+    """End NCCL's operations, in which a rank waits for a dead one.
+
+    Raises ProcessGroupError where torch does not have it."""
+    _needed(dist.distributed_c10d, "_abort_process_group", "to leave an NCCL group")()
+
+
+GROUP_MAKER = "_new_process_group_helper"
+"""The function of `torch.distributed.distributed_c10d` through which all groups are made, to know their sockets. Where
+torch does not have it, a rank that waits in a group of the program's own notices a loss only by that group's
+time-out."""
+
+
+def collectives_begun(group: Any) -> int:
+    """Operations that this process has begun in a group; 0 where torch or the backend cannot tell: the guard against
+    `torch.save` on one rank is then silent."""
+    with contextlib.suppress(RuntimeError, AttributeError):
+        return int(group._get_sequence_number_for_group())
+    return 0
+
+
+def broadcast_coalesced(group: Any, tensors: list[torch.Tensor], bytes_max: int) -> None:
+    """Rank 0's values for these tensors, as DDP sends its buffers. Where torch does not have it, one by one."""
+    at_once = getattr(dist, "_broadcast_coalesced", None)
+    if at_once is not None:
+        at_once(group, tensors, bytes_max, 0)
+    else:
+        for each in tensors:
+            dist.broadcast(each, group=group, group_src=0)
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------------
+
+
+def _copy_each(targets: Sequence[torch.Tensor], sources: Sequence[torch.Tensor], non_blocking: bool = False) -> None:
+    for target, source in zip(targets, sources, strict=True):
+        target.copy_(source, non_blocking=non_blocking)
+
+
+foreach_copy: Callable[..., object] = getattr(torch, "_foreach_copy_", _copy_each)
+"""Copies many small tensors in one call: a state of 1,000 tensors is copied at each boundary. Where torch does not have
+it, one by one."""
+
+NO_OVERLAP, OVERLAP = 0, 1
+"""Answers of `overlap`; 2: perhaps."""
+
+
+def overlap(tensor: torch.Tensor) -> int:
+    """Whether items of a tensor share memory, as those of an expanded one do. Where torch cannot tell: perhaps, and the
+    tensor is copied item by item."""
+    look = getattr(torch, "_debug_has_internal_overlap", None)
+    return 2 if look is None else int(look(tensor))
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often it was changed in place, to notice what a forward pass has changed. Where torch does not have it, 0:
+    such a change is then not noticed."""
+    return int(getattr(tensor, "_version", 0))
+
+
+def local_part(tensor: DTensor) -> torch.Tensor:
+    """The part of a sharded tensor that this process holds. `to_local()` is public, and makes a node of autograd and
+    waits: some microseconds for each tensor of a state."""
+    part: torch.Tensor | None = getattr(tensor, "_local_tensor", None)
+    return tensor.to_local() if part is None else part
+
+
+def generator_address(generator: torch.Generator) -> int:
+    """Where a generator's C++ object is, to read its state without a copy. 0 where torch does not have it: then the
+    public, slower way is taken."""
+    return int(getattr(generator, "_cdata", 0))
+
+
+# --- modules, scalers, planners ---------------------------------------------------------------------------------------
+
+
+def buffers_of(module: nn.Module) -> dict[str, torch.Tensor | None]:
+    """A module's own buffers, to notice that one was exchanged: `named_buffers` walks through all modules each time.
+    All versions of torch have it, and many programs use it."""
+    buffers: dict[str, torch.Tensor | None] = module._buffers
+    return buffers
+
+
+def uncompiled(model: nn.Module) -> nn.Module:
+    """The module within torch.compile's. Where torch has another name for it, the compiled one: gradients that are
+    accumulated in it are then exchanged in each micro-batch."""
+    return getattr(model, "_orig_mod", model)
+
+
+def fsdp_exchanges(model: Any) -> bool:
+    """Whether the next backward pass of an FSDP2 module exchanges gradients. False where torch cannot tell: the guard
+    against exchanges in each micro-batch is then silent."""
+    with contextlib.suppress(AttributeError):
+        return any(each.reduce_grads for each in model._get_fsdp_state()._fsdp_param_groups)
+    return False
+
+
+def scale_of(scaler: GradScaler) -> list[torch.Tensor | None]:
+    """A scaler's scale and the steps since it last grew; None before its first step. `get_scale()` waits for the GPU.
+
+    Raises ProcessGroupError where torch does not have it."""
+    if not (hasattr(scaler, "_scale") and hasattr(scaler, "_growth_tracker")):
+        raise ProcessGroupError(_missing(scaler, "_scale", "ht.survive with a GradScaler"))
+    return [scaler._scale, scaler._growth_tracker]
+
+
+def set_scale(scaler: GradScaler, scale: torch.Tensor | None, growth: torch.Tensor | None) -> None:
+    """Go back to what `scale_of` gave. What the scaler notes of a step that was interrupted is dropped: it may have
+    unscaled gradients."""
+    scaler._scale, scaler._growth_tracker = scale, growth
+    scaler._per_optimizer_states.clear()
+
+
+def caches_plans(planner: Any) -> bool:
+    """Whether a planner of torch.distributed.checkpoint gives plans without their data. Where torch does not have the
+    attribute, planners do not."""
+    return bool(getattr(planner, "_enable_plan_caching", False))
+
+
+def flat_state(state: Any) -> tuple[dict[str, Any], Any]:
+    """The names that torch.distributed.checkpoint gives the leaves of a nested state, and what `nested_state` needs.
+
+    Raises ImportError where torch does not have it."""
+    from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+
+    flat, mapping = flatten_state_dict(state)
+    return flat, mapping
+
+
+def nested_state(flat: dict[str, Any], mapping: Any) -> Any:
+    """The nested state of these leaves."""
+    from torch.distributed.checkpoint._nested_dict import unflatten_state_dict
+
+    return unflatten_state_dict(flat, mapping)
+
+
+def official_names(module: nn.Module, raw: str) -> set[str]:
+    """A parameter's names in `get_model_state_dict`. Where torch does not have the function, the names are those of the
+    module, without the prefixes of DDP, torch.compile and activation checkpointing."""
+    try:
+        from torch.distributed.checkpoint.state_dict import _get_fqns
+    except ImportError:
+        parts = [each for each in raw.split(".") if each not in ("_orig_mod", "_checkpoint_wrapped_module")]
+        wrapped = isinstance(uncompiled(module), DistributedDataParallel)
+        return {".".join(parts[1:] if wrapped else parts)}
+    return set(_get_fqns(module, raw))
+
+
+# --- DistributedDataParallel ------------------------------------------------------------------------------------------
+# Reducers cannot be built again by public names: see reducers.py. `reducer_names_missing` is asked before a training
+# function begins in `ht.survive`, which is a plain call where one is missing. Tried on 2.13.0; 2.14.1 has them, too.
+
+_OF_WRAPPERS = (
+    "__setstate__",
+    "_build_params_for_reducer",
+    "_get_ddp_logging_data",
+    "_register_builtin_comm_hook",
+)
+_OF_REDUCERS = ("_get_zeros_like_grad_buckets", "_remove_autograd_hooks")
+
+
+def reducer_names_missing() -> str:
+    """A sentence about a name that `build_reducer` and what is below need, and which torch does not have; empty: none
+    is missing."""
+    owners = (
+        (DistributedDataParallel, _OF_WRAPPERS),
+        (dist.Reducer, _OF_REDUCERS),
+        (dist, ("_compute_bucket_assignment_by_size", "_DEFAULT_FIRST_BUCKET_BYTES")),
+    )
+    for owner, names in owners:
+        for name in names:
+            if not hasattr(owner, name):
+                return _missing(owner, name, "ht.survive")
+    return ""
+
+
+def reduced_parameters(wrapper: DistributedDataParallel) -> list[nn.Parameter] | None:
+    """The parameters that a DDP module's reducer was built with, in no certain order; None: not known, which happens
+    with sparse gradients only. It needs memory for all gradients for a moment, which on the CPU is not touched."""
+    try:
+        return [each for bucket in wrapper.reducer._get_zeros_like_grad_buckets() for each in bucket.parameters()]
+    except RuntimeError:  # a bucket of a sparse gradient has no memory that zeros could be like
+        now = parameters_to_reduce(wrapper)
+        return now if len(now) == wrapper._get_ddp_logging_data()["num_parameter_tensors"] else None
+
+
+def parameters_to_reduce(wrapper: DistributedDataParallel) -> list[nn.Parameter]:
+    """The parameters with which a reducer would be built now, in DDP's numbering."""
+    parameters: list[nn.Parameter] = wrapper._build_params_for_reducer()[0]
+    return parameters
+
+
+def gradient_order(wrapper: DistributedDataParallel) -> list[int]:
+    """Numbers of the parameters in the order in which a reducer puts them into its buckets after its first backward
+    pass; empty while that is not known, and where torch cannot tell it."""
+    try:
+        wrapper.logger.set_runtime_stats_and_log()  # else it tells what was at the begin of the last forward pass
+        told = wrapper._get_ddp_logging_data()
+    except AttributeError:
+        return []
+    text = told.get("rebuilt_per_bucket_param_indices") or told.get("prev_iteration_grad_ready_order_indices") or ""
+    order = [int(each) for each in text.replace(",", " ").split()]
+    return order if sorted(order) == list(range(told.get("num_parameter_tensors", 0))) else []
+
+
+def comm_hooks(wrapper: DistributedDataParallel) -> list[tuple[Any, Any]]:
+    """The functions that exchange gradients in place of DDP, with their states."""
+    return list(wrapper._comm_hooks)
+
+
+def is_joined(wrapper: DistributedDataParallel) -> bool:
+    """Within `with model.join():`."""
+    return bool(getattr(getattr(wrapper, "_join_config", None), "enable", False))
+
+
+def steps_in_backward(parameter: nn.Parameter) -> bool:
+    """An optimizer changes it within the backward pass (`_apply_optimizer_in_backward`)."""
+    return hasattr(parameter, "_in_backward_optimizers")
+
+
+def has_other_reducer(wrapper: DistributedDataParallel) -> str:
+    """The option for which a DDP module's gradients are not, or not only, exchanged by its reducer; empty: there is
+    none. `build_reducer` cannot do such modules."""
+    if getattr(wrapper, "_use_python_reducer", False):
+        return "torch._dynamo.config.optimize_ddp = 'python_reducer'"
+    if getattr(wrapper, "mixed_precision", None) is not None:
+        return "mixed_precision"
+    return "delay_all_reduce_named_params" if getattr(wrapper, "_delay_all_reduce_params", None) else ""
+
+
+def drop_reducer(wrapper: DistributedDataParallel, *, group: bool) -> None:
+    """`group`: drop the process group, too: the next reducer is for the default one."""
+    reducer = wrapper.__dict__.get("reducer")
+    if reducer is not None:
+        reducer._remove_autograd_hooks()  # whoever holds it, it takes part in no backward pass any more
+    for name in ("reducer", "logger", *(["process_group"] if group else ())):
+        wrapper.__dict__.pop(name, None)
+
+
+BUILTIN = "BuiltinCommHookType."
+
+
+def hook_name(wrapper: DistributedDataParallel) -> str:
+    """The name that DDP notes of the function that exchanges gradients; empty: none was registered."""
+    return str(wrapper._get_ddp_logging_data().get("comm_hook") or "")
+
+
+def build_reducer(
+    wrapper: DistributedDataParallel, order: Sequence[int], hooks: Sequence[tuple[Any, Any]], builtin: str
+) -> None:
+    """Give a DDP module that has none a reducer, as when it is unpickled. `order`: of its gradients, see
+    `gradient_order`; empty: not known. `hooks`, `builtin`: from `comm_hooks` and `hook_name`."""
+    wrapper.require_forward_param_sync = True
+    wrapper._has_rebuilt_buckets = False
+    # A reducer learns a static graph in its first backward pass, and exchanges the gradients at the end of it. That is
+    # the module's business, not its reducer's, and `__setstate__` does not see to it.
+    if wrapper.static_graph:
+        wrapper._static_graph_delay_allreduce_enqueued = False
+    wrapper._comm_hooks = []
+    with _buckets_in_order(wrapper, list(order)):
+        wrapper.__setstate__(dict(wrapper.__dict__))
+    for hook, state in hooks:
+        wrapper.register_comm_hook(state, hook)
+    if builtin.startswith(BUILTIN):  # DDP does not list these
+        wrapper._register_builtin_comm_hook(getattr(dist.BuiltinCommHookType, builtin.removeprefix(BUILTIN)))
+
+
+def _bucket_sizes(wrapper: DistributedDataParallel) -> list[int]:
+    """Limits of the buckets after the first backward pass, as the reducer has them."""
+    listed: list[int] = list(getattr(wrapper, "bucket_bytes_cap_list", ()))  # of bucket_cap_mb_list
+    cap: int = wrapper.bucket_bytes_cap
+    first: int = dist._DEFAULT_FIRST_BUCKET_BYTES if wrapper.bucket_bytes_cap_default else cap
+    return listed or [first, cap]
+
+
+@contextlib.contextmanager
+def _buckets_in_order(wrapper: DistributedDataParallel, order: list[int]) -> Iterator[None]:
+    """The reducer that is made in this block has the buckets that a reducer makes after a pass in this order."""
+    assign = dist._compute_bucket_assignment_by_size
+
+    def in_order(parameters: list[Any], limits: list[int], sparse: list[bool], *more: Any) -> Any:
+        if sorted(order) != list(range(len(parameters))):
+            return assign(parameters, limits, sparse, *more)
+        sizes = _bucket_sizes(wrapper)  # `limits` are for the first pass: one bucket without a limit
+        found = assign([parameters[each] for each in order], sizes, [sparse[each] for each in order], order)
+        return tuple(list(reversed(part)) for part in found)  # DDP reverses both: its own order is that of the forward
+
+    dist._compute_bucket_assignment_by_size = in_order
+    try:
+        yield
+    finally:
+        dist._compute_bucket_assignment_by_size = assign
