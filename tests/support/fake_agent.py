@@ -181,9 +181,14 @@ class FakeAgent:
         self.until(lambda: set(local_ranks) <= self.said(what, **fields), f"{what} {fields} of {local_ranks}")
 
     def until(self, reached: Callable[[], bool], what: str) -> None:
+        refused = len(self.said("refuse"))
+
         def looked() -> bool:
             self._receive()
-            return reached()
+            done = reached()
+            if not done and len(self.said("refuse")) > refused:  # nothing comes any more
+                raise AssertionError(f"refused while waiting for {what}; heard {self.heard}\n{self.logs()}")
+            return done
 
         until(looked, lambda: f"{what}; heard {self.heard}\n{self.logs()}", PATIENCE_S)
         self._receive()  # who connected, and what was said, before it was reached

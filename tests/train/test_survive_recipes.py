@@ -28,10 +28,6 @@ EVERYWHERE: Losses = [
 OUTSIDE_OF_THE_STEP: Losses = [(1, "between steps", 3), (2, "end of an epoch", 8), (1, "optimizer", 10)]
 EXACT: dict[str, tuple[dict[str, str], Losses]] = {
     "an average of the weights": ({"recipe": "Averaged"}, EVERYWHERE),
-    "a momentum encoder": (
-        {"recipe": "Momentum"},
-        [each for each in EVERYWHERE if each[1] in ("between steps", "optimizer")],
-    ),
     "SAM, in its first pass": ({"recipe": "Sam"}, [*EVERYWHERE[:2], *EVERYWHERE[3:]]),
     "LBFGS, outside of its step": ({"recipe": "Closure"}, OUTSIDE_OF_THE_STEP),
     "a sampler of ours with torch's loader": ({"loader": "sampler"}, EVERYWHERE),
@@ -73,6 +69,7 @@ def test_fewer_ranks_end_with_equal_weights(jobs: WarmJobs, tmp_path: Path, reci
 RESTARTS: dict[str, tuple[str, tuple[int, str, int]]] = {
     "SAM, in its second pass": ("Sam", (1, "second pass", 4)),
     "LBFGS, in its step": ("Closure", (1, "first pass", 4)),
+    "a momentum encoder": ("Momentum", (1, "first pass", 4)),
 }
 
 
