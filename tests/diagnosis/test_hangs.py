@@ -65,6 +65,8 @@ class Rank:
     """Bytes that its main thread writes between two samples."""
     hears: int = 0
     """Bytes between two samples, over the connection for which its main thread waits."""
+    thread_hears: int = 0
+    """The same for one of its other threads."""
     polled: Polling = Polling.NOTHING
     polls: str = ""
     source: str = ""
@@ -108,6 +110,7 @@ def story(number: int, rank: Rank) -> RankStory:
             main_moved_bytes=index * (50_000_000 if rank.copies else rank.saves // 2),
             main_wrote_bytes=index * rank.prints,
             awaited_bytes=index * rank.hears,
+            threads_awaited_bytes=index * rank.thread_hears,
             broken_child=rank.broken_child,
             polled=rank.polled,
             polls=rank.polls,

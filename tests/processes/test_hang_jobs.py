@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.protocol.errors import EXIT_HUNG
 from tests.processes.conftest import c10d
 from tests.support.limits import limit_s, until
 
@@ -55,7 +56,12 @@ for step in range(80):
 finish()
 note("done")
 '''
-ASLEEP = "def trouble(): rank_1(lambda: time.sleep(600))"
+ASLEEP = """
+def wait():
+    print("shard 17 is late", file=sys.stderr, flush=True)
+    time.sleep(600)
+def trouble(): rank_1(wait)
+"""
 LATE = """
 def trouble(): rank_1(all_sleep)
 def finish(): all_sleep("end")
@@ -105,10 +111,13 @@ def test_a_rank_that_sleeps_is_named_on_every_node_and_all_start_again(site, end
 
 def test_without_restarts_the_hang_is_the_verdict(site) -> None:
     args = ("--standalone", "--nproc-per-node", "2", *FAST, "--hang-timeout", f"{HANG_S:g}")
-    agent = site.ends(137, *args, script(site, ASLEEP))
+    agent = site.ends(EXIT_HUNG, *args, script(site, ASLEEP))
     assert agent.verdict["verdict"]["code"] == "HF240"
     assert agent.verdict["verdict"]["culprit"]["rank"] == 1
     assert f"HF240: job FAILED after 0 restarts: rank 1 on {HOST} is in time.sleep at train.py:" in agent.text
+    _, _, shown = agent.text.partition("where rank 1 hung:")
+    assert "in wait\n    time.sleep(600)\n" in shown, "its stack with its line"
+    assert "last lines of rank 1's stderr:\nshard 17 is late" in shown
     site.all_gone()
 
 

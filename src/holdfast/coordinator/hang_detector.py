@@ -5,8 +5,7 @@
 An examination starts when
 - a rank has made three steps, and then no rank made one for max(hang_report_s, hang_steps × the median step);
 - a rank waits for the process group, and no rank has reached a new stage of start-up for hang_report_s;
-- the process group is ready, and no rank has made the first step for slow_report_s, or the second or third for
-  hang_report_s.
+- the process group is ready, and no rank has made one of the first three steps for hang_report_s.
 
 An examination takes LOOKS samples of all workers. The `examine` function makes a Finding of them:
 
@@ -153,8 +152,7 @@ class HangDetector:
         since_s = self._still_since_s()
         if since_s is None:
             return inf
-        before_steps = self._throughput.warms_up and not self._throughput.stepped
-        return since_s + (self._limits.slow_report_s if before_steps else self._patience_s)
+        return since_s + self._patience_s
 
     def advance(self, now: float) -> LookNow | None:
         if now < self.due_s():
@@ -233,7 +231,7 @@ class HangDetector:
             suspicion.lively_s = now
         timeout_s = self._limits.hang_timeout_s
         due_s = self._due_s(finding, suspicion)
-        if suspicion.reported is None and same_s >= self._silence_s(finding, suspicion):
+        if suspicion.reported is None and same_s >= self._silence_s(finding):
             suspicion.reported = finding
             orders.append(self._report(finding, stories, now - suspicion.since_s, due_s - now, endable=endable))
         if timeout_s and now >= due_s and endable:
@@ -284,13 +282,13 @@ class HangDetector:
         early = suspicion.warm_up or suspicion.store
         return inf if early else max(self._limits.pause_report_s, 2 * suspicion.still_reported_s)
 
-    def _silence_s(self, finding: Finding, suspicion: _Suspicion) -> float:
+    def _silence_s(self, finding: Finding) -> float:
         """How long all ranks must stay in place before the finding is reported."""
         limits = self._limits
         at_the_end_s = limits.hang_timeout_s or limits.pause_report_s
         if finding.kind is HangKind.PAUSED or finding.busy:
             return at_the_end_s
-        if not finding.slow or suspicion.warm_up:
+        if not finding.slow:
             return 0.0
         # hang_report_s have passed already when the examination starts.
         return min(max(0.0, limits.slow_report_s - limits.hang_report_s), at_the_end_s)
@@ -308,7 +306,7 @@ class HangDetector:
             )
             suspicion.looks, suspicion.next_look_s = 0, now + pause_s
             suspicion.samples.clear()
-            silence_s = self._silence_s(finding, suspicion) if finding is not None else inf
+            silence_s = self._silence_s(finding) if finding is not None else inf
         decisive_s = suspicion.same_since_s + silence_s
         if suspicion.reported is not None and limits.hang_timeout_s and finding is not None:
             decisive_s = self._due_s(finding, suspicion)

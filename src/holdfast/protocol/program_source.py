@@ -145,8 +145,8 @@ def _of_loop(
         return Polling.NOTHING, ""
     tried = _tried(loop, line, functions)
     if tried is not None:
-        caught = ast.unparse(tried.type) if tried.type is not None else "every error"
-        return (Polling.OUTSIDE if "FileNotFoundError" in caught else Polling.RETRY), caught
+        caught = ast.unparse(tried.type) if tried.type is not None else ""
+        return (Polling.OUTSIDE, "a file") if "FileNotFoundError" in caught else (Polling.RETRY, caught)
     here = [name for node in _of_one_function(loop) if _has(node, line) for name in _called_in(node, functions)]
     looking = {name for _, name in looks}
     at_it = line == loop.lineno or any(_SLEEPS.search(name) or name in looking for name in here)
