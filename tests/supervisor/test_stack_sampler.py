@@ -532,7 +532,7 @@ def test_what_other_threads_move_is_counted_apart(board: Board, start: Start) ->
 
     until(moved, lambda: str(seen))
     assert seen[0].main_moved_bytes - first.main_moved_bytes < 1000
-    assert seen[0].awaited_bytes == 0, "of the connection for which the main thread waits"
+    assert seen[0].awaited_bytes < 1000, "of the connection for which the main thread waits"
 
 
 def test_the_exception_that_it_handles(board: Board, start: Start) -> None:
