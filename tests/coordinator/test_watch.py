@@ -266,7 +266,7 @@ def test_the_only_rank_that_is_left_is_named_and_ended() -> None:
     hall.throughput.enter(hall.throughput.ranks[0], Stage.DONE, hall.now)
     report, end = hall.wait(150.0)
     assert isinstance(report, ReportHang)
-    assert (report.finding.kind, report.still_s) == (HangKind.HUNG, pytest.approx(60.0, abs=5.0))
+    assert (report.finding.kind, report.still_s) == (HangKind.HUNG, pytest.approx(19.5, abs=5.0))
     assert report.text.startswith("rank 1 on b is in _shutdown for 31 s; all other ranks have ended\n")
     assert isinstance(end, EndHung)
     assert end.culprit.rank == 1

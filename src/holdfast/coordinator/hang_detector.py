@@ -13,7 +13,7 @@ An examination takes LOOKS samples of all workers. The `examine` function makes 
 |------------------|--------------------------------------------------------------------------------------------|
 | MOVING           | another examination later                                                                  |
 | PAUSED           | the same; reported only after hang_timeout_s without any movement                          |
-| PAUSED, one rank | all other ranks have ended: as HUNG and slow                                               |
+| PAUSED, one rank | all other ranks have ended: as HUNG                                                        |
 | HUNG, STUCK      | reported once, then sampled again; slow: reported after slow_report_s; busy: as PAUSED     |
 | all but MOVING   | the generation is ended after hang_timeout_s without any movement since the same was found |
 | ... and lively   | the same after LATE times hang_timeout_s                                                   |
@@ -378,7 +378,7 @@ def _about_the_last(finding: Finding) -> Finding:
     if finding.kind is not HangKind.PAUSED or not finding.culprits:
         return finding
     text = f"{finding.text}; all other ranks have ended"
-    return structs.replace(finding, kind=HangKind.HUNG, text=text, slow=True)
+    return structs.replace(finding, kind=HangKind.HUNG, text=text)
 
 
 def _first_line(text: str) -> str:
