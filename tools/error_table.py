@@ -27,6 +27,7 @@ started. `holdfast run` never answers bad input with a traceback of its own.
 | {usage} | the caller's fault: bad usage, bad configuration, a missing script |
 | {internal} | a fault of holdfast itself |
 | {requeue} | preempted: please put the job back into the queue |
+| {hung} | the job hung: it was ended by `--hang-timeout`, or by a time-out of its own while holdfast had reported a hang |
 | {no_progress} | restarts did not come past the step that the job had reached before: please do not put it back into the queue |
 
 ## Error codes
@@ -72,6 +73,7 @@ def render() -> str:
         usage=errors.EXIT_USAGE,
         internal=errors.EXIT_INTERNAL,
         requeue=errors.EXIT_REQUEUE,
+        hung=errors.EXIT_HUNG,
         no_progress=errors.EXIT_NO_PROGRESS,
     )
     rows = [

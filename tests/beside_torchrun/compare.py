@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 
-from holdfast.protocol.board_layout import LOOK_MAIN_SIGNAL, LOOK_SIGNAL, PROFILE_SIGNAL
+from holdfast.protocol.board_layout import HANDLED_SIGNAL, LOOK_MAIN_SIGNAL, LOOK_SIGNAL, PROFILE_SIGNAL
 from tests.beside_torchrun.beside import Probe, Side
 
 INTENDED = {
@@ -20,8 +20,10 @@ INTENDED = {
     "fds 2": "the same",
     "fds 600": "memory of the agent's, where a worker's stacks are written when it is looked at",
     "modules": "one more: faulthandler (and __future__)",
-    "caught": "faulthandler shows where a worker crashed, and on two real-time signals where it is; a third is for profiles",
+    "caught": "faulthandler shows where a worker crashed, and on two real-time signals where it is; a third is for profiles, a"
+    " fourth for the exception that it handles",
     f"handlers {PROFILE_SIGNAL}": "begins and ends a profile that counts seconds",
+    f"handlers {HANDLED_SIGNAL}": "writes the exception that the main thread handles, when a hang is examined",
     "parent death signal": "SIGKILL: no worker outlives its agent",
 }
 """Kind and name of a fact, and the reason. Each has a row in docs/differences.md."""
@@ -30,8 +32,9 @@ ADDRESS = re.compile(r" at 0x[0-9a-f]+|(?<=/dev/pts/)\d+")
 BY_NATURE = ("env MASTER_PORT", "env PROBE_DIR", "env PET_LOG_DIR", "env TORCHINDUCTOR_CACHE_DIR")
 """The last one is left in torchrun's own environment when it happens to load torch's compiler."""
 FAULTHANDLER = 0x4E8 | 1 << (LOOK_SIGNAL - 1) | 1 << (LOOK_MAIN_SIGNAL - 1) | 1 << (PROFILE_SIGNAL - 1)
-"""SIGSEGV, SIGFPE, SIGABRT, SIGBUS, SIGILL and the signals that ask for stacks and profiles in SigCgt: all that may
-differ there."""
+FAULTHANDLER |= 1 << (HANDLED_SIGNAL - 1)
+"""SIGSEGV, SIGFPE, SIGABRT, SIGBUS, SIGILL and the signals that ask for stacks, exceptions and profiles in SigCgt: all
+that may differ there."""
 BOOTSTRAPS_MODULES = {"__future__", "faulthandler"}
 """All that may be there in addition."""
 

@@ -11,6 +11,7 @@ from msgspec import structs
 from holdfast.coordinator.coordinator_state import Phase
 from holdfast.coordinator.monitor import EVIDENCE_S, REASON_AFTER_CLOSED_S, STACKS_AFTER_TIMEOUT_S
 from holdfast.protocol import messages as msg
+from holdfast.protocol.errors import EXIT_HUNG
 from holdfast.protocol.outcome import Evidence, Failure, OutcomeKind
 from holdfast.protocol.rank_progress import Finding, Frame, RankSample, RanksAtPlace, RankStory, Standing
 from tests.coordinator.coordinator_desk import Desk, gathering, preparing, running, steps, training
@@ -63,8 +64,8 @@ def test_a_hang_is_told_to_every_node_and_stands_in_the_view() -> None:
 def test_in_a_hang_each_rank_is_where_it_was_found_and_its_age_grows() -> None:
     def examine(stories: Sequence[RankStory]) -> Finding:
         places = (
-            RanksAtPlace((1,), "is in sleep at data.py:17"),
-            RanksAtPlace((0,), "waits in all_reduce at train.py:42"),
+            RanksAtPlace((1,), "is in sleep at data.py:17", Standing.STILL),
+            RanksAtPlace((0,), "waits in all_reduce at train.py:42", Standing.WAITING),
         )
         text = f"rank 1 is in sleep for {max(story.age_s for story in stories):.0f} s"
         return structs.replace(simple_examine(stories), text=text, groups=places)
@@ -102,7 +103,7 @@ def test_the_end_of_a_hang_costs_a_restart_and_names_the_culprit() -> None:
     look_on(desk, 400.0, 1, 2)
     desk.both_say(msg.Stopped(2))
     outcome = desk.machine.outcome
-    assert (outcome.kind, outcome.code, outcome.exit_code) == (OutcomeKind.FAILED, "HF240", 137)
+    assert (outcome.kind, outcome.code, outcome.exit_code) == (OutcomeKind.FAILED, "HF240", EXIT_HUNG)
     assert (outcome.verdict.culprit.rank, outcome.verdict.culprit.host, outcome.verdict.culprit.pid) == (1, "n2", 102)
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 
 import pytest
 from msgspec import structs
 
-from holdfast.coordinator.hang_detector import EndHung, HangDetector, HangOver, ReportHang
+from holdfast.coordinator.hang_detector import EndHung, HangDetector, HangOver, ReportHang, ReportStill
 from holdfast.protocol.policy import Limits
 from holdfast.protocol.rank_progress import Finding, HangKind, Stage
-from tests.coordinator.watch_desk import ALONE, HUNG, MOVING, PAUSED, STUCK, Hall, training
+from tests.coordinator.watch_desk import ALONE, HUNG, LIVELY, MOVING, PAUSED, STUCK, Hall, training
 
 # --- suspicion --------------------------------------------------------------------------------------------------------
 
@@ -41,20 +42,20 @@ def test_a_slow_answer_puts_the_next_look_off() -> None:
     assert hall.looks[:3] == [70.0, 75.0, 80.0]
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
-def test_the_first_steps_may_take_as_long_as_they_like_while_somebody_works(number: int) -> None:
+@pytest.mark.parametrize(("number", "again_s"), [(0, 124.5), (1, 94.5), (2, 94.5)])
+def test_the_first_steps_may_take_as_long_as_they_like_while_somebody_works(number: int, again_s: float) -> None:
     """They are looked at every minute: a compilation moves."""
     hall = Hall(finding=MOVING)
     hall.progress(Stage.STEPPING if number else Stage.READY, number)
     assert hall.wait(4000.0) == []
-    assert hall.looks[:4] == [60.0, 62.0, 64.0, 124.5]
+    assert hall.looks[:4] == [60.0, 62.0, 64.0, again_s]
 
 
 @pytest.mark.parametrize("number", [0, 1, 2])
 def test_a_hang_before_the_third_step_is_reported_and_ended_by_the_time_out(number: int) -> None:
     hall = Hall(report_s=15.0)
     hall.progress(Stage.STEPPING if number else Stage.READY, number)
-    assert hall.wait(59.0) == []
+    assert hall.wait(14.0) == []
     report = hall.report(8.0)
     assert "if nothing moves for another 296 s" in report.text
     assert isinstance(hall.wait(400.0)[-1], EndHung)
@@ -81,12 +82,81 @@ def test_a_hang_of_a_script_that_counts_no_steps_is_over_when_somebody_works() -
     assert hall.wait(1000.0) == []
 
 
-def test_a_pause_before_the_third_step_is_told_and_ends_nothing() -> None:
-    """A server that waits for requests: nobody says that it trains at all."""
+def test_a_pause_before_the_first_step_is_reported_and_ends_nothing() -> None:
+    """A server that waits for requests: nothing shows that it trains at all."""
     hall = Hall(finding=PAUSED)
     hall.progress(Stage.READY)
     report = hall.report(3000.0)
-    assert "it is left alone before its first steps" in report.text
+    assert "it is left alone before its first step" in report.text
+
+
+@pytest.mark.parametrize("number", [1, 2])
+def test_a_pause_after_one_step_is_ended(number: int) -> None:
+    hall = Hall(finding=PAUSED)
+    hall.progress(Stage.STEPPING, number)
+    assert isinstance(hall.wait(3000.0)[-1], EndHung)
+
+
+def test_the_last_rank_is_ended_although_no_step_was_made() -> None:
+    """All others have ended, so no request can come: a thread that does not end, in a script without an optimizer."""
+    hall = Hall(finding=ALONE)
+    hall.progress(Stage.READY)
+    done = hall.throughput.of("a#1", 0)
+    assert done is not None
+    hall.throughput.enter(done, Stage.DONE, hall.now)
+    assert isinstance(hall.wait(3000.0)[-1], EndHung)
+
+
+class TestLively:
+    """A rank that may go on by itself."""
+
+    def test_it_is_ended_after_six_times_the_time_out(self) -> None:
+        hall = training(finding=LIVELY, timeout_s=100.0)
+        (report,) = hall.wait(60.0 + 590.0)
+        assert isinstance(report, ReportHang)
+        assert "another 596 s" in report.text
+        (end,) = hall.wait(30.0)
+        assert isinstance(end, EndHung)
+        assert "(--hang-timeout 100, 6 times)" in end.text
+
+    def test_it_is_reported_at_the_time_out_if_it_pauses(self) -> None:
+        hall = training(finding=structs.replace(PAUSED, lively=True), timeout_s=100.0)
+        assert hall.wait(60.0 + 95.0) == []
+        hall.report(30.0)
+
+    def test_the_time_out_counts_from_the_newest_sign_of_life(self) -> None:
+        hall = training(finding=LIVELY, timeout_s=100.0)
+        hall.wait(60.0 + 200.0)
+        hall.finding = HUNG
+        assert hall.wait(70.0) == []
+        assert isinstance(hall.wait(50.0)[-1], EndHung)
+
+    def test_signs_of_life_that_come_and_go_put_the_end_off_but_not_for_ever(self) -> None:
+        hall = training(finding=LIVELY, timeout_s=100.0)
+        hall.wait(60.0)
+        while not hall.orders or not isinstance(hall.orders[-1], EndHung):
+            hall.finding = LIVELY if hall.finding is HUNG else HUNG
+            hall.wait(30.0)
+        assert 60.0 + 600.0 <= hall.now <= 60.0 + 700.0
+
+
+class TestWorkWithoutSteps:
+    """Traffic and processor time show work, and may be noise."""
+
+    def test_the_time_without_a_step_is_reported_and_again_when_it_has_doubled(self) -> None:
+        hall = training(finding=MOVING)
+        reports = hall.wait(2000.0)
+        assert all(isinstance(report, ReportStill) for report in reports)
+        times = [report.still_s for report in reports if isinstance(report, ReportStill)]
+        assert len(times) == 3
+        assert times[0] >= 300.0
+        assert all(later >= 2 * earlier for earlier, later in itertools.pairwise(times))
+        assert reports[0].text.endswith(": rank 1 works")
+
+    def test_it_is_no_hang(self) -> None:
+        hall = training(finding=MOVING)
+        hall.wait(2000.0)
+        assert hall.watch.standing(hall.now) is None
 
 
 def test_a_start_may_take_as_long_as_it_likes() -> None:
@@ -196,7 +266,7 @@ def test_the_only_rank_that_is_left_is_named_and_ended() -> None:
     hall.throughput.enter(hall.throughput.ranks[0], Stage.DONE, hall.now)
     report, end = hall.wait(150.0)
     assert isinstance(report, ReportHang)
-    assert (report.finding.kind, report.still_s) == (HangKind.HUNG, pytest.approx(60.0, abs=5.0))
+    assert (report.finding.kind, report.still_s) == (HangKind.HUNG, pytest.approx(19.5, abs=5.0))
     assert report.text.startswith("rank 1 on b is in _shutdown for 31 s; all other ranks have ended\n")
     assert isinstance(end, EndHung)
     assert end.culprit.rank == 1
@@ -261,7 +331,7 @@ def test_a_step_before_it_was_told_ends_it_in_silence() -> None:
 
 def test_who_moves_is_looked_at_later() -> None:
     hall = training(finding=MOVING)
-    assert hall.wait(5000.0) == []
+    assert hall.wait(290.0) == []
     assert hall.looks[:6] == [70.0, 72.0, 74.0, 104.5, 106.5, 108.5]
 
 

@@ -30,6 +30,7 @@ HUNG = Finding(
     groups=(RanksAtPlace((1,), "in sleep"), RanksAtPlace((0,), "in all_reduce")),
     signature="s",
 )
+LIVELY = structs.replace(HUNG, lively=True)
 STUCK = Finding(kind=HangKind.STUCK, code="HF241", text="all wait in all_reduce", signature="s")
 PAUSED = Finding(kind=HangKind.PAUSED, code="", text="nobody waits for anybody", signature="s")
 ALONE = structs.replace(PAUSED, code="HF246", text="rank 1 on b is in _shutdown for 31 s", culprits=(1,))

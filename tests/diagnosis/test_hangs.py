@@ -12,7 +12,7 @@ import pytest
 from msgspec import structs
 
 from holdfast.diagnosis.hangs import examine
-from holdfast.protocol.rank_progress import Finding, Frame, HangKind, RankSample, RankStory
+from holdfast.protocol.rank_progress import Finding, Frame, HangKind, KernelWait, Polling, RankSample, RankStory
 
 DATA = tomllib.loads((Path(__file__).parent / "hangs.toml").read_text())
 SITE = "/env/lib/python3.11/site-packages"
@@ -58,6 +58,17 @@ class Rank:
     disk: bool = False
     copies: bool = False
     note: str = ""
+    broken_child: bool = False
+    waits_for: KernelWait = KernelWait.UNKNOWN
+    child_awaited: bool = False
+    prints: int = 0
+    """Bytes that its main thread writes between two samples."""
+    hears: int = 0
+    """Bytes between two samples, over the connection for which its main thread waits."""
+    thread_hears: int = 0
+    """The same for one of its other threads."""
+    polled: Polling = Polling.NOTHING
+    polls: str = ""
     source: str = ""
     samples: int = 3
     gap_s: float = 1.7
@@ -65,6 +76,8 @@ class Rank:
 
 def rank_of(stack: str | None = None, stacks: Sequence[str] = (), **more: Any) -> Rank:
     """A rank of hangs.toml."""
+    enums = {"polled": Polling, "waits_for": KernelWait}
+    more |= {name: enums[name](value) for name, value in more.items() if name in enums}
     return Rank([STACKS[name] for name in (stacks if stack is None else [stack] * 3)], **more)
 
 
@@ -92,6 +105,15 @@ def story(number: int, rank: Rank) -> RankStory:
             wanted_s=index * (1.6 if rank.starved else 0.75 if rank.hindered else 0.3),
             children_wanted_s=index * (1.6 if rank.starved_children else 0.1 if rank.stolen else 0.3),
             stolen_s=index * 1.4 * rank.stolen,
+            waits_for=rank.waits_for,
+            child_awaited=rank.child_awaited,
+            main_moved_bytes=index * (50_000_000 if rank.copies else rank.saves // 2),
+            main_wrote_bytes=index * rank.prints,
+            awaited_bytes=index * rank.hears,
+            threads_awaited_bytes=index * rank.thread_hears,
+            broken_child=rank.broken_child,
+            polled=rank.polled,
+            polls=rank.polls,
         )
         for index, frames in enumerate(rank.frames)
     )
@@ -107,7 +129,7 @@ def test_what_is_found(case: dict[str, Any]) -> None:
     odd = {int(number): rank_of(**rank) for number, rank in case.get("rank", {}).items()}
     finding = found(odd, rank_of(**case.get("others", {"stack": "all_reduce"})), case.get("world", 8))
     assert (finding.kind, finding.code) == (HangKind(case["kind"]), case["code"]), finding
-    for field in ("busy", "slow"):
+    for field in ("busy", "slow", "lively"):
         assert getattr(finding, field) == case.get(field, getattr(finding, field))
     assert finding.culprits == tuple(case.get("culprits", finding.culprits))
     assert case.get("words", "") in finding.text
@@ -140,9 +162,14 @@ class TestPolling:
         assert one.signature == found({3: Rank([self.SLEEP, self.LOOK, self.SLEEP])}).signature
 
     @pytest.mark.parametrize("what", ["busy", "stirs"])
-    def test_with_processor_time_it_is_work(self, what: str) -> None:
+    def test_processor_time_alone_is_no_work_and_its_end_is_put_off(self, what: str) -> None:
         rank = replace(Rank([self.LOOK, self.SLEEP, self.LOOK]), **{what: True})  # type: ignore[arg-type]
-        assert found({3: rank}).kind is HangKind.MOVING
+        finding = found({3: rank})
+        assert (finding.kind, finding.culprits, finding.lively, finding.busy) == (HangKind.HUNG, (3,), True, False)
+
+    def test_rank_0_that_computes_in_a_loop_while_the_others_wait_in_a_barrier_works(self) -> None:
+        rank = Rank([self.LOOK, self.SLEEP, self.LOOK], busy=True)
+        assert found({0: rank}, rank_of("barrier")).kind is HangKind.MOVING
 
     def test_on_a_disk_it_is_work(self) -> None:
         assert found({3: Rank([self.LOOK, self.SLEEP, self.LOOK], "D")}).kind is HangKind.MOVING

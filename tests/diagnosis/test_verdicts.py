@@ -8,6 +8,7 @@ from msgspec import structs
 from holdfast.diagnosis.causes import judge
 from holdfast.diagnosis.causes.find import rules
 from holdfast.diagnosis.screen import render
+from holdfast.protocol.errors import EXIT_HUNG
 from holdfast.protocol.outcome import Evidence, Failure, Outcome, OutcomeKind, job_exit_code
 from holdfast.protocol.rank_progress import Finding, Frame, HangKind, RankSample, RankStory
 from tests.corpus.telling import GLOO_CLOSED, SITE, cut, fails, named, watchdog
@@ -35,6 +36,30 @@ def test_a_hang_names_who_was_waited_for() -> None:
         == "rank 3 on a is in time.sleep at data.py:17 for 71 s; 7 others wait in all_reduce at train.py:42"
     )
     assert verdict.advice
+
+
+def test_the_rank_that_hung_is_shown_with_its_stack_and_its_last_output() -> None:
+    hung = structs.replace(fails(3, code=-9), stack="Stack (most recent call last):\n    time.sleep(3600)")
+    end = structs.replace(fails(3, code=-15, late=True), stderr_tail="shard 17 is late", step=7)
+    verdict = judge(evidence(end, hang=HANG, hung=hung))
+    assert verdict.culprit is not None
+    assert (verdict.culprit.stderr_tail, verdict.culprit.step) == ("shard 17 is late", 7)
+    assert verdict.collateral == (), "its end is no victim of itself"
+    shown = render(Outcome(kind=OutcomeKind.FAILED, exit_code=EXIT_HUNG, code="HF240", verdict=verdict), "/runs/x")
+    assert shown.splitlines()[-5:] == [
+        "where rank 3 hung:",
+        "Stack (most recent call last):",
+        "    time.sleep(3600)",
+        "last lines of rank 3's stderr:",
+        "shard 17 is late",
+    ]
+
+
+def test_after_a_hang_there_is_one_exit_code() -> None:
+    """Whether the time-out ended it, or a watchdog of torch, or after an exception that did not end the process."""
+    raised = fails(3, MISSING, code=-15, late=True)
+    hangs = [evidence(hang=HANG, hung=fails(3, code=-9)), evidence(watchdog(0), hang=HANG), evidence(raised, hang=HANG)]
+    assert {job_exit_code(judge(each)) for each in hangs} == {EXIT_HUNG}
 
 
 def test_a_hang_after_an_exception_is_the_exception() -> None:

@@ -167,6 +167,12 @@ HANGS = {
     "regex": ("HF240", "rank 1 on node1 is in match at hang_rank.py:"),
     "native": ("HF240", "rank 1 on node1 is in native at hang_rank.py:"),
     "loader": ("HF243", "rank 1 on node1 waits for its data loader at hang_rank.py:"),
+    "event_and_metrics": ("HF240", "rank 1 on node1 is in wait at hang_rank.py:"),
+    "silent_peer_and_metrics": ("HF240", "rank 1 on node1 is in silent_peer_and_metrics at hang_rank.py:"),
+    "lock_and_sampler": ("HF240", "rank 1 on node1 is in lock_and_sampler at hang_rank.py:"),
+    "loop_over_functions": ("HF240", "rank 1 on node1 is in "),
+    "refused": ("HF240", "rank 1 on node1 is in "),
+    "handles": ("HF240", "rank 1 on node1 is in wait at hang_rank.py:"),
     "dead_queue": ("HF243", "rank 1 on node1 waits for another process at hang_rank.py:"),
 }
 
@@ -182,6 +188,7 @@ def test_the_rank_that_hangs_is_named(job: Job, word: str) -> None:
     assert finding.text.partition("; 2 others")[2].startswith(" wait in all_reduce at hang_rank.py:"), finding.text
     assert "is stopped" in finding.text or word != "loader"
     assert "is dead" in finding.text or word != "dead_queue"
+    assert "handling ValueError: shard 17 is corrupt, raised at hang_rank.py:" in finding.text or word != "handles"
     if word in ("asleep", "spin_over_two_lines"):
         assert job.found(HangKind.HUNG).signature == finding.signature
     job.rejoins(ODD)
@@ -205,6 +212,18 @@ def test_evaluation_on_one_rank_is_no_hang(job: Job) -> None:
     finding = job.found(HangKind.MOVING)
     assert finding.text.startswith("rank 0 on node0 is in forward at hang_rank.py:"), finding.text
     job.rejoins(0)
+
+
+def test_a_rank_that_polls_a_file_pauses(job: Job) -> None:
+    for rank in range(WORLD):
+        job.tell(rank, "polls_a_file" if rank == 0 else "barrier")
+    finding = job.found(HangKind.PAUSED)
+    assert (finding.culprits, finding.lively) == ((0,), True), finding
+    assert finding.text.startswith("rank 0 on node0 is polling os.path.exists at hang_rank.py:"), finding.text
+    job.release(0)
+    assert job.hear(0) == "ok"
+    job.tell(0, "barrier")
+    job.all_are_done()
 
 
 def test_evaluation_on_all_ranks_is_no_hang(job: Job) -> None:

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import ast
-
 import pytest
 
 from holdfast.protocol.rank_progress import (
     FRAMES_MAX,
     THREADS_MAX,
     Frame,
-    is_inside,
     is_library,
     main_thread,
     program_frame,
     program_threads,
-    wanted_at,
 )
 
 TWO_THREADS = """\
@@ -125,46 +121,3 @@ def test_a_program_that_is_an_installed_package() -> None:
 def test_of_one_thread_alone() -> None:
     text = 'Stack (most recent call first):\n  File "/job/t.py", line 3 in f\n  File "/job/t.py", line 9 in <module>\n'
     assert [frame.line for frame in main_thread(text)] == [3, 9]
-
-
-PROGRAM = ast.parse(
-    """\
-def save(self):
-    with self.lock:
-        write()
-    rest()
-def save_by_hand(self):
-    self.lock.acquire()
-    try:
-        write()
-    finally:
-        self.lock.release()
-    rest()
-def step(self):
-    with self.lock:
-        pass
-    with open(path) as file, other:
-        read(file)
-    if self.lock.acquire(timeout=3):
-        pass
-with short: pass
-"""
-)
-
-
-def test_the_lock_that_a_line_takes() -> None:
-    taken = {line: wanted_at(PROGRAM, line) for line in range(1, 20)}
-    assert {line: lock for line, lock in taken.items() if lock} == {
-        2: "self.lock",
-        6: "self.lock",
-        13: "self.lock",
-        15: "other",
-        17: "self.lock",
-        19: "short",
-    }
-
-
-def test_who_is_inside_of_it() -> None:
-    assert [line for line in range(1, 20) if is_inside(PROGRAM, line, "self.lock")] == [3, 7, 8, 9, 10, 14, 18]
-    assert [line for line in range(1, 20) if is_inside(PROGRAM, line, "other")] == [16]
-    assert not any(is_inside(PROGRAM, line, "lock") for line in range(1, 20)), "other words may be another lock"

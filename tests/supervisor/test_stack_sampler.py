@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.linux import process_stat
 from holdfast.protocol.board_layout import LOOK_SIGNAL
-from holdfast.protocol.rank_progress import RankSample
+from holdfast.protocol.rank_progress import KernelWait, RankSample
 from holdfast.supervisor import processes
 from holdfast.supervisor import stack_sampler as stack_sampler_module
 from holdfast.supervisor.board import Board
@@ -468,3 +468,92 @@ def test_a_disk_that_stalls_is_waited_for_by_one_thread(
         assert len(stalled) == 1
     finally:
         free.set()
+
+
+WAITS = {
+    "a sleep": ("time.sleep(600)", KernelWait.SLEEP),
+    "a lock": ("lock = threading.Lock(); lock.acquire(); print('up'); lock.acquire()", KernelWait.THREAD),
+    "an event": ("threading.Event().wait()", KernelWait.THREAD),
+    "a child": ("subprocess.Popen(['sleep', '600']).wait()", KernelWait.CHILD),
+    "a pipe": ("os.read(os.pipe()[0], 1)", KernelWait.CHILD),
+    "a peer": ("socket.create_connection(server.getsockname()).recv(1)", KernelWait.SOCKET),
+    "a peer, with a time-out": (
+        "peer = socket.create_connection(server.getsockname()); peer.settimeout(600); print('up'); peer.recv(1)",
+        KernelWait.SOCKET,
+    ),
+}
+IMPORTS = (
+    "import os, socket, subprocess, threading, time\nserver = socket.create_server(('127.0.0.1', 0))\nprint('up')\n"
+)
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_what_the_main_thread_waits_for(board: Board, start: Start, name: str) -> None:
+    line, waits_for = WAITS[name]
+    process = start(IMPORTS + line)
+    seen = [KernelWait.UNKNOWN]
+
+    def waits() -> bool:
+        seen[:] = [look(board, process)[0].waits_for]
+        return seen == [waits_for]
+
+    until(waits, lambda: str(seen))
+    for child in processes.families({process.pid: b""})[process.pid]:
+        os.kill(child.pid, signal.SIGKILL)
+
+
+MOVES = """
+import socket, threading, time
+server = socket.create_server(('127.0.0.1', 0))
+sender = socket.create_connection(server.getsockname())
+receiver, _ = server.accept()
+def send():
+    with open('/dev/null', 'wb', buffering=0) as file:
+        while True:
+            sender.sendall(bytes(1000))
+            file.write(bytes(1000))
+            time.sleep(0.01)
+threading.Thread(target=send, daemon=True).start()
+silent = socket.create_connection(server.getsockname())
+print('up')
+silent.recv(1)
+"""
+
+
+def test_what_other_threads_move_is_counted_apart(board: Board, start: Start) -> None:
+    process = start(MOVES)
+    (first,) = look(board, process)
+    seen = [first]
+
+    def moved() -> bool:
+        seen[:] = look(board, process)
+        both = seen[0].moved_bytes - first.moved_bytes, seen[0].talked_bytes - first.talked_bytes
+        return min(both) > 10_000 and seen[0].waits_for is KernelWait.SOCKET
+
+    until(moved, lambda: str(seen))
+    assert seen[0].main_moved_bytes - first.main_moved_bytes < 1000
+    assert seen[0].awaited_bytes < 1000, "of the connection for which the main thread waits"
+
+
+def test_the_exception_that_it_handles(board: Board, start: Start) -> None:
+    """It is asked once, and goes on to wait."""
+    source = "import threading\nprint('up')\ntry:\n    raise ValueError('shard 17\\nis corrupt')\n"
+    process = start(source + "except ValueError:\n    threading.Event().wait()\n")
+    seen: list[RankSample] = []
+
+    def waits() -> bool:
+        seen[:] = look(board, process, times=3)
+        return bool(seen[0].handles)
+
+    until(waits, lambda: str(seen))
+    assert seen[0].handles.startswith("ValueError: shard 17 is corrupt, raised at ")
+    assert seen[0].handles.endswith(".py:4")
+    assert seen[0].frames[-1].line == 6
+    assert process.poll() is None
+
+
+@pytest.mark.parametrize("end", ["time.sleep(600)", "try:\n    time.sleep(600)\nexcept ValueError:\n    pass"])
+def test_without_an_exception_nothing_is_handled(board: Board, start: Start, end: str) -> None:
+    process = start("import time\nprint('up')\n" + end)
+    assert look(board, process, times=2)[0].handles == ""
+    assert process.poll() is None

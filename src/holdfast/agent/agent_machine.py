@@ -314,6 +314,7 @@ class AgentMachine(AgentActs):
             if stop.text:
                 self._out.append(Say(stop.text))
             self._stop(now, signal.SIGTERM)
+            current.hung = stop.hung
             if stop.reason is StopReason.HUNG:
                 current.kill_at_s = min(current.kill_at_s, now + self.limits.hang_grace_s)
         elif self.work is Work.KILLING:
@@ -494,8 +495,8 @@ class AgentMachine(AgentActs):
 
     def _on_failure(self, current: LocalGeneration, failure: Failure, *, bare: bool, generation: int = 0) -> None:
         """Report a failure. A worker that failed before the order to stop arrived may be the culprit. One that failed
-        after it may be the culprit only if it raised an exception."""
-        if failure.after_stop and not failure.error_type:
+        after it may be the culprit only if it raised an exception, or caused the hang for which all are stopped."""
+        if failure.after_stop and not failure.error_type and (bare or failure.rank != current.hung):
             return
         if not bare:
             self._report(WorkersFailed(generation or current.generation, (failure,)))

@@ -264,6 +264,8 @@ class LocalGeneration:
     """All ranks were done, and their remaining processes are gone."""
     stopped: bool = False
     """The order to stop has arrived."""
+    hung: int | None = None
+    """The rank that caused the hang for which it is stopped."""
     following: Assign | None = None
     """This node's place in the next generation, which that order announced."""
 

@@ -141,7 +141,7 @@ def show_end(folder: Path, outcome: Outcome, chosen: argparse.Namespace) -> None
 def watch(entries: list[RunningAgent], interval_s: float, chosen: argparse.Namespace) -> None:
     """Show the status until the job ends or Ctrl-C is pressed."""
     live = sys.stdout.isatty() and not chosen.json
-    text = ""
+    text, has_ended = "", False
     if live:
         print(SCREEN_ON, end="", flush=True)
     try:
@@ -156,7 +156,7 @@ def watch(entries: list[RunningAgent], interval_s: float, chosen: argparse.Names
                 print(f"{CLEAR}{text}" if live else f"{text}\n", flush=True)
             time.sleep(max(0.0, interval_s - (time.monotonic() - began_s)))
     except NoRunError:
-        ending = end_of_any(entries)
+        ending, has_ended = end_of_any(entries), True
         text = f"{text}\n\n{ending}" if live else ending
     except KeyboardInterrupt:
         pass
@@ -164,7 +164,7 @@ def watch(entries: list[RunningAgent], interval_s: float, chosen: argparse.Names
         if live:
             print(SCREEN_OFF, end="", flush=True)
     if text and (live or not chosen.json):
-        print(text if live or text.startswith("run ") else "", flush=True)
+        print(text if live or has_ended else "", flush=True)
 
 
 def end_of_any(entries: list[RunningAgent]) -> str:

@@ -354,9 +354,10 @@ class CoordinatorActs:
         self._regrouping.judged = True  # by the end of this generation
         announced = self._announced = self._announcement(world, reason)
         self._enter(now, Phase.STOPPING)
+        hung = world.hung.rank if world.hung is not None and reason is StopReason.HUNG else None
         for member in [self.members[name] for name in world.order if name in self.members]:
             place = announced.places[member.name] if announced is not None and member.revision else None
-            self._tell(member, Stop(world.generation, reason, text, place))
+            self._tell(member, Stop(world.generation, reason, text, place, hung))
         self._note("stopping", generation=world.generation, reason=reason.value, text=text)
 
     def _exclude(self, excluded: Iterable[Waiting]) -> None:

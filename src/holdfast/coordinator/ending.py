@@ -129,6 +129,7 @@ def after_stop(world: World, budget: Budget, judge: Judge) -> Again | Outcome:
     if isinstance(decision, Retry):
         return Again(decision.backoff_s, verdict)
     verdict = judge(_evidence(world, budget, decision.reason))
+    verdict = structs.replace(verdict, hang=verdict.hang or world.stop_reason is StopReason.HUNG)
     return Outcome(kind=OutcomeKind.FAILED, exit_code=job_exit_code(verdict), code=verdict.code, verdict=verdict)
 
 

@@ -5,7 +5,7 @@
 An examination starts when
 - a rank has made three steps, and then no rank made one for max(hang_report_s, hang_steps × the median step);
 - a rank waits for the process group, and no rank has reached a new stage of start-up for hang_report_s;
-- the process group is ready, and no rank has made one of the first three steps for slow_report_s.
+- the process group is ready, and no rank has made one of the first three steps for hang_report_s.
 
 An examination takes LOOKS samples of all workers. The `examine` function makes a Finding of them:
 
@@ -13,12 +13,16 @@ An examination takes LOOKS samples of all workers. The `examine` function makes 
 |------------------|--------------------------------------------------------------------------------------------|
 | MOVING           | another examination later                                                                  |
 | PAUSED           | the same; reported only after hang_timeout_s without any movement                          |
-| PAUSED, one rank | all other ranks have ended: as HUNG and slow                                               |
+| PAUSED, one rank | all other ranks have ended: as HUNG                                                        |
 | HUNG, STUCK      | reported once, then sampled again; slow: reported after slow_report_s; busy: as PAUSED     |
 | all but MOVING   | the generation is ended after hang_timeout_s without any movement since the same was found |
+| ... and lively   | the same after LATE times hang_timeout_s                                                   |
 
-The generation is not ended while a missing rank computes, nor for a pause before the third step: up to then nothing
-shows that the script trains at all.
+The generation is not ended while a missing rank computes, nor for a pause before the first step unless another rank has
+ended: up to then nothing shows that the script trains at all.
+
+Whatever is found, the time without a step is reported after pause_report_s, and again when it has doubled: work that no
+step follows may be noise.
 """
 
 from __future__ import annotations
@@ -35,6 +39,9 @@ from holdfast.protocol.policy import Limits
 from holdfast.protocol.rank_progress import Examine, Finding, HangKind, RankSample, RankStory, Stage
 from holdfast.text import listed
 
+LATE = 6
+"""Where the awaited rank may go on by itself, the time-out is this many times as long. With the default of 300 s these
+are the 30 minutes after which torch's collectives give up."""
 LOOKS = 3
 """Samples of one examination, look_gap_s apart."""
 LOOKS_MAX = 6
@@ -79,7 +86,14 @@ class EndHung(Struct, frozen=True):
     culprit: RankStory | None
 
 
-Order = LookNow | ReportHang | HangOver | EndHung
+class ReportStill(Struct, frozen=True):
+    """Report for how long no rank has made a step, although ranks work."""
+
+    text: str
+    still_s: float
+
+
+Order = LookNow | ReportHang | HangOver | EndHung | ReportStill
 
 
 @dataclass(slots=True)
@@ -100,7 +114,11 @@ class _Suspicion:
     signature: str = ""
     same_since_s: float = 0.0
     """No rank has moved since, as far as the samples show."""
+    lively_s: float = -inf
+    """When something last showed that the awaited rank may go on by itself."""
     reported: Finding | None = None
+    still_reported_s: float = 0.0
+    """The time without a step that was reported last."""
 
     @property
     def seen_once(self) -> bool:
@@ -134,7 +152,7 @@ class HangDetector:
         since_s = self._still_since_s()
         if since_s is None:
             return inf
-        return since_s + (self._limits.slow_report_s if self._throughput.warms_up else self._patience_s)
+        return since_s + self._patience_s
 
     def advance(self, now: float) -> LookNow | None:
         if now < self.due_s():
@@ -200,52 +218,77 @@ class HangDetector:
     # ---------------------------------------------------------------- what was found
 
     def _conclude(self, now: float, suspicion: _Suspicion) -> list[Order]:
-        timeout_s = self._limits.hang_timeout_s
         stories = self._stories(now, suspicion)
         finding = self._find(now, suspicion, stories)
         if finding.kind is HangKind.MOVING or not any(story.samples for story in stories):
-            return self._goes_on(now, suspicion)
+            return self._goes_on(now, suspicion, finding)
         if finding.signature != suspicion.signature:
             suspicion.signature, suspicion.same_since_s = finding.signature, suspicion.began_s
         same_s = now - suspicion.same_since_s
         orders: list[Order] = []
-        endable = not finding.busy and not (suspicion.warm_up and finding.kind is HangKind.PAUSED)
-        if suspicion.reported is None and same_s >= self._silence_s(finding, suspicion):
+        endable = not finding.busy and not (finding.kind is HangKind.PAUSED and self._may_serve(suspicion))
+        if finding.lively:
+            suspicion.lively_s = now
+        timeout_s = self._limits.hang_timeout_s
+        due_s = self._due_s(finding, suspicion)
+        if suspicion.reported is None and same_s >= self._silence_s(finding):
             suspicion.reported = finding
-            orders.append(self._report(finding, stories, now - suspicion.since_s, same_s, endable=endable))
-        if timeout_s and same_s >= timeout_s and endable:
+            orders.append(self._report(finding, stories, now - suspicion.since_s, due_s - now, endable=endable))
+        if timeout_s and now >= due_s and endable:
             first = next((story for story in stories if story.rank in finding.culprits), None)
-            text = f"nothing has moved for {same_s:.0f} s (--hang-timeout {timeout_s:g}): {_first_line(finding.text)}"
+            limit = f"--hang-timeout {timeout_s:g}" + (f", {LATE} times" if finding.lively else "")
+            text = f"nothing has moved for {same_s:.0f} s ({limit}): {_first_line(finding.text)}"
             suspicion.next_look_s = inf
             return [*orders, EndHung(finding, text, first)]
         self._look_again(now, suspicion, finding)
         return orders
 
+    def _due_s(self, finding: Finding, suspicion: _Suspicion) -> float:
+        """When the generation is ended. Signs of life come and go: the time-out counts from the newest one, up to LATE
+        times as long."""
+        latest_s = suspicion.same_since_s + LATE * self._limits.hang_timeout_s
+        since_s = max(suspicion.same_since_s, suspicion.lively_s)
+        return latest_s if finding.lively else min(latest_s, since_s + self._limits.hang_timeout_s)
+
+    def _may_serve(self, suspicion: _Suspicion) -> bool:
+        """Whether the script may be a server that waits for requests: no rank has made a step or ended."""
+        throughput = self._throughput
+        return suspicion.warm_up and not throughput.stepped and not throughput.in_stage[Stage.DONE]
+
     def _find(self, now: float, suspicion: _Suspicion, stories: Sequence[RankStory]) -> Finding:
         finding = self._examine(stories)
         if suspicion.store:
             return self._about_the_group(finding, now - suspicion.since_s, suspicion.reach)
-        if len(stories) < len(self._throughput.ranks) and not suspicion.warm_up:
+        if len(stories) < len(self._throughput.ranks):
             return _about_the_last(finding)
         return finding
 
-    def _goes_on(self, now: float, suspicion: _Suspicion) -> list[Order]:
+    def _goes_on(self, now: float, suspicion: _Suspicion, finding: Finding) -> list[Order]:
         """A rank makes progress. While no steps are counted, only this shows the end of a hang that was reported."""
-        over: list[Order] = []
+        orders: list[Order] = []
+        still_s = now - suspicion.since_s
         if suspicion.warm_up and suspicion.reported is not None:
-            over.append(HangOver(suspicion.reported, now - suspicion.since_s))
+            orders.append(HangOver(suspicion.reported, still_s))
             suspicion.reported = None
+        elif finding.kind is HangKind.MOVING and finding.text and still_s >= self._still_report_s(suspicion):
+            suspicion.still_reported_s = still_s
+            orders.append(ReportStill(f"no step for {still_s:.0f} s: {_first_line(finding.text)}", still_s))
         suspicion.signature = ""
         self._look_again(now, suspicion, None)
-        return over
+        return orders
 
-    def _silence_s(self, finding: Finding, suspicion: _Suspicion) -> float:
+    def _still_report_s(self, suspicion: _Suspicion) -> float:
+        """The time without a step that is reported next. A script that has made no steps may make none at all."""
+        early = suspicion.warm_up or suspicion.store
+        return inf if early else max(self._limits.pause_report_s, 2 * suspicion.still_reported_s)
+
+    def _silence_s(self, finding: Finding) -> float:
         """How long all ranks must stay in place before the finding is reported."""
         limits = self._limits
         at_the_end_s = limits.hang_timeout_s or limits.pause_report_s
         if finding.kind is HangKind.PAUSED or finding.busy:
             return at_the_end_s
-        if not finding.slow or suspicion.warm_up:
+        if not finding.slow:
             return 0.0
         # hang_report_s have passed already when the examination starts.
         return min(max(0.0, limits.slow_report_s - limits.hang_report_s), at_the_end_s)
@@ -258,11 +301,15 @@ class HangDetector:
             suspicion.began_s = suspicion.next_look_s
             silence_s = limits.hang_timeout_s or limits.pause_report_s
         else:
-            pause_s = limits.slow_report_s if suspicion.warm_up else limits.look_moving_s
+            pause_s = (
+                limits.slow_report_s if suspicion.warm_up and not self._throughput.stepped else limits.look_moving_s
+            )
             suspicion.looks, suspicion.next_look_s = 0, now + pause_s
             suspicion.samples.clear()
-            silence_s = self._silence_s(finding, suspicion) if finding is not None else inf
+            silence_s = self._silence_s(finding) if finding is not None else inf
         decisive_s = suspicion.same_since_s + silence_s
+        if suspicion.reported is not None and limits.hang_timeout_s and finding is not None:
+            decisive_s = self._due_s(finding, suspicion)
         if suspicion.signature and now < decisive_s < suspicion.next_look_s:
             suspicion.next_look_s = decisive_s
 
@@ -302,7 +349,7 @@ class HangDetector:
         )
 
     def _report(
-        self, finding: Finding, stories: Sequence[RankStory], still_s: float, same_s: float, *, endable: bool
+        self, finding: Finding, stories: Sequence[RankStory], still_s: float, left_s: float, *, endable: bool
     ) -> ReportHang:
         by_rank = {story.rank: story for story in stories}
         shown = [*finding.culprits, *(place.ranks[0] for place in finding.groups if place.ranks)]
@@ -315,17 +362,14 @@ class HangDetector:
         if files:
             rank, file = next(iter(files.items()))
             lines.append(f"stacks of rank {rank}, on {by_rank[rank].host}: {file}")
-        timeout_s = self._limits.hang_timeout_s
-        if not timeout_s:
+        if not self._limits.hang_timeout_s:
             lines.append("it is left alone (--hang-timeout 0)")
         elif not endable:
             lines.append(
-                "it is left alone while it is at work" if finding.busy else "it is left alone before its first steps"
+                "it is left alone while it is at work" if finding.busy else "it is left alone before its first step"
             )
-        elif same_s < timeout_s:
-            lines.append(
-                f"if nothing moves for another {timeout_s - same_s:.0f} s its workers are ended (--hang-timeout)"
-            )
+        elif left_s > 0:
+            lines.append(f"if nothing moves for another {left_s:.0f} s its workers are ended (--hang-timeout)")
         return ReportHang(finding, "\n".join(lines), still_s, files)
 
 
@@ -334,7 +378,7 @@ def _about_the_last(finding: Finding) -> Finding:
     if finding.kind is not HangKind.PAUSED or not finding.culprits:
         return finding
     text = f"{finding.text}; all other ranks have ended"
-    return structs.replace(finding, kind=HangKind.HUNG, text=text, slow=True)
+    return structs.replace(finding, kind=HangKind.HUNG, text=text)
 
 
 def _first_line(text: str) -> str:

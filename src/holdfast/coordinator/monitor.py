@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from holdfast.coordinator.coordinator_state import Command, EndGeneration, Member, Tell, World
-from holdfast.coordinator.hang_detector import EndHung, HangDetector, HangOver, LookNow, Order, ReportHang
+from holdfast.coordinator.hang_detector import EndHung, HangDetector, HangOver, LookNow, Order, ReportHang, ReportStill
 from holdfast.coordinator.stragglers import Straggler, Stragglers
 from holdfast.coordinator.throughput import Throughput, of_world
 from holdfast.protocol.messages import FromCoordinator, Look, Looked, Notice, Progress, StopReason
@@ -26,6 +26,7 @@ from holdfast.protocol.rank_progress import (
     RankSample,
     RankStory,
     Stage,
+    stack_text,
 )
 
 SIGKILL = 9
@@ -301,6 +302,9 @@ class Monitor:
                 world.hang = None
                 self._tell_world(world, Notice(f"the job goes on after {still_s:.0f} s without a step"))
                 self._note("hang_over", generation=world.generation, still_s=round(still_s, 3))
+            case ReportStill(text, still_s):
+                self._tell_world(world, Notice(text))
+                self._note("no_step", generation=world.generation, text=text, still_s=round(still_s, 3))
             case EndHung(finding, text, culprit):
                 world.hang = finding
                 lived_s = now - (world.started_s or now)
@@ -382,6 +386,7 @@ class Monitor:
 def _failure_of(story: RankStory, finding: Finding, lived_s: float) -> Failure:
     """The culprit of a hang as a Failure. Its process is about to be killed for it."""
     newest = story.samples[-1] if story.samples else None
+    frames = newest.frames if newest is not None else ()
     return Failure(
         rank=story.rank,
         local_rank=story.local_rank,
@@ -389,5 +394,6 @@ def _failure_of(story: RankStory, finding: Finding, lived_s: float) -> Failure:
         pid=newest.pid if newest is not None else 0,
         exit_code=-SIGKILL,
         message=finding.text.partition("\n")[0],
+        stack=stack_text(frames, newest.source if newest is not None else ""),
         lived_s=round(lived_s, 3),
     )

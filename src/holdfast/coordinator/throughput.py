@@ -202,6 +202,11 @@ class Throughput:
         ready = self.in_stage[Stage.READY] + self.in_stage[Stage.STEPPING]
         return self.newest_s is None and ready > 0 and not self.grouping
 
+    @property
+    def stepped(self) -> bool:
+        """Whether a rank has made a step or a beat."""
+        return self.newest_s is not None or any(pace.steps for pace in self.ranks)
+
     def alive(self) -> list[RankThroughput]:
         return [pace for pace in self.ranks if pace.stage is not Stage.DONE]
 

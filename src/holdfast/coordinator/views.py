@@ -118,8 +118,7 @@ def _places(hang: Finding | None) -> dict[int, tuple[Standing, str]]:
         return found
     for place in hang.groups:
         for rank in place.ranks:
-            waits = Standing.WAITING if place.words.startswith("waits ") else Standing.STILL
-            found[rank] = (Standing.HUNG if rank in hang.culprits else waits, place.words)
+            found[rank] = (Standing.HUNG if rank in hang.culprits else place.standing, place.words)
     return found
 
 

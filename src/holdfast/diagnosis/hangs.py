@@ -2,22 +2,24 @@
 
 Pure. The coordinator gets `examine` as a parameter, like the judge of failures.
 
-| found                                                            | kind   | code  |
-|------------------------------------------------------------------|--------|-------|
-| a rank is stopped by a signal                                    | HUNG   | HF242 |
-| a data loader's process is stopped or dead, and its rank waits   | HUNG   | HF243 |
-| a rank works, is gone, or is held by a debugger                  | MOVING |       |
-| rank 0 computes in one call, and the others wait in a barrier    | MOVING |       |
-| the only rank that is left does not move                         | PAUSED | HF246 |
-| no rank waits for other ranks                                    | PAUSED |       |
-| the others wait for a rank that uses a little CPU time           | PAUSED | HF240 |
-| the others wait for a rank that is loading data                  | PAUSED | HF243 |
-| some wait for others, and some do not: those are named           | HUNG   | HF240, HF243 for data |
-| all wait for others, at different places: the fewest are named   | HUNG   | HF244 |
-| all wait for others, at one place                                | STUCK  | HF241 |
+| found                                                            | kind   | code  | ended  |
+|------------------------------------------------------------------|--------|-------|--------|
+| a rank is stopped by a signal                                    | HUNG   | HF242 |        |
+| a data loader's process is stopped or dead, and its rank waits   | HUNG   | HF243 |        |
+| a rank works, is gone, or is held by a debugger                  | MOVING |       | never  |
+| rank 0 computes, and the others wait in a barrier                | MOVING |       | never  |
+| the only rank that is left does not move                         | PAUSED | HF246 |        |
+| no rank waits for other ranks                                    | PAUSED |       | lively |
+| the others wait for a rank that polls something outside          | PAUSED | HF240 | lively |
+| the others wait for a rank that may work                         | PAUSED | HF240 | lively |
+| the others wait for a rank that computes in one long call        | HUNG   | HF240 | busy   |
+| the others wait for a rank that repeats a few calls              | HUNG   | HF240 | lively |
+| the others wait for a rank that is loading data                  | HUNG   | HF243 | lively |
+| some wait for others, and some do not: those are named           | HUNG   | HF240 |        |
+| all wait for others, in different calls: the fewest are named    | HUNG   | HF244 |        |
+| all wait for others, in one call                                 | STUCK  | HF241 |        |
 
-HUNG is `slow` while a rank loads data, and for rank 0 when the others wait in a barrier. It is `busy` when a missing
-rank computes, perhaps in native code, or, if no rank waits, when a rank uses a little CPU time.
+PAUSED and `busy` are reported late. `lively` is ended late, and `busy` not while that lasts.
 """
 
 from __future__ import annotations
@@ -53,8 +55,8 @@ def examine(stories: Sequence[RankStory]) -> Finding:
         culprits=tuple(each.story.rank for each in named),
         groups=tuple(_groups(odd) + _groups(others)),
         signature=signature.hexdigest(),
-        busy=any(each.computes or (each.stirs and not odd) for each in missing),
-        slow=kind is HangKind.HUNG and _may_be_slow(odd, others),
+        busy=any((each.computes and not each.loops) or (each.may_work and not odd) for each in missing),
+        lively=_is_lively(kind, odd, missing),
     )
 
 
@@ -63,7 +65,7 @@ def _judge(ranks: Sequence[Where]) -> tuple[HangKind, str, list[Where]]:
     stopped = [each for each in ranks if each.doing is RankActivity.STOPPED]
     if stopped:
         return HangKind.HUNG, STOPPED, stopped
-    starved = [each for each in ranks if each.doing is RankActivity.LOADING and _loader_is_broken(each.note)]
+    starved = [each for each in ranks if each.doing is RankActivity.LOADING and each.lacks_child]
     if starved:
         return HangKind.HUNG, NO_DATA, starved
     unsettled = [each for each in ranks if each.doing in _UNSETTLED]
@@ -82,25 +84,32 @@ def _judge(ranks: Sequence[Where]) -> tuple[HangKind, str, list[Where]]:
             return HangKind.MOVING, "", odd
         only_data = all(each.doing is RankActivity.LOADING for each in odd)
         return HangKind.PAUSED if _may_work(odd) else HangKind.HUNG, NO_DATA if only_data else HUNG, odd
-    by_place = _by_place(ranks)
-    if len(by_place) > 1:
-        return HangKind.HUNG, MISMATCH, min(by_place.values(), key=len)
+    by_call = _by_call(ranks)
+    if len(by_call) > 1:
+        return HangKind.HUNG, MISMATCH, min(by_call.values(), key=len)
     return HangKind.STUCK, STUCK, []
 
 
 def _may_work(odd: Sequence[Where]) -> bool:
-    """Whether these ranks may be working with sleeps in between. Samples show them asleep, but they or the processes
-    that load their data use some CPU time."""
+    """Whether all of these ranks may be working: samples show them asleep, but something moves, or they poll something
+    outside of the job."""
     loads = all(each.doing is RankActivity.LOADING for each in odd) and any(each.computes for each in odd)
-    return loads or all(each.stirs for each in odd)
+    return loads or all(each.may_work or each.polls for each in odd)
 
 
-def _may_be_slow(odd: Sequence[Where], others: Sequence[Where]) -> bool:
-    """Whether these ranks may only be slow: all wait for data of healthy loader processes, or the others wait for rank
-    0 in a barrier."""
-    if not odd or _is_rank_0_alone(odd, others):
-        return bool(odd)
-    return all(each.doing is RankActivity.LOADING and not _loader_is_broken(each.note) for each in odd)
+def _is_lively(kind: HangKind, odd: Sequence[Where], missing: Sequence[Where]) -> bool:
+    """Whether the missing ranks may go on by themselves. A rank alone, and those whose processes are stopped or dead,
+    do not."""
+    if kind is HangKind.PAUSED and not odd:
+        return True
+    return bool(missing) and all(
+        each.polls
+        or each.loops
+        or each.may_work
+        or each.awaits_child
+        or (each.doing is RankActivity.LOADING and not each.lacks_child)
+        for each in missing
+    )
 
 
 def _is_rank_0_alone(odd: Sequence[Where], others: Sequence[Where]) -> bool:
@@ -110,13 +119,12 @@ def _is_rank_0_alone(odd: Sequence[Where], others: Sequence[Where]) -> bool:
     return runs and [each.story.rank for each in odd] == [0] and all(each.in_barrier for each in others)
 
 
-def _loader_is_broken(note: str) -> bool:
-    return " is stopped" in note or " is dead" in note
-
-
 def _is_tie(code: str, odd: Sequence[Where], others: Sequence[Where]) -> bool:
     """Whether as many ranks are in one collective as in another, so that the culprits are unknown."""
-    return code == MISMATCH and any(len(group) == len(odd) for group in _by_place(others).values())
+    if code != MISMATCH:
+        return False
+    groups = _by_call([*odd, *others]).values()
+    return sum(len(group) == len(odd) for group in groups) > 1
 
 
 # --- words ------------------------------------------------------------------------------------------------------------
@@ -129,13 +137,26 @@ def _by_place(ranks: Sequence[Where]) -> dict[tuple[bool, str], list[Where]]:
     return found
 
 
+def _by_call(ranks: Sequence[Where]) -> dict[tuple[str, str], list[Where]]:
+    """The ranks grouped by the function in which they wait. Its line counts only if all are in the same function: rank
+    0 often calls it at a line of its own, as in `if rank == 0: broadcast(a) else: broadcast(b)`."""
+    calls = {each.call for each in ranks}
+    found: dict[tuple[str, str], list[Where]] = {}
+    for each in ranks:
+        found.setdefault((each.call, each.place if len(calls) == 1 else ""), []).append(each)
+    return found
+
+
 def _by_size(ranks: Sequence[Where]) -> list[list[Where]]:
     """The ranks grouped by place, the largest group first."""
     return sorted(_by_place(ranks).values(), key=len, reverse=True)
 
 
 def _groups(ranks: Sequence[Where]) -> list[RanksAtPlace]:
-    return [RanksAtPlace(tuple(each.story.rank for each in group), group[0].told()) for group in _by_size(ranks)]
+    return [
+        RanksAtPlace(tuple(each.story.rank for each in group), group[0].told(), group[0].standing)
+        for group in _by_size(ranks)
+    ]
 
 
 def _text(kind: HangKind, odd: Sequence[Where], others: Sequence[Where]) -> str:
@@ -162,9 +183,10 @@ def _described(group: Sequence[Where], who: str, *, detail: bool = False) -> str
         return text
     note = f" ({where.note})" if where.note and where.doing is not RankActivity.STOPPED else ""
     how = ", using the processor" if where.busy and not where.waits else ""
-    if where.computes:
+    if where.computes and not where.loops:
         how = ", busy outside Python" if not where.waits else ", which is working"
-    return f"{text}{note} for {max(each.story.age_s for each in group):.0f} s{how}"
+    handles = f", handling {where.handles}," if where.handles else ""
+    return f"{text}{note}{handles} for {max(each.story.age_s for each in group):.0f} s{how}"
 
 
 def _names(group: Sequence[Where]) -> str:

@@ -4,6 +4,23 @@ hangs.py compares ranks.
 The library frames inside of the program's innermost frame show what a rank does: that line of the program called them.
 C functions have no frames, so `time.sleep(9)`, `work.wait()` and `loss.item()` are recognised by the text of the
 program's line.
+
+What counts as work depends on what the main thread waits for:
+
+| the main thread                                    | its own work | other threads    | processes below it |
+|----------------------------------------------------|--------------|------------------|--------------------|
+| has no Python stack, or waits for its data loader  | is work      | are work         | are work           |
+| runs, or waits for something else                  | is work      | are work         | may be work        |
+| waits for a child                                  | is work      | are noise        | are work           |
+| waits for another thread                           | is work      | may be work      | may be work if a   |
+|                                                    |              |                  | thread waits for   |
+|                                                    |              |                  | one                |
+| waits for a lock                                   | is work      | may be work      | are noise          |
+| waits for one connection                           | is work      | are noise        | may be work        |
+| sleeps in a loop that polls                        | may be work  | may be work      | may be work        |
+| sleeps                                             | may be work  | are noise        | are noise          |
+
+A thread that sends metrics and a process that takes samples of the machine go on for ever, whatever the rank does.
 """
 
 from __future__ import annotations
@@ -12,10 +29,20 @@ import itertools
 import re
 from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import NamedTuple
 
 from msgspec import Struct, structs
 
-from holdfast.protocol.rank_progress import Frame, RankSample, RankStory, program_frame
+from holdfast.protocol.rank_progress import (
+    Frame,
+    KernelWait,
+    Polling,
+    RankSample,
+    RankStory,
+    Standing,
+    is_library,
+    program_frame,
+)
 
 GAP_S = 2.0
 """The limits below apply to two samples at most this far apart. For a longer gap they grow in proportion."""
@@ -37,6 +64,10 @@ SAVED_BYTES = 64 << 10
 TALKED_BYTES = 4 << 10
 """Bytes sent and received by a rank that does not wait for others, its children included: a slow download into memory.
 Keep-alive messages of clients are smaller."""
+PRINTS = 1 << 20
+"""However little is written: one byte counts."""
+LOOP_FUNCTIONS_MAX = 4
+"""Functions of the program in which a loop is met that repeats the same few calls for ever."""
 
 _MAY_CALL = re.compile(r"[(@]")
 """Characters in a line of Python that may run native code."""
@@ -67,8 +98,13 @@ def is_busy(samples: Samples) -> bool:
     return (
         _grows(samples, lambda sample: sample.wanted_s, WANTED_S)
         or _grows(samples, lambda sample: sample.cpu_s, BUSY_S, _waited_s)
-        or _grows(samples, lambda sample: sample.main_cpu_s, MAIN_BUSY_S, _waited_s)
+        or main_is_busy(samples)
     )
+
+
+def main_is_busy(samples: Samples) -> bool:
+    """The same for its main thread."""
+    return _grows(samples, lambda sample: sample.main_cpu_s, MAIN_BUSY_S, _waited_s)
 
 
 def _stolen_s(earlier: RankSample, later: RankSample) -> float:
@@ -101,15 +137,36 @@ def copies(samples: Samples) -> bool:
     return _grows(samples, lambda sample: sample.moved_bytes, COPIED_BYTES)
 
 
-def saves(samples: Samples) -> bool:
-    """Whether it or its children read or write files or the network, or it waits for a busy disk, as when a file is
-    flushed."""
+def main_moves(samples: Samples) -> bool:
+    """Whether its main thread reads or writes files, or the connection for which it waits, or waits for a busy disk, as
+    when a file is flushed."""
     waits_for_disk = all(sample.state == "D" for sample in samples)
     return (
-        _grows(samples, lambda sample: sample.moved_bytes + sample.children_bytes, SAVED_BYTES)
-        or _grows(samples, lambda sample: sample.talked_bytes, TALKED_BYTES)
+        _grows(samples, lambda sample: sample.main_moved_bytes, SAVED_BYTES)
+        or _grows(samples, lambda sample: sample.awaited_bytes, TALKED_BYTES)
         or (waits_for_disk and _grows(samples, lambda sample: sample.disk_bytes, COPIED_BYTES))
     )
+
+
+def threads_move(samples: Samples, talked_bytes: int) -> bool:
+    """Whether its other threads read or write, or any connection of the rank and its children moves so many bytes."""
+    return _grows(samples, lambda sample: sample.moved_bytes - sample.main_moved_bytes, SAVED_BYTES) or _grows(
+        samples, lambda sample: sample.talked_bytes, talked_bytes
+    )
+
+
+def threads_are_busy(samples: Samples) -> bool:
+    return _grows(samples, lambda sample: sample.cpu_s - sample.main_cpu_s, BUSY_S, _waited_s)
+
+
+def children_work(samples: Samples) -> bool:
+    """Whether its children compute, or read or write."""
+    return children_are_busy(samples) or _grows(samples, lambda sample: sample.children_bytes, SAVED_BYTES)
+
+
+def prints(samples: Samples) -> bool:
+    """Whether its main thread writes a little between every two samples: a progress bar."""
+    return _grows(samples, lambda sample: sample.main_wrote_bytes * PRINTS, 1.0)
 
 
 def changes_place(samples: Samples) -> bool:
@@ -122,15 +179,29 @@ def polls(samples: Samples) -> tuple[Frame, ...]:
     polling loop over several functions. Empty: it is something else."""
     if is_busy(samples) or stirs(samples) or any(sample.state == "D" for sample in samples):
         return ()
+    return _in_common(samples) if _goes_around(samples) else ()
+
+
+def _in_common(samples: Samples) -> tuple[Frame, ...]:
+    """The outer frames that all samples share, innermost first, with the lines of the newest."""
     shared: list[Frame] = []  # the outermost first
-    stacks = [sample.frames[::-1] for sample in samples if sample.frames]
-    for frames in zip(*stacks, strict=False):
+    for frames in zip(*(sample.frames[::-1] for sample in samples if sample.frames), strict=False):
         if len({(frame.file, frame.function) for frame in frames}) > 1:
             break
         shared.append(frames[-1])
-        if len({frame.line for frame in frames}) > 1 and _called_alike(stacks, len(shared)):
-            return ()  # the same function, called from another line: the rank has moved
     return tuple(reversed(shared))
+
+
+def _goes_around(samples: Samples) -> bool:
+    """Whether the frames that all samples share may be those of a loop: above the innermost one no line has changed.
+    Else the same function was called from another line, and the rank has moved."""
+    stacks = [sample.frames[::-1] for sample in samples if sample.frames]
+    for depth, frames in enumerate(zip(*stacks, strict=False), start=1):
+        if len({(frame.file, frame.function) for frame in frames}) > 1:
+            return True
+        if len({frame.line for frame in frames}) > 1 and _called_alike(stacks, depth):
+            return False
+    return True
 
 
 def _called_alike(stacks: Sequence[Sequence[Frame]], depth: int) -> bool:
@@ -173,6 +244,22 @@ class RankActivity(Enum):
     """None of the others."""
 
 
+class Awaited(Enum):
+    """What the main thread of a standing rank waits for: it decides whose work counts."""
+
+    ANYTHING = "anything"
+    """Unknown: there is no Python stack."""
+    ITSELF = "itself"
+    """It runs, or waits for something that is none of the others: a file, a device, native code."""
+    CONNECTION = "connection"
+    CHILD = "child"
+    THREAD = "thread"
+    LOCK = "lock"
+    POLLING = "polling"
+    NOTHING = "nothing"
+    """It sleeps."""
+
+
 class Where(Struct, frozen=True):
     story: RankStory
     doing: RankActivity
@@ -180,12 +267,20 @@ class Where(Struct, frozen=True):
     """Text after "is" or "waits": `in all_reduce at train.py:42`."""
     key: str
     """Stays equal as long as the rank does not move."""
+    call: str = ""
+    """The function of communication in which it waits."""
     busy: bool = False
     """It uses the CPU."""
-    stirs: bool = False
-    """Its main thread uses a little CPU time: it may work and sleep in turns."""
+    may_work: bool = False
+    """Its main thread uses a little CPU time or prints, or threads or processes for which it may wait do something."""
     computes: bool = False
     """It or its data loader uses the CPU, perhaps in native code: it may make progress."""
+    polls: bool = False
+    """It looks again and again at something that others change: it may go on at any time."""
+    loops: bool = False
+    """It repeats a few calls of its own, or the same attempt: that may end."""
+    awaits_child: bool = False
+    """It waits for a process that lives: `srun`, `kubectl wait` and `ssh` use no processor here."""
 
     @property
     def waits(self) -> bool:
@@ -197,8 +292,22 @@ class Where(Struct, frozen=True):
         return f"{one if count == 1 else several} {self.place}"
 
     @property
+    def standing(self) -> Standing:
+        """Its role in a hang, unless it is named as the culprit."""
+        return Standing.WAITING if self.waits else Standing.STILL
+
+    @property
+    def handles(self) -> str:
+        return next((sample.handles for sample in reversed(self.story.samples) if sample.handles), "")
+
+    @property
+    def lacks_child(self) -> bool:
+        """Whether a process that it has started is stopped or dead."""
+        return bool(self.story.samples) and self.story.samples[-1].broken_child
+
+    @property
     def in_barrier(self) -> bool:
-        return self.doing is RankActivity.COMMUNICATING and _BARRIER.match(self.place) is not None
+        return self.call in _BARRIERS
 
     @property
     def note(self) -> str:
@@ -225,9 +334,20 @@ _COMMUNICATES = re.compile(
 )
 _WRAPPERS = ("wrapper", "inner", "_wrapper", "<lambda>", "wrapped", "__call__")
 
-_BARRIER = re.compile(r"in (monitored_)?barrier ")
+_BARRIERS = ("barrier", "monitored_barrier")
+_DEBUGGER = re.compile(r"/(pdb|bdb)\.py$|/(pydevd|debugpy|ipdb|pudb)/")
+_REGEX = re.compile(r"/re/__init__\.py$|/re\.py$")
+"""A regular expression that takes seconds may take years."""
+_THREAD = re.compile(r"/(threading|queue)\.py$|/concurrent/futures/_base\.py$")
+"""Functions of Python that wait for another thread."""
+_CHILD = re.compile(
+    r"/subprocess\.py$|/multiprocessing/(connection|pool|queues|popen_\w+|process|managers)\.py$"
+    r"|/concurrent/futures/process\.py$|/(pexpect|ptyprocess)/"
+)
+"""Functions that wait for another process."""
 
 _SOURCE_SLEEPS = re.compile(r"\b((?:\w+\.)*sleep)\s*\(")
+_SOURCE_LOCKS = re.compile(r"\bwith\s|\.acquire\s*\(")
 _SOURCE_WAITS = re.compile(r"\b(\w+\.wait|\w*store(?:\(\))?\.(?:get|multi_get|check))\s*\(", re.IGNORECASE)
 """Calls of torch that wait in C. Functions that wait in Python have frames of their own."""
 _SOURCE_COMMUNICATES = re.compile(
@@ -243,41 +363,155 @@ def where_is(story: RankStory) -> Where:
     newest = samples[-1]
     if (state := _STATES.get(newest.state)) is not None:
         return Where(story, state, _STATE_WORDS[state].format(pid=newest.pid), state.value)
+    if any(_DEBUGGER.search(frame.file) for frame in newest.frames):
+        return Where(story, RankActivity.HELD, f"held by a debugger {_at(newest.frames)}", "debugger")
     busy = is_busy(samples)
-    seen = _shared(samples)
-    if seen is None or copies(samples) or _computes_in_torch(seen, busy=busy):
-        return Where(story, RankActivity.WORKING, _place(newest), "working")
     if not newest.frames:
-        works = children_are_busy(samples) or saves(samples)
-        return Where(story, RankActivity.WORKING, "", "working") if works else _without_frames(story, newest, busy=busy)
-    doing, place = _doing(seen, busy=busy)
-    if doing is not RankActivity.COMMUNICATING and saves(samples):
-        return Where(story, RankActivity.WORKING, place, "working")
-    children = children_are_busy(samples)
-    if doing is RankActivity.STANDING and children:
-        return Where(story, RankActivity.WORKING, place, "working")
+        works = children_work(samples) or main_moves(samples) or threads_move(samples, TALKED_BYTES)
+        if changes_place(samples) or works:
+            return Where(story, RankActivity.WORKING, "", "working")
+        return _without_frames(story, newest, busy=busy)
+    seen = _shared(samples)
+    if seen is None or _computes_in_torch(seen, busy=busy):
+        return Where(story, RankActivity.WORKING, _place(newest), "working")
+    doing, place, call = _doing(seen, busy=busy)
     key = _key(seen)
-    if doing is RankActivity.LOADING:  # slow data: the place stays the same, even if some batches arrived in between
-        key += f"\n{newest.main_cpu_s // FED_S:.0f}"
-    computes = children if doing is RankActivity.LOADING else busy and _may_be_native(samples, newest, doing)
+    if doing is RankActivity.COMMUNICATING:
+        if copies(samples):
+            return Where(story, RankActivity.WORKING, place, "working")
+        return Where(story, doing, place, key, call, busy)
+    if doing is RankActivity.LOADING:
+        return _loading(story, place, key)
+    return _standing(story, seen, place, key)
+
+
+def _loading(story: RankStory, place: str, key: str) -> Where:
+    samples = story.samples
+    if main_moves(samples) or threads_move(samples, TALKED_BYTES) or _grows(samples, _children_bytes, SAVED_BYTES):
+        return Where(story, RankActivity.WORKING, place, "working")
+    # Slow data: the place stays the same, even if some batches arrived in between.
+    key += f"\n{samples[-1].main_cpu_s // FED_S:.0f}"
+    computes = children_are_busy(samples)
+    key += "\ncomputes" if computes else ""
+    busy = is_busy(samples)
+    return Where(
+        story, RankActivity.LOADING, place, key, busy=busy, may_work=not busy and stirs(samples), computes=computes
+    )
+
+
+def _children_bytes(sample: RankSample) -> int:
+    return sample.children_bytes
+
+
+def _standing(story: RankStory, seen: RankSample, place: str, key: str) -> Where:
+    """A rank that is in none of the calls that we know. `seen`: the sample that shows where it stands."""
+    samples, newest = story.samples, story.samples[-1]
+    awaited = what_it_awaits(seen)
+    if _works(samples, awaited):
+        return Where(story, RankActivity.WORKING, place, "working")
+    loops = (
+        seen.polled in (Polling.RETRY, Polling.SPIN)
+        or (changes_place(samples) and _repeats(samples))
+        or _REGEX.search(seen.frames[0].file) is not None
+    )
+    busy = is_busy(samples) if awaited in (Awaited.ITSELF, Awaited.CONNECTION) else main_is_busy(samples)
+    computes = busy and (loops or _may_be_native(samples, newest))
+    may_work = _may_work(samples, awaited) or (not busy and not loops and (stirs(samples) or prints(samples)))
+    polls_outside = seen.polled is Polling.OUTSIDE and not busy
     if computes:
         key += "\ncomputes"
-    return Where(story, doing, place, key, busy, not busy and stirs(samples), computes)
+    return Where(
+        story,
+        RankActivity.STANDING,
+        f"polling {seen.polls} {_at(seen.frames)}" if polls_outside else place,
+        key,
+        busy=busy,
+        may_work=may_work,
+        computes=computes,
+        polls=polls_outside,
+        loops=loops,
+        awaits_child=awaited is Awaited.CHILD and not newest.broken_child,
+    )
 
 
-def _may_be_native(samples: Sequence[RankSample], newest: RankSample, doing: RankActivity) -> bool:
+def what_it_awaits(sample: RankSample) -> Awaited:
+    """What the main thread waits for, in a sample with frames of a rank that stands."""
+    if sample.polled in (Polling.OUTSIDE, Polling.RETRY):
+        return Awaited.POLLING
+    if sample.polled is Polling.CHILD or sample.waits_for is KernelWait.CHILD or _CHILD.search(sample.frames[0].file):
+        return Awaited.CHILD
+    if any(_CHILD.search(frame.file) for frame in _called(sample.frames)):
+        return Awaited.CHILD
+    if sample.polled is Polling.THREADS or _THREAD.search(sample.frames[0].file):
+        return Awaited.THREAD
+    if sample.waits_for is KernelWait.SOCKET:
+        return Awaited.CONNECTION
+    own = program_frame(sample.frames) == 0
+    if sample.waits_for is KernelWait.SLEEP or (own and _SOURCE_SLEEPS.search(sample.source)):
+        return Awaited.NOTHING
+    if sample.waits_for in (KernelWait.THREAD, KernelWait.UNKNOWN) and own and _SOURCE_LOCKS.search(sample.source):
+        return Awaited.LOCK
+    if sample.waits_for is KernelWait.THREAD and own:
+        return Awaited.THREAD
+    return Awaited.ITSELF
+
+
+def _works(samples: Samples, awaited: Awaited) -> bool:
+    """Whether something moves that shows work, whatever else the rank does."""
+    if main_moves(samples):
+        return True
+    if awaited is Awaited.CHILD:
+        return children_work(samples) or _grows(samples, lambda sample: sample.talked_bytes, TALKED_BYTES)
+    return awaited is Awaited.ITSELF and (copies(samples) or threads_move(samples, TALKED_BYTES))
+
+
+def _may_work(samples: Samples, awaited: Awaited) -> bool:
+    """Whether something moves that may be what the rank waits for, or noise."""
+    children = awaited in (Awaited.ITSELF, Awaited.CONNECTION, Awaited.POLLING) or (
+        awaited is Awaited.THREAD and samples[-1].child_awaited
+    )
+    threads = awaited in (Awaited.THREAD, Awaited.LOCK, Awaited.POLLING)
+    return (children and children_work(samples)) or (threads and _threads_work(samples))
+
+
+def _threads_work(samples: Samples) -> bool:
+    return (
+        threads_move(samples, SAVED_BYTES)
+        or threads_are_busy(samples)
+        or _grows(samples, lambda sample: sample.threads_awaited_bytes, TALKED_BYTES)
+    )
+
+
+def _repeats(samples: Samples) -> bool:
+    """Whether it is met in a few functions of the program only, inside of one of them: a loop that calls the others
+    again and again. An evaluation is met in libraries, too."""
+    if any(sample.state == "D" for sample in samples):
+        return False
+    inner = {(frame.file, frame.function) for sample in samples for frame in _until_shared(sample, samples)}
+    return len(inner) <= LOOP_FUNCTIONS_MAX and not any(is_library(file) for file, _ in inner)
+
+
+def _until_shared(sample: RankSample, samples: Samples) -> Sequence[Frame]:
+    shared = len(_in_common(samples))
+    return sample.frames[: len(sample.frames) - shared]
+
+
+def _may_be_native(samples: Sequence[RankSample], newest: RankSample) -> bool:
     """Whether its CPU time may be native code's. Waiting for a device does not count: it uses the CPU all the time."""
     on_device = program_frame(newest.frames) == 0 and _SOURCE_SYNCHRONIZES.search(newest.source)
-    return doing is RankActivity.STANDING and not on_device and may_be_outside_python(samples)
+    return not on_device and may_be_outside_python(samples)
 
 
 def _shared(samples: Sequence[RankSample]) -> RankSample | None:
-    """The newest sample, prepared for the judgement; None: the samples show several places, so the rank moves. For a
-    polling loop the functions inside of the loop are removed."""
+    """The sample that shows where it stands; None: the samples show several places, so the rank moves. For a loop the
+    functions inside of the loop are removed."""
     newest = samples[-1]
+    polling = next((sample for sample in reversed(samples) if sample.polled is not Polling.NOTHING), None)
+    if polling is not None and all(sample.frames for sample in samples) and _goes_around(samples):
+        return polling
     if not changes_place(samples):
         return newest
-    frames = polls(samples)
+    frames = polls(samples) or (_in_common(samples) if _goes_around(samples) and _repeats(samples) else ())
     if not frames or not newest.frames:
         return None
     same_line = program_frame(frames) is not None and program_frame(newest.frames) == program_frame(frames)
@@ -336,34 +570,47 @@ def _decisive(frames: Sequence[Frame]) -> Frame | None:
     return next((frame for frame in _called(frames) if not _TRANSPARENT.search(frame.file)), None)
 
 
-def _doing(sample: RankSample, *, busy: bool) -> tuple[RankActivity, str]:
-    decisive, at = _decisive(sample.frames), _at(sample.frames)
+class _Doing(NamedTuple):
+    activity: RankActivity
+    place: str
+    call: str = ""
+
+
+def _communicates(call: str, sample: RankSample) -> _Doing:
+    return _Doing(RankActivity.COMMUNICATING, f"in {call} {_at(sample.frames)}", call)
+
+
+def _doing(sample: RankSample, *, busy: bool) -> _Doing:
+    decisive = _decisive(sample.frames)
+    if sample.polled is Polling.RANKS:
+        return _communicates(sample.polls, sample)
     if decisive is None:
         if _called(sample.frames):
-            return RankActivity.STANDING, _place(sample)
+            return _Doing(RankActivity.STANDING, _place(sample))
         return _doing_by_source(sample, busy=busy)
     if _LOADS.search(decisive.file):
         loader = any(_LOADER.search(frame.file) for frame in _called(sample.frames))
-        return RankActivity.LOADING, f"for {'its data loader' if loader else 'another process'} {at}"
+        what = "its data loader" if loader else "another process"
+        return _Doing(RankActivity.LOADING, f"for {what} {_at(sample.frames)}")
     if _COMMUNICATES.search(decisive.file):
-        return RankActivity.COMMUNICATING, f"in {_interface(sample.frames)} {at}"
+        return _communicates(_interface(sample.frames), sample)
     if decisive.function == "_engine_run_backward" and not busy:
-        return RankActivity.COMMUNICATING, f"in backward {at}"
+        return _communicates("backward", sample)
     if decisive.function == "synchronize" and "/torch/" in decisive.file:
-        return RankActivity.COMMUNICATING, f"in synchronize {at}"
-    return RankActivity.STANDING, _place(sample)
+        return _communicates("synchronize", sample)
+    return _Doing(RankActivity.STANDING, _place(sample))
 
 
-def _doing_by_source(sample: RankSample, *, busy: bool) -> tuple[RankActivity, str]:
+def _doing_by_source(sample: RankSample, *, busy: bool) -> _Doing:
     """The activity of a rank whose innermost frame is the program's: that line, or a C function called there."""
-    at, source = _at(sample.frames), sample.source
+    source = sample.source
     if not busy:
         for pattern in (_SOURCE_COMMUNICATES, _SOURCE_WAITS, _SOURCE_SYNCHRONIZES):
             if match := pattern.search(source):
-                return RankActivity.COMMUNICATING, f"in {match[1]} {at}"
+                return _communicates(match[1], sample)
         if match := _SOURCE_SLEEPS.search(source):
-            return RankActivity.STANDING, f"in {match[1]} {at}"
-    return RankActivity.STANDING, _place(sample)
+            return _Doing(RankActivity.STANDING, f"in {match[1]} {_at(sample.frames)}")
+    return _Doing(RankActivity.STANDING, _place(sample))
 
 
 def _interface(frames: Sequence[Frame]) -> str:

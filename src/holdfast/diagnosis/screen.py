@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from msgspec import Struct
+from msgspec import Struct, structs
 
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, Verdict
 from holdfast.protocol.rank_progress import (
@@ -37,6 +37,8 @@ LINES_MAX = 15
 LINE_CHARACTERS_MAX = 320
 VICTIMS_SHOWN_MAX = 3
 TRACEBACK = re.compile(r"^(?:Traceback \(most recent call last\):|Fatal Python error: )", re.MULTILINE)
+HUNG_LINES = 6
+"""The end of stderr of a rank that hung, with its heading."""
 FRAME = re.compile(r'^\s+File "[^"\n]+", line \d+', re.MULTILINE)
 BENEATH = re.compile(
     r'^  File "[^"\n]*/holdfast/worker/\w+\.py", line \d+ in .*\n?|^\nExtension modules: .*\n?', re.MULTILINE
@@ -167,7 +169,11 @@ def _ranks(failures: list[Failure]) -> str:
 
 
 def _last_words(culprit: Failure, room: int) -> list[str]:
-    """The whole traceback if there is one; else the end of stderr in at most `room` lines."""
+    """The whole traceback if there is one; else, after its stack if it hung, the end of stderr in at most `room`
+    lines."""
+    if culprit.stack:
+        said = _last_words(structs.replace(culprit, stack="", traceback=""), max(room, HUNG_LINES))
+        return [f"where rank {culprit.rank} hung:", *culprit.stack.splitlines(), *said]
     if culprit.traceback:
         return culprit.traceback.rstrip().splitlines()
     tail = RANK_PREFIX.sub("", culprit.stderr_tail).rstrip()

@@ -76,6 +76,12 @@ SAVES = 17
 
 PROFILE_SIGNAL = 60
 """SIGRTMAX - 4: a worker that catches it looks at PROFILE, for an order that does not count steps."""
+HANDLED_SIGNAL = 59
+"""SIGRTMAX - 5: a worker that catches it, and whose main thread handles an exception, writes HANDLED and the exception,
+and on a second line its place, into the file for stacks. It interrupts a system call: sent only to a main thread in a
+wait of Python's own, which Python takes up again."""
+HANDLED = "Handles: "
+HANDLED_CHARACTERS_MAX = 300
 LOOK_SIGNAL = 62
 """SIGRTMAX - 2 on Linux: a worker that catches it writes the stacks of all its threads into that file. For sleeping
 workers only: a running thread changes its stack while it is read, which can crash the worker."""

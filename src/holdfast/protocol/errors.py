@@ -33,6 +33,8 @@ EXIT_REQUEUE = 75
 """EX_TEMPFAIL of sysexits.h: the job was preempted, and the scheduler should requeue it."""
 EXIT_NO_PROGRESS = 93
 """The job fails at the same step again and again: the scheduler should not requeue it."""
+EXIT_HUNG = 124
+"""The job hung and was ended: the exit code of timeout(1)."""
 EXIT_SIGNAL_BASE = 128
 """The end by signal N has the exit status 128+N, as in every shell."""
 

@@ -377,6 +377,8 @@ class Stop(CoordinatorMessage, frozen=True, tag="stop"):
     following: Assign | None = None
     """This node's place in the next generation, unless members change before that is formed. The node prepares it when
     its workers are gone, without another Assign. An Assign of a newer generation replaces it."""
+    hung: Rank | None = None
+    """The rank that caused a hang: its node reports its end with its last output, although the stop ends it."""
 
 
 class Look(CoordinatorMessage, frozen=True, tag="look"):

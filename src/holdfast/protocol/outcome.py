@@ -6,7 +6,7 @@ from enum import Enum
 
 from msgspec import Struct
 
-from holdfast.protocol.errors import EXIT_FAILURE, EXIT_SIGNAL_BASE, HoldfastError
+from holdfast.protocol.errors import EXIT_FAILURE, EXIT_HUNG, EXIT_SIGNAL_BASE, HoldfastError
 from holdfast.protocol.policy import Count, ExitCode, LocalRank, Rank, Seconds, Words
 from holdfast.protocol.rank_progress import Finding, RankStory
 
@@ -43,6 +43,8 @@ class Failure(Struct, frozen=True, kw_only=True):
     """Epoch seconds by this node's clock. For users only: no decision depends on it."""
     facts: Words = {}
     """Facts about its machine that its agent collected because of the error's text: `interfaces`, `shm`, `disks` …"""
+    stack: str = ""
+    """Where it hung: the text of its stack, the most recent call last."""
     step: int = 0
     """Its current step, by its script's own count or else counted from its start; 0: unknown."""
 
@@ -74,6 +76,8 @@ class Verdict(Struct, frozen=True, kw_only=True):
     restarts: Rank = 0
     gave_up: str = ""
     """Why there was no further restart."""
+    hang: bool = False
+    """A hang ended the generation."""
 
     @property
     def victims(self) -> tuple[int, ...]:
@@ -156,11 +160,14 @@ def shell_status(exit_code: int) -> int:
 
 
 def job_exit_code(verdict: Verdict) -> int:
-    """The exit code of the first worker that failed; 1 if no worker was the cause.
+    """The exit code of the first worker that failed; 1 if no worker was the cause. After a hang EXIT_HUNG, whatever the
+    workers ended with.
 
     A culprit that holdfast killed shows that signal, and a culprit that left its peers shows 0. Then the code is that
     of the first other worker that was not stopped.
     """
+    if verdict.hang:
+        return EXIT_HUNG
     culprit = verdict.culprit
     if culprit is None:
         return EXIT_FAILURE

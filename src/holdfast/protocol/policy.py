@@ -215,8 +215,8 @@ class Limits(Struct, frozen=True, kw_only=True):
     hang_report_max_s: float = 300.0
     """Limit of the time of these steps together, but at least three of them (rdzv-conf hang_report_max)."""
     slow_report_s: float = 60.0
-    """As hang_report_s, for ranks that may only be slow: in the first steps, while loading data, rank 0 when all others
-    wait in a barrier, the last rank when all others have ended."""
+    """As hang_report_s, for ranks that may only be slow: they come late to the process group. Also the time between two
+    examinations before the first step, and the longest time between two steps that counts as training."""
     hang_timeout_s: float = 300.0
     """The generation is ended when all samples show no movement for this long (--hang-timeout); 0: never."""
     pause_report_s: float = 300.0

@@ -1,6 +1,6 @@
 """Observations of workers, as plain data: their progress, as agents read it from the board; the view of the job;
 samples of their stacks and of the kernel's counters; findings about hangs. Below: where threads are, from the text of a
-stack dump and the source of the program. Pure: text in, frames out.
+stack dump. Pure: text in, frames out.
 
 The coordinator gets the function that makes findings as a parameter, like the judge of failures (diagnosis/hangs.py).
 
@@ -18,17 +18,12 @@ thread. At most 100 frames of a thread are written, the innermost ones. Python 3
 number.
 
 A dump of a single thread begins with `Stack (most recent call first):`.
-
-Python does not report which thread holds a lock. What the source shows: one thread is at `with LOCK:` or
-`LOCK.acquire()`, and another one is inside a `with` of the same text, or after an `acquire()` of it in the same
-function.
 """
 
 from __future__ import annotations
 
-import ast
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from enum import Enum
 from typing import Annotated
 
@@ -182,6 +177,38 @@ Thread = Annotated[tuple[Frame, ...], Meta(max_length=THREAD_FRAMES_MAX)]
 Threads = Annotated[tuple[Thread, ...], Meta(max_length=THREADS_MAX)]
 
 
+class KernelWait(Enum):
+    """What the main thread of a worker waits for, by its system call."""
+
+    UNKNOWN = "unknown"
+    """It runs, or the system call cannot be read."""
+    SLEEP = "sleep"
+    THREAD = "thread"
+    """For another thread of its process: a lock, a condition, an event."""
+    CHILD = "child"
+    """For the end of a child, or for what comes through a pipe."""
+    SOCKET = "socket"
+    """For one connection."""
+    OTHER = "other"
+
+
+class Polling(Enum):
+    """What a loop polls that sleeps between two looks, by the source of the program."""
+
+    NOTHING = "nothing"
+    """There is no such loop, or nothing shows that it looks at anything."""
+    OUTSIDE = "outside"
+    """A file, a service, a command: things that others change."""
+    RANKS = "ranks"
+    """Communication: an operation that is under way, a key in the store."""
+    CHILD = "child"
+    THREADS = "threads"
+    RETRY = "retry"
+    """An attempt that fails: it sleeps in an `except`."""
+    SPIN = "spin"
+    """It does not sleep, and does nothing between two looks."""
+
+
 class RankSample(Struct, frozen=True, array_like=True):
     """One sample of one worker."""
 
@@ -222,6 +249,24 @@ class RankSample(Struct, frozen=True, array_like=True):
     stolen_s: Seconds = 0.0
     """Time so far for which its machine, a virtual one, had no processor while it needed one: the mean over its
     processors."""
+    waits_for: KernelWait = KernelWait.UNKNOWN
+    child_awaited: bool = False
+    """One of its threads waits for a child."""
+    main_moved_bytes: Count = 0
+    """Of moved_bytes, those of the main thread."""
+    main_wrote_bytes: Count = 0
+    """Of these, those written: what it prints counts."""
+    awaited_bytes: Count = 0
+    """Of talked_bytes, those of the connection for which the main thread waits."""
+    threads_awaited_bytes: Count = 0
+    """The same for its other threads: a thread that sends something now and then sleeps in between."""
+    broken_child: bool = False
+    """A process that it has started is stopped or dead."""
+    handles: str = ""
+    """The exception that its main thread handles, and where it was raised; empty: none, or unknown."""
+    polled: Polling = Polling.NOTHING
+    polls: str = ""
+    """The call with which it looks, as the program writes it: `os.path.exists`."""
 
 
 class RankStack(Struct, frozen=True, kw_only=True):
@@ -305,6 +350,7 @@ class RanksAtPlace(Struct, frozen=True, array_like=True):
 
     ranks: tuple[Rank, ...]
     words: str
+    standing: Standing = Standing.STILL
 
 
 class Finding(Struct, frozen=True, kw_only=True):
@@ -323,6 +369,9 @@ class Finding(Struct, frozen=True, kw_only=True):
     """A missing rank computes, perhaps in native code: reported late, and not ended while that lasts."""
     slow: bool = False
     """The awaited rank may only be slow: reported late."""
+    lively: bool = False
+    """Something shows that the awaited rank may go on by itself: it polls, its data are only late, a thread is at work.
+    It is ended late."""
 
 
 Examine = Callable[[Sequence[RankStory]], Finding]
@@ -389,6 +438,17 @@ def _frame(line: str) -> Frame | None:
     return Frame(file or unknown or "", int(number) if number.isdigit() else 0, function)
 
 
+def stack_text(frames: Sequence[Frame], source: str) -> str:
+    """The frames as Python writes them, the most recent call last. `source`: the line of the program's innermost
+    frame."""
+    own = program_frame(frames)
+    lines = []
+    for index, frame in reversed(list(enumerate(frames))):
+        lines.append(f'  File "{frame.file}", line {frame.line}, in {frame.function}')
+        lines += [f"    {source.strip()}"] if index == own and source else []
+    return "\n".join(["Stack (most recent call last):", *lines]) if lines else ""
+
+
 def is_library(file: str) -> bool:
     """Whether the file belongs to Python, torch, holdfast or an installed package, and not to the program."""
     return _MACHINERY.search(file) is not None or _INSTALLED.search(file) is not None
@@ -402,63 +462,3 @@ def program_frame(frames: Sequence[Frame]) -> int | None:
     own = [index for index, frame in enumerate(frames) if not is_library(frame.file)]
     own = own or [index for index, frame in enumerate(frames) if not _MACHINERY.search(frame.file)]
     return own[0] if own else None
-
-
-_NAMES = (ast.Name, ast.Attribute, ast.Subscript)
-"""Expressions that usually name a lock; `with open(path)` does not."""
-_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-
-
-def wanted_at(tree: ast.AST, line: int) -> str:
-    """The lock that this line acquires, as the program writes it; empty: none."""
-    for node in ast.walk(tree):
-        taken = ""
-        if isinstance(node, ast.With) and node.lineno <= line < max(node.lineno + 1, node.body[0].lineno):
-            taken = next(_locks(node), "")
-        elif isinstance(node, ast.Call) and node.lineno <= line <= (node.end_lineno or node.lineno):
-            taken = _called(node, "acquire")
-        if taken:
-            return taken
-    return ""
-
-
-def is_inside(tree: ast.AST, line: int, lock: str) -> bool:
-    """Whether a thread at this line is inside a `with` of this lock, or after its `acquire()` and before its end."""
-    held_since, released = 0, 0
-    for node in _of_one_function(_function_at(tree, line)):
-        if isinstance(node, ast.With) and node.body[0].lineno <= line <= (node.end_lineno or node.lineno):
-            if lock in _locks(node):
-                return True
-        elif isinstance(node, ast.Call) and (node.end_lineno or node.lineno) < line:
-            if _called(node, "acquire") == lock:
-                held_since = max(held_since, node.lineno)
-            elif _called(node, "release") == lock:
-                released = max(released, node.lineno)
-    return held_since > released
-
-
-def _locks(node: ast.With) -> Iterator[str]:
-    return (ast.unparse(item.context_expr) for item in node.items if isinstance(item.context_expr, _NAMES))
-
-
-def _called(node: ast.Call, method: str) -> str:
-    """`self.lock` for `self.lock.acquire()`; empty: another call."""
-    called = node.func
-    return ast.unparse(called.value) if isinstance(called, ast.Attribute) and called.attr == method else ""
-
-
-def _function_at(tree: ast.AST, line: int) -> ast.AST:
-    """The innermost function around a line; the module if there is none."""
-    found = tree
-    for node in ast.walk(tree):  # outer ones come first
-        if isinstance(node, _FUNCTIONS) and node.lineno <= line <= (node.end_lineno or node.lineno):
-            found = node
-    return found
-
-
-def _of_one_function(node: ast.AST) -> Iterator[ast.AST]:
-    """The nodes that run in one frame: without the functions and classes defined inside."""
-    for child in ast.iter_child_nodes(node):
-        if not isinstance(child, _FUNCTIONS):
-            yield child
-            yield from _of_one_function(child)

@@ -346,15 +346,24 @@ def waited_ns(pid: int) -> dict[str, int]:
     return found
 
 
-def moved_bytes(pid: int) -> int:
-    """Bytes that a process has read and written so far, as system calls and as disks count them: one of the two grows
-    while it copies. 0 where this cannot be read."""
+def moved_bytes(pid: int | str) -> int:
+    """Bytes that a process, or a thread given as `PID/task/TID`, has read and written so far, as system calls and as
+    disks count them: one of the two grows while it copies. 0 where this cannot be read."""
+    return sum(_counted(pid).values())
+
+
+def wrote_bytes(pid: int | str) -> int:
+    """Of these, those that system calls have written."""
+    return _counted(pid).get(b"wchar", 0)
+
+
+def _counted(pid: int | str) -> dict[bytes, int]:
     try:
         with open(f"/proc/{pid}/io", "rb") as file:
             counts = dict(line.split(b":") for line in file)
-        return sum(int(counts[name]) for name in (b"rchar", b"wchar", b"read_bytes", b"write_bytes"))
+        return {name: int(counts[name]) for name in (b"rchar", b"wchar", b"read_bytes", b"write_bytes")}
     except (OSError, ValueError, KeyError):
-        return 0
+        return {}
 
 
 def signals(pid: int | str) -> Signals:

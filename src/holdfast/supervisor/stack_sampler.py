@@ -16,6 +16,7 @@ import ast
 import asyncio
 import contextlib
 import functools
+import itertools
 import os
 import stat
 import sys
@@ -27,19 +28,27 @@ from typing import TYPE_CHECKING
 from msgspec import Struct, structs
 
 from holdfast.linux import ProcessStat, process_stat
-from holdfast.protocol.board_layout import BOARD_VARIABLE, LOOK_MAIN_SIGNAL, LOOK_SIGNAL
+from holdfast.protocol.board_layout import (
+    BOARD_VARIABLE,
+    HANDLED,
+    HANDLED_SIGNAL,
+    LOOK_MAIN_SIGNAL,
+    LOOK_SIGNAL,
+)
+from holdfast.protocol.program_source import is_inside, may_handle, polled_at, wanted_at
 from holdfast.protocol.rank_progress import (
     DUMP_BYTES_MAX,
     Frame,
+    KernelWait,
+    Polling,
     RankSample,
-    is_inside,
     main_thread,
     program_frame,
     program_threads,
-    wanted_at,
 )
 from holdfast.runtime.driver import run_detached
 from holdfast.supervisor import processes
+from holdfast.supervisor.kernel_wait import wait_of, waits_of_others
 
 if TYPE_CHECKING:
     from holdfast.supervisor.board import Board
@@ -190,15 +199,25 @@ ANSWER_S_MAX = 1.0
 """Limit for the workers to write their stacks; they do so in milliseconds."""
 KEEP_S_MAX = 0.5
 """Limit for the evidence to reach the disk; after that writing continues without us, and samples name no file."""
-LOOK_S_MAX = 2.0
+LOOK_S_MAX = 3.0
 QUIET_S = 0.2
 """A worker whose main thread has slept for this long is assumed to sleep on while its stacks are written."""
 READ_S_MAX = 0.2
 """Limit for reading the program's source lines."""
+HANDLED_S_MAX = 0.3
+"""Limit for a worker to write which exception it handles."""
+PARSE_S_MAX = 0.5
+"""Limit for what their syntax shows. It is kept: a later look has it at once."""
 SOURCE_CHARS_MAX = 80
 SOURCE_BYTES_MAX = 4 * 1024 * 1024
 PARSED_BYTES_MAX = 512 * 1024
-"""Bytes of a program that waits for a lock: it is parsed to find the thread that holds the lock."""
+"""A longer program is not parsed."""
+PROGRAMS_MAX = 8
+"""Programs whose syntax trees are kept."""
+PLACES_MAX = 256
+"""Places in them of which is kept what is polled there."""
+CALLERS_MAX = 2
+"""Frames in which a loop is sought: a small function that sleeps, and its caller."""
 STILL_S = 0.01
 """A dump that has not grown for this long, by a worker that handles no signal, is complete."""
 
@@ -206,6 +225,9 @@ MEASURED_MAX = 256
 """Processes below one worker whose input and output are counted."""
 NOTES_MAX = 4
 """Processes of one worker that are listed."""
+
+PROCESS_FILES = ("/subprocess", "/multiprocessing/connection", "/multiprocessing/pool", "/concurrent/futures/process")
+"""Files of Python, the beginnings of their names: functions that wait for a child."""
 
 _STOPPED = ("T", "t")
 _DEAD = ("Z", "X", "x")
@@ -242,6 +264,17 @@ class _RankLook(Struct):
     wanted: Tally = Tally()
     """Seconds of the processes below it, by process."""
     moved_bytes: int = 0
+    dumped_by_main_bytes: int = 0
+    """Of dumped_bytes, those that its main thread wrote."""
+    main_moved_bytes: int = 0
+    main_wrote_bytes: int = 0
+    waits_for: KernelWait = KernelWait.UNKNOWN
+    awaited: Tally = Tally()
+    """Bytes of the connections for which the main thread waited."""
+    awaited_by_threads: Tally = Tally()
+    """The same for its other threads."""
+    child_awaited: bool = False
+    broken_child: bool = False
     children_cpu_s: float = 0.0
     children_bytes: int = 0
     wanted_s: float = 0.0
@@ -268,10 +301,12 @@ class StackSampler:
         self._board = board
         self._files = StackFiles(generation, rank_of)
         self._one_at_a_time = asyncio.Lock()
-        self._dumped: dict[int, int] = {}
-        """By process: bytes that it wrote because we asked for its stacks."""
-        self._tallies: dict[int, tuple[Tally, Tally]] = {}
+        self._dumped: dict[int, tuple[int, int]] = {}
+        """By process: bytes that it wrote because we asked for its stacks, and how many of these by its main thread."""
+        self._tallies: dict[int, tuple[Tally, Tally, Tally, Tally]] = {}
         """By process: its counters."""
+        self._handled: dict[tuple[int, tuple[Frame, ...]], str] = {}
+        """By process and place: the exception that it handled there."""
         self._at_disk = False
         """Files are being read or written for a look, perhaps longer than the look waits."""
 
@@ -288,13 +323,21 @@ class StackSampler:
             await self._files.pause()
             looks = [self._begun(rank, pid) for rank, pid in sorted(pids.items())]
             samples = await run_detached(lambda: _collect(looks))
-            self._dumped = {look.pid: look.dumped_bytes + look.size for look in looks}
-            self._tallies = {look.pid: (look.talked, look.wanted) for look in looks}
+            self._dumped = {look.pid: _dumped(look) for look in looks}
+            self._tallies = {
+                look.pid: (look.talked, look.wanted, look.awaited, look.awaited_by_threads) for look in looks
+            }
             if self._at_disk:
                 return samples
+            programs: dict[int, bytes] = {}
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(READ_S_MAX):
-                    samples = await run_detached(lambda: self._with_sources(samples))
+                    samples, programs = await run_detached(lambda: self._with_sources(samples))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PARSE_S_MAX):
+                    samples = await run_detached(lambda: _with_explanations(samples, programs))
+            if any(_may_handle(sample, programs) for sample in samples):
+                samples = await run_detached(lambda: tuple(self._with_handled(each, programs) for each in samples))
             if folder is None or not samples or self._at_disk:
                 return samples
             texts = {look.local_rank: look.text for look in looks}
@@ -307,21 +350,46 @@ class StackSampler:
             return samples
 
     def _begun(self, local_rank: int, pid: int) -> _RankLook:
-        talked, wanted = self._tallies.get(pid, (Tally(), Tally()))
+        talked, wanted, awaited, by_threads = self._tallies.get(pid, (Tally(), Tally(), Tally(), Tally()))
+        dumped_bytes, by_main_bytes = self._dumped.get(pid, (0, 0))
         return _RankLook(
             local_rank,
             pid,
             # A duplicate: the board may be closed meanwhile, and its number reused.
             os.dup(self._board.stacks(local_rank)),
             f"{BOARD_VARIABLE}={self._board.address(local_rank)}".encode(),
-            dumped_bytes=self._dumped.get(pid, 0),
+            dumped_bytes=dumped_bytes,
+            dumped_by_main_bytes=by_main_bytes,
             talked=talked,
             wanted=wanted,
+            awaited=awaited,
+            awaited_by_threads=by_threads,
         )
 
-    def _with_sources(self, samples: tuple[RankSample, ...]) -> tuple[RankSample, ...]:
+    def _with_handled(self, sample: RankSample, programs: Mapping[int, bytes]) -> RankSample:
+        """Add the exception that it handles. It is asked once at each place: the answer takes its main thread a moment,
+        unlike its stack."""
+        if not _may_handle(sample, programs):
+            return sample
+        place = (sample.pid, sample.frames)
+        if place not in self._handled:
+            self._handled[place] = ""
+            fd = os.dup(self._board.stacks(sample.local_rank))
+            try:
+                text = _handled(sample.pid, fd)
+            finally:
+                os.close(fd)
+            all_bytes, by_main_bytes = self._dumped.get(sample.pid, (0, 0))
+            written = len(text.encode())
+            self._dumped[sample.pid] = (all_bytes + written, by_main_bytes + written)
+            self._handled[place] = _handled_words(text)
+        return structs.replace(sample, handles=self._handled[place])
+
+    def _with_sources(self, samples: tuple[RankSample, ...]) -> tuple[tuple[RankSample, ...], dict[int, bytes]]:
+        """The samples with their lines, and by local rank the text of the program."""
         with self._disk():
-            return tuple(map(_with_source, samples))
+            found = [_with_source(sample) for sample in samples]
+        return tuple(sample for sample, _ in found), {sample.local_rank: program for sample, program in found}
 
     def _keep(self, folder: Path, samples: tuple[RankSample, ...], texts: Mapping[int, str]) -> tuple[RankSample, ...]:
         with self._disk():
@@ -340,6 +408,12 @@ class StackSampler:
     async def close(self) -> None:
         """End everything that still writes evidence."""
         await self._files.pause()
+
+
+def _dumped(look: _RankLook) -> tuple[int, int]:
+    """Bytes that it has written for all looks up to this one: all of them, and those of its main thread."""
+    by_main_bytes = look.size if look.task == look.pid else 0
+    return look.dumped_bytes + look.size, look.dumped_by_main_bytes + by_main_bytes
 
 
 def _collect(looks: list[_RankLook]) -> tuple[RankSample, ...]:
@@ -372,6 +446,16 @@ def _measure(look: _RankLook, below: Sequence[processes.Child], moved_bytes: Map
     look.stat = process_stat(look.pid)
     main = process_stat(f"{look.pid}/task/{look.pid}")
     look.moved_bytes = max(0, processes.moved_bytes(look.pid) - look.dumped_bytes)
+    task = f"{look.pid}/task/{look.pid}"
+    look.main_moved_bytes = max(0, processes.moved_bytes(task) - look.dumped_by_main_bytes)
+    look.main_wrote_bytes = max(0, processes.wrote_bytes(task) - look.dumped_by_main_bytes)
+    look.waits_for, awaited = wait_of(look.pid, look.pid, moved_bytes)
+    look.awaited = look.awaited.and_now({awaited: moved_bytes[awaited]} if awaited else {})
+    others = waits_of_others(look.pid, moved_bytes)
+    heard = {wait.inode: float(moved_bytes[wait.inode]) for wait in others if wait.inode}
+    look.awaited_by_threads = look.awaited_by_threads.and_now(heard)
+    waits = (look.waits_for, *(wait.waits_for for wait in others))
+    look.child_awaited = KernelWait.CHILD in waits
     look.main_cpu_s = main.cpu_s if main is not None else 0.0
     ended_cpu_s = look.stat.ended_cpu_s if look.stat is not None else 0.0
     look.children_cpu_s = ended_cpu_s + sum(child.cpu_s for child in below)
@@ -380,7 +464,9 @@ def _measure(look: _RankLook, below: Sequence[processes.Child], moved_bytes: Map
     look.wanted_s = processes.wanted_s(look.pid, all_threads=True)
     look.wanted = look.wanted.and_now({pid: processes.wanted_s(pid, all_threads=False) for pid in pids})
     look.talked = look.talked.and_now(processes.of_connections([look.pid, *pids], moved_bytes))
-    look.note = "; ".join(_notes(child for child in below if child.parent == look.pid))
+    own = [child for child in below if child.parent == look.pid]
+    look.note = "; ".join(_notes(own))
+    look.broken_child = any(child.state in _STOPPED + _DEAD for child in own)
     look.switches = processes.switches(look.pid)
 
 
@@ -441,39 +527,119 @@ def _sample(look: _RankLook) -> RankSample:
         wanted_s=look.wanted_s,
         children_wanted_s=look.wanted.total,
         stolen_s=look.stolen_s,
+        waits_for=look.waits_for,
+        child_awaited=look.child_awaited or _reads_from_process(look.text),
+        main_moved_bytes=look.main_moved_bytes,
+        main_wrote_bytes=look.main_wrote_bytes,
+        awaited_bytes=round(look.awaited.total),
+        threads_awaited_bytes=round(look.awaited_by_threads.total),
+        broken_child=look.broken_child,
     )
 
 
-def _with_source(sample: RankSample) -> RankSample:
-    """Add the source line that the program executes, and the thread that may hold the lock for which it waits."""
+def _reads_from_process(text: str) -> bool:
+    """Whether a thread is in a function that waits for another process, whatever its system call is."""
+    return any(f'{place}.py", line' in text for place in PROCESS_FILES)
+
+
+def _with_source(sample: RankSample) -> tuple[RankSample, bytes]:
+    """Add the source line that the program executes. Also returns the program; empty: it cannot be read."""
     index = program_frame(sample.frames)
     if index is None:
-        return sample
+        return sample, b""
     frame = sample.frames[index]
     try:
         with open(os.open(frame.file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                return sample  # /dev/fd/63, a pipe
-            content = file.read(SOURCE_BYTES_MAX)
-        text = content.split(b"\n")[frame.line - 1].decode(errors="replace").strip()
+                return sample, b""  # /dev/fd/63, a pipe
+            program = file.read(SOURCE_BYTES_MAX)
+        text = program.split(b"\n")[frame.line - 1].decode(errors="replace").strip()
     except (OSError, ValueError, IndexError):
-        return sample  # not a file, or on another machine
-    holder = _holder(frame, sample.threads, content) if "with " in text or ".acquire(" in text else ""
+        return sample, b""  # not a file, or on another machine
+    return structs.replace(sample, source=text[:SOURCE_CHARS_MAX]), program
+
+
+def _with_explanations(samples: Sequence[RankSample], programs: Mapping[int, bytes]) -> tuple[RankSample, ...]:
+    """Add the thread that may hold the lock for which it waits, and what the loop around its line polls."""
+    return tuple(_with_explanation(sample, programs.get(sample.local_rank, b"")) for sample in samples)
+
+
+def _with_explanation(sample: RankSample, program: bytes) -> RankSample:
+    index = program_frame(sample.frames)
+    if index is None or not program or len(program) > PARSED_BYTES_MAX:
+        return sample
+    frame = sample.frames[index]
+    holder = _holder(frame, sample, program) if "with " in sample.source or ".acquire(" in sample.source else ""
+    callers = itertools.takewhile(lambda each: each.file == frame.file, sample.frames[index:])
+    polled, polls = _polled(program, tuple(each.line for each in callers)[:CALLERS_MAX])
     note = "; ".join(each for each in (sample.note, holder) if each)
-    return structs.replace(sample, source=text[:SOURCE_CHARS_MAX], note=note)
+    return structs.replace(sample, note=note, polled=polled, polls=polls[:SOURCE_CHARS_MAX])
 
 
-def _holder(waiting: Frame, threads: Sequence[Sequence[Frame]], content: bytes) -> str:
-    """The other thread that is inside the lock that this line of the program takes, in words; empty: none found."""
-    if len(content) > PARSED_BYTES_MAX:
+_PATIENT = (KernelWait.THREAD, KernelWait.SLEEP, KernelWait.CHILD)
+"""Waits that Python takes up again after a signal's handler has run."""
+
+
+def _may_handle(sample: RankSample, programs: Mapping[int, bytes]) -> bool:
+    """Whether its main thread may handle an exception, and can be asked for it."""
+    program = programs.get(sample.local_rank, b"")
+    index = program_frame(sample.frames)
+    if index is None or not program or len(program) > PARSED_BYTES_MAX or sample.waits_for not in _PATIENT:
+        return False
+    if any("/torch/" in frame.file for frame in sample.frames[:index]):
+        return False  # it waits in C++, and its handler would run when that returns
+    file = sample.frames[index].file
+    return _handles(program, tuple(frame.line for frame in sample.frames[index:] if frame.file == file))
+
+
+@functools.lru_cache(maxsize=PLACES_MAX)
+def _handles(program: bytes, lines: tuple[int, ...]) -> bool:
+    return may_handle(_parsed(program), lines)
+
+
+def _handled(pid: int, fd: int) -> str:
+    """What the worker writes about the exception that it handles. Blocks."""
+    signals = processes.signals(pid)
+    if not signals.catches(HANDLED_SIGNAL) or signals.blocks(HANDLED_SIGNAL) or not processes.has_open(pid, fd):
         return ""
+    os.truncate(fd, 0)
+    with contextlib.suppress(OSError):
+        processes.signal_thread(pid, pid, HANDLED_SIGNAL)
+    deadline = time.monotonic() + HANDLED_S_MAX
+    while not (text := os.pread(fd, DUMP_BYTES_MAX, 0).decode(errors="replace")) and time.monotonic() < deadline:
+        time.sleep(STILL_S)
+    return text
+
+
+def _handled_words(text: str) -> str:
+    """`ValueError: shard 17 is corrupt, raised at data.py:30`."""
+    lines = text.splitlines()
+    if len(lines) < 2 or not lines[0].startswith(HANDLED):
+        return ""
+    return f"{lines[0].removeprefix(HANDLED)}, raised at {lines[1].rpartition('/')[2]}"
+
+
+@functools.lru_cache(maxsize=PROGRAMS_MAX)
+def _parsed(program: bytes) -> ast.AST:
+    """Its syntax tree; an empty one if it is no Python. All ranks usually run the same program."""
     with contextlib.suppress(SyntaxError, ValueError, RecursionError):
-        tree = ast.parse(content)
-        lock = wanted_at(tree, waiting.line)
-        for frame in (frame for frames in threads for frame in frames if lock and frame.file == waiting.file):
-            if is_inside(tree, frame.line, lock):
-                at = f"{frame.file.rpartition('/')[2]}:{frame.line}"
-                return f"it takes {lock}, and another thread is inside {lock}: in {frame.function} at {at}"
+        return ast.parse(program)
+    return ast.Module([], [])
+
+
+@functools.lru_cache(maxsize=PLACES_MAX)
+def _polled(program: bytes, lines: tuple[int, ...]) -> tuple[Polling, str]:
+    return polled_at(_parsed(program), lines)
+
+
+def _holder(waiting: Frame, sample: RankSample, program: bytes) -> str:
+    """The other thread that is inside the lock that this line of the program takes, in words; empty: none found."""
+    tree = _parsed(program)
+    lock = wanted_at(tree, waiting.line)
+    for frame in (frame for frames in sample.threads for frame in frames if lock and frame.file == waiting.file):
+        if is_inside(tree, frame.line, lock):
+            at = f"{frame.file.rpartition('/')[2]}:{frame.line}"
+            return f"it takes {lock}, and another thread is inside {lock}: in {frame.function} at {at}"
     return ""
 
 

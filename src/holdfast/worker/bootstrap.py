@@ -336,6 +336,7 @@ def _serve_agent() -> Callable[[], None]:
             folder = os.path.dirname(folder)
         board = _load(os.path.join(os.path.dirname(folder), "protocol", "board_layout.py"))
         _answer_looks(address, board)
+        _tell_what_is_handled(address, board)
         profiled = _take_profiles(address, board, folder)
         _load(os.path.join(folder, "progress.py"), layout=board, profiled=profiled).begin(address)
         own_pid = os.getpid()
@@ -399,6 +400,44 @@ def _take_profiles(address: str, board: Any, folder: str) -> Callable[[int, bool
     except (ImportError, OSError, ValueError):
         pass  # this Python lacks the function, or we are not in the main thread: steps can be profiled
     return look
+
+
+def _tell_what_is_handled(address: str, board: Any) -> None:
+    """Write the exception that the main thread handles into the agent's file for stacks, on its signal."""
+    own_pid = os.getpid()
+
+    def signalled(*_: object) -> None:
+        error = sys.exc_info()[1]  # this runs inside of the `except` or `finally`
+        if error is not None and os.getpid() == own_pid:
+            try:
+                _write_handled(error, address, board)
+            except (OSError, ValueError):
+                return  # the agent is gone
+
+    try:
+        import _signal  # the C part of signal: nothing else is imported
+
+        _signal.signal(board.HANDLED_SIGNAL, signalled)
+    except (ImportError, OSError, ValueError):
+        return  # we are not in the main thread
+
+
+def _write_handled(error: BaseException, address: str, board: Any) -> None:
+    """Raises OSError, ValueError."""
+    try:
+        said = str(error)
+    except Exception:  # noqa: BLE001 - the program's own code
+        said = ""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    at = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace is not None else ""
+    words = " ".join(f"{type(error).__name__}: {said}".split())
+    file = _open_of_agent(address, board, int(address.rpartition("@")[2]) + board.STACKS, os.O_APPEND)
+    try:
+        os.write(file, f"{board.HANDLED}{words[: board.HANDLED_CHARACTERS_MAX]}\n{at}\n".encode(errors="replace"))
+    finally:
+        os.close(file)
 
 
 def _answer_looks(address: str, board: Any) -> None:

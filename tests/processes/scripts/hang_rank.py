@@ -6,7 +6,10 @@ import multiprocessing
 import os
 import re
 import signal
+import socket
+import subprocess
 import sys
+import threading
 import time
 
 import torch
@@ -34,6 +37,93 @@ class Stops(Dataset):
     def __getitem__(self, index):
         os.kill(os.getpid(), signal.SIGSTOP)
         return torch.zeros(1)
+
+
+@contextlib.contextmanager
+def metrics():
+    """A thread that sends something now and then."""
+    over = threading.Event()
+    server = socket.create_server(("127.0.0.1", 0))
+    sender = socket.create_connection(server.getsockname())
+    receiver, _ = server.accept()
+
+    def send():
+        while not over.is_set():
+            sender.sendall(bytes(300))
+            receiver.recv(300)
+            time.sleep(0.05)
+
+    threading.Thread(target=send, daemon=True).start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+@contextlib.contextmanager
+def sampler():
+    """A process that measures the machine again and again."""
+    line = "import time\nwhile True: sum(range(300_000)); time.sleep(0.01)"
+    with subprocess.Popen([sys.executable, "-c", line]) as process:
+        try:
+            yield
+        finally:
+            process.kill()
+
+
+def event_and_metrics():
+    with metrics():
+        threading.Event().wait()
+
+
+def silent_peer_and_metrics():
+    server = socket.create_server(("127.0.0.1", 0))
+    with metrics():
+        socket.create_connection(server.getsockname()).recv(1)
+
+
+def lock_and_sampler():
+    lock = threading.Lock()
+    with sampler(), lock:
+        lock.acquire()
+
+
+def ready():
+    return False
+
+
+def wait():
+    time.sleep(0.05)
+
+
+def loop_over_functions():
+    while not ready():
+        wait()
+
+
+def refused():
+    address = ("127.0.0.1", 1)
+    while True:
+        try:
+            socket.create_connection(address)
+        except ConnectionRefusedError:
+            time.sleep(0.02)
+
+
+def read_shard():
+    raise ValueError("shard 17 is corrupt")
+
+
+def handles():
+    try:
+        read_shard()
+    except ValueError:
+        threading.Event().wait()
+
+
+def polls_a_file():
+    while not os.path.exists("result"):
+        time.sleep(0.3)
 
 
 def reduce():

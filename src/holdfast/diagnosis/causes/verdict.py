@@ -12,6 +12,8 @@ import signal
 from collections import Counter
 from collections.abc import Sequence
 
+from msgspec import structs
+
 from holdfast.diagnosis.causes.blame import Blame, blame, first_own, ranked, speaks_of_peers
 from holdfast.diagnosis.causes.exception_text import ExceptionText, is_of_script
 from holdfast.diagnosis.causes.find import SAID_CHARACTERS_MAX, Cause, advice, cause_of
@@ -290,10 +292,12 @@ def _hung(evidence: Evidence, hang: Finding, order: Sequence[tuple[Blame, Failur
     rank had raised an exception but did not end, the exception is the cause."""
     raised = next((each for _, each in order if each.rank in hang.culprits and _raised_before(each)), None)
     if raised is not None:
-        return _of_one(evidence, raised)
+        return structs.replace(_of_one(evidence, raised), hang=True)
     culprit = evidence.hung or next((each for _, each in order if each.rank in hang.culprits), None)
     if culprit is None and order:
         culprit = order[0][1]
+    if culprit is not None and culprit is evidence.hung:
+        culprit, evidence = _with_its_end(evidence, culprit)
     code = hang.code or "HF246"
     line = " ".join(hang.text.split())
     threads = [(each, ExceptionText(each).thread) for _, each in order]
@@ -301,7 +305,17 @@ def _hung(evidence: Evidence, hang: Finding, order: Sequence[tuple[Blame, Failur
     if died is not None:
         said = died[2].strip().splitlines()[-1][:SAID_CHARACTERS_MAX]
         line += f"; before, rank {died[0].rank} lost its thread {died[1]!r}: {said}"
-    return evidence.verdict(code, line, culprit, advice().get(code, ""))
+    return structs.replace(evidence.verdict(code, line, culprit, advice().get(code, "")), hang=True)
+
+
+def _with_its_end(evidence: Evidence, hung: Failure) -> tuple[Failure, Evidence]:
+    """The rank that hung with its last output, which its agent has reported, and the evidence without that report."""
+    end = next((each for each in evidence.failures if each.rank == hung.rank), None)
+    if end is None:
+        return hung, evidence
+    hung = structs.replace(hung, stderr_tail=end.stderr_tail, stderr_file=end.stderr_file, step=end.step)
+    others = tuple(each for each in evidence.failures if each is not end)
+    return hung, structs.replace(evidence, failures=others)
 
 
 def _raised_before(failure: Failure) -> bool:
