@@ -248,6 +248,13 @@ class Limits(Struct, frozen=True, kw_only=True):
         suspend_s = max(self.suspend_s, SUSPENSION_PER_FENCE * self.fence_s, rare_s)
         return suspend_s if suspend_s <= SUSPENSION_PER_FENCE_MAX * self.fence_s else 0.0
 
+    @property
+    def confirm_s(self) -> float:
+        """How long a supervisor may take to confirm that it has killed or suspended the workers of a node without an
+        answer, in seconds. With as much time again, if it only waits for a processor, the workers end before others go
+        on without them."""
+        return max(0.0, self.lease_s - self.fence_s) / 4
+
     def short_lease_of(self, suspend_s: float) -> float:
         """A member whose workers are suspended after this time may be lost after so many seconds of silence. Between
         the two is half of the time between fence and lease."""

@@ -38,7 +38,7 @@ from holdfast.supervisor.channel import (
     WorkerChannel,
     WorkerMessage,
 )
-from holdfast.supervisor.client import ProcessEnded, ProcessStarted, SpawnFailed, SupervisorClient
+from holdfast.supervisor.client import CONFIRM_S_MAX, ProcessEnded, ProcessStarted, SpawnFailed, SupervisorClient
 from holdfast.supervisor.ends import EXIT_AFTER_EXCEPTION, Ends, Worker
 from holdfast.supervisor.release import Lateness, allowed_s
 from holdfast.supervisor.worker_command import worker_argv, worker_fds
@@ -258,14 +258,17 @@ class RunningGeneration:
                 worker.facts = {"unreleased": f"not released within {took_s:.1f} s"}
                 waited = {"seconds": round(took_s, 3), "waited_s": round(waited_s, 3)}
                 self._journal.write("not_released", **self._place(worker), pid=worker.pid, **waited)
-                supervisor.signal(worker.key, signal.SIGKILL)
+                supervisor.signal(worker.key, signal.SIGKILL, to_end=True)
         return min(left_s, default=0.0)
 
-    def kill_suspended(self, supervisor: SupervisorClient) -> None:
+    def look_at_processes(self, supervisor: SupervisorClient) -> None:
         """Kill the workers in `ht.survive` that somebody has suspended for too long while others of this node run. If
-        all are suspended, somebody wants to pause this node."""
+        all are suspended, somebody wants to pause this node. An end of which the supervisor has not reported anything
+        yet is reported now, or the supervisor executes nothing any more."""
         pids, now, limit_s = self.pids(), self._loop.time(), self._options.limits.suspended_s
         stats = {rank: process_stat(pid) for rank, pid in pids.items()}
+        if any(stat is None or stat.has_ended for stat in stats.values()):
+            supervisor.demand(CONFIRM_S_MAX)
         suspended = {rank for rank, stat in stats.items() if stat is not None and stat.state == "T"}
         for rank, worker in self._workers.items():
             if rank not in suspended or not worker.able or len(suspended) == len(pids):
@@ -275,7 +278,7 @@ class RunningGeneration:
             if now >= worker.suspended_at_s + limit_s and not worker.facts:
                 worker.facts = {"suspended": f"suspended for {limit_s:g} s while other ranks waited for it"}
                 self._journal.write("suspended", **self._place(worker), pid=worker.pid)
-                supervisor.signal(worker.key, signal.SIGKILL)
+                supervisor.signal(worker.key, signal.SIGKILL, to_end=True)
 
     def go_on(self, start: Start) -> None:
         """Give each worker at the gate its place in the generation that `regroup` announced."""
@@ -296,7 +299,7 @@ class RunningGeneration:
         would interrupt its exit functions."""
         for worker in self._workers.values():
             if not (to_end and worker.raised):
-                supervisor.signal(worker.key, signum)
+                supervisor.signal(worker.key, signum, to_end=to_end)
 
     # ---------------------------------------------------------------- observing workers
 
