@@ -23,6 +23,7 @@ from tests.warm import Warm
 from tests.warm_jobs import Started, WarmJobs
 
 SURVIVOR = Path(__file__).parents[1] / "train" / "scripts" / "survivor.py"
+SLOW_SURVIVOR = SURVIVOR.with_name("slow_survivor.py")
 WORLD = 3
 LIMIT_S = 90.0
 """torch's connections to its store look up names, which may take seconds each."""
@@ -66,6 +67,15 @@ def test_the_others_go_on_and_a_replacement_joins(site: Site) -> None:
     assert [each["counts"] for each in found] == [[-epochs]] * WORLD
     assert len({each["parameters"] for each in found}) == 1
     assert len(list(agent.folder.glob("attempt_*"))) == 1
+
+
+def test_steps_that_are_longer_than_the_limit_of_a_release_cost_no_other_process(site: Site) -> None:
+    """Neither when a rank is lost in the middle of one, nor when its replacement joins."""
+    line = ("--standalone", "--nproc-per-node", str(WORLD), "--preload", "torch", "--max-restarts", "1")
+    agent = site.ends(0, *line, SLOW_SURVIVOR, site.folder, "7", limit_s=LIMIT_S)
+    worlds = [json.loads(path.read_text()) for path in site.folder.glob("end.*")]
+    assert sorted(worlds) == [[3], [3, 2, 3], [3, 2, 3]], agent.text
+    assert agent.events("not_released") == []
 
 
 def test_all_go_on_with_another_store(site: Site) -> None:

@@ -40,7 +40,7 @@ from holdfast.supervisor.channel import (
 )
 from holdfast.supervisor.client import CONFIRM_S_MAX, ProcessEnded, ProcessStarted, SpawnFailed, SupervisorClient
 from holdfast.supervisor.ends import EXIT_AFTER_EXCEPTION, Ends, Worker
-from holdfast.supervisor.release import Lateness, allowed_s
+from holdfast.supervisor.release import Lateness, LongestStep, allowed_s
 from holdfast.supervisor.worker_command import worker_argv, worker_fds
 
 ENDING = (Work.STOPPING, Work.KILLING)
@@ -108,6 +108,7 @@ class RunningGeneration:
         """They were told to come at once, and not at a safe point."""
         self._released_s = 0.0
         """When they were told."""
+        self._longest = LongestStep()
         self._late: dict[str, Lateness] = {}
         """Those that were missing when somebody looked, by key."""
         self._replacing = self.number
@@ -245,10 +246,15 @@ class RunningGeneration:
         here = self._gathering and self._workers.keys() >= set(self._taking_part)
         return here and all(worker.gate == self.number for worker in self._workers.values() if self._comes(worker))
 
+    @property
+    def release_s(self) -> float:
+        """How long a worker may take to the gate after a loss."""
+        return self._options.limits.release_of(self._longest.seconds)
+
     def kill_missing(self, supervisor: SupervisorClient) -> float:
         """Kill the workers that are not at the gate although their time is over. Returns in how many seconds that of
         another one may be; 0: there is none."""
-        took_s, limit_s, left_s = self._loop.time() - self._released_s, self._options.limits.release_s, list[float]()
+        took_s, limit_s, left_s = self._loop.time() - self._released_s, self.release_s, list[float]()
         for worker in [each for each in self._workers.values() if each.generation and each.gate != self.number]:
             late = self._late.setdefault(worker.key, Lateness(worker.pid))
             waited_s = late.waited_s()
@@ -310,6 +316,7 @@ class RunningGeneration:
     def progress(self) -> tuple[RankProgress, ...]:
         """The progress of the workers that take part, as they wrote it on the board."""
         everybody = self.board.progress(time.monotonic_ns())
+        self._longest.heard(self._loop.time(), everybody)
         return tuple(each for each in everybody if each.local_rank in self._taking_part)
 
     def _living(self) -> dict[int, int]:

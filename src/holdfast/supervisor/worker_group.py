@@ -153,7 +153,7 @@ class WorkerGroup:
         self._progress_notes.close()
         running.regroup(self._supervisor, assign, safe_point)
         if not safe_point:
-            self._look_at_missing(running, FIRST_LOOK * self._options.limits.release_s)
+            self._look_at_missing(running, FIRST_LOOK * running.release_s)
         self._at_gate()  # of a node without workers nobody comes
 
     def _look_at_missing(self, running: RunningGeneration, in_s: float) -> None:
