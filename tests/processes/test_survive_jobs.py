@@ -106,6 +106,23 @@ def test_all_are_started_again(site: Site, options: tuple[str, ...], what: str) 
     assert len(list(agent.folder.glob("attempt_*"))) == 2
 
 
+@pytest.mark.parametrize("how", ["exit", "exit at once"])
+def test_a_rank_that_exits_with_0_ends_the_job_in_its_name(site: Site, how: str) -> None:
+    """The others need it in their next step. They do not wait for it as at the common end, until somebody finds a hang."""
+    case = json.dumps({"epochs": 2, "faults": [[1, "begin", 20, how]]})
+    line = ("--standalone", "--nproc-per-node", str(WORLD), "--preload", "torch", SURVIVOR, site.folder, case)
+    agent = site.ends(1, *line, limit_s=LIMIT_S)
+    assert "rank 1 on" in agent.verdict["verdict"]["cause"], agent.text
+    assert agent.verdict["verdict"]["code"] == "HF229"
+    assert ("rank 1 ends: sys.exit(0) in its training function after step 20" in agent.text) == (how == "exit")
+    assert "ranks go on" not in agent.text
+
+
+def test_ranks_that_all_exit_with_0_have_succeeded(site: Site) -> None:
+    agent = trained(site, faults=[[rank, "begin", 20, "exit"] for rank in range(WORLD)])
+    assert agent.text.count("ends: sys.exit(0)") == WORLD
+
+
 @pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
 def test_the_others_go_on_when_the_coordinators_node_is_lost(site: Site, endpoint: str, where: str) -> None:
     """Everything on the coordinator's node is killed at once. The others elect a successor and go on in their processes:
