@@ -27,6 +27,20 @@ def test_nothing_outlives_a_killed_agent(site) -> None:
     assert not Path(f"/proc/{supervisor}").exists() or agent.end() == 137
 
 
+def test_a_command_of_notify_does_not_outlive_a_killed_agent(site) -> None:
+    """Neither what it has started, in a session of its own."""
+    pids = site.folder / "pids"
+    command = site.folder / "notify.sh"
+    command.write_text(f"#!/bin/sh\nsetsid sleep 1000 & echo $! >> {pids}\necho $$ >> {pids}\nsleep 1000\n")
+    command.chmod(0o755)
+    script = site.script("meet()\nif ROUND: hold()\nsys.exit(1)")
+    line = ("--standalone", "--max-restarts", "1", "--notify", str(command), script)
+    agent = site.start(*line)
+    until(lambda: pids.exists() and len(pids.read_text().split()) >= 2, lambda: agent.text)
+    agent.signal(signal.SIGKILL)
+    until(lambda: not [pid for pid in map(int, pids.read_text().split()) if is_alive(pid)], "the end of all")
+
+
 @pytest.mark.parametrize("restarts", [0, 1])
 def test_a_killed_supervisor_takes_its_workers_along(site, restarts: int) -> None:
     """They failed, and that costs a restart, on the store's node too; nothing is left in either case."""

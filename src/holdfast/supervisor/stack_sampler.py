@@ -40,6 +40,7 @@ from holdfast.protocol.rank_progress import (
 )
 from holdfast.runtime.driver import run_detached
 from holdfast.supervisor import processes
+from holdfast.supervisor.attached import attached
 
 if TYPE_CHECKING:
     from holdfast.supervisor.board import Board
@@ -159,9 +160,8 @@ async def _native_stacks(program: str, pid: int) -> bytes:
     """The native stacks; empty when py-spy could not attach, or did not end."""
     pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     try:
-        process = await asyncio.create_subprocess_exec(
-            program, "dump", "--native", "--pid", str(pid), stdin=null, stdout=pipe, stderr=null
-        )
+        command = attached([program, "dump", "--native", "--pid", str(pid)])
+        process = await asyncio.create_subprocess_exec(*command, stdin=null, stdout=pipe, stderr=null)
     except OSError:
         return b""
     try:
@@ -172,7 +172,7 @@ async def _native_stacks(program: str, pid: int) -> bytes:
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
+                process.terminate()
             await process.wait()
     return text[:SPY_BYTES_MAX] if process.returncode == 0 else b""
 
