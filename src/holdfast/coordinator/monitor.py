@@ -46,8 +46,11 @@ SEARCHED_CHARACTERS = 4096
 TIMED_OUT = re.compile(
     r"Timed out waiting \d+ms for|wait timeout after \d+ms|DistStoreError: Socket Timeout"
     r"|Watchdog caught collective operation timeout|timed out in monitoredBarrier|failed to pass monitoredBarrier"
+    r"|NCCL operation timed out|Operation timed out after \d+ ms|Aborting process(?: on rank \d+)? due to timeout"
 )
-"""Messages of torch when a collective or its store has waited for longer than the group's time-out."""
+"""Messages of torch when a collective or its store has waited for longer than the group's time-out. The last three are
+those of its newer NCCL backend (c10d/nccl2): WorkNCCL::setTerminalStatus, WorkNCCL::checkStatus and
+ProcessGroupNCCL::abortProcess."""
 CLOSED = re.compile(
     r"^[\w.]*(?:ConnectionResetError|ConnectionAbortedError|BrokenPipeError|EOFError)\b|ncclRemoteError"
     r"|remote process exited|received errors while waiting for send/recv from rank"

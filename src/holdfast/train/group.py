@@ -102,6 +102,8 @@ class GroupConnection:
     outlives: Callable[[BaseException], bool] | None = None
     """Whether an error of the group is the consequence of a loss that this process survives; None: it survives none."""
     exit_patience_s: float = EXIT_PATIENCE_S
+    on_nccl: bool = False
+    """Whether the group uses NCCL. After `_abort_process_group` torch does not know it any more."""
     hook: Callable[..., object] | None = None
     """sys.excepthook as torch has wrapped it, so that it names the rank."""
     wrapped_hook: Callable[..., object] = sys.excepthook
@@ -201,8 +203,9 @@ def regroup(group: ProcessGroup, generation: int) -> Peers:
 def _destroy(group: ProcessGroup) -> None:
     """Destroy torch's groups, and destruct them: a process may be regrouped hundreds of times."""
     assert group.connection is not None
-    if "nccl" in dist.get_backend():
-        torch_private.abort_groups()
+    if group.connection.on_nccl:
+        if dist.is_initialized():  # else the regroup has aborted it already
+            torch_private.abort_groups()
     else:
         group.connection.sockets.cut()  # this rank may have come here by itself, with operations that nobody has ended
         groups = torch_private.all_groups()
@@ -323,6 +326,7 @@ def _join(place: _Place, device: torch.device, connection: GroupConnection, name
             device_id=device if on_gpu else None,
             **wait,
         )
+        connection.on_nccl = "nccl" in dist.get_backend()
 
 
 def _store_of_generation(place: _Place, wait: Mapping[str, timedelta]) -> Any:

@@ -328,7 +328,7 @@ class Survivor:
 
     def _cut(self) -> None:
         self._connection.sockets.cut()
-        if "nccl" in dist.get_backend():
+        if self._connection.on_nccl and dist.is_initialized():
             torch_private.abort_groups()
 
     def _is_consequence(self, error: BaseException) -> bool:
