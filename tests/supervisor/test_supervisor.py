@@ -294,12 +294,6 @@ async def test_a_supervisor_whose_agent_does_not_listen_still_kills(bench: Any) 
 # --- a supervisor that executes nothing -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("CONFIRM_S_MAX", "SPAWN_CONFIRM_S_MAX"):
-        monkeypatch.setattr(client, name, 0.2)
-
-
 def order_to_kill(supervisor: SupervisorClient) -> None:
     supervisor.kill_tree(confirm_s=0.2)
 
@@ -313,16 +307,17 @@ ORDERS: dict[str, Callable[[SupervisorClient], None]] = {
 }
 
 
-@pytest.mark.usefixtures("short_limits")
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 async def test_a_suspended_supervisor_is_killed_with_all_processes_when_it_does_not_execute_an_order(
-    bench: Any, tmp_path: Path, order: Callable[[SupervisorClient], None]
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: Callable[[SupervisorClient], None]
 ) -> None:
     pids = tmp_path / "pids"
     bench.supervisor.spawn("a", nuisance(pids))
     await bench.next(ProcessStarted)
     await bench.until(lambda: len(noted(pids)) == NUISANCE_PROCESSES)
     bench.supervisor._at_once_s = 0.2
+    for name in ("CONFIRM_S_MAX", "SPAWN_CONFIRM_S_MAX"):
+        monkeypatch.setattr(client, name, 0.2)
     os.kill(bench.supervisor.handle.pid, signal.SIGSTOP)
     order(bench.supervisor)
     await bench.next(SupervisorKilled)
@@ -331,7 +326,6 @@ async def test_a_suspended_supervisor_is_killed_with_all_processes_when_it_does_
     assert not [pid for pid in noted(pids) if processes.is_alive(pid)]
 
 
-@pytest.mark.usefixtures("short_limits")
 async def test_a_suspended_supervisor_is_killed_with_all_processes_at_the_end(bench: Any, tmp_path: Path) -> None:
     pids = tmp_path / "pids"
     bench.supervisor.spawn("a", nuisance(pids))
