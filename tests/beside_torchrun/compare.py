@@ -9,6 +9,7 @@ from holdfast.protocol.board_layout import HANDLED_SIGNAL, LOOK_MAIN_SIGNAL, LOO
 from tests.beside_torchrun.beside import Probe, Side
 
 INTENDED = {
+    "env HOLDFAST_SURVIVE": "new: what `ht.survive` does when a worker is lost",
     "env HOLDFAST_BOARD": "new: where should_stop() asks and steps are counted",
     "env HOLDFAST_SAVER": "new: where memory snapshots are kept and written out",
     "env HOLDFAST_JOB_UID": "new: identifies the job through all its generations",

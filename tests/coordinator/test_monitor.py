@@ -235,6 +235,23 @@ def stops(desk: Desk) -> list[msg.Stop]:
     return [message for to, message in desk.told if to == 2 and isinstance(message, msg.Stop)]
 
 
+@pytest.mark.parametrize(
+    "says",
+    [
+        "RuntimeError: NCCL operation timed out",
+        "torch.distributed.DistBackendError: NCCL operation timed out",
+        "[rank0]:[E1125 10:00:00] [default_pg] Operation timed out after 600012 ms",
+        "[rank0]:[E1125 10:00:00] Aborting process on rank 0 due to timeout - collective operation timed out",
+        "[rank0]:[E1125 10:00:00] Aborting process due to timeout on rank 0 - timeout watchdog detected operation timeout",
+    ],
+)
+def test_what_the_newer_nccl_backend_says_of_a_wait_in_vain_is_known(says: str) -> None:
+    desk, _ = judged_training()
+    fails(desk, 1, says)
+    assert len(looks(desk, 2)) == 1
+    assert stops(desk) == []
+
+
 def test_the_survivors_of_a_wait_in_vain_are_looked_at_before_they_are_stopped() -> None:
     desk, judged = judged_training()
     times_out(desk, 1)

@@ -391,18 +391,27 @@ def test_a_node_that_leaves_ends_the_way_of_the_replacements() -> None:
 
 def test_a_worker_killed_by_the_stop_of_such_a_drain_is_no_loss_to_survive() -> None:
     desk = growing(nproc=2)
-    desk.wait(LIMITS.drain_s)
+    desk.wait(LIMITS.safe_point_s)
     assert desk.machine.phase is Phase.STOPPING
     desk.kill_worker(1)
     assert desk.machine.phase is Phase.STOPPING
 
 
-def test_a_safe_point_is_awaited_for_as_long_as_a_drain() -> None:
+def test_a_safe_point_is_awaited_until_the_limit_of_a_hang() -> None:
+    """Nobody was lost: the step before it may be as long as an evaluation."""
     desk = at_safe_point()
-    desk.wait(LIMITS.drain_s - 1.0)
+    desk.wait(LIMITS.hang_timeout_s - 1.0)
     assert desk.machine.phase is Phase.REGROUPING
     desk.wait(1.0)
-    assert refusal(desk) == "not every worker was ready within 60 s"
+    assert refusal(desk) == "not every worker was ready within 300 s"
+
+
+def test_replacements_join_after_the_first_step_where_no_rank_has_done_one() -> None:
+    """The first step of a generation may be longer than any limit of a loss."""
+    desk = growing(nproc=2)
+    desk.both_say(Held(2, 0))
+    assert desk.machine.phase is Phase.REGROUPING
+    assert [desk.last(link).safe_point for link in (1, 2)] == [1, 1]  # type: ignore[union-attr]
 
 
 def test_a_node_of_which_no_worker_is_left_may_go() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
+import pytest
 from msgspec import structs
 
 from holdfast.coordinator import succeeded
@@ -17,6 +19,7 @@ from holdfast.coordinator.coordinator_state import (
     LinkClosed,
     LinkOpened,
     Phase,
+    ProveCaller,
     ProveVoterGone,
     StepDown,
     Tell,
@@ -25,7 +28,17 @@ from holdfast.coordinator.coordinator_state import (
 )
 from holdfast.coordinator.replicated import ReplicatedCoordinator
 from holdfast.protocol import messages as msg
-from holdfast.protocol.charter import Charter, CharterPosition, LedFrom, Renew, Renewed, Seat, Succession
+from holdfast.protocol.charter import (
+    NO_CHARTER,
+    Charter,
+    CharterPosition,
+    LedFrom,
+    Polled,
+    Renew,
+    Renewed,
+    Seat,
+    Succession,
+)
 from holdfast.protocol.outcome import Outcome, OutcomeKind
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
 from tests.coordinator.coordinator_desk import LIMITS
@@ -208,8 +221,50 @@ def test_a_vote_for_another_coordinator_deposes_it() -> None:
 
 def test_an_agent_that_knows_a_newer_term_deposes_it() -> None:
     desk = Desk().started(1, 2, 3)
-    desk.join(4, last=1, term=7)
-    assert desk.did(StepDown)
+    desk.give(LinkOpened(9, "10.0.0.3", "10.0.0.1"))
+    desk.give(Heard(9, msg.Join(node(3), 1, term=7)))
+    assert desk.did(StepDown) == [StepDown("a node knows of a newer coordinator (term 7)", 7)]
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        msg.Join(node(4), 1, term=7),
+        Renewed(7, 1, NO_CHARTER),
+        msg.Supersede(7, "10.0.0.9", 7000, "n9#1", elected=True),
+        msg.Recall(Charter(NO_CHARTER, ()), 7, 0.0),
+        Polled(7, granted=False, voter="n2#1"),
+    ],
+    ids=lambda message: type(message).__name__,
+)
+def test_a_link_that_has_not_joined_deposes_nobody(message: Any) -> None:
+    desk = Desk().started(1, 2, 3)
+    desk.give(LinkOpened(9, "10.0.0.9", "10.0.0.1"))
+    desk.give(Heard(9, message))
+    assert not desk.did(StepDown)
+    assert not desk.machine.stepped_down
+
+
+@pytest.mark.parametrize("formed", [True, False])
+def test_of_two_founders_of_the_same_term_the_one_with_the_later_name_goes_on(formed: bool) -> None:
+    """Both know the same answer, whichever of them calls."""
+    desks = [Desk(own=own) for own in (1, 2)]
+    for number, desk in enumerate(desks, 1):
+        desk.started(1, 2, 3) if formed else desk.join(number)
+    calls = [desk.machine.call(f"10.0.0.{number}", 7000) for number, desk in enumerate(desks, 1)]
+    assert [call.term for call in calls] == [1, 1]
+    for desk, call in zip(desks, reversed(calls), strict=True):
+        desk.give(LinkOpened(9, call.address, "10.0.0.8"))
+        desk.give(Heard(9, call))
+        for command in desk.did(ProveCaller):
+            assert command.call == call  # type: ignore[union-attr]
+            desk.give(Deposed(call.term, call.address, call.port, call.name, call.elected, call.forms))
+    assert [desk.machine.stepped_down for desk in desks] == [True, False]
+    if formed:
+        (moved,) = desks[1].to(9, msg.Moved)
+        other = Desk(own=1).started(1, 2, 3)
+        other.give(Deposed(moved.term, moved.address, moved.port, moved.name, moved.elected))
+        assert other.machine.stepped_down
 
 
 def test_the_end_is_announced_when_a_majority_knows_it() -> None:
@@ -285,7 +340,10 @@ def test_the_founder_steps_down_for_the_job_that_lives() -> None:
     desk = Desk()
     desk.join(1)
     desk.give(LinkOpened(9, "10.0.0.2", "10.0.0.1"))
-    desk.give(Heard(9, msg.Supersede(1, "10.0.0.2", 7000)))
+    call = msg.Supersede(1, "10.0.0.2", 7000, "n2#1")
+    desk.give(Heard(9, call))
+    assert desk.did(ProveCaller) == [ProveCaller(call)]
+    desk.give(Deposed(1, "10.0.0.2", 7000, "n2#1"))
     assert desk.did(StepDown) == [StepDown("the job goes on elsewhere", 1, "10.0.0.2", 7000)]
 
 
@@ -309,7 +367,7 @@ def test_a_call_of_an_older_term_is_told_where_the_job_is() -> None:
     desk.prepare(2, 3)
     desk.give(LinkOpened(9, "10.0.0.1", "10.0.0.2"))
     desk.give(Heard(9, msg.Supersede(1, "10.0.0.1", 7000)))
-    assert desk.to(9, msg.Moved) == [msg.Moved(3, "10.0.0.2", 7000)]
+    assert desk.to(9, msg.Moved) == [msg.Moved(3, "10.0.0.2", 7000, "n2#1", elected=True)]
     desk.give(Deposed(2, "10.0.0.1", 7000))
     assert not desk.did(StepDown)
     desk.give(Deposed(4, "10.0.0.1", 7000))

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.conftest import alive as is_alive
+from tests.conftest import descendants
 from tests.processes.conftest import c10d, coordinators_first
 from tests.support.limits import limit_s, until
 
@@ -23,6 +25,20 @@ def test_nothing_outlives_a_killed_agent(site) -> None:
     agent.signal(signal.SIGKILL)
     site.all_gone(limit_s=1.0)
     assert not Path(f"/proc/{supervisor}").exists() or agent.end() == 137
+
+
+def test_a_command_of_notify_does_not_outlive_a_killed_agent(site) -> None:
+    """Neither what it has started, in a session of its own."""
+    pids = site.folder / "pids"
+    command = site.folder / "notify.sh"
+    command.write_text(f"#!/bin/sh\nsetsid sleep 1000 & echo $! >> {pids}\necho $$ >> {pids}\nsleep 1000\n")
+    command.chmod(0o755)
+    script = site.script("meet()\nif ROUND: hold()\nsys.exit(1)")
+    line = ("--standalone", "--max-restarts", "1", "--notify", str(command), script)
+    agent = site.start(*line)
+    until(lambda: pids.exists() and len(pids.read_text().split()) >= 2, lambda: agent.text)
+    agent.signal(signal.SIGKILL)
+    until(lambda: not [pid for pid in map(int, pids.read_text().split()) if is_alive(pid)], "the end of all")
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
@@ -101,6 +117,67 @@ def test_a_node_that_slept_beyond_its_lease_is_fenced_and_comes_back(site, endpo
     assert {each["world"] for each in site.trail("up", port=last)} == {2}
     site.all_gone()
 
+
+# --- a supervisor that executes nothing -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("killed", [False, True], ids=["raises", "is killed"])
+def test_a_suspended_supervisor_delays_a_restart_and_keeps_no_process(site, killed: bool) -> None:
+    """A worker fails, and the supervisor reports no end and stops nobody. It is killed, with all that its workers have
+    started."""
+    script = site.script(
+        "child()\ndaemon()\nmeet()\n"
+        "if ROUND: sys.exit(0)\n"
+        "while RANK or not os.path.exists(__file__ + '.go'): time.sleep(0.01)\n"
+        "raise RuntimeError"
+    )
+    agent = site.start("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", script)
+    site.wait(2, "up")
+    os.kill(agent.supervisor, signal.SIGSTOP)
+    if killed:
+        os.kill(site.trail("up", rank=0)[0]["pid"], signal.SIGKILL)
+    else:
+        Path(f"{script}.go").touch()
+    assert agent.end(60) == 0, agent.text
+    assert len(agent.events("supervisor_killed")) == 1
+    assert "hf-supervisor" in agent.text
+    site.all_gone()
+
+
+@pytest.mark.parametrize("endless", [False, True], ids=["suspended", "in an endless loop"])
+def test_the_workers_of_a_node_that_is_cut_off_end_though_its_supervisor_does_nothing(
+    site, endpoint: str, endless: bool
+) -> None:
+    """Beside them the others would go on."""
+    script = site.script("child()\ndaemon()\nmeet()\nhold()")
+    args = (*c10d(endpoint, "2", "--rdzv-conf", f"lease={limit_s(0.6):g}"), script)
+    agents = [site.start(*args, program=site.changed(ENDLESS)) for _ in range(2)]
+    site.wait(2, "up")
+    host, guest = coordinators_first(agents)
+    supervisor = guest.supervisor
+    os.kill(supervisor, signal.SIGUSR2 if endless else signal.SIGSTOP)
+    below = descendants(supervisor)
+    host.signal(signal.SIGSTOP)
+    until(lambda: not [pid for pid in below if is_alive(pid)], "the end of all workers")
+    guest.signal(signal.SIGKILL)
+    host.signal(signal.SIGKILL)
+
+
+ENDLESS = """
+import signal
+from holdfast.supervisor import supervisor
+
+class Supervisor(supervisor.Supervisor):
+    def __init__(self, *arguments):
+        super().__init__(*arguments)
+        signal.signal(signal.SIGUSR2, endless)
+
+def endless(signum, frame):
+    while True:
+        pass
+
+supervisor.Supervisor = Supervisor
+"""
 
 TORCH = """
 import torch.distributed as dist

@@ -23,6 +23,7 @@ from tests.warm import Warm
 from tests.warm_jobs import Started, WarmJobs
 
 SURVIVOR = Path(__file__).parents[1] / "train" / "scripts" / "survivor.py"
+SLOW_SURVIVOR = SURVIVOR.with_name("slow_survivor.py")
 WORLD = 3
 LIMIT_S = 90.0
 """torch's connections to its store look up names, which may take seconds each."""
@@ -68,6 +69,15 @@ def test_the_others_go_on_and_a_replacement_joins(site: Site) -> None:
     assert len(list(agent.folder.glob("attempt_*"))) == 1
 
 
+def test_steps_that_are_longer_than_the_limit_of_a_release_cost_no_other_process(site: Site) -> None:
+    """Neither when a rank is lost in the middle of one, nor when its replacement joins."""
+    line = ("--standalone", "--nproc-per-node", str(WORLD), "--preload", "torch", "--max-restarts", "1")
+    agent = site.ends(0, *line, SLOW_SURVIVOR, site.folder, "7", limit_s=LIMIT_S)
+    worlds = [json.loads(path.read_text()) for path in site.folder.glob("end.*")]
+    assert sorted(worlds) == [[3], [3, 2, 3], [3, 2, 3]], agent.text
+    assert agent.events("not_released") == []
+
+
 def test_all_go_on_with_another_store(site: Site) -> None:
     agent = trained(site, faults=[[1, "forward", 20, "kill the store"]], epochs=6)
     assert [(each["worlds"], each["counts"]) for each in ends(site)] == [([3, 3], [-6])] * WORLD, agent.text
@@ -94,6 +104,23 @@ def test_all_are_started_again(site: Site, options: tuple[str, ...], what: str) 
     agent = trained(site, "--max-restarts", "1", *options, faults=[[1, "backward", 20, what]])
     assert [(each["worlds"], each["counts"]) for each in ends(site)] == [([3], [-2])] * WORLD
     assert len(list(agent.folder.glob("attempt_*"))) == 2
+
+
+@pytest.mark.parametrize("how", ["exit", "exit at once"])
+def test_a_rank_that_exits_with_0_ends_the_job_in_its_name(site: Site, how: str) -> None:
+    """The others need it in their next step. They do not wait for it as at the common end, until somebody finds a hang."""
+    case = json.dumps({"epochs": 2, "faults": [[1, "begin", 20, how]]})
+    line = ("--standalone", "--nproc-per-node", str(WORLD), "--preload", "torch", SURVIVOR, site.folder, case)
+    agent = site.ends(1, *line, limit_s=LIMIT_S)
+    assert "rank 1 on" in agent.verdict["verdict"]["cause"], agent.text
+    assert agent.verdict["verdict"]["code"] == "HF229"
+    assert ("rank 1 ends: sys.exit(0) in its training function after step 20" in agent.text) == (how == "exit")
+    assert "ranks go on" not in agent.text
+
+
+def test_ranks_that_all_exit_with_0_have_succeeded(site: Site) -> None:
+    agent = trained(site, faults=[[rank, "begin", 20, "exit"] for rank in range(WORLD)])
+    assert agent.text.count("ends: sys.exit(0)") == WORLD
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])

@@ -264,7 +264,7 @@ async def test_a_founder_that_hears_of_a_newer_coordinator_steps_down_and_goes_t
         assert a.client.service is not None
         calls = await dial_agent(a.options.endpoint, JOB, b.node)
         calls.start(lambda _: None, lambda _: None)
-        calls.send(Supersede(7, "127.0.0.1", b.options.endpoint.port))
+        calls.send(Supersede(7, "127.0.0.1", b.options.endpoint.port, b.node.agent))
         await settled(lambda: bool(a.lost))
         assert a.client.service is None
         await a.join()

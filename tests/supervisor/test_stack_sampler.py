@@ -393,9 +393,29 @@ def test_a_folder_that_cannot_be_written_costs_the_evidence_alone(board: Board, 
     assert (functions(sample), sample.file) == ([("<module>", 3)], "")
 
 
-def test_what_nccl_has_recorded(board: Board, start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", str(tmp_path / "trace_"))
-    old, new = tmp_path / "trace_4", tmp_path / "trace_5"
+@pytest.mark.parametrize(
+    ("variable", "value", "place"),
+    [
+        ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "trace_", "trace_"),
+        ("TORCH_FR_DUMP_TEMP_FILE", "trace_", "trace_"),
+        ("XDG_CACHE_HOME", "cache", "cache/torch/comm_lib_trace_rank_"),
+        ("HOME", "", ".cache/torch/comm_lib_trace_rank_"),
+    ],
+)
+def test_what_nccl_has_recorded(
+    board: Board,
+    start: Start,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    variable: str,
+    value: str,
+    place: str,
+) -> None:
+    for name in ("TORCH_NCCL_DEBUG_INFO_TEMP_FILE", "TORCH_FR_DUMP_TEMP_FILE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, str(tmp_path / value))
+    (tmp_path / place).parent.mkdir(parents=True, exist_ok=True)
+    old, new = tmp_path / f"{place}4", tmp_path / f"{place}5"
     old.write_bytes(b"of another job")
     os.utime(old, (1e9, 1e9))
     new.write_bytes(b"of this one")

@@ -10,22 +10,25 @@ import subprocess
 import sys
 import tempfile
 import textwrap
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from holdfast.supervisor import processes
+from holdfast.supervisor import client, processes
 from holdfast.supervisor.client import (
     ProcessEnded,
     ProcessStarted,
     SpawnFailed,
     SupervisorClient,
     SupervisorDied,
+    SupervisorKilled,
     TreeKilled,
     revive_supervisor,
 )
-from tests.support.limits import until
+from tests.support.limits import limit_s, until
 
 NUISANCE = """
     import os, signal, sys, time
@@ -286,6 +289,92 @@ async def test_a_supervisor_whose_agent_does_not_listen_still_kills(bench: Any) 
     # One that is killed between fork and exec has ended, and has not failed to start.
     assert kinds.count(SpawnFailed) + kinds.count(ProcessEnded) == 600
     assert kinds.count(SpawnFailed) > 500
+
+
+# --- a supervisor that executes nothing -------------------------------------------------------------------------------
+
+
+def order_to_kill(supervisor: SupervisorClient) -> None:
+    supervisor.kill_tree(confirm_s=0.2)
+
+
+ORDERS: dict[str, Callable[[SupervisorClient], None]] = {
+    "kill": order_to_kill,
+    "signal": lambda supervisor: supervisor.signal("a", signal.SIGTERM, to_end=True),
+    "start": lambda supervisor: supervisor.spawn("b", ["true"]),
+    "fence": lambda supervisor: supervisor.fence(time.monotonic() + 0.1),
+    "suspend": lambda supervisor: supervisor.fence(time.monotonic() + 1000, time.monotonic() + 0.1),
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+async def test_a_suspended_supervisor_is_killed_with_all_processes_when_it_does_not_execute_an_order(
+    bench: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: Callable[[SupervisorClient], None]
+) -> None:
+    pids = tmp_path / "pids"
+    bench.supervisor.spawn("a", nuisance(pids))
+    await bench.next(ProcessStarted)
+    await bench.until(lambda: len(noted(pids)) == NUISANCE_PROCESSES)
+    bench.supervisor._at_once_s = 0.2
+    for name in ("CONFIRM_S_MAX", "SPAWN_CONFIRM_S_MAX"):
+        monkeypatch.setattr(client, name, 0.2)
+    os.kill(bench.supervisor.handle.pid, signal.SIGSTOP)
+    order(bench.supervisor)
+    await bench.next(SupervisorKilled)
+    await bench.next(SupervisorDied)
+    await bench.sweep()
+    assert not [pid for pid in noted(pids) if processes.is_alive(pid)]
+
+
+async def test_a_suspended_supervisor_is_killed_with_all_processes_at_the_end(bench: Any, tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    bench.supervisor.spawn("a", nuisance(pids))
+    await bench.next(ProcessStarted)
+    await bench.until(lambda: len(noted(pids)) == NUISANCE_PROCESSES)
+    os.kill(bench.supervisor.handle.pid, signal.SIGSTOP)
+    bench.supervisor._at_once_s = 0.2
+    await bench.close()
+    assert not [pid for pid in noted(pids) if processes.is_alive(pid)]
+
+
+async def test_a_supervisor_that_is_continued_in_time_is_left_alone(bench: Any) -> None:
+    bench.supervisor.spawn("a", ["sleep", "1000"])
+    await bench.next(ProcessStarted)
+    os.kill(bench.supervisor.handle.pid, signal.SIGSTOP)
+    bench.supervisor.kill_tree(confirm_s=limit_s(20.0))
+    await asyncio.sleep(0.1)
+    os.kill(bench.supervisor.handle.pid, signal.SIGCONT)
+    assert (await bench.next(ProcessEnded)).key == "a"
+    await bench.next(TreeKilled)
+    assert bench.supervisor.alive
+
+
+async def test_time_in_which_the_agent_does_not_run_is_not_the_supervisors(bench: Any) -> None:
+    """The whole node was suspended: the supervisor has had no time either."""
+    bench.supervisor.spawn("a", ["sleep", "1000"])
+    await bench.next(ProcessStarted)
+    os.kill(bench.supervisor.handle.pid, signal.SIGSTOP)
+    confirm_s = limit_s(0.3)
+    bench.supervisor.kill_tree(confirm_s=confirm_s)
+    time.sleep(1.2 * confirm_s)  # noqa: ASYNC251 - nothing of this process runs meanwhile
+    os.kill(bench.supervisor.handle.pid, signal.SIGCONT)
+    await bench.next(ProcessEnded)
+    await bench.next(TreeKilled)
+    assert bench.supervisor.alive
+
+
+def test_a_suspended_supervisor_kills_all_when_its_agent_is_killed(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    agent, supervisor = start_agent([["sleep", "1000"], nuisance(pids)])
+    until(lambda: len(noted(pids)) == NUISANCE_PROCESSES, "all that the worker starts")
+    everyone = [supervisor, *noted(pids)]
+    os.kill(supervisor, signal.SIGSTOP)
+    agent.kill()
+    try:
+        until(lambda: not [pid for pid in everyone if processes.is_alive(pid)], "the end of all")
+    finally:
+        processes.kill_each([pid for pid in everyone if processes.is_alive(pid)])
+        agent.communicate()
 
 
 # --- the end of the agent ---------------------------------------------------------------------------------------------

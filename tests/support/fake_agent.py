@@ -39,9 +39,10 @@ class FakeAgent:
         self.memory = MemoryFolder.make(self._run_id)
         self._saver = self._start_saver()
         self._command = [script, *arguments]
-        self._board = f"{folder}/board"
+        self._board = folder / "board"
+        self._board.touch()
         self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listening.bind(channel_name(f"{self._board}@0"))
+        self._listening.bind(channel_name(self._board.stat().st_ino))
         self._listening.listen(64)
         self._listening.setblocking(False)
         self.workers: dict[int, Started] = {}

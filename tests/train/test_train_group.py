@@ -24,6 +24,7 @@ import holdfast.train as ht
 from holdfast.protocol.errors import ProcessGroupError
 from holdfast.train import guards, mistakes
 from holdfast.train.data import GlobalBatch, Share
+from holdfast.train.group import GroupConnection, ProcessGroup, _destroy
 from holdfast.train.guards import guarded
 from tests.warm import Warm
 
@@ -85,6 +86,38 @@ def test_a_program_may_destroy_its_group_itself(no_launcher) -> None:
     with ht.process_group(device="cpu"):
         dist.destroy_process_group()
     assert not dist.is_initialized()
+
+
+class NcclGroups:
+    """torch's functions for groups on NCCL, as far as a regroup calls them: without a group they raise."""
+
+    def __init__(self) -> None:
+        self.aborted = 0
+
+    def get_backend(self) -> str:
+        if self.aborted:
+            raise ValueError("Default process group has not been initialized")
+        return "nccl"
+
+    def is_initialized(self) -> bool:
+        return not self.aborted
+
+    def abort(self) -> None:
+        self.get_backend()
+        self.aborted += 1
+
+
+@pytest.mark.parametrize("cut", [True, False], ids=["aborted by the loss", "not aborted yet"])
+def test_a_group_on_nccl_that_was_aborted_can_be_left(monkeypatch: pytest.MonkeyPatch, cut: bool) -> None:
+    groups = NcclGroups()
+    monkeypatch.setattr(dist, "get_backend", groups.get_backend)
+    monkeypatch.setattr(dist, "is_initialized", groups.is_initialized)
+    monkeypatch.setattr("holdfast.train.torch_private.abort_groups", groups.abort)
+    connection = GroupConnection("nccl", None, on_nccl=True)
+    if cut:
+        groups.abort()
+    _destroy(ProcessGroup(0, 2, 0, torch.device("cpu"), None, connection))
+    assert groups.aborted == 1
 
 
 def test_half_an_environment_is_named(no_launcher) -> None:

@@ -180,6 +180,10 @@ class Charters:
         """Whether the voters that have a link are a majority without these: they can elect a successor."""
         return self.charter.carried_by(self._links.keys() - set(names))
 
+    def knows(self, link: int) -> bool:
+        """Whether a member or a witness is behind this link."""
+        return link in self._names
+
     def confirmed_by(self, link: int) -> bool:
         """Whether the voter behind this link has acknowledged a Renew of this coordinator."""
         return any(voter.link == link and voter.confirmed_s > -inf for voter in self._voters.values())

@@ -90,6 +90,7 @@ class CoordinatorActs:
         self._endings = Endings(job, self.budget, self.host_backoff, judge, self._note)
         replacements = Replacements(limits, self.budget, self._membership)
         self._regrouping = Regrouping(job, limits, self.budget, self._membership, replacements)
+        self._regrouping.longest_step_s = lambda: self._monitor.longest_step_s
         self._lost: list[str] = []
         """Nodes of the world that this event has shown to be lost, in words."""
         self._liveness = Liveness(limits, now)
@@ -192,6 +193,10 @@ class CoordinatorActs:
         drain = self._world().drain
         assert drain is not None
         return drain
+
+    def _drain_limit_s(self) -> float:
+        """How long the drain may take. A node that leaves limits it by itself."""
+        return self.limits.safe_point_s if self._draining().regroups else self.limits.drain_s
 
     def _newcomers(self) -> Collection[Member]:
         """Candidates that are not in the running world."""

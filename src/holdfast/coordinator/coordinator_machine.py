@@ -202,7 +202,7 @@ class CoordinatorMachine(CoordinatorActs):
         elif self.phase is Phase.STOPPING:
             deadlines.append(self._stop_deadline_s())
         elif self.phase is Phase.DRAINING:
-            deadlines.append(self._phase_since_s + self.limits.drain_s)
+            deadlines.append(self._phase_since_s + self._drain_limit_s())
         elif self._gather_until_s is not None:
             deadlines.append(self._gather_until_s)
         elif self._has_room():
@@ -749,8 +749,8 @@ class CoordinatorMachine(CoordinatorActs):
             self._finish(Outcome(kind=OutcomeKind.SUCCEEDED, exit_code=0))
         elif drain.saves:
             self._advance_saving(now, world, drain)
-        elif now >= self._phase_since_s + self.limits.drain_s:
-            self._stop(now, drain.reason, f"{drain.text}; the workers did not stop within {self.limits.drain_s:g} s")
+        elif now >= self._phase_since_s + (limit_s := self._drain_limit_s()):
+            self._stop(now, drain.reason, f"{drain.text}; the workers did not stop within {limit_s:g} s")
         elif drain.safe_point is not None:
             if not any(self._in_world(m) and not world.finished(m.name) for m in self._membership.busy()):
                 self._stop(now, drain.reason, drain.text)

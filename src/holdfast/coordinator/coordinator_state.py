@@ -12,7 +12,7 @@ from enum import Enum
 from msgspec import Struct
 
 from holdfast.protocol.charter import Seat
-from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator, StopReason
+from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator, StopReason, Supersede
 from holdfast.protocol.outcome import Failure, Outcome
 from holdfast.protocol.policy import HeldStates, NodeSpec, Note, Tick
 from holdfast.protocol.questions import Question
@@ -70,11 +70,15 @@ class VoterGone(Struct, frozen=True):
 
 
 class Deposed(Struct, frozen=True):
-    """Another coordinator has a newer term."""
+    """There is another coordinator, of this term."""
 
     term: int
     address: str
     port: int
+    name: str = ""
+    elected: bool = False
+    forms: bool = False
+    """As in Supersede."""
 
 
 class HostAsked(Struct, frozen=True):
@@ -145,13 +149,19 @@ class StepDown(Struct, frozen=True):
     """There is no newer one yet: this node's voter lets the others stand first."""
 
 
+class ProveCaller(Struct, frozen=True):
+    """Connect to the coordinator that has called. Ends in Deposed if it is there; else in nothing."""
+
+    call: Supersede
+
+
 class ProveVoterGone(Struct, frozen=True):
     """Connect to this voter's port. Ends in VoterGone if nobody listens there, or another process; else in nothing."""
 
     seat: Seat
 
 
-Command = Tell | DropLink | Conclude | SaveAgreed | StepDown | ProveVoterGone | Note
+Command = Tell | DropLink | Conclude | SaveAgreed | StepDown | ProveCaller | ProveVoterGone | Note
 
 
 class EndGeneration(Struct, frozen=True):

@@ -47,8 +47,11 @@ SEARCHED_CHARACTERS = 4096
 TIMED_OUT = re.compile(
     r"Timed out waiting \d+ms for|wait timeout after \d+ms|DistStoreError: Socket Timeout"
     r"|Watchdog caught collective operation timeout|timed out in monitoredBarrier|failed to pass monitoredBarrier"
+    r"|NCCL operation timed out|Operation timed out after \d+ ms|Aborting process(?: on rank \d+)? due to timeout"
 )
-"""Messages of torch when a collective or its store has waited for longer than the group's time-out."""
+"""Messages of torch when a collective or its store has waited for longer than the group's time-out. The last three are
+those of its newer NCCL backend (c10d/nccl2): WorkNCCL::setTerminalStatus, WorkNCCL::checkStatus and
+ProcessGroupNCCL::abortProcess."""
 CLOSED = re.compile(
     r"^[\w.]*(?:ConnectionResetError|ConnectionAbortedError|BrokenPipeError|EOFError)\b|ncclRemoteError"
     r"|remote process exited|received errors while waiting for send/recv from rank"
@@ -110,6 +113,8 @@ class Monitor:
         self._stragglers = Stragglers(limits.straggler_window_s)
         self._trained_s = 0.0
         """Training time of the generations that ended."""
+        self._longest_step_s = 0.0
+        """The longest step of these."""
         self._looks = 0
         self._round: SampleRound | None = None
         """The current round."""
@@ -127,7 +132,7 @@ class Monitor:
 
     def begin(self, world: World) -> None:
         """Start to monitor this world: its workers were started."""
-        self._trained_s = self.training_s
+        self._trained_s, self._longest_step_s = self.training_s, self.longest_step_s
         self._at_work, self._throughput = world, None
 
     def take_over(self, training_s: float) -> None:
@@ -356,6 +361,11 @@ class Monitor:
     def training_s(self) -> float:
         """Total time in which a generation was making steps."""
         return self._trained_s + (self._throughput.training_s if self._throughput is not None else 0.0)
+
+    @property
+    def longest_step_s(self) -> float:
+        """The longest step of any rank so far, without the first ones of a generation; 0: unknown."""
+        return max(self._longest_step_s, self._throughput.longest_step_s if self._throughput is not None else 0.0)
 
     def hang(self, now: float) -> Finding | None:
         """The hang that was reported and is not over."""

@@ -83,6 +83,8 @@ class Regrouping:
     """The verdict on the newest loss was given."""
     succeeded: Callable[[Collection[str]], bool] = lambda _: False
     """Whether another coordinator would continue the job without these agents, of which one has the coordinator."""
+    longest_step_s: Callable[[], float] = lambda: 0.0
+    """The longest step so far; 0: unknown."""
     arriving: set[str] = field(default_factory=set)
     """Members that join the running generation without a worker in it, and are not prepared yet."""
     plan: Plan | None = None
@@ -290,7 +292,7 @@ class Regrouping:
         """For how long the start of the next generation may take."""
         if self.waits(world) and world.all_prepared:
             return self.limits.join_s
-        return self.limits.regroup_s if self.cut else self.limits.drain_s
+        return self.limits.regroup_of(self.longest_step_s()) if self.cut else self.limits.safe_point_s
 
     def _refusal(self, world: World, why: str) -> list[Order]:
         reason = StopReason.MEMBER_LOST if world.lost_nodes else StopReason.WORKER_FAILED
@@ -367,10 +369,11 @@ class Regrouping:
         return now >= self.replacements.join_at_s and world.all_able
 
     def at_safe_point(self, world: World, drain: Draining) -> Plan | None:
-        """How they join at the next safe point that all can reach; at once if no worker asks for safe points."""
+        """How they join at the next safe point that all can reach. A worker in `ht.survive` reaches one after each
+        step; it may have reached none yet."""
         if not drain.regroups or not world.all_able:
             return None
-        return self._with_ready(world, drain.newest + 1 if drain.newest else 0)
+        return self._with_ready(world, drain.newest + 1)
 
     def leaving(self, world: World) -> list[str]:
         """The members of this world that leave."""

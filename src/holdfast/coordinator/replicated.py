@@ -29,6 +29,7 @@ from holdfast.coordinator.coordinator_state import (
     Member,
     NoWitness,
     Phase,
+    ProveCaller,
     ProveVoterGone,
     StepDown,
     Tell,
@@ -172,9 +173,10 @@ class ReplicatedCoordinator(CoordinatorMachine):
         if now >= self._charters.authority_s(now) + self.limits.fence_s:
             return self._step_down(StepDown(f"no majority of the nodes has answered for {self.limits.fence_s:g} s"))
         match event:
-            case Deposed(term, address, port):
-                if term > self.term:
-                    return self._step_down(StepDown(f"another coordinator has term {term}", term, address, port))
+            case Deposed(term, address, port, name, elected, forms):
+                if self._yields(term, name, elected=elected, forms=forms):
+                    text = "the job goes on elsewhere" if term == self.term else f"another coordinator has term {term}"
+                    return self._step_down(StepDown(text, term, address, port))
             case VoterGone(name):
                 self._charters.gone(name)
                 self._older.gone(name)
@@ -189,17 +191,18 @@ class ReplicatedCoordinator(CoordinatorMachine):
             case LinkClosed(link):
                 self._charters.unlinked(link, now)
                 self._reseat = self._witnesses.pop(link, None) is not None or self._reseat
-            case Heard(link, Renewed() as renewed):
+            case Heard(link, Renewed() as renewed) if self._charters.knows(link):
                 if renewed.term > self.term and link in self._witnesses and not self._charters.confirmed_by(link):
                     self._do_without(link, now)
                 elif renewed.term > self.term:
-                    return self._step_down(StepDown(f"the voters have elected another one (term {renewed.term})"))
+                    text = f"the voters have elected another one (term {renewed.term})"
+                    return self._step_down(StepDown(text, renewed.term))
                 self._charters.renewed(link, renewed, now)
                 few = self.phase is Phase.GATHERING and self._gathering.quorum_s is None
                 if few and renewed.rival and self._charters.rivalled:
                     return self._step_down(StepDown("too few nodes reach it, and another one stands", aside=True))
-            case Heard(_, Join(term=term)) if term > self.term and not self.forms:
-                return self._step_down(StepDown(f"a node knows of a newer coordinator (term {term})"))
+            case Heard(_, Join(term=term) as join) if term > self.term and not self.forms and self._votes(join.node):
+                return self._step_down(StepDown(f"a node knows of a newer coordinator (term {term})", term))
             case Heard(link, Supersede() as call):
                 return self._called(link, call)
             case Heard(_, Recall() as recall) if self.forms:
@@ -254,12 +257,30 @@ class ReplicatedCoordinator(CoordinatorMachine):
 
     # ---------------------------------------------------------------- authority
 
+    def _yields(self, term: int, name: str, *, elected: bool, forms: bool = False) -> bool:
+        """Whether another coordinator of the job goes on, and not this one. Of any two, each knows the same answer: one
+        that has formed a generation goes on, then the later term. Two founders may have the same one: then their names
+        decide."""
+        other, own = (term, elected, name), (self.term, not self.founded, self._charters.name)
+        return (not forms, *other) > (not self.forms, *own)
+
+    def _votes(self, node: NodeSpec) -> bool:
+        """Whether this agent, which has not joined yet, has a vote. What others say of a term deposes nobody."""
+        return any(seat.name == node.agent for seat in self.charter.seats)
+
+    def call(self, address: str, port: int) -> Supersede:
+        """What it says to the coordinator at another endpoint of the job. It listens at this address."""
+        return Supersede(self.term, address, port, self._charters.name, not self.founded, self.forms)
+
     def _called(self, link: int, call: Supersede) -> list[Command]:
-        """The coordinator of another term calls this endpoint."""
-        if call.term > self.term or self.forms:
-            return self._step_down(StepDown("the job goes on elsewhere", call.term, call.address, call.port))
+        """Another coordinator calls this endpoint. Anybody could: it has to be there."""
+        if self._yields(call.term, call.name, elected=call.elected, forms=call.forms):
+            return [ProveCaller(call)]
         own = next((seat for seat in self.charter.seats if seat.name == self._charters.name), None)
-        return [] if own is None else [Tell(link, Moved(self.term, own.address, own.port))]
+        return [] if own is None else [Tell(link, self._moved(own))]
+
+    def _moved(self, own: Seat) -> Moved:
+        return Moved(self.term, own.address, own.port, own.name, elected=not self.founded)
 
     def _recalled(self, now: float, recall: Recall, *, alive: bool = False) -> None:
         """There was an older job. Continue it, unless its voters elect another coordinator, or it has one."""

@@ -139,6 +139,8 @@ class Throughput:
         """The whole job, in steps as the script counts them over all restarts."""
         self.job_steps = 0
         """How many of them it will have; 0: unknown."""
+        self.longest_step_s = 0.0
+        """The longest step of a rank, without its first one."""
         self.in_stage: dict[Stage, int] = dict.fromkeys(Stage, 0)
         for member, host, local_ranks in nodes:
             own = self._by_member[member] = {}
@@ -155,8 +157,11 @@ class Throughput:
             if pace is None or pace.stage is Stage.DONE:
                 continue
             at_s = max(self._began_s, now - max(0.0, report.age_s))
+            steps, newest_s = pace.steps, pace.newest_s
             if pace.heard(report, at_s):
                 moved = True
+                if 0 < steps < pace.steps:
+                    self.longest_step_s = max(self.longest_step_s, (at_s - newest_s) / (pace.steps - steps))
                 if pace.counts:
                     self._stepped(at_s)
                 else:

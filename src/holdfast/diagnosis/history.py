@@ -466,6 +466,8 @@ def _incident(event: Event) -> Incident | None:
             return here(what=f"straggler{over}", text=_straggler(event), code=event["code"])
         case "agent.fenced" | "agent.fenced_by_keeper":
             return of_job(what="fenced", text="cut off too long: it stopped its own workers")
+        case "supervisor_killed":
+            return of_job(what="supervisor", text=f"the supervisor executed no order for {event['seconds']:.1f} s")
         case "keeper_died":
             return of_job(what="supervisor", text="the supervisor was killed, and the workers with it")
         case "store_lost":

@@ -31,6 +31,7 @@ from holdfast.protocol.errors import EndpointError, PortInUseError
 from holdfast.protocol.options import Endpoint
 from holdfast.rendezvous.bind import claim, who_holds
 from holdfast.runtime.driver import run_detached
+from holdfast.supervisor.attached import attached
 from holdfast.version import __version__
 
 ROOT = Path("/")
@@ -414,7 +415,7 @@ async def bounded(function: Callable[[], Result], limit_s: float, otherwise: Res
 async def run_bounded(command: Sequence[str], limit_s: float) -> ProcessResult:
     """Run a program to its end or the limit. Raises OSError when it cannot be started."""
     process = await asyncio.create_subprocess_exec(
-        *command,
+        *attached(command),
         stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

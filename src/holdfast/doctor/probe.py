@@ -29,6 +29,7 @@ from holdfast.doctor import NodePath, Reached, Reduced
 from holdfast.doctor.facts import CHECKUP, ERROR_CHARS_MAX, addresses_of, end, last_json
 from holdfast.protocol.policy import Port
 from holdfast.runtime.connection import connect, numeric, why
+from holdfast.supervisor.attached import attached
 
 MAGIC, KEY_BYTES = b"HFDOCTOR", 16
 INDEX, CLOCK, TRANSFER = struct.Struct("!I"), struct.Struct("!d"), struct.Struct("!Qd")
@@ -224,7 +225,7 @@ class Reducer:
     async def start(cls, python: str, rank: int, world: int, limit_s: float) -> Reducer:
         """Raises OSError."""
         process = await asyncio.create_subprocess_exec(
-            *(python, CHECKUP, "reduce", str(rank), str(world), str(limit_s)),
+            *attached([python, CHECKUP, "reduce", str(rank), str(world), str(limit_s)]),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.DEVNULL,

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import http.client
 import json
-import os
 import queue
 import shlex
-import signal
 import subprocess
 import threading
 import time
@@ -22,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
+from holdfast.supervisor.attached import attached
 from holdfast.text import listed, plural
 
 QUEUE_MAX = 64
@@ -178,12 +177,13 @@ def deliver(target: str, body: bytes) -> str:
 
 
 def _run(argv: Sequence[str], body: bytes) -> str:
-    """Run a command once. A late one is killed with its children, and its output is dropped unread."""
-    silent = subprocess.DEVNULL
-    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True) as process:
+    """Run a command once, until all its processes have ended. A late one is killed with them, and its output is dropped
+    unread."""
+    line, silent = attached(argv), subprocess.DEVNULL
+    with subprocess.Popen(line, stdin=subprocess.PIPE, stdout=silent, stderr=silent, start_new_session=True) as process:
         try:
             process.communicate(body, SEND_S_MAX)
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
+            process.terminate()
             return f"it did not end within {SEND_S_MAX:g} s"
     return f"exit code {process.returncode}" if process.returncode else ""

@@ -219,12 +219,18 @@ class Ping(AgentMessage, frozen=True, tag="ping"):
 
 
 class Supersede(AgentMessage, frozen=True, tag="supersede"):
-    """The coordinator of a later term calls the job's endpoint, where a node that returned may have started another
-    coordinator: that one steps down. Answered by Moved if the called one knows a newer term."""
+    """A coordinator calls the job's endpoint, where a node that returned may have started another one: one of the two
+    steps down (`ReplicatedCoordinator`). Answered by Moved if it is the caller."""
 
     term: Count
     address: str
     port: Port
+    name: str = ""
+    """The agent of the caller."""
+    elected: bool = False
+    """By voters; False: it founded the job."""
+    forms: bool = False
+    """It has formed no generation yet."""
 
 
 class Recall(AgentMessage, frozen=True, tag="recall"):
@@ -430,6 +436,9 @@ class Moved(CoordinatorMessage, frozen=True, tag="moved"):
     term: Count
     address: str
     port: Port
+    name: str = ""
+    """As in Supersede, if the coordinator itself answers."""
+    elected: bool = False
 
 
 class Answer(CoordinatorMessage, frozen=True, tag="answer"):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from math import inf
 from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
@@ -55,6 +56,9 @@ PINGS_PER_SUSPENSION = 3
 SUSPENSION_PER_FENCE = 0.375
 SUSPENSION_PER_FENCE_MAX = 0.75
 PROGRESS_PER_HANG = 1.2
+STEPS_PER_RELEASE = 2.0
+RELEASES_PER_WORKER = 2.0
+"""So many times its limit a worker may take to leave its generation, if it only waits for a processor."""
 GROWTH = 2.0
 PAUSE_S_MAX = 60.0
 
@@ -191,10 +195,11 @@ class Limits(Struct, frozen=True, kw_only=True):
     """How long the first exclusion of a host lasts; each later one doubles."""
     exclude_max_s: float = 3600.0
     release_s: float = 2.0
-    """From the order to regroup until every worker has left its collective; then it is killed. One that waits for a
-    processor has up to twice as long."""
+    """After a loss: from the order to regroup until every worker has left its collective; then it is killed. Where
+    steps are long, see `release_of`. One that waits for a processor has up to twice as long."""
     regroup_s: float = 5.0
-    """From the order to regroup until every node is prepared; then all workers are stopped and started again."""
+    """After a loss: from the order to regroup until every node is prepared; then all workers are stopped and started
+    again. Where steps are long, see `regroup_of`."""
     rejoin_s: float = 30.0
     """From the order to go on until every worker trains again in the new generation; then all are stopped and started
     again."""
@@ -247,6 +252,27 @@ class Limits(Struct, frozen=True, kw_only=True):
         rare_s = PINGS_PER_SUSPENSION * agents / self.pings_per_s_max
         suspend_s = max(self.suspend_s, SUSPENSION_PER_FENCE * self.fence_s, rare_s)
         return suspend_s if suspend_s <= SUSPENSION_PER_FENCE_MAX * self.fence_s else 0.0
+
+    @property
+    def confirm_s(self) -> float:
+        """How long a supervisor may take to confirm that it has killed or suspended the workers of a node without an
+        answer, in seconds. With as much time again, if it only waits for a processor, the workers end before others go
+        on without them."""
+        return max(0.0, self.lease_s - self.fence_s) / 4
+
+    def release_of(self, longest_step_s: float) -> float:
+        """As `release_s` where a step has taken so long: a call in the middle of it cannot be interrupted."""
+        return max(self.release_s, min(STEPS_PER_RELEASE * longest_step_s, self.drain_s))
+
+    def regroup_of(self, longest_step_s: float) -> float:
+        """As `regroup_s`: longer by as much as a worker that waits for a processor may take longer."""
+        return self.regroup_s + RELEASES_PER_WORKER * (self.release_of(longest_step_s) - self.release_s)
+
+    @property
+    def safe_point_s(self) -> float:
+        """From an order to regroup at a safe point until all workers are there: nobody was lost, so they end the step
+        at which they are, however long it is. If one hangs in it, they are stopped as in every hang."""
+        return max(self.drain_s, self.hang_timeout_s or inf)
 
     def short_lease_of(self, suspend_s: float) -> float:
         """A member whose workers are suspended after this time may be lost after so many seconds of silence. Between

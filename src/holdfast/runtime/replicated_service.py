@@ -11,6 +11,7 @@ from holdfast.coordinator.coordinator_state import (
     Command,
     Deposed,
     NoWitness,
+    ProveCaller,
     ProveVoterGone,
     StepDown,
     VoterGone,
@@ -18,7 +19,7 @@ from holdfast.coordinator.coordinator_state import (
 )
 from holdfast.coordinator.replicated import ReplicatedCoordinator
 from holdfast.protocol.charter import Poll, Renew, Seat
-from holdfast.protocol.messages import FromAgent, FromCoordinator, Joined, Moved
+from holdfast.protocol.messages import FromAgent, FromCoordinator, Joined, Moved, Supersede
 from holdfast.protocol.options import Endpoint
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.rendezvous_client import CoordinatorService, LocalLink
@@ -86,10 +87,17 @@ class ReplicatedService(CoordinatorService):
         match command:
             case StepDown():
                 self._client.stepped_down(command)
+            case ProveCaller(call):
+                self.errands.start(self._prove_caller(call))
             case ProveVoterGone(seat):
                 self.errands.start(self._prove(seat))
             case _:
                 super()._execute(command)
+
+    async def _prove_caller(self, call: Supersede) -> None:
+        deposed = await self._client.find_caller(call)
+        if deposed is not None:
+            self._driver.feed(deposed)
 
     async def _prove(self, seat: Seat) -> None:
         if await self._client.prove_gone(seat):

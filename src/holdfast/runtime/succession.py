@@ -413,6 +413,20 @@ class SuccessionClient:
         connection.close()
         return connection.accepted.name != seat.name
 
+    async def find_caller(self, call: Supersede) -> Deposed | None:
+        """The coordinator that has called, if it is where it says."""
+        endpoint = Endpoint(host=call.address, port=call.port)
+        try:
+            connection = await self._dial_agent(endpoint)
+        except HoldfastError:
+            return None
+        connection.close()
+        accepted = connection.accepted
+        if accepted.absent or accepted.witness or accepted.name != call.name:
+            return None
+        about = accepted.name, not accepted.founded, accepted.forms
+        return Deposed(accepted.term, call.address, call.port, *about)
+
     # ---------------------------------------------------------------- the endpoints of the job, while leading
 
     async def _watch(self, service: ReplicatedService, endpoint: Endpoint) -> None:
@@ -454,13 +468,13 @@ class SuccessionClient:
         service.no_witness(endpoint)
         connection.start(partial(self._answered, service, connection), end)
         address = self._options.local_addr or connection.local_address
-        connection.send(Supersede(service.replicated.term, address, self.port))
+        connection.send(service.replicated.call(address, self.port))
         await asyncio.wait({closed}, timeout=self._options.limits.poll_s)
 
     def _answered(self, service: ReplicatedService, connection: Outgoing, message: FromCoordinator) -> None:
         if isinstance(message, Moved):
             address = seen_from_here(message.address, connection.peer_address)
-            service.deposed(Deposed(message.term, address, message.port))
+            service.deposed(Deposed(message.term, address, message.port, message.name, message.elected))
 
 
 def _endpoint(seat: Seat) -> Endpoint:

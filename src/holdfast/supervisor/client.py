@@ -19,6 +19,7 @@ from msgspec import Struct
 from holdfast import seqpacket
 from holdfast.protocol.errors import SupervisorLostError
 from holdfast.supervisor import processes
+from holdfast.supervisor.release import Lateness, allowed_s
 from holdfast.supervisor.supervisor import SupervisorHandle, exec_supervisor
 
 KILL_LIMIT_S = 10.0
@@ -26,6 +27,14 @@ KILL_LIMIT_S = 10.0
 CLOSE_LIMIT_S = 15.0
 """A supervisor that has not ended this long after it was asked to is killed. Above the supervisor's own limit."""
 
+
+CONFIRM_S_MAX = 5.0
+"""A supervisor that has not executed an order to end workers after this time is killed, and the workers with it."""
+SPAWN_CONFIRM_S_MAX = 30.0
+"""The same for an order to start a process."""
+CONFIRM_LOOKS = 10
+"""So often we look for the confirmation. A look does not count while this process does not run, as after a suspension
+of the whole node."""
 
 REVIVALS_MAX = 5
 REVIVAL_WINDOW_S = 60.0
@@ -96,33 +105,85 @@ class StandbyTold(Struct, frozen=True, tag_field="is", tag="standby"):
     """Memory that only these processes hold, of all together."""
 
 
+class Confirmed(Struct, frozen=True, tag_field="is", tag="confirmed"):
+    """The supervisor has executed every command that was sent before this confirmation was requested."""
+
+    number: int
+
+
 class Fenced(Struct, frozen=True, tag_field="is", tag="fenced"):
     """The fence passed: the supervisor kills everything but services. Each worker's ProcessEnded follows, no
     TreeKilled."""
+
+
+class SupervisorKilled(Struct, frozen=True):
+    """The supervisor did not confirm an order within this time and was killed. SupervisorDied follows."""
+
+    silent_s: float
 
 
 class SupervisorDied(Struct, frozen=True):
     """The supervisor ended without a request; its workers die with it. See `revive_supervisor`."""
 
 
-Packet = ProcessStarted | SpawnFailed | ProcessEnded | TreeKilled | PreloadTold | StandbyTold | Fenced
+Report = ProcessStarted | SpawnFailed | ProcessEnded | TreeKilled | PreloadTold | StandbyTold | Fenced
 """The supervisor's events, by the tag "is"."""
-SupervisorEvent = Packet | SupervisorDied
+SupervisorEvent = Report | SupervisorKilled | SupervisorDied
+
+
+class Demand:
+    """Waits for one confirmation, as long as the supervisor may take."""
+
+    def __init__(self, number: int, pid: int, limit_s: float, on_late: Callable[[float], None]) -> None:
+        """`on_late` gets the time for which there was no confirmation."""
+        self.number = number
+        self._limit_s = limit_s
+        self._late = Lateness(pid)
+        self._on_late = on_late
+        self._listened_s = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._look_in()
+
+    def _look_in(self) -> None:
+        self._timer = self._loop.call_later(self._limit_s / CONFIRM_LOOKS, self._look)
+
+    def _look(self) -> None:
+        self._listened_s += self._limit_s / CONFIRM_LOOKS
+        if self._listened_s < allowed_s(self._limit_s, self._late.waited_s()):
+            self._look_in()
+        else:
+            self._on_late(self._listened_s)
+
+    def cancel(self) -> None:
+        self._timer.cancel()
 
 
 class SupervisorClient:
     """Controls one supervisor, from fork to end. Make, use and close it on the running event loop."""
 
-    def __init__(self, handle: SupervisorHandle, on_event: Callable[[SupervisorEvent], None]) -> None:
+    def __init__(
+        self, handle: SupervisorHandle, on_event: Callable[[SupervisorEvent], None], *, at_once_s: float = CONFIRM_S_MAX
+    ) -> None:
+        """`at_once_s`: how long the supervisor may take to confirm when a time of the fence has passed: soon after it
+        others go on without these workers."""
         processes.become_subreaper()  # if the supervisor dies, its children become ours
         self.handle = handle
         self._on_event = on_event
+        self._at_once_s = at_once_s
         self._loop = asyncio.get_running_loop()
         self._sock = handle.sock
         self._sock.setblocking(False)
         self._out = seqpacket.Outbox()
         self._ended = asyncio.Event()
         self._closing = False
+        self._killed = False
+        """By us: it did not confirm an order, or did not end."""
+        self._spawned = False
+        """It has been ordered to start a process: before that there is nothing to end."""
+        self._demands: list[Demand] = []
+        self._demanded = 0
+        """The number of the newest one."""
+        self._fence_timers: list[asyncio.TimerHandle] = []
         self._loop.add_reader(self._sock, self._readable)
 
     @property
@@ -155,6 +216,7 @@ class SupervisorClient:
         that the agent was started with. `service`: survives kill_tree. `cpus`: CPU numbers to run on.
         `warm`: a program under our bootstrap, forked from the fork server if there is one.
         """
+        self._spawned = True
         wanted = fds or {}
         command = {
             "do": "spawn",
@@ -169,10 +231,14 @@ class SupervisorClient:
             "warm": warm,
         }
         self._send(command, list(wanted.values()))
+        self.demand(SPAWN_CONFIRM_S_MAX)
 
-    def signal(self, key: str, signum: int) -> None:
-        """Signal the process itself, not its children; does nothing when it has ended."""
+    def signal(self, key: str, signum: int, *, to_end: bool = False) -> None:
+        """Signal the process itself, not its children; does nothing when it has ended. `to_end`: it has to be
+        confirmed."""
         self._send({"do": "signal", "key": key, "signum": int(signum)})
+        if to_end:
+            self.demand(CONFIRM_S_MAX)
 
     def kill_session(self, pid: int) -> None:
         """SIGKILL the children that this process left behind: those in its session, and all below them."""
@@ -185,17 +251,32 @@ class SupervisorClient:
     def fence(self, at_s: float | None, suspend_at_s: float | None = None) -> None:
         """Kill everything but services at this time of `time.monotonic()`, even if the agent is stopped; Fenced reports
         it. Suspend (SIGSTOP) the same processes at the other time, until a later call names a later one, or none. None:
-        not at all. Each call replaces the previous one."""
+        not at all. Each call replaces the previous one. Like all orders that end workers it has to be confirmed."""
         self._send({"do": "fence", "at_s": at_s, "suspend_at_s": suspend_at_s})
+        self._cancel_fence_timers()
+        due = [time_s for time_s in (at_s, suspend_at_s) if time_s is not None]
+        self._fence_timers = [self._loop.call_at(time_s, self.demand, self._at_once_s) for time_s in due]
+
+    def demand(self, limit_s: float) -> None:
+        """Kill the supervisor, and the workers with it, unless it confirms within this time that all commands so far
+        were executed. It may be suspended, or in an endless loop. Time in which it only waits for a processor does not
+        count, up to the same time again."""
+        if not (self.alive and self._spawned):
+            return
+        self._demanded += 1
+        self._send({"do": "confirm", "number": self._demanded})
+        self._demands.append(Demand(self._demanded, self.handle.pid, limit_s, self._late))
 
     def remove_at_end(self, path: str) -> None:
         """Have the supervisor remove this folder of plain files at its end: the folder is in memory and must not
         outlive the agent."""
         self._send({"do": "remove", "path": path})
 
-    def kill_tree(self, limit_s: float = KILL_LIMIT_S) -> None:
-        """SIGKILL everything below the supervisor except services and their children: TreeKilled follows."""
+    def kill_tree(self, limit_s: float = KILL_LIMIT_S, *, confirm_s: float = CONFIRM_S_MAX) -> None:
+        """SIGKILL everything below the supervisor except services and their children: TreeKilled follows. `confirm_s`:
+        as for `demand`."""
         self._send({"do": "kill_tree", "limit_s": limit_s})
+        self.demand(confirm_s)
 
     async def close(self, spare: Collection[int] = ()) -> None:
         """End the supervisor and all its processes, services too, and reap it. Safe to call twice and after its death.
@@ -204,17 +285,17 @@ class SupervisorClient:
         """
         orderly = self.alive
         self._closing = True
+        self._cancel_fence_timers()
         if orderly:
+            self.demand(self._at_once_s)
             self._send({"do": "exit"})
             try:
                 await asyncio.wait_for(self._ended.wait(), CLOSE_LIMIT_S)
             except TimeoutError:
-                orderly = False
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.handle.pid, signal.SIGKILL)
+                self._kill()
                 await self._ended.wait()
         # a supervisor that exited by itself left no process behind
-        if orderly:
+        if orderly and not self._killed:
             await asyncio.to_thread(reap, self.handle)
         else:
             await asyncio.to_thread(sweep, self.handle, spare)
@@ -240,10 +321,38 @@ class SupervisorClient:
         received = seqpacket.receive(self._sock)
         if received is None:
             self._lost()
+            return
+        event = msgspec.convert(received[0], Report | Confirmed)
+        if isinstance(event, Confirmed):
+            self._cancel_demands(event.number)
         else:
-            self._on_event(msgspec.convert(received[0], Packet))
+            self._on_event(event)
+
+    def _late(self, silent_s: float) -> None:
+        self._kill()
+        if not self._closing:
+            self._on_event(SupervisorKilled(silent_s))
+
+    def _kill(self) -> None:
+        self._killed = True
+        self._cancel_demands(self._demanded)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.handle.pid, signal.SIGKILL)
+
+    def _cancel_demands(self, confirmed: int) -> None:
+        for demand in self._demands:
+            if demand.number <= confirmed:
+                demand.cancel()
+        self._demands = [demand for demand in self._demands if demand.number > confirmed]
+
+    def _cancel_fence_timers(self) -> None:
+        for timer in self._fence_timers:
+            timer.cancel()
+        self._fence_timers = []
 
     def _lost(self) -> None:
+        self._cancel_demands(self._demanded)
+        self._cancel_fence_timers()
         self._loop.remove_reader(self._sock)
         self._loop.remove_writer(self._sock)
         self._out.clear()

@@ -38,9 +38,9 @@ from holdfast.supervisor.channel import (
     WorkerChannel,
     WorkerMessage,
 )
-from holdfast.supervisor.client import ProcessEnded, ProcessStarted, SpawnFailed, SupervisorClient
+from holdfast.supervisor.client import CONFIRM_S_MAX, ProcessEnded, ProcessStarted, SpawnFailed, SupervisorClient
 from holdfast.supervisor.ends import EXIT_AFTER_EXCEPTION, Ends, Worker
-from holdfast.supervisor.release import Lateness, allowed_s
+from holdfast.supervisor.release import Lateness, LongestStep, allowed_s
 from holdfast.supervisor.worker_command import worker_argv, worker_fds
 
 ENDING = (Work.STOPPING, Work.KILLING)
@@ -108,6 +108,7 @@ class RunningGeneration:
         """They were told to come at once, and not at a safe point."""
         self._released_s = 0.0
         """When they were told."""
+        self._longest = LongestStep()
         self._late: dict[str, Lateness] = {}
         """Those that were missing when somebody looked, by key."""
         self._replacing = self.number
@@ -245,10 +246,15 @@ class RunningGeneration:
         here = self._gathering and self._workers.keys() >= set(self._taking_part)
         return here and all(worker.gate == self.number for worker in self._workers.values() if self._comes(worker))
 
+    @property
+    def release_s(self) -> float:
+        """How long a worker may take to the gate after a loss."""
+        return self._options.limits.release_of(self._longest.seconds)
+
     def kill_missing(self, supervisor: SupervisorClient) -> float:
         """Kill the workers that are not at the gate although their time is over. Returns in how many seconds that of
         another one may be; 0: there is none."""
-        took_s, limit_s, left_s = self._loop.time() - self._released_s, self._options.limits.release_s, list[float]()
+        took_s, limit_s, left_s = self._loop.time() - self._released_s, self.release_s, list[float]()
         for worker in [each for each in self._workers.values() if each.generation and each.gate != self.number]:
             late = self._late.setdefault(worker.key, Lateness(worker.pid))
             waited_s = late.waited_s()
@@ -258,14 +264,17 @@ class RunningGeneration:
                 worker.facts = {"unreleased": f"not released within {took_s:.1f} s"}
                 waited = {"seconds": round(took_s, 3), "waited_s": round(waited_s, 3)}
                 self._journal.write("not_released", **self._place(worker), pid=worker.pid, **waited)
-                supervisor.signal(worker.key, signal.SIGKILL)
+                supervisor.signal(worker.key, signal.SIGKILL, to_end=True)
         return min(left_s, default=0.0)
 
-    def kill_suspended(self, supervisor: SupervisorClient) -> None:
+    def look_at_processes(self, supervisor: SupervisorClient) -> None:
         """Kill the workers in `ht.survive` that somebody has suspended for too long while others of this node run. If
-        all are suspended, somebody wants to pause this node."""
+        all are suspended, somebody wants to pause this node. An end of which the supervisor has not reported anything
+        yet is reported now, or the supervisor executes nothing any more."""
         pids, now, limit_s = self.pids(), self._loop.time(), self._options.limits.suspended_s
         stats = {rank: process_stat(pid) for rank, pid in pids.items()}
+        if any(stat is None or stat.has_ended for stat in stats.values()):
+            supervisor.demand(CONFIRM_S_MAX)
         suspended = {rank for rank, stat in stats.items() if stat is not None and stat.state == "T"}
         for rank, worker in self._workers.items():
             if rank not in suspended or not worker.able or len(suspended) == len(pids):
@@ -275,7 +284,7 @@ class RunningGeneration:
             if now >= worker.suspended_at_s + limit_s and not worker.facts:
                 worker.facts = {"suspended": f"suspended for {limit_s:g} s while other ranks waited for it"}
                 self._journal.write("suspended", **self._place(worker), pid=worker.pid)
-                supervisor.signal(worker.key, signal.SIGKILL)
+                supervisor.signal(worker.key, signal.SIGKILL, to_end=True)
 
     def go_on(self, start: Start) -> None:
         """Give each worker at the gate its place in the generation that `regroup` announced."""
@@ -296,7 +305,7 @@ class RunningGeneration:
         would interrupt its exit functions."""
         for worker in self._workers.values():
             if not (to_end and worker.raised):
-                supervisor.signal(worker.key, signum)
+                supervisor.signal(worker.key, signum, to_end=to_end)
 
     # ---------------------------------------------------------------- observing workers
 
@@ -307,6 +316,7 @@ class RunningGeneration:
     def progress(self) -> tuple[RankProgress, ...]:
         """The progress of the workers that take part, as they wrote it on the board."""
         everybody = self.board.progress(time.monotonic_ns())
+        self._longest.heard(self._loop.time(), everybody)
         return tuple(each for each in everybody if each.local_rank in self._taking_part)
 
     def _living(self) -> dict[int, int]:

@@ -26,6 +26,7 @@ from holdfast.protocol.rank_progress import Operation, RankProfile
 from holdfast.runtime.driver import run_detached
 from holdfast.runtime.run_folder import PROFILES
 from holdfast.supervisor import processes
+from holdfast.supervisor.attached import attached
 from holdfast.supervisor.generation import RunningGeneration
 from holdfast.supervisor.stack_sampler import py_spy
 
@@ -220,7 +221,8 @@ async def _flame_graph(pid: int, path: Path, least_s: float) -> AsyncIterator[_S
     line = ("record", "--format", "speedscope", "--output", str(path), "--pid", str(pid))
     pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     try:
-        process = await asyncio.create_subprocess_exec(program, *line, stdin=null, stdout=null, stderr=pipe)
+        command = attached([program, *line])
+        process = await asyncio.create_subprocess_exec(*command, stdin=null, stdout=null, stderr=pipe)
     except OSError as error:
         spied.problem = f"{program}: {error.strerror or error}"
         yield spied
@@ -245,5 +247,5 @@ async def _flame_graph(pid: int, path: Path, least_s: float) -> AsyncIterator[_S
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
+                process.terminate()
             await process.wait()

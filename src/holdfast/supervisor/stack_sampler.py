@@ -48,6 +48,7 @@ from holdfast.protocol.rank_progress import (
 )
 from holdfast.runtime.driver import run_detached
 from holdfast.supervisor import processes
+from holdfast.supervisor.attached import attached
 from holdfast.supervisor.kernel_wait import wait_of, waits_of_others
 
 if TYPE_CHECKING:
@@ -62,9 +63,19 @@ SPY_AGAIN_S = 300.0
 """py-spy attaches to a worker at most this often."""
 SPY_BYTES_MAX = 1_000_000
 
-TRACE_VARIABLE = "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"
-TRACE_DEFAULT = "/tmp/nccl_trace_rank_"
-"""torch's default."""
+TRACE_VARIABLES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
+"""Where torch writes the flight recorder's files; the second is the older name."""
+OLDER_TRACES = "/tmp/nccl_trace_rank_"
+"""The same without a variable, in older versions of torch."""
+
+
+def _traces(environ: Mapping[str, str]) -> list[str]:
+    """The beginnings of the paths of the flight recorder's files, to which torch adds the rank: the first is there."""
+    named = next((environ[name] for name in TRACE_VARIABLES if environ.get(name)), None)
+    if named is not None:
+        return [named]
+    cache = environ.get("XDG_CACHE_HOME") or os.path.join(environ.get("HOME") or "/tmp", ".cache")
+    return [os.path.join(cache, "torch", "comm_lib_trace_rank_"), OLDER_TRACES]
 
 
 class StackFiles:
@@ -118,16 +129,25 @@ class StackFiles:
 
     def _keep_trace(self, at: Path, rank: int) -> None:
         """Copy what NCCL's flight recorder has written about this rank in this generation."""
-        path = (os.environ.get(TRACE_VARIABLE) or TRACE_DEFAULT) + str(rank)
+        for beginning in _traces(os.environ):
+            with contextlib.suppress(OSError):
+                if self._keep(beginning + str(rank), at, rank):
+                    return
+
+    def _keep(self, path: str, at: Path, rank: int) -> bool:
+        """Whether this is such a file, of this generation."""
         # In /tmp any user may have put a pipe, or a link, under that name.
         with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
             found = os.fstat(file.fileno())
             if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-                return
-            if found.st_mtime < self._began_epoch_s or self._traces.get(rank) == found.st_mtime:
-                return
+                return False
+            if found.st_mtime < self._began_epoch_s:
+                return False
+            if self._traces.get(rank) == found.st_mtime:
+                return True
             (at / f"gen{self.generation}_nccl_trace_rank{rank}").write_bytes(file.read(TRACE_BYTES_MAX))
         self._traces[rank] = found.st_mtime
+        return True
 
     # ---------------------------------------------------------------- py-spy
 
@@ -168,9 +188,8 @@ async def _native_stacks(program: str, pid: int) -> bytes:
     """The native stacks; empty when py-spy could not attach, or did not end."""
     pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
     try:
-        process = await asyncio.create_subprocess_exec(
-            program, "dump", "--native", "--pid", str(pid), stdin=null, stdout=pipe, stderr=null
-        )
+        command = attached([program, "dump", "--native", "--pid", str(pid)])
+        process = await asyncio.create_subprocess_exec(*command, stdin=null, stdout=pipe, stderr=null)
     except OSError:
         return b""
     try:
@@ -181,7 +200,7 @@ async def _native_stacks(program: str, pid: int) -> bytes:
     finally:
         if process.returncode is None:
             with contextlib.suppress(ProcessLookupError):
-                process.kill()
+                process.terminate()
             await process.wait()
     return text[:SPY_BYTES_MAX] if process.returncode == 0 else b""
 

@@ -16,12 +16,13 @@ Commands on the supervisor channel (messages of seqpacket.py); a spawn brings on
     {"do": "kill_tree", "limit_s"}         kill everything but services; answered by tree_gone
     {"do": "ignore", "signum"}             processes spawned from now on ignore it
     {"do": "fence", "at_s", "suspend_at_s"}  when to kill and to suspend these (fence.py); the next one replaces it
+    {"do": "confirm", "number"}            answered by confirmed, when all commands before it were executed
     {"do": "remove", "path"}               remove this in-memory folder of plain files when the supervisor ends
     {"do": "exit"}                         as if the agent were gone
 
 Events to the agent: {"is": "started", key, pid}, {"is": "spawn_failed", key, errno, text},
-{"is": "ended", key, pid, exit_code}, {"is": "fenced"}, {"is": "tree_gone", leftover}, {"is": "preload", text, trouble},
-{"is": "standby", pids, own_bytes}: workers of the next generation are parked.
+{"is": "ended", key, pid, exit_code}, {"is": "fenced"}, {"is": "tree_gone", leftover}, {"is": "confirmed", number},
+{"is": "preload", text, trouble}, {"is": "standby", pids, own_bytes}: workers of the next generation are parked.
 """
 
 from __future__ import annotations
@@ -163,6 +164,8 @@ def _run(sock: socket.socket, agent: int, ignored: Sequence[int], limit: int) ->
             signal.signal(signum, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         processes.prctl(processes.PR_SET_NAME, NAME)
+        # Suspended when the agent ends, it would leave its workers running. To one that runs, the signal does nothing.
+        processes.prctl(processes.PR_SET_PDEATHSIG, signal.SIGCONT)
         processes.become_subreaper()
         _close_all_but(sock.fileno())
         raise_limit()
@@ -315,6 +318,9 @@ class Supervisor:
             case "ignore":
                 self._ignored = (*self._ignored, command["signum"])
                 signal.signal(command["signum"], signal.SIG_IGN)
+            case "confirm":
+                # Sent after this pass of the loop, in which the fence is due and a tree that is to be killed is killed.
+                self._out.add({"is": "confirmed", "number": command["number"]})
             case "remove":
                 self._doomed.append(command["path"])
             case "exit":

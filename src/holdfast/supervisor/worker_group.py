@@ -30,7 +30,12 @@ from holdfast.protocol.rank_progress import RankProgress, RankSample
 from holdfast.runtime.run_folder import Journal, RunFolder, WorkerSlot, WorkerStreams
 from holdfast.supervisor import client as kept
 from holdfast.supervisor.board import HOLD_SETTLES_S, Observer, Phases, ProgressNotes
-from holdfast.supervisor.client import Revivals, SupervisorClient, revive_supervisor
+from holdfast.supervisor.client import (
+    CONFIRM_S_MAX,
+    Revivals,
+    SupervisorClient,
+    revive_supervisor,
+)
 from holdfast.supervisor.dashboard_host import DashboardHost
 from holdfast.supervisor.ends import Ends, OomWatch
 from holdfast.supervisor.generation import RunningGeneration, taking_part
@@ -81,7 +86,8 @@ class WorkerGroup:
         self._on_notice = on_notice
         self._environ = dict(os.environ)
         self._loop = asyncio.get_running_loop()
-        self._supervisor = SupervisorClient(supervisor, self._on_supervisor)
+        self._at_once_s = options.limits.confirm_s
+        self._supervisor = SupervisorClient(supervisor, self._on_supervisor, at_once_s=self._at_once_s)
         self._supervisor_ready = asyncio.Event()
         self._supervisor_ready.set()
         self._revivals = Revivals()
@@ -147,7 +153,7 @@ class WorkerGroup:
         self._progress_notes.close()
         running.regroup(self._supervisor, assign, safe_point)
         if not safe_point:
-            self._look_at_missing(running, FIRST_LOOK * self._options.limits.release_s)
+            self._look_at_missing(running, FIRST_LOOK * running.release_s)
         self._at_gate()  # of a node without workers nobody comes
 
     def _look_at_missing(self, running: RunningGeneration, in_s: float) -> None:
@@ -232,7 +238,7 @@ class WorkerGroup:
         running = self._running
         if running is None:
             return WorkersProgress(generation, ())
-        running.kill_suspended(self._supervisor)
+        running.look_at_processes(self._supervisor)
         return WorkersProgress(generation, running.progress(), *running.board.job_position(), self._load.newest())
 
     def fence(self, at_s: float | None, suspend_at_s: float | None) -> None:
@@ -247,7 +253,9 @@ class WorkerGroup:
         self._cancel_release()
         self._phases.stop()
         if self._supervisor_ready.is_set():
-            self._supervisor.kill_tree()
+            at_s, _ = self._fence_s
+            left_s = CONFIRM_S_MAX if at_s is None else max(0.0, at_s - self._loop.time()) + self._at_once_s
+            self._supervisor.kill_tree(confirm_s=min(left_s, CONFIRM_S_MAX))
 
     def serve_dashboard(self) -> None:
         """The coordinator runs here: if a dashboard is wanted, it does too."""
@@ -443,6 +451,12 @@ class WorkerGroup:
                     self._on_notice(f"preload: {text}")
             case kept.StandbyTold(pids, own_bytes):
                 self._journal.write("standby", pids=list(pids), own_bytes=own_bytes)
+            case kept.SupervisorKilled(silent_s):
+                self._journal.write("supervisor_killed", seconds=round(silent_s, 3))
+                self._on_notice(
+                    f"the parent of this node's workers (hf-supervisor) executed no order for {silent_s:.1f} s: it was "
+                    "killed, and the workers with it"
+                )
             case kept.SupervisorDied():
                 self._tasks.create_task(self._revive())
 
@@ -481,7 +495,7 @@ class WorkerGroup:
         except OSError as error:
             why = error.strerror or str(error)
             raise SupervisorLostError(f"the process that holds this node's workers cannot be started: {why}") from error
-        self._supervisor = SupervisorClient(handle, self._on_supervisor)
+        self._supervisor = SupervisorClient(handle, self._on_supervisor, at_once_s=self._at_once_s)
         self._saver.renew(self._supervisor)
         if self._dashboard is not None:
             self._dashboard.renew(self._supervisor)

@@ -67,6 +67,9 @@ DROP_LIMIT_S = 1.0
 """A gloo group that is not destructed after this time is left to its thread."""
 EXIT_PATIENCE_S = 60.0
 """At exit: how long a rank waits for the others to be done too."""
+LONE_EXIT_PATIENCE_S = 3.0
+"""The same for a rank that has left `ht.survive` by sys.exit(): only if the others do the same now, they need no
+wait."""
 
 _groups = itertools.count()
 """One for each group of this process: all ranks make theirs in the same order."""
@@ -98,6 +101,9 @@ class GroupConnection:
     sockets: GroupSockets = field(default_factory=GroupSockets)
     outlives: Callable[[BaseException], bool] | None = None
     """Whether an error of the group is the consequence of a loss that this process survives; None: it survives none."""
+    exit_patience_s: float = EXIT_PATIENCE_S
+    on_nccl: bool = False
+    """Whether the group uses NCCL. After `_abort_process_group` torch does not know it any more."""
     hook: Callable[..., object] | None = None
     """sys.excepthook as torch has wrapped it, so that it names the rank."""
     wrapped_hook: Callable[..., object] = sys.excepthook
@@ -173,7 +179,7 @@ def process_group(
     finally:
         _open.remove(group)
         if connection is not None:
-            _leave(group, clean=clean)
+            _leave(group, clean=clean, patience_s=connection.exit_patience_s)
 
 
 def regroup(group: ProcessGroup, generation: int) -> Peers:
@@ -197,8 +203,9 @@ def regroup(group: ProcessGroup, generation: int) -> Peers:
 def _destroy(group: ProcessGroup) -> None:
     """Destroy torch's groups, and destruct them: a process may be regrouped hundreds of times."""
     assert group.connection is not None
-    if "nccl" in dist.get_backend():
-        torch_private.abort_groups()
+    if group.connection.on_nccl:
+        if dist.is_initialized():  # else the regroup has aborted it already
+            torch_private.abort_groups()
     else:
         group.connection.sockets.cut()  # this rank may have come here by itself, with operations that nobody has ended
         groups = torch_private.all_groups()
@@ -319,6 +326,7 @@ def _join(place: _Place, device: torch.device, connection: GroupConnection, name
             device_id=device if on_gpu else None,
             **wait,
         )
+        connection.on_nccl = "nccl" in dist.get_backend()
 
 
 def _store_of_generation(place: _Place, wait: Mapping[str, timedelta]) -> Any:
@@ -347,12 +355,12 @@ def _without_the_dead(store: Any, place: _Place, timeout_s: float | None) -> Any
     return peers.store
 
 
-def _leave(group: ProcessGroup, *, clean: bool) -> None:
+def _leave(group: ProcessGroup, *, clean: bool, patience_s: float) -> None:
     if not dist.is_initialized():
         return  # the program destroyed it
     together = dist.get_world_size() > 1  # not in a replacement that has not joined
     if together:
-        _wait_for_others(group) if clean else _release_others(group)
+        _wait_for_others(group, patience_s) if clean else _release_others(group)
     if "nccl" in dist.get_backend():
         if not clean:
             # Show the exception that caused this end.
@@ -365,9 +373,9 @@ def _leave(group: ProcessGroup, *, clean: bool) -> None:
     dist.destroy_process_group()
 
 
-def _wait_for_others(group: ProcessGroup) -> None:
+def _wait_for_others(group: ProcessGroup, patience_s: float) -> None:
     """Return when all ranks are done, or some are gone: then waiting is useless."""
-    patience = timedelta(seconds=EXIT_PATIENCE_S)
+    patience = timedelta(seconds=patience_s)
     with contextlib.suppress(RuntimeError):  # all of torch's: time-outs, and a store whose host has left
         if group.store.add("done", 1) == group.world:
             group.store.set("all_done", b"1")

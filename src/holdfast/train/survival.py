@@ -52,7 +52,7 @@ from holdfast.train.accumulation import forget_pending
 from holdfast.train.agreement import Peers
 from holdfast.train.boundary import Boundary, noted_forward
 from holdfast.train.carrying import PlainCall, Why, check_function, surviving_mode, why_plain
-from holdfast.train.group import ProcessGroup, open_group, regroup
+from holdfast.train.group import LONE_EXIT_PATIENCE_S, ProcessGroup, open_group, regroup
 from holdfast.train.mistakes import SharedFacts
 from holdfast.train.own_objects import Digests, unknown_objects
 from holdfast.train.random_numbers import equal_parts, seed_random
@@ -205,6 +205,7 @@ class Survivor:
                         self._channel.arrive()  # an interruption could hit what follows
                 except BaseException as error:
                     if self._withdrawn or not self._is_consequence(error):
+                        self._announce_exit(error)
                         raise
                     traceback.clear_frames(error.__traceback__)  # what the function held belongs to the old world
                 self._regroup()
@@ -215,6 +216,17 @@ class Survivor:
         self._first, self._steps, self._facts = True, 0, None
         self._channel.train(self._cut, lambda: not self._stepping, Released)
         self._channel.say("able", generation=self._generation)
+
+    def _announce_exit(self, error: BaseException) -> None:
+        """`sys.exit(0)` in the training function ends this rank, and the others cannot go on without it: say so now. If
+        they do not do the same they have to learn it soon, and not after the wait for a common end."""
+        if isinstance(error, SystemExit) and error.code in (None, 0) and not drain.stopping() and self._group.world > 1:
+            self._connection.exit_patience_s = LONE_EXIT_PATIENCE_S
+            step, rank = self._snaps.state.step, self._group.rank
+            sys.stderr.write(
+                f"holdfast: rank {rank} ends: sys.exit(0) in its training function after step {step}. It is no loss, "
+                "and the other ranks have to end as well.\n"
+            )
 
     def _leave(self) -> None:
         self._withdrawn = True
@@ -316,7 +328,7 @@ class Survivor:
 
     def _cut(self) -> None:
         self._connection.sockets.cut()
-        if "nccl" in dist.get_backend():
+        if self._connection.on_nccl and dist.is_initialized():
             torch_private.abort_groups()
 
     def _is_consequence(self, error: BaseException) -> bool:

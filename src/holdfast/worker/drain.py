@@ -133,6 +133,10 @@ class _Slot:
             words[self._slot + layout.STOP_SEEN] = self._reached
         return self._stopped
 
+    @property
+    def stopping(self) -> bool:
+        return self._stopped
+
     def save_wanted(self) -> bool:
         """Whether to save at the newest safe point."""
         self._words[self._slot + layout.SAVES] = 1
@@ -167,6 +171,11 @@ class SafePoints:
     def begin_again(self) -> None:
         if self._slot_of_mine is not None and self._slot_of_mine.own:
             self._slot_of_mine.begin_again()
+
+    @property
+    def stopping(self) -> bool:
+        slot = self._slot_of_mine
+        return slot is not None and slot.own and slot.stopping
 
     def save_wanted(self) -> bool:
         slot = self._slot_of_mine
@@ -258,6 +267,11 @@ def should_save() -> bool:
     It costs about a microsecond. Without holdfast it is always False.
     """
     return _of_this_process().save_wanted()
+
+
+def stopping() -> bool:
+    """Whether `should_stop()` has returned True."""
+    return _of_this_process().stopping
 
 
 def begin_again() -> None:

@@ -442,10 +442,20 @@ class SimReplicated(SimCoordinator):
         match command:
             case cstate.StepDown():
                 self.agent.stepped_down(command)
+            case cstate.ProveCaller(call):
+                self.cluster.reach(self.host, (call.address, call.port), partial(self._found_caller, call))
             case cstate.ProveVoterGone(seat):
                 self.cluster.reach(self.host, (seat.address, seat.port), partial(self._proved, seat))
             case _:
                 super()._do(command)
+
+    def _found_caller(self, call: Supersede, process: Process | str) -> None:
+        if not self.alive or isinstance(process, str | SimWitness) or process.coordinator is None:
+            return
+        it = process.coordinator.introduction()
+        if it.name == call.name:
+            about = it.name, not it.founded, it.forms
+            self.handle(cstate.Deposed(it.term, call.address, call.port, *about))
 
     def _proved(self, seat: Seat, process: Process | str) -> None:
         another = not isinstance(process, str) and process.voter.machine.name != seat.name
@@ -483,7 +493,7 @@ class SimReplicated(SimCoordinator):
             end.on_closed = closed
             self.handle(cstate.WitnessOpened(number, process.seat))
             return
-        call = Supersede(self.machine.term, self.cluster.address(self.host), self.agent.port)
+        call = self.machine.call(self.cluster.address(self.host), self.agent.port)
         if process.coordinator is not None:
             link.a.on_message = self._answered
             process.coordinator.accept(link.b, self.host)
@@ -497,4 +507,6 @@ class SimReplicated(SimCoordinator):
 
     def _answered(self, message: object) -> None:
         if isinstance(message, Moved):
-            self.handle(cstate.Deposed(message.term, message.address, message.port))
+            self.handle(
+                cstate.Deposed(message.term, message.address, message.port, message.name, elected=message.elected)
+            )

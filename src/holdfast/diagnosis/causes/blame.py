@@ -80,7 +80,7 @@ ENDED = AnyCase(
     r"|remote process exited|remote (?:worker|peer)|ncclRemoteError|remote error|caused connection abort|failed to recv"
     r"|got 0 bytes|end ?of ?file|EOFError|peer (?:has )?(?:closed|gone|failed|disconnected)|socket (?:closed|hang ?up)"
     r"|was aborted|been aborted|aborted (?:due|because)|pair closure|sendBytes failed|recvValue failed"
-    r"|errors? while waiting for send/recv",
+    r"|errors? while waiting for send/recv|NCCL operation failed",
 )
 """The other side closed the connection."""
 
