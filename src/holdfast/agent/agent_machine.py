@@ -494,8 +494,8 @@ class AgentMachine(AgentActs):
 
     def _on_failure(self, current: LocalGeneration, failure: Failure, *, bare: bool, generation: int = 0) -> None:
         """Report a failure. A worker that failed before the order to stop arrived may be the culprit. One that failed
-        after it may be the culprit only if it raised an exception."""
-        if failure.after_stop and not failure.error_type:
+        after it may be the culprit only if it raised an exception, or if a stop cannot cause its exit status."""
+        if failure.after_stop and not failure.error_type and failure.stop_may_cause:
             return
         if not bare:
             self._report(WorkersFailed(generation or current.generation, (failure,)))
