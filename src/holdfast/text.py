@@ -81,6 +81,19 @@ def spans(numbers: Iterable[int]) -> str:
     return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
 
 
+_CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def visible(text: str) -> str:
+    """The text with its control characters as escapes, except tabs and newlines: what a program printed must not move
+    the cursor, clear the screen or reverse the direction of our own lines.
+
+    >>> visible("\\x1b[2Jred\\n")
+    '\\\\x1b[2Jred\\n'
+    """
+    return _CONTROLS.sub(lambda found: repr(found[0])[1:-1], text)
+
+
 def is_loopback(host: str) -> bool:
     """Whether this name or address leads to the machine that uses it.
 

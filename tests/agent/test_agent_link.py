@@ -417,6 +417,13 @@ def test_a_worker_that_raised_while_it_was_stopped_is_reported_when_that_is_know
     assert desk.sent() == [msg.WorkersFailed(1, (read,))]
 
 
+@pytest.mark.parametrize(("exit_code", "reported"), [(17, True), (-8, True), (1, False), (-15, False), (143, False)])
+def test_an_exit_status_that_the_stop_cannot_cause_is_reported(exit_code: int, reported: bool) -> None:
+    desk = stopping()
+    desk.give(ev.FailureRead(1, 0, structs.replace(failure(after_stop=True), exit_code=exit_code)))
+    assert bool(desk.sent()) is reported
+
+
 def test_what_was_read_of_an_older_generation_is_too_late() -> None:
     desk = running()
     desk.give(ev.FailureRead(7, 0, READ))

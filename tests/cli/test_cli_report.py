@@ -288,6 +288,19 @@ def test_what_workers_end_with_when_they_were_asked_to_save_is_no_failure() -> N
     assert [(each.what, each.generation) for each in found] == [("stop", 1), ("failure", 2)]
 
 
+@pytest.mark.parametrize("asked_to", [{"save": True}, {}])
+def test_a_crash_after_a_save_or_during_a_drain_is_a_failure(asked_to: dict[str, bool]) -> None:
+    asked = {"event": "coordinator.drain_to", "generation": 1, "safe_point": 7, **asked_to}
+    crash = {"event": "coordinator.verdict", "generation": 1, "cause": "was killed", "code": "HF204", "advice": ""}
+    assert [each.what for each in incidents([[asked, crash]])] == ["failure"]
+
+
+def test_an_exit_code_after_a_save_is_a_failure() -> None:
+    saved = {"event": "coordinator.drain_to", "generation": 1, "safe_point": 7, "save": True}
+    ended = {"event": "coordinator.verdict", "generation": 1, "cause": "exit code 3", "code": "HF205", "advice": ""}
+    assert [each.code for each in incidents([[saved, ended]])] == ["HF205"]
+
+
 # --- copies of states in memory on other nodes ------------------------------------------------------------------------
 
 

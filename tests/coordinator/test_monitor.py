@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from msgspec import structs
 
+from holdfast.coordinator.complaints import AGREED_S, REASON_S
 from holdfast.coordinator.coordinator_state import Phase
-from holdfast.coordinator.monitor import EVIDENCE_S, REASON_AFTER_CLOSED_S, STACKS_AFTER_TIMEOUT_S
+from holdfast.coordinator.monitor import EVIDENCE_S, STACKS_AFTER_TIMEOUT_S
 from holdfast.protocol import messages as msg
 from holdfast.protocol.errors import EXIT_HUNG
 from holdfast.protocol.outcome import Evidence, Failure, OutcomeKind
@@ -302,7 +303,7 @@ def reports(desk: Desk, failure: Failure, *, evidence_follows: bool = False) -> 
     desk.say(failure.rank + 1, msg.WorkersFailed(desk.machine.generation, (failure,), evidence_follows))
 
 
-@pytest.mark.parametrize("exit_code", [-9, -11, 7, 75])
+@pytest.mark.parametrize("exit_code", [-9, -11, 75])
 def test_an_exit_status_that_needs_no_words_stops_the_others_at_once(exit_code: int) -> None:
     desk, judged = judged_training()
     failure = bare(1, exit_code)
@@ -316,7 +317,7 @@ def test_an_exit_status_that_needs_no_words_stops_the_others_at_once(exit_code: 
         assert judged[0].failures == (read,), "the verdict is made of all that is known"
 
 
-@pytest.mark.parametrize("exit_code", [1, -6])
+@pytest.mark.parametrize("exit_code", [1, 7, -6])
 def test_what_an_exception_says_decides_when_the_others_are_stopped(exit_code: int) -> None:
     desk = training()
     failure = bare(1, exit_code)
@@ -387,7 +388,7 @@ def test_whoever_closed_a_connection_may_end_with_0() -> None:
 def test_after_a_lost_connection_nobody_is_waited_for_for_long() -> None:
     desk = training()
     fails(desk, 1, CLOSED[0])
-    desk.wait(REASON_AFTER_CLOSED_S + 0.1)
+    desk.wait(REASON_S + 0.1)
     assert len(stops(desk)) == 1
 
 
@@ -403,6 +404,53 @@ def test_a_wait_in_vain_after_a_lost_connection_is_looked_at() -> None:
     fails(desk, 1, CLOSED[0])
     times_out(desk, 1)
     assert len(looks(desk, 2)) == 1
+
+
+# --- ranks that agreed to end ------------------------------------------------------------------------------------------
+
+
+RAISED = 'Traceback (most recent call last):\n  File "train.py", line 3, in <module>\n    raise RuntimeError("stop")\n'
+
+
+def raises(desk: Desk, node: int, says: str) -> None:
+    reports(desk, bare(node, 1), evidence_follows=True)
+    reports(desk, structs.replace(bare(node, 1), message=says, traceback=RAISED + says))
+
+
+@pytest.mark.parametrize(
+    "says", ["RuntimeError: another rank failed", "RuntimeError: error on rank 1: op.preamble.length"]
+)
+def test_the_rank_that_the_others_report_may_say_why_before_it_is_stopped(says: str) -> None:
+    desk = training()
+    raises(desk, 1, says)
+    desk.wait(REASON_S / 2)
+    assert stops(desk) == []
+    desk.fail(2)
+    assert len(stops(desk)) == 1
+
+
+def test_a_rank_that_reports_another_one_is_not_kept_for_ever() -> None:
+    desk = training()
+    raises(desk, 1, "RuntimeError: not all ranks succeeded")
+    desk.wait(REASON_S + 0.1)
+    assert len(stops(desk)) == 1
+
+
+def test_ranks_that_all_raise_on_purpose_are_all_heard() -> None:
+    desk, judged = judged_training()
+    raises(desk, 1, "RuntimeError: stop")
+    assert stops(desk) == []
+    raises(desk, 2, "RuntimeError: stop")
+    assert len(stops(desk)) == 1
+    desk.both_say(msg.Stopped(1))
+    assert len(judged[0].failures) == 2
+
+
+def test_one_rank_that_raises_on_purpose_stops_the_others_shortly_later() -> None:
+    desk = training()
+    raises(desk, 1, "RuntimeError: stop")
+    desk.wait(AGREED_S + 0.1)
+    assert len(stops(desk)) == 1
 
 
 # --- faults of those who only look ------------------------------------------------------------------------------------

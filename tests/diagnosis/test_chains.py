@@ -101,11 +101,67 @@ def test_a_thread_that_died_is_the_cause_of_the_wait_for_it() -> None:
     assert ended(thread, code=3)[0] == "HF218"
 
 
-@pytest.mark.parametrize("code", [2, 3, 255])
-def test_a_caught_exception_is_not_the_cause_of_another_exit_code(code: int) -> None:
+@pytest.mark.parametrize("code", [1, 3, 120])
+def test_a_traceback_is_the_cause_if_it_is_the_last_thing_on_stderr(code: int) -> None:
     said = traced("FileNotFoundError: [Errno 2] No such file or directory: 'cache.bin'")
-    assert ended(said, code)[0] == "HF205"
+    warning = "/opt/x.py:3: UserWarning: leaked\n  warnings.warn('leaked')\n"
+    assert ended(said, code)[0] == "HF217"
+    assert ended(said + warning, code)[0] == "HF217"
     assert ended(said + "giving up: no data\n", code) == ("HF205", f"ended with exit code {code}: giving up: no data")
+    assert ended(said + BECAUSE.lstrip() + traced("ValueError: x") + "so we stop\n", code)[1].endswith(": so we stop")
+
+
+def test_a_message_of_several_lines_is_no_later_word() -> None:
+    said = traced("RuntimeError: Error(s) in loading state_dict for Net:\n\tMissing key(s) in state_dict: 'a'.")
+    assert ended(said)[0] == "HF237"
+    asserted = traced(
+        "RuntimeError: CUDA error: device-side assert triggered\nCUDA kernel errors might be asynchronously reported"
+    )
+    assert ended(asserted)[0] == "HF221"
+
+
+def test_a_signal_needs_no_traceback() -> None:
+    assert ended(traced("KeyError: 'cache'"), -9)[0] == "HF204"
+
+
+def test_what_native_code_wrote_before_it_aborted_is_told() -> None:
+    dump = (
+        'Fatal Python error: Aborted\n\nCurrent thread 0x00007f (most recent call first):\n  File "a.py", line 9 in f\n'
+    )
+    code, line = ended(f"loading\npython: kernel.c:12: launch: Assertion `n > 0' failed.\n{dump}", -6)
+    assert (code, line) == (
+        "HF223",
+        "crashed in native code by SIGABRT (native code gave up): python: kernel.c:12: launch: Assertion `n > 0' failed.",
+    )
+    assert ended(f"100%|##| 3/3 [00:01, 2.7it/s]\n{dump}", -6)[1].endswith("(native code gave up)")
+
+
+def test_stacks_of_faulthandler_are_no_last_words() -> None:
+    stacks = 'Thread 0x00007f (most recent call first):\n  File "/data/job/train.py", line 19 in <module>\n'
+    assert ended(f"Timeout (0:00:05)!\n{stacks}") == (
+        "HF205",
+        "ended with exit code 1: Timeout (0:00:05)!, by faulthandler.dump_traceback_later",
+    )
+    assert ended(f"no data left\n{stacks}")[1] == "ended with exit code 1: no data left"
+
+
+def test_the_last_words_on_stdout_are_told_if_stderr_has_none() -> None:
+    end = structs.replace(fails(1, code=2), stderr_tail="", stdout_tail="step 3\nFATAL: checksum differs\n")
+    assert cause_of(end).line == "ended with exit code 2: FATAL: checksum differs"
+    noise = structs.replace(end, stderr_tail="a.py:3: UserWarning: old\n  warnings.warn('old')\n")
+    assert cause_of(noise).line == "ended with exit code 2: FATAL: checksum differs"
+    assert cause_of(structs.replace(end, stderr_tail="no GPU\n")).line == "ended with exit code 2: no GPU"
+
+
+def test_modules_that_import_each_other_are_not_to_be_renamed() -> None:
+    cycle = "cannot import name 'a' from partially initialized module 'alpha' (most likely due to a circular import) (/data/alpha.py)"
+    cause = cause_of(fails(0, f"ImportError: {cycle}"))
+    assert cause.line.startswith("has modules that import each other: ImportError: cannot import name 'a'")
+    assert "rename" not in cause.advice
+    hidden = structs.replace(
+        fails(0, f"ImportError: {cycle}"), facts={"hides": "/data/alpha.py hides the library alpha"}
+    )
+    assert "rename" in cause_of(hidden).advice
 
 
 def test_what_a_log_says_besides_is_not_the_cause_of_an_exit() -> None:

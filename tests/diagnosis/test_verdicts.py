@@ -437,7 +437,9 @@ def test_of_ranks_whose_collectives_differ_the_odd_one_is_named() -> None:
     assert verdict.code == "HF225"
     assert verdict.culprit is second
     assert verdict.cause.startswith("rank 1 on a called another collective than its peers")
-    assert judge(evidence(first)).culprit is first
+    alone = judge(evidence(first))
+    assert (alone.culprit, alone.noticed_by) == (None, first)
+    assert job_exit_code(alone) == 1
 
 
 def test_the_rank_that_a_barrier_names_is_the_culprit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -186,7 +187,12 @@ def test_what_the_verdict_needs_is_loaded_while_workers_run(site) -> None:
 
 def screen(agent) -> tuple[list[str], list[str]]:
     """What holdfast says at the end, and what follows: the traceback or the tail of stderr."""
-    lines = agent.text[agent.text.rindex("holdfast: HF") :].splitlines()
+    headings = [found.start() for found in re.finditer(r"^holdfast: HF\d+: job FAILED", agent.text, re.MULTILINE)]
+    lines = agent.text[headings[0] :].splitlines()
+    assert len(headings) == 1 + (lines[-1] == lines[0]), "said twice only at the end of a long screen"
+    assert len(lines) <= 60
+    if len(headings) > 1:
+        lines.pop()
     words = next(number for number, line in enumerate(lines, start=1) if line.startswith("  exit code "))
     return lines[:words], lines[words:]
 
@@ -246,6 +252,34 @@ def test_a_long_message_with_newlines_is_one_line_of_ours(site) -> None:
     ours, _ = screen(agent)
     assert len(ours) <= 15
     assert max(map(len, ours)) < 400
+
+
+def test_the_rank_whose_error_the_others_report_is_to_blame(site) -> None:
+    """They are faster, because it still cleans up."""
+    script = site.script(
+        """
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # it is not faster than the stop on a slow machine
+meet()
+if RANK != 1:
+    raise RuntimeError("stopping: another rank failed")
+others = [each["pid"] for each in notes("up") if each["rank"] != 1]
+while any(os.path.exists(f"/proc/{pid}/exe") for pid in others):  # a zombie has none
+    time.sleep(0.01)
+raise ValueError("bad sample 17")
+"""
+    )
+    agent = site.ends(1, "--standalone", "--nproc-per-node", "3", script)
+    verdict = agent.verdict["verdict"]
+    assert (verdict["culprit"]["rank"], verdict["culprit"]["message"]) == (1, "ValueError: bad sample 17")
+    assert len(verdict["collateral"]) == 2
+
+
+def test_what_a_worker_raises_cannot_change_our_lines(site) -> None:
+    script = site.script("raise ValueError('\\x1b[2J\\x1b[1mgone\\u202e' if ROUND == 0 else 'again')")
+    agent = site.ends(1, "--standalone", "--max-restarts", "1", script)
+    ours = [line for line in agent.text.splitlines() if line.startswith("holdfast: ")]
+    assert any("\\x1b[2J\\x1b[1mgone\\u202e" in line for line in ours), agent.text
+    assert not any(character in "".join(ours) for character in "\x1b\u202e")
 
 
 def test_the_failing_ranks_traceback_is_shown_once_and_its_victims_are_one_line(site) -> None:

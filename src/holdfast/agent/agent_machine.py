@@ -495,8 +495,10 @@ class AgentMachine(AgentActs):
 
     def _on_failure(self, current: LocalGeneration, failure: Failure, *, bare: bool, generation: int = 0) -> None:
         """Report a failure. A worker that failed before the order to stop arrived may be the culprit. One that failed
-        after it may be the culprit only if it raised an exception, or caused the hang for which all are stopped."""
-        if failure.after_stop and not failure.error_type and (bare or failure.rank != current.hung):
+        after it may be the culprit only if it raised an exception, if a stop cannot cause its exit status, or if it
+        caused the hang for which all are stopped."""
+        spared = failure.after_stop and not failure.error_type and failure.stop_may_cause
+        if spared and (bare or failure.rank != current.hung):
             return
         if not bare:
             self._report(WorkersFailed(generation or current.generation, (failure,)))

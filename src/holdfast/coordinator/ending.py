@@ -125,7 +125,8 @@ def after_stop(world: World, budget: Budget, judge: Judge) -> Again | Outcome:
         if world.stop_reason is StopReason.STORE_LOST:
             decision = budget.pause("the store host died", lived_s)
         elif own or world.stop_reason is StopReason.HUNG:
-            decision = budget.charge(verdict.culprit.signature if verdict.culprit else verdict.cause, lived_s)
+            shown = verdict.shown
+            decision = budget.charge(shown.signature if shown else verdict.cause, lived_s)
     if isinstance(decision, Retry):
         return Again(decision.backoff_s, verdict)
     verdict = judge(_evidence(world, budget, decision.reason))
@@ -151,7 +152,7 @@ def previous_end(verdict: Verdict, *, charged: bool, hung: bool) -> str:
     `failed STEP TEXT`: by a fault of the training itself, at this step (0: unknown); `hung STEP`. Else `lost`: nodes
     were lost, came or left, or a process was killed from outside.
     """
-    culprit = verdict.culprit
+    culprit = verdict.shown
     if not charged or culprit is None:
         return "lost"
     if hung:

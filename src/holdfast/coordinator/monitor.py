@@ -7,11 +7,11 @@ of the job: `EndGeneration`. What the verdict needs is stored in the World.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
 
+from holdfast.coordinator.complaints import awaited_s, may_be_consequence, timed_out
 from holdfast.coordinator.coordinator_state import Command, EndGeneration, Member, Tell, World
 from holdfast.coordinator.hang_detector import EndHung, HangDetector, HangOver, LookNow, Order, ReportHang, ReportStill
 from holdfast.coordinator.stragglers import Straggler, Stragglers
@@ -35,46 +35,8 @@ NOTICES_SAID_MAX = 3
 STACKS_AFTER_TIMEOUT_S = 2.0
 """After the time-out of a collective the stop waits at most this long, until the stacks of the missing ranks have been
 collected and the other waiting ranks have reported."""
-REASON_AFTER_CLOSED_S = 2.0
-"""After a closed connection the stop waits at most this long for the report of the rank that closed it: Python needs a
-second or two to end, and `finally: destroy_process_group()` comes before the traceback."""
 EVIDENCE_S = 2.0
 """The stop waits at most this long for a failed worker's evidence, if that decides whether it waits longer."""
-MAY_BE_CONSEQUENCE = (1, -6)
-"""Exit statuses of a Python program after an exception, and of one that torch's watchdog aborted. The evidence of such
-a worker may name another one as the culprit. Every other exit status is a cause of its own."""
-SEARCHED_CHARACTERS = 4096
-TIMED_OUT = re.compile(
-    r"Timed out waiting \d+ms for|wait timeout after \d+ms|DistStoreError: Socket Timeout"
-    r"|Watchdog caught collective operation timeout|timed out in monitoredBarrier|failed to pass monitoredBarrier"
-    r"|NCCL operation timed out|Operation timed out after \d+ ms|Aborting process(?: on rank \d+)? due to timeout"
-)
-"""Messages of torch when a collective or its store has waited for longer than the group's time-out. The last three are
-those of its newer NCCL backend (c10d/nccl2): WorkNCCL::setTerminalStatus, WorkNCCL::checkStatus and
-ProcessGroupNCCL::abortProcess."""
-CLOSED = re.compile(
-    r"^[\w.]*(?:ConnectionResetError|ConnectionAbortedError|BrokenPipeError|EOFError)\b|ncclRemoteError"
-    r"|remote process exited|received errors while waiting for send/recv from rank"
-    r"|gloo/transport/[\s\S]*(?:[Cc]onnection (?:closed|reset) by|[Bb]roken pipe)"
-)
-"""Messages of torch and Python when the other side has closed the connection."""
-
-
-def timed_out(failures: Iterable[Failure]) -> bool:
-    """Whether all of these are time-outs of a collective. The missing ranks are then still alive."""
-    return all(
-        TIMED_OUT.search(f"{each.message[:SEARCHED_CHARACTERS]}\n{each.stderr_tail[-SEARCHED_CHARACTERS:]}")
-        and not each.after_stop
-        for each in failures
-    )
-
-
-def lost_a_peer(failures: Iterable[Failure]) -> bool:
-    """Whether all of these report a connection that a peer closed. That peer may be cleaning up and report later."""
-    return all(
-        CLOSED.search(each.message[:SEARCHED_CHARACTERS]) and not each.after_stop and each.exit_code > 0
-        for each in failures
-    )
 
 
 def cannot_tell(stories: object) -> Finding:  # noqa: ARG001 - it takes the place of a function that looks at them
@@ -184,18 +146,21 @@ class Monitor:
         self, now: float, failures: Sequence[Failure], text: str, *, evidence_follows: bool
     ) -> list[Command | EndGeneration]:
         """Workers have failed. End the generation now, or shortly later if these failures may be consequences: of a
-        missing rank, whose stacks are collected first, or of a rank that left and may still report why. If only the
-        evidence can tell, wait for it."""
+        missing rank, whose stacks are collected first, or of a rank that may still report why. If only the evidence can
+        tell, wait for it."""
         end = EndGeneration(StopReason.WORKER_FAILED, text)
         world = self._world()
         if evidence_follows:
-            if world.size == 1 or any(failure.exit_code not in MAY_BE_CONSEQUENCE for failure in failures):
+            if world.size == 1 or not all(map(may_be_consequence, failures)):
                 return [end]
             self._unread, self._unread_until_s = self._unread or end, min(self._unread_until_s, now + EVIDENCE_S)
             return []
         self._unread, self._unread_until_s = None, inf
         in_vain = timed_out(failures)
-        if not in_vain and (world.done_count or not lost_a_peer(failures)):
+        new = {failure.rank for failure in failures}
+        read = [each for each in world.failures if each.rank not in new and (each.rank, each.pid) not in world.unread]
+        wait_s = awaited_s(failures, read)
+        if not in_vain and (world.done_count or not wait_s or world.size == 1):
             return [end]
         if self._kept is not None and (self._round is not None or not in_vain):
             return []
@@ -207,7 +172,7 @@ class Monitor:
                 return [*self._taken(), end]
         else:
             self._round = None
-        self._kept, self._kept_until_s = end, now + (STACKS_AFTER_TIMEOUT_S if in_vain else REASON_AFTER_CLOSED_S)
+        self._kept, self._kept_until_s = end, now + (STACKS_AFTER_TIMEOUT_S if in_vain else wait_s)
         return self._taken()
 
     # ---------------------------------------------------------------- what follows

@@ -388,6 +388,11 @@ NOBODY_FAILED = "HF200"
 """A generation was ended on request: by a signal, by `holdfast stop`, or because a node joined or left."""
 
 
+OF_A_DRAIN = frozenset({NOBODY_FAILED, "HF205", "HF209", "HF210", "HF229"})
+"""Verdicts on generations that were asked to stop at a safe point, if all went as planned: a script may end with any
+exit code, and ranks that stop a little later lose their peers."""
+
+
 class Incident(Struct, frozen=True, kw_only=True):
     at_s: float
     """Epoch seconds."""
@@ -410,15 +415,16 @@ def incidents(journals: Iterable[Iterable[Event]]) -> list[Incident]:
 
 
 def _of_the_job(journal: Iterable[Event]) -> Iterable[Event]:
-    """Events without the ends of agents after the job, and without the end of a generation that drained as planned."""
+    """Events without the ends of agents after the job, and without what workers ended with because they were asked to
+    stop at a safe point. A crash before it is a failure, as is one after a save in which no worker stops."""
     drained: set[int] = set()
     for event in journal:
         match event["event"]:
             case "coordinator.over":
                 return
-            case "coordinator.drain_to":
+            case "coordinator.drain_to" if not event.get("save"):
                 drained.add(event.get("generation", 0))
-            case "coordinator.verdict" if event.get("generation", 0) in drained:
+            case "coordinator.verdict" if event.get("generation", 0) in drained and event.get("code") in OF_A_DRAIN:
                 continue
         yield event
 

@@ -1,5 +1,6 @@
-"""What users see of a run: its last screen (at most fifteen lines, then the user's own traceback), and the output of
-`holdfast status` and `holdfast stacks` while it runs. Equal stacks are shown once, with all their ranks.
+"""What users see of a run: its last screen (at most fifteen lines, then the user's own traceback, together at most 60
+lines), and the output of `holdfast status` and `holdfast stacks` while it runs. Equal stacks are shown once, with all
+their ranks.
 
 PURE: outcome or view in, text out. The last screen is the same on every node, except for the run folder and the path of
 the log.
@@ -14,6 +15,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from msgspec import Struct, structs
 
+from holdfast.diagnosis.causes.exception_text import final_traceback
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, Verdict
 from holdfast.protocol.rank_progress import (
     Frame,
@@ -27,19 +29,24 @@ from holdfast.protocol.rank_progress import (
     Stage,
     is_library,
 )
-from holdfast.text import duration, plural, spans
+from holdfast.text import duration, plural, spans, visible
+from holdfast.traceback_text import fewer_lines
 
 if TYPE_CHECKING:
     from holdfast.diagnosis.places import Where
 
 LINES_MAX = 15
 """Lines of holdfast, including the end of stderr if there is no traceback."""
+SCREEN_LINES_MAX = 60
+"""Lines of the whole last screen. A longer traceback loses its middle."""
+TERMINAL_LINES = 24
+"""If the screen is longer than a small terminal, its first line is repeated at the end."""
 LINE_CHARACTERS_MAX = 320
+TRACEBACK_LINE_CHARACTERS_MAX = 1000
 VICTIMS_SHOWN_MAX = 3
-TRACEBACK = re.compile(r"^(?:Traceback \(most recent call last\):|Fatal Python error: )", re.MULTILINE)
 HUNG_LINES = 6
 """The end of stderr of a rank that hung, with its heading."""
-FRAME = re.compile(r'^\s+File "[^"\n]+", line \d+', re.MULTILINE)
+FATAL = re.compile(r"^Fatal Python error: ", re.MULTILINE)
 BENEATH = re.compile(
     r'^  File "[^"\n]*/holdfast/worker/\w+\.py", line \d+ in .*\n?|^\nExtension modules: .*\n?', re.MULTILINE
 )
@@ -115,6 +122,9 @@ def _failed(outcome: Outcome, verdict: Verdict, folder: _Folder) -> str:
         if text:
             lines.append(_row(name, text))
 
+    noticed = verdict.noticed_by
+    if noticed is not None:
+        row("noticed by", f"{_who(noticed)}, {_status(noticed)}, generation {verdict.generation}")
     if culprit is not None:
         lived = f", after {culprit.lived_s:.1f} s" if culprit.started else ""
         row("first", f"{_who(culprit)}, {_status(culprit)}{lived}, generation {verdict.generation}")
@@ -129,12 +139,15 @@ def _failed(outcome: Outcome, verdict: Verdict, folder: _Folder) -> str:
     row("lost", ", ".join(verdict.lost_nodes))
     row("no restart", verdict.gave_up)
     row("do", verdict.advice)
-    if culprit is not None:
-        row("log", folder.log_of(culprit))
+    shown = verdict.shown
+    if shown is not None:
+        row("log", folder.log_of(shown))
     row("run folder", folder.shown)
     row("exit code", str(outcome.exit_code))
-    if culprit is not None:
-        lines += _last_words(culprit, LINES_MAX - len(lines))
+    if shown is not None:
+        lines += _last_words(shown, LINES_MAX - len(lines), SCREEN_LINES_MAX - 1 - len(lines))
+    if len(lines) > TERMINAL_LINES:
+        lines.append(lines[0])
     return "\n".join(lines)
 
 
@@ -168,22 +181,31 @@ def _ranks(failures: list[Failure]) -> str:
     return f"on rank{'s' if len(failures) > 1 else ''} {spans(failure.rank for failure in failures)}"
 
 
-def _last_words(culprit: Failure, room: int) -> list[str]:
-    """The whole traceback if there is one; else, after its stack if it hung, the end of stderr in at most `room`
-    lines."""
+def _last_words(culprit: Failure, room: int, lines_max: int) -> list[str]:
+    """The traceback that explains the end if there is one, in at most `lines_max` lines; else, after its stack if it
+    hung, the end of stderr, or of stdout, in at most `room` lines."""
     if culprit.stack:
-        said = _last_words(structs.replace(culprit, stack="", traceback=""), max(room, HUNG_LINES))
-        return [f"where rank {culprit.rank} hung:", *culprit.stack.splitlines(), *said]
-    if culprit.traceback:
-        return culprit.traceback.rstrip().splitlines()
+        said = _last_words(structs.replace(culprit, stack="", traceback=""), max(room, HUNG_LINES), HUNG_LINES)
+        stack = fewer_lines(culprit.stack, max(lines_max - len(said) - 1, HUNG_LINES)).splitlines()
+        return [f"where rank {culprit.rank} hung:", *map(_line, stack), *said]
+    traceback = culprit.traceback or final_traceback(culprit.stderr_tail, culprit.exit_code)
     tail = RANK_PREFIX.sub("", culprit.stderr_tail).rstrip()
-    found = list(TRACEBACK.finditer(tail))
-    if found:
-        return BENEATH.sub("", tail[found[0].start() :]).splitlines()
-    if FRAME.search(tail):
-        return ["Traceback (most recent call last): [its head is in the log]", *tail.splitlines()]
-    lines = [_line(line) for line in tail.splitlines() if line.strip()][-max(room - 1, 1) :]
-    return [f"last lines of rank {culprit.rank}'s stderr:", *lines] if lines and room > 1 else []
+    fatal = FATAL.search(tail)
+    if not traceback and fatal:
+        before = tail[: fatal.start()].rstrip().rpartition("\n")[2]  # what native code wrote before it aborted
+        traceback = "\n".join([*([before] if before else []), BENEATH.sub("", tail[fatal.start() :])])
+    if traceback:
+        if traceback.lstrip().startswith("File "):
+            traceback = f"Traceback (most recent call last): [its head is in the log]\n{traceback}"
+        return [
+            _cut(visible(line), TRACEBACK_LINE_CHARACTERS_MAX)
+            for line in fewer_lines(traceback, lines_max).splitlines()
+        ]
+    for name, text in (("stderr", tail), ("stdout", culprit.stdout_tail)):
+        lines = [_line(line) for line in text.splitlines() if line.strip()][-max(room - 1, 1) :]
+        if lines:
+            return [f"last lines of rank {culprit.rank}'s {name}:", *lines] if room > 1 else []
+    return []
 
 
 def _row(name: str, text: str) -> str:
@@ -192,8 +214,11 @@ def _row(name: str, text: str) -> str:
 
 def _line(text: str) -> str:
     """The text as one line of limited length."""
-    flat = " ".join(text.splitlines())
-    return flat if len(flat) <= LINE_CHARACTERS_MAX else flat[: LINE_CHARACTERS_MAX - 1] + "…"
+    return _cut(visible(" ".join(text.splitlines())))
+
+
+def _cut(line: str, characters_max: int = LINE_CHARACTERS_MAX) -> str:
+    return line if len(line) <= characters_max else line[: characters_max - 1] + "…"
 
 
 def _who(failure: Failure) -> str:

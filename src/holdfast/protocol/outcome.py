@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from enum import Enum
 
 from msgspec import Struct
@@ -9,9 +10,14 @@ from msgspec import Struct
 from holdfast.protocol.errors import EXIT_FAILURE, EXIT_HUNG, EXIT_SIGNAL_BASE, HoldfastError
 from holdfast.protocol.policy import Count, ExitCode, LocalRank, Rank, Seconds, Words
 from holdfast.protocol.rank_progress import Finding, RankStory
+from holdfast.text import visible
 
 TEXT_BYTES_MAX = 16_384
 """Tracebacks and log tails are cut to this size before they are sent."""
+
+
+_STOPS = (signal.SIGTERM, signal.SIGKILL, signal.SIGINT, signal.SIGHUP, signal.SIGABRT, signal.SIGPIPE, signal.SIGSEGV)
+_OF_A_STOP = frozenset({0, 1, 120, *(-number for number in _STOPS), *(128 + number for number in _STOPS)})
 
 
 class Failure(Struct, frozen=True, kw_only=True):
@@ -30,6 +36,13 @@ class Failure(Struct, frozen=True, kw_only=True):
     traceback: str = ""
     stderr_tail: str = ""
     """Last lines of the worker's stderr, at most TEXT_BYTES_MAX."""
+    stdout_tail: str = ""
+    """Last lines of its stdout, if it ended without an exception."""
+    collective: str = ""
+    """The collective in which it raised, with types and shapes: `all_reduce(float32[5000])`; empty: in none, or
+    unknown."""
+    tensors: Words = {}
+    """Types and shapes of tensors in the script's variables at that moment."""
     error_file: str = ""
     stderr_file: str = ""
     out_of_memory: bool = False
@@ -47,6 +60,12 @@ class Failure(Struct, frozen=True, kw_only=True):
     """Where it hung: the text of its stack, the most recent call last."""
     step: int = 0
     """Its current step, by its script's own count or else counted from its start; 0: unknown."""
+
+    @property
+    def stop_may_cause(self) -> bool:
+        """Whether the order to stop explains this exit status: the signals of a stop, also as a shell's exit code; what
+        a program makes of them (0, 1, 120); and the signals by which native code ends while the program exits."""
+        return self.exit_code in _OF_A_STOP
 
     @property
     def status(self) -> int:
@@ -70,6 +89,8 @@ class Verdict(Struct, frozen=True, kw_only=True):
     """One line: what to do; empty when there is nothing useful to say."""
     culprit: Failure | None = None
     """The primary failure; None if no worker was the cause, but for example a node."""
+    noticed_by: Failure | None = None
+    """Without a culprit: the worker whose failure shows the cause, although another one is to blame."""
     collateral: tuple[Failure, ...] = ()
     lost_nodes: tuple[str, ...] = ()
     generation: Count = 0
@@ -80,9 +101,14 @@ class Verdict(Struct, frozen=True, kw_only=True):
     """A hang ended the generation."""
 
     @property
+    def shown(self) -> Failure | None:
+        """The failure whose last words and exit code stand for the generation's."""
+        return self.culprit or self.noticed_by
+
+    @property
     def victims(self) -> tuple[int, ...]:
         """Ranks whose failure is a consequence of the cause; none if no cause is known."""
-        named = self.culprit is not None or self.lost_nodes
+        named = self.shown is not None or self.lost_nodes
         return tuple(sorted(each.rank for each in self.collateral)) if named else ()
 
 
@@ -128,14 +154,23 @@ class Evidence(Struct, frozen=True, kw_only=True):
     hosts: tuple[str, ...] = ()
     """Hosts of all its nodes, by group rank."""
 
-    def verdict(self, code: str, cause: str, culprit: Failure | None, advice: str = "") -> Verdict:
+    def verdict(
+        self,
+        code: str,
+        cause: str,
+        culprit: Failure | None,
+        advice: str = "",
+        *,
+        noticed_by: Failure | None = None,
+    ) -> Verdict:
         """A verdict in which all failures except the culprit's are consequences."""
         return Verdict(
             code=code,
-            cause=cause,
-            advice=advice,
+            cause=visible(cause),
+            advice=visible(advice),
             culprit=culprit,
-            collateral=tuple(failure for failure in self.failures if failure is not culprit),
+            noticed_by=noticed_by,
+            collateral=tuple(each for each in self.failures if each is not culprit and each is not noticed_by),
             lost_nodes=self.lost_nodes,
             generation=self.generation,
             restarts=self.restarts,
@@ -150,6 +185,15 @@ def fault_outcome(error: HoldfastError) -> Outcome:
     return Outcome(kind=OutcomeKind.FAILED, exit_code=error.exit_code, code=error.code, message=cause, verdict=verdict)
 
 
+def is_own_code(exit_code: int) -> bool:
+    """Whether this is an exit code of the program itself: not 0, and no signal of a shell.
+
+    >>> [is_own_code(code) for code in (0, 1, 127, 137, 255, -9)]
+    [False, True, True, False, True, False]
+    """
+    return 0 < exit_code <= EXIT_SIGNAL_BASE or exit_code > EXIT_SIGNAL_BASE + signal.SIGRTMAX
+
+
 def shell_status(exit_code: int) -> int:
     """The status that a shell shows for waitpid's exit code (negative: a signal).
 
@@ -160,15 +204,15 @@ def shell_status(exit_code: int) -> int:
 
 
 def job_exit_code(verdict: Verdict) -> int:
-    """The exit code of the first worker that failed; 1 if no worker was the cause. After a hang EXIT_HUNG, whatever the
-    workers ended with.
+    """The exit code of the first worker that failed, or that noticed the cause; 1 if no worker did. After a hang
+    EXIT_HUNG, whatever the workers ended with.
 
     A culprit that holdfast killed shows that signal, and a culprit that left its peers shows 0. Then the code is that
     of the first other worker that was not stopped.
     """
     if verdict.hang:
         return EXIT_HUNG
-    culprit = verdict.culprit
+    culprit = verdict.shown
     if culprit is None:
         return EXIT_FAILURE
     if culprit.exit_code == 0 or (culprit.after_stop and culprit.exit_code < 0):

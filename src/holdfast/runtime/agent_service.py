@@ -60,7 +60,9 @@ from holdfast.supervisor.log_router import LogRouter
 from holdfast.supervisor.supervisor import SupervisorHandle
 from holdfast.supervisor.worker_command import node_versions
 from holdfast.supervisor.worker_group import WorkerGroup
+from holdfast.text import visible
 
+TOLD_CHARACTERS = 200
 OWN_ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 
 
@@ -68,7 +70,7 @@ def write_reports(outcome: Outcome, folder: Path | None) -> None:
     with contextlib.suppress(OSError, ValueError):  # ValueError: words that are no text
         if folder is not None:
             _write(folder / "verdict.json", json.format(json.encode(outcome), indent=2))
-    culprit = outcome.verdict.culprit if outcome.verdict is not None else None
+    culprit = outcome.verdict.shown if outcome.verdict is not None else None
     own = os.environ.get(OWN_ERROR_FILE, "")
     if culprit is not None and own:
         with contextlib.suppress(OSError, ValueError):
@@ -208,8 +210,9 @@ def _told_in(text: str, outcome: Outcome) -> tuple[int, ...]:
     verdict = outcome.verdict
     if not text or verdict is None:
         return ()
-    culprit = verdict.culprit
-    shown = culprit is not None and culprit.traceback and culprit.traceback.rstrip() in text
+    culprit = verdict.shown
+    last = culprit.traceback.rstrip().rpartition("\n")[2] if culprit is not None else ""
+    shown = bool(last) and visible(last)[:TOLD_CHARACTERS] in text  # its middle may have been left out
     return (*verdict.victims, *((culprit.rank,) if culprit is not None and shown else ()))
 
 

@@ -21,6 +21,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
+from holdfast.text import visible
+
 PIECE_BYTES_MAX = 4096
 """PIPE_BUF: a pipe or terminal that polls as writable takes this much without blocking."""
 SAID_LINES_MAX = 10_000
@@ -171,11 +173,12 @@ class Console:
         self._calm_until = 0.0
 
     def say(self, text: str, *, prefix: str = SAY_PREFIX) -> None:
-        """Show lines of the launcher on stderr, each with the prefix. Never blocks; ignored after `close`.
+        """Show lines of the launcher on stderr, each with the prefix and with visible control characters. Never blocks;
+        ignored after `close`.
 
         Lines that do not fit into the queue because the console is blocked are dropped; their number is shown later.
         """
-        lines = [f"{prefix}{line}\n".encode(errors="surrogateescape") for line in text.splitlines()]
+        lines = [f"{prefix}{line}\n".encode(errors="surrogateescape") for line in visible(text).splitlines()]
         with self._news:
             for line in lines:
                 if len(self._said) < SAID_LINES_MAX:

@@ -25,12 +25,15 @@ from holdfast.linux import VIRTUAL, GroupLimits, addresses
 from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure
 from holdfast.protocol.policy import COUNT_MAX
 from holdfast.runtime.run_folder import WorkerStreams
+from holdfast.traceback_text import cut_middle, shortened
 
 ERROR_FILE_BYTES_MAX = 4 * 1024 * 1024
 MESSAGE_BYTES_MAX = 4096
-TAIL_LINES_MAX = 30
+CALL_CHARACTERS_MAX, TENSORS_MAX = 200, 16
+TAIL_LINES_MAX = 100
 LEFT_LINES_MAX, LEFT_CHARACTERS_MAX = 5, 1024
-"""Limits for the output of a worker that ended with 0: it is sent with every such end."""
+"""Limits for the output of a worker that ended with 0, which is sent with every such end, and for the stdout of one
+that ended without an exception."""
 
 
 class Recorded(Struct, frozen=True, kw_only=True):
@@ -40,6 +43,8 @@ class Recorded(Struct, frozen=True, kw_only=True):
     message: str = ""
     traceback: str = ""
     timestamp: int = 0
+    collective: str = ""
+    tensors: dict[str, str] = {}
 
 
 def read_error_file(path: str) -> Recorded:
@@ -65,10 +70,22 @@ def read_error_file(path: str) -> Recorded:
         timestamp = data.get("timestamp", 0)
     return Recorded(
         error_type=_error_type(text),
-        message=_shorten(text, MESSAGE_BYTES_MAX),
-        traceback=_shorten(str(extra.get("py_callstack", "")), TEXT_BYTES_MAX),
+        message=cut_middle(text, MESSAGE_BYTES_MAX),
+        traceback=shortened(_text(extra.get("py_callstack", "")), bytes_max=TEXT_BYTES_MAX),
         timestamp=_as_int(timestamp),
+        collective=_text(extra.get("collective", ""))[:CALL_CHARACTERS_MAX],
+        tensors=_tensors(extra.get("tensors")),
     )
+
+
+def _tensors(value: Any) -> dict[str, str]:
+    pairs = list(value.items())[:TENSORS_MAX] if isinstance(value, dict) else []
+    return {_text(name)[:CALL_CHARACTERS_MAX]: _text(shape)[:CALL_CHARACTERS_MAX] for name, shape in pairs}
+
+
+def _text(value: Any) -> str:
+    """The value as text that can be sent: a lone surrogate cannot."""
+    return str(value).encode(errors="replace").decode()
 
 
 def _error_type(message: str) -> str:
@@ -83,17 +100,6 @@ def _as_int(value: Any) -> int:
     except (TypeError, ValueError, OverflowError):
         return 0
     return number if 0 <= number <= COUNT_MAX else 0
-
-
-def _shorten(text: str, bytes_max: int) -> str:
-    """Cut the middle out: of a traceback, the end says most and the beginning some."""
-    raw = text.encode(errors="replace")
-    if len(raw) <= bytes_max:
-        return raw.decode()
-    mark = b"\n[...]\n"
-    head = (bytes_max - len(mark)) // 4
-    tail = bytes_max - len(mark) - head
-    return raw[:head].decode(errors="ignore") + mark.decode() + raw[-tail:].decode(errors="ignore")
 
 
 def _as_text(path: str) -> str:
@@ -139,6 +145,9 @@ def with_evidence(bare: Failure, streams: WorkerStreams, *, out_of_memory: Calla
         message=recorded.message,
         traceback=recorded.traceback,
         stderr_tail=stderr_tail,
+        stdout_tail="" if recorded.message else _last_lines(read_tail(str(streams.stdout_file or ""))),
+        collective=recorded.collective,
+        tensors=recorded.tensors,
         error_file=_as_text(error_file) if os.path.isfile(error_file) else "",
         stderr_file=_as_text(stderr_file),
         out_of_memory=bare.exit_code == -signal.SIGKILL and not bare.after_stop and out_of_memory(),
@@ -151,8 +160,11 @@ def left_with_zero(bare: Failure, streams: WorkerStreams) -> Failure:
     """The end of a worker that exited with 0, with its last output, in case its peers still need it."""
     stderr_file = str(streams.stderr_file or "")
     tail = read_tail(stderr_file) or read_tail(str(streams.stdout_file or ""))
-    last = "\n".join(tail.splitlines()[-LEFT_LINES_MAX:])[-LEFT_CHARACTERS_MAX:]
-    return structs.replace(bare, stderr_tail=last, stderr_file=_as_text(stderr_file))
+    return structs.replace(bare, stderr_tail=_last_lines(tail), stderr_file=_as_text(stderr_file))
+
+
+def _last_lines(tail: str) -> str:
+    return "\n".join(tail.splitlines()[-LEFT_LINES_MAX:])[-LEFT_CHARACTERS_MAX:]
 
 
 SHM = "/dev/shm"

@@ -13,6 +13,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -53,10 +54,22 @@ class Done:
     """Rank 0's word: when to ask again whether it is time; 0: it said nothing of it."""
 
 
+class Staged(Enum):
+    """What became of a rank's copy into the tier's memory."""
+
+    STAGED = "staged"
+    UNPLANNED = "unplanned"
+    """The state has another shape than the plan."""
+    NO_ROOM = "no room"
+    """Both slots are being written: the next copy is made."""
+    FAILED = "failed"
+
+
 class _Said(NamedTuple):
     """By one rank, in a round."""
 
-    staged: str
+    staged: Staged
+    failure: str
     metrics: dict[str, float]
     step: int
     troubles: list[list[str]]
@@ -230,17 +243,20 @@ class Saving:
 
     def _round(self, metrics: Mapping[str, float], *, durable: bool, demanded: bool) -> dict[str, Any]:
         failure: Exception | None = None
+        text = ""
         try:
             staged = self._stage(self._collect(), metrics, wait=durable)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
-            failure, staged = error, f"failed: {type(error).__name__}: {error}"
+            failure, staged, text = error, Staged.FAILED, f"{type(error).__name__}: {error}"
         self.look()
         troubles = [[each.code, str(each)] for each in self.troubles]
         self.troubles.clear()
         copied = None if self._copies is None else self._copies.report()
-        said = self._peers.gather([staged, metrics, self._tracker.state.step, troubles, copied])
+        said = self._peers.gather([staged.value, text, metrics, self._tracker.state.step, troubles, copied])
         word: dict[str, Any] = self._peers.tell(
-            self._judge([_Said(*each) for each in said], durable=durable, demanded=demanded) if said else None
+            self._judge([_Said(Staged(value), *rest) for value, *rest in said], durable=durable, demanded=demanded)
+            if said
+            else None
         )
         if failure is not None:
             raise failure
@@ -250,8 +266,8 @@ class Saving:
         """Rank 0 decides."""
         step, now_s = self._tracker.state.step, time.monotonic()
         for rank, each in enumerate(said):
-            if each.staged.startswith("failed"):
-                return {"do": "fail", "text": f"rank {rank} {each.staged}"}
+            if each.staged is Staged.FAILED:
+                return {"do": "fail", "text": f"rank {rank} failed: {each.failure}"}
             if each.step != step:
                 hint = "every rank has to call step() and save() equally often: not inside `if rank == 0:`"
                 text = f"rank 0 saves after step {step}, rank {rank} after step {each.step}\n{hint}"
@@ -262,9 +278,9 @@ class Saving:
             word["failure"] = asdict(failure)
             if failure.fatal:
                 return word
-        if any(each.staged == "unplanned" for each in said):
+        if any(each.staged is Staged.UNPLANNED for each in said):
             return {**word, "do": "plan"}
-        all_there = all(each.staged == "staged" for each in said)
+        all_there = all(each.staged is Staged.STAGED for each in said)
         if self._copies is not None:
             reports = [each.copies or () for each in said]
             word["copies"] = self._copies.decide(reports, (step, self._rescue, self._saves), staged=all_there)
@@ -293,13 +309,13 @@ class Saving:
     def _collect(self) -> Collected:
         return self._tracker.collect(self._peers.rank, self._peers.world)
 
-    def _stage(self, collected: Collected, metrics: Mapping[str, float], *, wait: bool) -> str:
+    def _stage(self, collected: Collected, metrics: Mapping[str, float], *, wait: bool) -> Staged:
         layout = self._layout
         if layout is None or collected.signature() != self._signature:
-            return "unplanned"
+            return Staged.UNPLANNED
         room = layout.file.spans[TEXT]
         if len(collected.text) > room.stop - room.start:
-            return "unplanned"
+            return Staged.UNPLANNED
         self._await_reserved(self._staged + 1)
         try:
             memory = self.tier.stage(self._tracker.state.step, layout.size_bytes, wait=wait)
@@ -307,12 +323,12 @@ class Saving:
             self._use_disk_alone(error)
             memory = self.tier.stage(self._tracker.state.step, layout.size_bytes, wait=wait)
         if memory is None:
-            return "no room"  # both slots are being written: the next one will do
+            return Staged.NO_ROOM
         if not fill(memory, layout, self._places_in(memory, layout), collected):
-            return "unplanned"
+            return Staged.UNPLANNED
         self.tier.commit(self._request(self._rescue, metrics))
         self._staged += 1
-        return "staged"
+        return Staged.STAGED
 
     def _places_in(self, memory: memoryview, layout: Layout) -> Places:
         address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()

@@ -18,8 +18,8 @@ import sys
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Callable
-    from types import CodeType, ModuleType, TracebackType
+    from collections.abc import Callable, Iterator
+    from types import CodeType, FrameType, ModuleType, TracebackType
     from typing import Any
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
@@ -37,12 +37,9 @@ def write_error_file(path: str, error: BaseException, traceback_text: str) -> No
     import json
     import time
 
-    data = {
-        "message": {
-            "message": f"{type(error).__name__}: {error}",
-            "extraInfo": {"py_callstack": traceback_text, "timestamp": str(int(time.time()))},
-        }
-    }
+    extra: dict[str, Any] = {"py_callstack": traceback_text, "timestamp": str(int(time.time()))}
+    extra.update(_collective_of(error))
+    data = {"message": {"message": f"{type(error).__name__}: {_text_of(error)}", "extraInfo": extra}}
     if os.path.exists(path) and not os.path.isfile(path):
         with open(path, "w", encoding="utf-8") as file:
             json.dump(data, file)
@@ -56,6 +53,94 @@ def write_error_file(path: str, error: BaseException, traceback_text: str) -> No
         if os.path.exists(temporary):
             os.unlink(temporary)
         raise
+
+
+def _text_of(error: BaseException) -> str:
+    try:
+        return str(error)
+    except Exception:  # noqa: BLE001 - a program's own __str__ may raise anything
+        return "<exception str() failed>"  # the words of the interpreter's own traceback
+
+
+CHAIN_MAX = 16
+TENSORS_MAX = 16
+"""Tensors in variables of the script that are described, and arguments of a collective."""
+LISTED_MAX = 4
+TRANSPORTS = ("gloo/transport", "NCCL", "ncclRemoteError")
+"""Words of an exception of `work.wait()`, which is no function of Python."""
+
+
+def _collective_of(error: BaseException) -> dict[str, Any]:
+    """The collective in which the root of an exception was raised, with the shapes of its tensors, and the shapes of
+    tensors in the script's variables. Empty: it was raised elsewhere.
+
+    When ranks call a collective with other sizes, the error appears on a rank that did nothing wrong. Only a comparison
+    of the calls shows which rank differs from the others.
+    """
+    try:
+        chain = _chain(error)
+        call = next((call for each in reversed(chain) if (call := _call_in(each.__traceback__))), "")
+        if not call and not any(word in _text_of(chain[-1]) for word in TRANSPORTS):
+            return {}  # not even in the wait for one that was begun before
+        tensors: dict[str, str] = {}
+        for each in chain:
+            tensors |= _tensors_in(each.__traceback__)
+    except Exception:  # noqa: BLE001 - objects of the program may do anything
+        return {}
+    return {"collective": call, "tensors": tensors}
+
+
+def _chain(error: BaseException) -> list[BaseException]:
+    """The exception and those that caused it, the root last."""
+    chain = [error]
+    while len(chain) < CHAIN_MAX:
+        before = chain[-1].__cause__ or (None if chain[-1].__suppress_context__ else chain[-1].__context__)
+        if before is None:
+            break
+        chain.append(before)
+    return chain
+
+
+def _call_in(trace: TracebackType | None) -> str:
+    """The call of a collective in this traceback, the outermost; empty: there is none."""
+    for frame in _frames(trace):
+        name = frame.f_code.co_name
+        if _file(frame).endswith("/torch/distributed/distributed_c10d.py") and not name.startswith(("_", "wrapper")):
+            arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount]
+            given = [_described(frame.f_locals.get(each)) for each in arguments]
+            return f"{name}({', '.join(each for each in given if each)})"
+    return ""
+
+
+def _tensors_in(trace: TracebackType | None) -> dict[str, str]:
+    """The tensors in the script's variables by name; of equal names, the innermost."""
+    found: dict[str, str] = {}
+    for frame in _frames(trace):
+        if "site-packages" not in _file(frame) and "/torch/" not in _file(frame):
+            shapes = {key: _described(value) for key, value in frame.f_locals.items() if not key.startswith("_")}
+            found |= dict([(key, shape) for key, shape in shapes.items() if shape][:TENSORS_MAX])
+    return found
+
+
+def _frames(trace: TracebackType | None) -> Iterator[FrameType]:
+    while trace is not None:
+        yield trace.tb_frame
+        trace = trace.tb_next
+
+
+def _file(frame: FrameType) -> str:
+    return frame.f_code.co_filename.replace(os.sep, "/")
+
+
+def _described(value: Any) -> str:
+    """`float32[5000]` for a tensor, `[float32[4], float32[4]]` for a list of them; empty for anything else."""
+    if type(value) in (list, tuple) and value:
+        parts = [_described(each) for each in value[:LISTED_MAX]]
+        return f"[{', '.join(parts)}{', ...' if len(value) > LISTED_MAX else ''}]" if all(parts) else ""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if not isinstance(shape, tuple) or dtype is None:
+        return ""
+    return f"{str(dtype).removeprefix('torch.')}[{', '.join(map(str, shape))}]"
 
 
 RECORD_ATTEMPTS = 3
@@ -206,7 +291,7 @@ def _hide_own_frames(tell_agent: Callable[[], None]) -> None:
         sys.excepthook = programs_hook
         trace = _without_own_frames(trace)
         error.__traceback__ = sys.last_traceback = trace
-        ends = isinstance(error, Exception)  # KeyboardInterrupt ends in its own way
+        ends = not isinstance(error, KeyboardInterrupt)  # which ends in its own way
         try:
             programs_hook(kind, error, trace)
         except BaseException as fault:
@@ -247,6 +332,14 @@ def _exit_code(end: SystemExit) -> int:
     with contextlib.suppress(AttributeError, OSError, ValueError):  # no usable stderr
         sys.stderr.write(f"{end.code}\n")
     return 1
+
+
+def _handled_before(end: SystemExit) -> BaseException | None:
+    """The exception that the program was handling when it called sys.exit with a number: the reason, which it has at
+    most logged. With a text, the text is the reason."""
+    handled = end.__cause__ or end.__context__
+    failed = isinstance(end.code, int) and end.code & 0xFF != 0
+    return handled if failed and not isinstance(handled, SystemExit | KeyboardInterrupt) else None
 
 
 UNENDED_S = 5.0
@@ -498,12 +591,16 @@ def main() -> None:
     try:
         run()
     except SystemExit as end:
+        handled = _handled_before(end)
+        if handled is not None:
+            handled.__traceback__ = _without_own_frames(handled.__traceback__)
+            recorder.record(handled)
         if _ends_abruptly():
             _leave(_exit_code(end))
         raise
     except BaseException as error:
         error.__traceback__ = _without_own_frames(error.__traceback__)
-        if isinstance(error, Exception):
+        if not isinstance(error, KeyboardInterrupt):  # that comes from outside
             recorder.record(error)
         _hide_own_frames(tell_agent)
         raise

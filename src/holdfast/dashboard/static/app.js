@@ -251,13 +251,13 @@ class JobPage {
   }
 
   verdictParts(verdict) {
-    const culprit = verdict.culprit, others = verdict.collateral ?? [];
+    const culprit = verdict.culprit ?? verdict.noticed_by, others = verdict.collateral ?? [];
     const words = (culprit?.traceback || culprit?.stderr_tail || "").trimEnd();
     const log = culprit && this.story.logs[verdict.generation]?.includes(culprit.rank);
     return [
       h("h2", {}, `${verdict.code}: ${verdict.cause}`),
       verdict.advice ? h("p", { class: "do" }, h("b", {}, "Do: "), verdict.advice) : this.advice(verdict.code),
-      culprit && h("p", { class: "small" }, `First: rank ${culprit.rank} (local ${culprit.local_rank}, pid ${culprit.pid}) on ${culprit.host}, `,
+      culprit && h("p", { class: "small" }, `${verdict.culprit ? "First" : "Noticed by"}: rank ${culprit.rank} (local ${culprit.local_rank}, pid ${culprit.pid}) on ${culprit.host}, `,
         culprit.exit_code < 0 ? `signal ${-culprit.exit_code}` : `exit code ${culprit.exit_code}`, culprit.started ? `, after ${duration(culprit.lived_s)}` : "", `, generation ${verdict.generation}. `,
         log && !this.saved && h("a", { href: `log/${verdict.generation}/${culprit.rank}/stderr`, target: "_blank", rel: "noopener" }, "its stderr")),
       verdict.lost_nodes?.length ? h("p", { class: "small" }, `Lost: ${verdict.lost_nodes.join(", ")}`) : null,

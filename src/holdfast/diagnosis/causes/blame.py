@@ -11,8 +11,9 @@ import signal
 from collections.abc import Sequence
 from enum import IntEnum
 
+from holdfast.coordinator.complaints import RELAYED
 from holdfast.diagnosis.causes.exception_text import ExceptionText, unwrapped
-from holdfast.protocol.outcome import Failure
+from holdfast.protocol.outcome import Failure, is_own_code
 
 
 class Blame(IntEnum):
@@ -22,14 +23,16 @@ class Blame(IntEnum):
     """A cause of its own, before any worker was stopped."""
     OWN_LATE = 1
     """A cause of its own that cannot come from the stop, although its end was reported after complaints of others."""
-    LOOSE = 2
+    RELAYED = 2
+    """It reports that another rank failed: the ranks agreed to end."""
+    LOOSE = 3
     """A connection or a time-out, perhaps to a training peer."""
-    WAITED = 3
+    WAITED = 4
     """It could not reach its peers, or its wait for them timed out."""
-    WAITED_LATE = 4
-    CUT = 5
+    WAITED_LATE = 5
+    CUT = 6
     """A peer closed the connection."""
-    STOPPED = 6
+    STOPPED = 7
     """It ended because it was stopped: at most a consequence."""
 
 
@@ -88,7 +91,7 @@ WAITED = AnyCase(
     r"timed? ?-?out|timeout|watchdog caught|failed to pass|failed to connect|could not connect"
     r"|connect(?:ion)? .{0,60}(?:failed|refused)"
     r"|no route to host|network is unreachable|(?:system|internal) error|ncclSystemError|ncclInternalError|heartbeat"
-    r"|clients joined|hasn't joined|deadline exceeded",
+    r"|clients joined|hasn't joined|deadline exceeded|interrupted system call",
 )
 """The other side did not connect, or cannot be reached."""
 
@@ -192,7 +195,11 @@ def complaint(failure: Failure, words: ExceptionText) -> Blame:
                 if failure.exit_code in (-signal.SIGABRT, -signal.SIGPIPE) and not words.stderr
                 else Blame.OWN
             )
-    if not text or failure.out_of_memory or not failure.started or OWN_TROUBLE.search(text):
+    if failure.out_of_memory or not failure.started:
+        return Blame.OWN
+    if relays(failure, words):
+        return Blame.RELAYED
+    if not text or OWN_TROUBLE.search(text):
         return Blame.OWN
     ended, waited = ENDED.search(text), WAITED.search(text)
     if not (ended or waited or words.root_type in CONNECTION_TYPES):
@@ -208,6 +215,14 @@ def complaint(failure: Failure, words: ExceptionText) -> Blame:
     if not firm:
         return Blame.LOOSE
     return Blame.WAITED if waited and (not ended or NAMES_A_WAIT.search(text)) else Blame.CUT
+
+
+def relays(failure: Failure, words: ExceptionText) -> bool:
+    """Whether the script says in its own words that another rank failed, as an exception without another root or as the
+    text of sys.exit."""
+    if words.text:
+        return bool(words.raised and RELAYED.search(words.root.partition("\n")[0]))
+    return is_own_code(failure.exit_code) and bool(RELAYED.search(words.last_said))
 
 
 def of_peers(words: ExceptionText, text: str) -> bool:
@@ -229,6 +244,8 @@ def is_complaint(text: str) -> bool:
 
 
 def _late(failure: Failure, words: ExceptionText) -> Blame:
+    if not failure.message and not failure.stop_may_cause:
+        return Blame.OWN_LATE
     if not words.text or (failure.exit_code in STOP_SIGNALS and not failure.message):
         return Blame.STOPPED
     if FROM_THE_STOP.search(words.text) or FROM_THE_STOP.search(words.raised):
@@ -236,6 +253,8 @@ def _late(failure: Failure, words: ExceptionText) -> Blame:
     match complaint(failure, words):
         case Blame.OWN:
             return Blame.OWN_LATE
+        case Blame.RELAYED:
+            return Blame.RELAYED
         case Blame.WAITED:
             return Blame.WAITED_LATE
         case _:

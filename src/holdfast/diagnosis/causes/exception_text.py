@@ -11,7 +11,7 @@ from collections import deque
 from functools import cached_property
 from typing import NamedTuple
 
-from holdfast.protocol.outcome import Failure
+from holdfast.protocol.outcome import Failure, is_own_code
 
 CHAINED = re.compile(
     r"^(?:During handling of the above exception, another exception occurred:"
@@ -23,13 +23,35 @@ GROUP = "Exception Group Traceback (most recent call last):"
 FIRST_OF_GROUP = re.compile(r"^\s*\+-\+-+ 1 -+\s*$", re.MULTILINE)
 IN_GROUP = re.compile(r"^\s*\| ?", re.MULTILINE)
 THREAD = re.compile(r"^Exception in thread (.+):\n(?=Traceback )", re.MULTILINE)
-HANDLED = re.compile(r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(?:\S.*\n?)?", re.MULTILINE)
-"""A traceback on stderr, with the first line of its exception."""
-ASIDE = re.compile(r"^\[?[WID]\d{4} |\w*Warning: |^warnings\.warn\(|^wandb: (?!ERROR)|\b(?:INFO|DEBUG|WARNING)\b")
-"""Lines of stderr that are not a cause: glog lines below an error, Python's warnings, other lines of logs."""
-UNCAUGHT = frozenset({1, 120})
-"""Python's exit codes after an uncaught exception; 120: its output could not be flushed either. With any other code a
-traceback on stderr belongs to an exception that was caught."""
+HANDLED = re.compile(
+    r"^Traceback \(most recent call last\):\n(?:[ \t].*\n|\n)*(?:\S.*\n?)?"
+    r"(?:\n(?:During handling of the|The) above exception[^\n]*:\n\n?)?",
+    re.MULTILINE,
+)
+"""A traceback on stderr, with the first line of its exception, and what joins it to the next one of a chain."""
+ASIDE = re.compile(
+    r"^\[?[WID]\d{4} |\w*Warning: |^\s*warnings\.warn\(|^wandb: (?!ERROR)|\b(?:INFO|DEBUG|WARNING)\b"
+    r"|resource_tracker|^holdfast: process \d+ raised|^terminate called (?:without|recursively)"
+    r"|^(?:make|srun|slurmstepd)\S*: "
+)
+"""Lines of stderr that are not a cause: glog lines below an error, Python's warnings, other lines of logs, what a
+shell or the end of the interpreter adds."""
+PROGRESS = re.compile(r"\d%\s*\||\d%\||\bit/s\b|\bs/it\b")
+"""A line of a progress bar."""
+CONTINUES = re.compile(
+    r"^(?:CUDA kernel errors|For debugging|Compile with|Device-side|Exception raised from|frame #\d|C\+\+ |Last error"
+    r"|nccl\w+:|Search for|You can|Please|See |This |If |\(|-- |[\^~]|\d)"
+)
+"""Lines below the first line of an exception that belong to its message. Any other line was written later."""
+FATAL = re.compile(r"^Fatal Python error: .*$", re.MULTILINE)
+DUMP = re.compile(
+    r"^(?:Timeout \(\d[\d:.]*\)!\n)?(?:Fatal Python error: .*\n\s*)?"
+    r"(?:(?:Current thread|Thread) 0x\w+ .*\n(?:  .*\n?|\n)*)+"
+    r"(?:Extension modules: .*\n?)?",
+    re.MULTILINE,
+)
+"""Stacks that faulthandler has written."""
+DUMPED_TIMEOUT = re.compile(r"^Timeout \(\d[\d:.]*\)!$", re.MULTILINE)
 SAID_LINES_MAX = 8
 """This many last lines may explain why a program ended with an exit code of its own."""
 RANK_PREFIX = re.compile(r"^(?:\[[^\]\n]{0,40}rank ?\d+[^\]\n]{0,40}\]:? ?|\[?default\d+\]?: ?)", re.MULTILINE)
@@ -37,17 +59,17 @@ EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*(?:\.<locals>\.[\w.]+)*)(?::[ \n]|:?$)
 FRAME = re.compile(r'^\s+File "([^"\n]+)", line \d+(?:, in (.+)| in (.+))?', re.MULTILINE)
 LIBRARY = re.compile(r"site-packages|dist-packages|/lib/python3|<frozen |/torch/")
 FRAMES_MAX = 12
-SIGNALS_FROM = 128
-"""Exit codes of a shell above this one are signals."""
 NATIVE_END = re.compile(r"terminate called after throwing an instance of '([^']*)'\s*(?:what\(\):\s*(.*))?", re.DOTALL)
 IN_WORKER = re.compile(
     r"Caught (\w+) in (?:DataLoader worker process|replica|pin memory thread)"
     r"|-- Process \d+ terminated with the following error:"
+    r"|^[\w.]*CheckpointException(?:: CheckpointException)? ranks:.*"
 )
 NOT_ERRORS = frozenset({"Traceback", "SystemExit", "KeyboardInterrupt", "GeneratorExit"})
 PLACED = re.compile(r'^\s+File "([^"\n]+)", line (\d+)(?:,? in .+)?(?:\n(?!\s+File )[ \t]+(\S.*))?', re.MULTILINE)
 OURS = re.compile(r"/holdfast/\w+/|/runpy\.py")
 SOURCE_CHARACTERS_MAX = 80
+RAISE = re.compile(r"(?:^|[:;] *)raise\b")
 
 
 class ChainedException(NamedTuple):
@@ -107,7 +129,7 @@ class ExceptionText:
         blocks = CHAINED.split(self._traceback)
         joints = [found[0].startswith(DIRECT) for found in CHAINED.finditer(self._traceback)]
         links = [
-            ChainedException(text, _in_library(block), direct or _innermost_line(block).startswith("raise"))
+            ChainedException(text, _in_library(block), direct or bool(RAISE.search(_innermost_line(block))))
             for block, direct in zip(blocks, [True, *joints], strict=True)
             if (text := _exception(block))
         ]
@@ -128,11 +150,51 @@ class ExceptionText:
         return (found[1], block[0]) if found and block else ("", "")
 
     @cached_property
+    def before(self) -> str:
+        """Stderr before the traceback of its own last exception."""
+        first = self.text.partition("\n")[0][:SOURCE_CHARACTERS_MAX]
+        end = self.stderr.rfind(first) if first else len(self.stderr)
+        if first and end < 0:
+            return self.stderr
+        start = self.stderr.rfind("Traceback (most recent call last):", 0, end) if first else end
+        return self.stderr[: max(0, start)]
+
+    @cached_property
+    def handled(self) -> str:
+        """The last traceback before that, with its chain: of an exception that the program caught. Empty: none."""
+        return _last_traceback(self.before)
+
+    @cached_property
+    def before_fatal(self) -> str:
+        """The line before Python's report of a fatal signal, or the last one: what native code wrote before it aborted,
+        such as a failed assertion. Empty: nothing."""
+        fatal = _last(FATAL, self.stderr)
+        lines = (self.stderr[: fatal.start()] if fatal else self.stderr).splitlines()
+        line = next((each.strip() for each in reversed(lines) if each.strip() and not ASIDE.search(each)), "")
+        return "" if PROGRESS.search(line) else line
+
+    @cached_property
     def said(self) -> str:
-        """Stderr for an end without an exception: without caught exceptions, warnings and logs."""
-        lines = [line for line in HANDLED.sub("", self.stderr).splitlines() if not ASIDE.search(line)]
-        own_code = 0 < self._failure.exit_code < SIGNALS_FROM
-        return "\n".join(lines[-SAID_LINES_MAX:] if own_code else lines)
+        """Stderr for an end without an exception: without caught exceptions, stacks, warnings and logs."""
+        lines = [line for line in _without_traces(self.stderr).splitlines() if not ASIDE.search(line)]
+        return "\n".join(lines[-SAID_LINES_MAX:] if is_own_code(self._failure.exit_code) else lines)
+
+    @cached_property
+    def last_said(self) -> str:
+        """The text of `sys.exit(text)` or the last other line: of stderr, else of stdout; a progress bar only if there
+        is nothing else."""
+        timeout = _last(DUMPED_TIMEOUT, self.stderr)
+        if timeout is not None and DUMP.search(self.stderr, timeout.start()):
+            return f"{timeout[0]}, by faulthandler.dump_traceback_later"
+        bar = ""
+        for text in (_without_traces(self.stderr), self._failure.stdout_tail):
+            for line in (each.rstrip().rpartition("\r")[2].strip() for each in reversed(text.splitlines())):
+                if not line or ASIDE.search(line):
+                    continue
+                if not PROGRESS.search(line):
+                    return line
+                bar = bar or line
+        return bar
 
     @cached_property
     def stderr(self) -> str:
@@ -173,7 +235,7 @@ class ExceptionText:
     def _inner(self) -> str:
         """The traceback of the first exception in a group, which explains more than the group's own text."""
         failure = self._failure
-        return _first_of_group(failure.traceback or (self.stderr if failure.exit_code in UNCAUGHT else ""))
+        return _first_of_group(failure.traceback or final_traceback(self.stderr, failure.exit_code))
 
     @property
     def _message(self) -> str:
@@ -184,15 +246,37 @@ class ExceptionText:
         failure = self._failure
         if self._inner:
             return self._inner
-        if failure.traceback or failure.message or failure.exit_code not in UNCAUGHT:
+        if failure.traceback or failure.message:
             return failure.traceback
-        return _last_traceback(self.stderr)
+        return final_traceback(self.stderr, failure.exit_code)
 
     @cached_property
     def _first(self) -> str:
         """The traceback of the root."""
         chained = CHAINED.search(self._traceback)
         return self._traceback[: chained.start()] if chained else self._traceback
+
+
+def final_traceback(stderr: str, exit_code: int) -> str:
+    """The traceback that explains an end without an error file: it must be the last thing on stderr. The program may
+    have caught the exception, written the traceback and left, with any exit code; but if it wrote something else after
+    it, it went on. A signal needs no exception."""
+    if not is_own_code(exit_code):
+        return ""
+    stderr = RANK_PREFIX.sub("", stderr)
+    block = _last_traceback(stderr)
+    if not block:
+        return ""
+    text = _exception(CHAINED.split(block)[-1])
+    first, *rest = text.splitlines() or [""]
+    if GROUP in block or not text or first.endswith((":", "?", "(")):
+        return block
+    later = [line for line in rest if line.strip() and not (line[0].isspace() or line[0] in "|+" or ASIDE.search(line))]
+    return block if all(map(CONTINUES.match, later[:1])) else ""
+
+
+def _without_traces(stderr: str) -> str:
+    return HANDLED.sub("", DUMP.sub("", stderr))
 
 
 def class_of(text: str) -> str:

@@ -17,8 +17,6 @@ from msgspec import Struct, structs
 
 from holdfast.diagnosis.causes.blame import CONTROL_FLOW, Blame, complaint, is_complaint, of_peers, types_of
 from holdfast.diagnosis.causes.exception_text import (
-    ASIDE,
-    HANDLED,
     ChainedException,
     ExceptionText,
     class_of,
@@ -133,6 +131,7 @@ COUNTED = re.compile(r"\b\d+ (?:\w+ )?errors? (?:for|in|while|found|detected)\b"
 UNITS = {"MiB": 2**20, "GiB": 2**30}
 NOT_EXECUTABLE, NOT_FOUND = 126, 127
 KILLED = (-signal.SIGKILL, 128 + signal.SIGKILL)
+ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,13 +187,18 @@ def _telling(links: Sequence[ChainedException]) -> list[ChainedException]:
     """
     last, start = links[-1], 0
     if not is_complaint(last.text) or all(link.in_library for link in links[:-1]):
-        while start < len(links) - 1 and _is_a_way(links[start]):
+        while start < len(links) - 1 and _is_a_way(links[start]) and not _is_told_by(links[start], links[start + 1]):
             start += 1
     root, after = links[start], links[start + 1 :]
     if is_complaint(last.text) and not is_complaint(root.text):
         after = ()
     explained = [link for number, link in enumerate(after) if all(each.explains for each in after[: number + 1])]
     return [root, *explained, *reversed(links[:start])]
+
+
+def _is_told_by(link: ChainedException, later: ChainedException) -> bool:
+    """Whether the script caught its own exception only to raise another one: then it did not try another way."""
+    return later.explains and not link.in_library and not later.in_library
 
 
 def _is_a_way(link: ChainedException) -> bool:
@@ -236,6 +240,8 @@ def _own_stderr(failure: Failure, words: ExceptionText) -> str:
 
 def _filled(rule: Rule, failure: Failure, words: ExceptionText, text: str) -> Cause:
     said = _first_line(text) or _telling_line(rule, words)
+    if not said and failure.exit_code in ABORTED:
+        said = _cut(words.before_fatal, SAID_CHARACTERS_MAX)
     line = rule.line.format(said=said, signal=signal_name(failure.exit_code)).rstrip(": ")
     found = [f"{failure.host}: {failure.facts[name]}" for name in rule.facts if failure.facts.get(name)]
     advice = "; ".join([rule.advice, *found])
@@ -262,14 +268,14 @@ def _plain(failure: Failure, words: ExceptionText) -> Cause:
         return _raised(words)
     if failure.exit_code in (NOT_FOUND, NOT_EXECUTABLE):
         what = "found no such command" if failure.exit_code == NOT_FOUND else "may not execute its command"
-        line = f"ended with exit code {failure.exit_code}: a shell {what}: {_last_said(words.stderr)}"
+        line = f"ended with exit code {failure.exit_code}: a shell {what}: {_cut(words.last_said, SAID_CHARACTERS_MAX)}"
         return Cause(
             "HF205", line.rstrip(": "), "check the command in the script, and PATH on that node", per_node=True
         )
     if failure.exit_code < 0 or _is_signal(failure.exit_code - 128):
         return Cause("HF204", f"was ended by {signal_name(failure.exit_code)}", _signal_advice(failure.exit_code))
-    said = _last_said(words.stderr)
-    advice = "" if said else "it wrote no reason to stderr: look for sys.exit() or os._exit() in the script"
+    said = _cut(words.last_said, SAID_CHARACTERS_MAX)
+    advice = "" if said else "it wrote no reason: look for sys.exit() or os._exit() in the script"
     line = f"ended with exit code {failure.exit_code}{': ' if said else ''}{said}"
     return Cause("HF205", line, advice)
 
@@ -279,20 +285,14 @@ def _raised(words: ExceptionText) -> Cause:
     told = _telling(words.links)
     text = told[0].text
     inner = unwrapped(text)
-    line = f"raised {'in a child process ' if inner != text else ''}{_first_line(inner).rstrip(': ')}"
+    of_a_child = inner != text and told[0].type != "CheckpointException"
+    line = f"raised {'in a child process ' if of_a_child else ''}{_first_line(inner).rstrip(': ')}"
     last = words.links[-1]
     if last.text != text:
         joint = ", and because of it" if last.explains else ", and while that was handled"
         line = f"{line}{joint} {_first_line(last.text).rstrip(': ')}"
     hint = next((hint for says, hint in hints() if _search(says, inner)), "")
     return Cause("HF201", _cut(line, LINE_CHARACTERS_MAX), hint)
-
-
-def _last_said(stderr: str) -> str:
-    """The text of `sys.exit(text)` or the last other line, without the warnings of libraries at exit."""
-    lines = [line.rstrip().rpartition("\r")[2].strip() for line in HANDLED.sub("", stderr).splitlines()]
-    said = next((line for line in reversed(lines) if line and not ASIDE.search(line)), "")
-    return _cut(said, SAID_CHARACTERS_MAX)
 
 
 def signal_name(exit_code: int) -> str:

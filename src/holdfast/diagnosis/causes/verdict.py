@@ -14,9 +14,11 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
+from holdfast.diagnosis.causes.agreed import agreed
 from holdfast.diagnosis.causes.blame import Blame, blame, first_own, ranked, speaks_of_peers
 from holdfast.diagnosis.causes.exception_text import ExceptionText, is_of_script
 from holdfast.diagnosis.causes.find import SAID_CHARACTERS_MAX, Cause, advice, cause_of
+from holdfast.diagnosis.causes.sizes import is_noticed, other_sizes
 from holdfast.diagnosis.places import RankActivity, Where, where_is
 from holdfast.protocol.outcome import Evidence, Failure, Verdict
 from holdfast.protocol.rank_progress import Finding, RankStory
@@ -32,6 +34,8 @@ FINGERPRINT = re.compile(
     r"Rank (\d+) is running collective: CollectiveFingerPrint\(SequenceNumber=\d+(?:, )?(OpType=\w+(?:,"
     r" TensorShape=\[[^\]]*\])?)"
 )
+PARAMETERS = re.compile(r"[Rr]ank (\d+) has (\d+) params, while rank (\d+) has inconsistent (\d+) params")
+SIZES = re.compile(r"in this process with (?:sizes|strides) (\S+ ?[\d, ]*\]?) appears not to match")
 POINT_TO_POINT = frozenset(
     ["send", "recv", "isend", "irecv", "batch_isend_irecv", "send_object_list", "recv_object_list"],
 )
@@ -41,9 +45,18 @@ BACKWARD = ("/torch/_tensor.py", "/torch/autograd/__init__.py", "/torch/autograd
 NAMED = re.compile(
     r"Ranks?\(?s?\)? \[?([\d, ]+)\]? (?:failed to pass|did(?: not|n't) (?:join|arrive|respond)|ha(?:s"
     r"|ve)(?: not|n't) joined|is missing)"
-    r"|\[([\d, ]+)\] finished collective #\d+, but didn't join",
+    r"|\[([\d, ]+)\] finished collective #\d+, but didn't join"
+    r"|keys: /?default_pg/\d+//\w+//\d+/(\d+)",
     re.IGNORECASE,
 )
+CONNECTS = re.compile(
+    r"client socket has (?:failed|timed out)|failed to connect to any network address|Name or service not known"
+    r"|Unable to resolve|getaddrinfo|name resolution|No address associated|Interrupted system call",
+    re.IGNORECASE,
+)
+"""A rank that cannot connect to the group's store. The others, which are connected, wait for it."""
+CONNECTING = "_create_c10d_store"
+"""The function of torch that connects to the group's store."""
 
 
 def named_ranks(failures: Sequence[Failure]) -> tuple[int, ...]:
@@ -51,7 +64,7 @@ def named_ranks(failures: Sequence[Failure]) -> tuple[int, ...]:
     for failure in failures[:LOOKED_AT_MAX]:
         found = NAMED.search(failure.message) or NAMED.search(failure.stderr_tail)
         if found:
-            return tuple(int(number) for number in re.findall(r"\d+", found[1] or found[2]))
+            return tuple(int(number) for number in re.findall(r"\d+", found[1] or found[2] or found[3]))
     return ()
 
 
@@ -73,6 +86,27 @@ def odd_one(failures: Sequence[Failure]) -> tuple[Failure, bool] | None:
     return failure, others == {place[0]}
 
 
+def not_connected(evidence: Evidence) -> Failure | None:
+    """The only rank that cannot connect to the group's store, for example because its MASTER_ADDR is wrong, while
+    others are connected to it."""
+    found = [each for each in evidence.failures[:LOOKED_AT_MAX] if CONNECTS.search(ExceptionText(each).root)]
+    others = [each for each in evidence.failures[:LOOKED_AT_MAX] if each not in found and blame(each) in COMPLAINTS]
+    known = others or len(evidence.survivors) > 1 or evidence.hang is not None
+    return found[0] if len(found) == 1 and known else None
+
+
+def waits_for_nobody(evidence: Evidence) -> Failure | None:
+    """The rank that waits for a rank that does not exist, while others are further: its WORLD_SIZE is wrong."""
+    ranks = {each.rank for each in evidence.failures} | {story.rank for story in evidence.survivors}
+    ranks |= set(evidence.done)
+    if ranks != set(range(len(ranks))):
+        return None  # not all are known
+    waits = [
+        each for each in evidence.failures[:LOOKED_AT_MAX] if any(rank not in ranks for rank in named_ranks([each]))
+    ]
+    return waits[0] if len(waits) == 1 and len(ranks) > 1 else None
+
+
 def did_not_come(survivors: Sequence[RankStory], complaints: int) -> list[Where]:
     """Ranks that were elsewhere when the wait of the others timed out. Empty if most were elsewhere: then the waiting
     rank took another path."""
@@ -83,6 +117,14 @@ def did_not_come(survivors: Sequence[RankStory], complaints: int) -> list[Where]
         if each.doing not in (RankActivity.COMMUNICATING, RankActivity.GONE) and _in_script(each.story)
     ]
     return absent if len(absent) <= complaints + len(seen) - len(absent) else []
+
+
+def _joining(story: RankStory) -> str:
+    """What a rank does instead of joining the others."""
+    frames = story.samples[-1].frames if story.samples else ()
+    if any(frame.function == CONNECTING for frame in frames):
+        return f"could not connect to MASTER_ADDR:MASTER_PORT, {where_is(story).place}"
+    return f"was {where_is(story).place}"
 
 
 def _in_script(story: RankStory) -> bool:
@@ -152,6 +194,22 @@ def other_fingerprint(failures: Sequence[Failure]) -> Failure | None:
     return next((failure for failure in failures if failure.rank == odd[0]), None)
 
 
+def other_model(failures: Sequence[Failure]) -> Failure | None:
+    """The failure of the only rank whose model differs from the others', by DDP's own comparison; None: unknown."""
+    counts: dict[int, str] = {}
+    for each in failures[:LOOKED_AT_MAX]:
+        for one, its, other, others in PARAMETERS.findall(each.message):
+            counts |= {int(one): its, int(other): others}
+        sizes = SIZES.search(each.message)
+        if sizes:
+            counts |= {each.rank: sizes[1], 0: "other"}  # DDP compares each rank with rank 0
+    common = Counter(counts.values())
+    odd = [rank for rank, count in counts.items() if common[count] == 1]
+    if len(odd) != 1 or len(counts) < 3:
+        return None
+    return next((failure for failure in failures if failure.rank == odd[0]), None)
+
+
 def _place(failure: Failure) -> tuple[int, str, str] | None:
     """Number of collectives that it has begun, and kind and size of the newest."""
     text = failure.message + "\n" + failure.stderr_tail
@@ -179,6 +237,7 @@ def spread(evidence: Evidence, culprit: Failure, cause: Cause) -> str:
 
 
 RANKS_NAMED_MAX = 8
+CALLS_SHOWN_MAX = 4
 
 COMPLAINTS = (Blame.LOOSE, Blame.WAITED, Blame.WAITED_LATE, Blame.CUT)
 
@@ -188,18 +247,20 @@ def verdict_on(evidence: Evidence) -> Verdict:
 
     | there is                                                 | then                                                 |
     |----------------------------------------------------------|------------------------------------------------------|
-    | a failure with a cause of its own, before the stop       | the first of these is the culprit                    |
+    | a failure with a cause of its own, before the stop       | the first of these is the culprit, or the rank whose |
+    |                                                          | error the others repeat                              |
     | a hang that was found                                    | the rank that the others waited for; its exception,  |
     |                                                          | if it had raised one and did not end                 |
     | a lost node                                              | it explains the complaints of its peers              |
     | a failure with a cause of its own, seen during the stop  | the first of these: its victims were reported first  |
+    | reports that another rank failed                         | the rank that they name, or whose error they repeat  |
     | complaints about peers                                   | waits come before cut connections; the text lists    |
     |                                                          | missing and lagging ranks, and ranks that left with 0|
     | nothing                                                  | the generation was ended although no worker failed   |
     """
     own = first_own(evidence.failures)
     if own is not None:
-        return _of_one(evidence, own)
+        return _of_first(evidence, own)
     if evidence.lost_nodes and evidence.hang is None:
         return _lost(evidence)
     order = ranked(evidence.failures)
@@ -210,20 +271,54 @@ def verdict_on(evidence: Evidence) -> Verdict:
         return evidence.verdict("HF200", "the generation was ended although no worker failed", None)
     if kind in COMPLAINTS:
         return _unexplained(evidence, [failure for kind, failure in order if kind in COMPLAINTS])
-    return _of_one(evidence, first)
+    return _of_first(evidence, first)
 
 
-def _of_one(evidence: Evidence, culprit: Failure) -> Verdict:
-    """The verdict on a worker that failed with a cause of its own."""
-    cause = cause_of(culprit)
-    odd = other_fingerprint(evidence.failures) if cause.code == "HF225" else None
-    if odd is not None and odd is not culprit:
-        line = (
-            f"{_who(odd)} called another collective than its peers; rank {culprit.rank} {cause.line}{_where(culprit)}"
-        )
-        return evidence.verdict(cause.code, line, odd, cause.advice)
-    line = f"{_who(culprit)} {cause.line}{_where(culprit)}{spread(evidence, culprit, cause)}"
+def _of_first(evidence: Evidence, first: Failure) -> Verdict:
+    """The verdict on the first worker that did not complain about a connection, unless it only repeats the error of
+    another one or noticed its mistake."""
+    found = agreed(evidence.failures, first)
+    if found is None:
+        return _of_one(evidence, first)
+    culprit, seen = found.culprit, found.seen
+    if found.reported:
+        cause = cause_of(seen)
+        line = f"{_who(culprit)} failed, as rank {first.rank} reports: {found.reported}{_where(first)}"
+        return evidence.verdict(cause.code, line, culprit, cause.advice)
+    verdict = _of_one(evidence, culprit, seen)
+    return structs.replace(verdict, culprit=structs.replace(culprit, traceback=seen.traceback or culprit.traceback))
+
+
+def _of_one(evidence: Evidence, culprit: Failure, seen: Failure | None = None) -> Verdict:
+    """The verdict on a worker that failed with a cause of its own. `seen`: the part of its evidence that tells it."""
+    cause = cause_of(seen or culprit)
+    if cause.code == "HF225" and is_noticed(culprit):
+        return _mismatch(evidence, culprit, cause)
+    other = other_model(evidence.failures) if cause.code == "HF227" else None
+    if other is not None and other is not culprit:
+        line = f"{_who(other)} has another model than its peers; rank {culprit.rank} {cause.line}{_where(culprit)}"
+        return evidence.verdict(cause.code, line, other, cause.advice)
+    line = f"{_who(culprit)} {cause.line}{_where(seen or culprit)}{spread(evidence, culprit, cause)}"
     return evidence.verdict(cause.code, line, culprit, cause.advice)
+
+
+def _mismatch(evidence: Evidence, noticed: Failure, cause: Cause) -> Verdict:
+    """The verdict if a check found that ranks called different collectives: the rank that differs is the culprit, not
+    the one whose check found it. If it is unknown which rank differs, there is no culprit."""
+    found = f"rank {noticed.rank} {cause.line}{_where(noticed)}"
+    odd = other_fingerprint(evidence.failures)
+    if odd is not None:
+        line = f"{_who(odd)} called another collective than its peers; {found}"
+        return evidence.verdict(cause.code, line, odd, cause.advice)
+    call = other_sizes(evidence.failures[:LOOKED_AT_MAX])
+    if call is not None:
+        where = _where(call.failure) if call.failure is not noticed else ""
+        line = f"{_who(call.failure)} {call.difference}{where}; {found}"
+        return evidence.verdict(cause.code, line, call.failure, cause.advice)
+    calls = [f"rank {each.rank} {each.collective}" for each in evidence.failures[:LOOKED_AT_MAX] if each.collective]
+    known = f" ({listed(calls, CALLS_SHOWN_MAX)})" if calls else ""
+    line = f"it is unknown which rank is wrong{known}: {found}"
+    return evidence.verdict(cause.code, line, None, cause.advice, noticed_by=noticed)
 
 
 def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
@@ -233,6 +328,9 @@ def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
         return _of_one(evidence, culprit)
     if evidence.done:
         return _left(evidence, culprit)
+    alone = not_connected(evidence) or waits_for_nobody(evidence)
+    if alone is not None:
+        return _of_one(evidence, alone)
     odd = odd_one(complaints)
     if odd is not None:
         culprit, another = odd
@@ -242,6 +340,10 @@ def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
         cause = cause_of(culprit)
         line = f"{_who(culprit)} is behind: the others were waiting in a later collective; it {cause.line}"
         return evidence.verdict(cause.code, line, culprit, cause.advice)
+    call = other_sizes(complaints[:LOOKED_AT_MAX])
+    if call is not None:
+        line = f"{_who(call.failure)} {call.difference}{_where(call.failure)}"
+        return evidence.verdict("HF225", line, call.failure, advice()["HF225"])
     absent = did_not_come(evidence.survivors, len(complaints))
     if absent and speaks_of_peers(culprit):
         return _absent(evidence, culprit, absent)
@@ -251,6 +353,11 @@ def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
         return evidence.verdict("HF225", f"{_who(culprit)} {other[1]}", culprit, advice()["HF225"])
     cause = cause_of(culprit)
     named = [rank for rank in named_ranks(complaints) if rank != culprit.rank]
+    unheard = next((each for each in evidence.survivors if each.rank in named[:1]), None)
+    if unheard is not None:
+        line = f"rank {unheard.rank} on {unheard.host} did not join: it {_joining(unheard)}"
+        line += f", while rank {culprit.rank} {cause.line}{_where(culprit)}"
+        return evidence.verdict(cause.code, line, stopped(unheard), cause.advice)
     accused = next((each for each in evidence.failures if named and each.rank == named[0]), None)
     if accused is not None and accused not in complaints:
         line = f"{_who(accused)} did not join: rank {culprit.rank} {cause.line}{_where(culprit)}"
@@ -291,8 +398,9 @@ def _hung(evidence: Evidence, hang: Finding, order: Sequence[tuple[Blame, Failur
     """The verdict if a time-out (of a collective, or --hang-timeout) ended a hang: the awaited rank is known. If that
     rank had raised an exception but did not end, the exception is the cause."""
     raised = next((each for _, each in order if each.rank in hang.culprits and _raised_before(each)), None)
-    if raised is not None:
-        return structs.replace(_of_one(evidence, raised), hang=True)
+    explained = raised or not_connected(evidence)
+    if explained is not None:
+        return structs.replace(_of_one(evidence, explained), hang=True)
     culprit = evidence.hung or next((each for _, each in order if each.rank in hang.culprits), None)
     if culprit is None and order:
         culprit = order[0][1]

@@ -1,0 +1,132 @@
+"""Finds the rank to blame when all ranks agreed to end: one rank caught an error, the ranks exchanged that by a
+collective or the store, and then all raised or left.
+
+The ranks end in any order and often with the same words. The rank to blame is the one that the words name, or the one
+whose evidence has something that no other has: another root of its chain of exceptions, or a traceback or an error that
+it wrote to stderr before. Pure.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from msgspec import Struct, structs
+
+from holdfast.diagnosis.causes.blame import Blame, blame, relays
+from holdfast.diagnosis.causes.exception_text import ExceptionText, unwrapped
+from holdfast.protocol.outcome import Failure, is_own_code
+
+LOOKED_AT_MAX = 64
+"""Failures that are compared."""
+NAMES_RANKS = re.compile(
+    r"\b(?:global[ _])?ranks?(?:\(s\))?\W{0,4}(?:dict_keys\()?\W{0,3}(\d+(?:(?:,| and|, and)?\s*\d+)*)", re.IGNORECASE
+)
+SAYS_FAILED = re.compile(
+    r"fail|error|exception|rais|abort|crash|died|dead|broke|\bnan\b|\binf\b|not finite|non-?finite|bad|invalid"
+    r"|unhealthy|missing|caught|problem|corrupt|overflow|diverge|stopp",
+    re.IGNORECASE,
+)
+ERROR_LINE = re.compile(
+    r"\b\w*(?:Error|Exception)\b|\berror\b|\bfail(?:ed|ure)?\b|\bfatal\b|\bcritical\b", re.IGNORECASE
+)
+EQUAL_CHARACTERS_MAX = 200
+
+
+class Agreed(Struct, frozen=True):
+    culprit: Failure
+    """A failure of the evidence."""
+    seen: Failure
+    """The same with only the part of its text that is the cause."""
+    reported: str = ""
+    """How another rank reported it, if its own text does not say it."""
+
+
+def agreed(failures: Sequence[Failure], first: Failure) -> Agreed | None:
+    """The rank to blame if `first`, which would be blamed, ended because the ranks agreed to. None: they did not, or it
+    is unknown which rank is to blame."""
+    failures = failures[:LOOKED_AT_MAX]
+    words = ExceptionText(first)
+    named = _named(failures, first, words)
+    if named is first:
+        return None
+    if named is not None:
+        own = _only_here(named, [each for each in failures if each is not named])
+        own_words = ExceptionText(named)
+        if own is not None:
+            return Agreed(named, own)
+        if own_words.text and own_words.text != words.text and not relays(named, own_words):
+            return Agreed(named, named)
+        return Agreed(named, first, _first_line(unwrapped(words.text) or words.last_said))
+    alike = [each for each in failures if _end(each) == _end(first)]
+    if not relays(first, words) and (len(alike) < 2 or not _on_purpose(first, words)):
+        return None
+    for each in failures:  # another root, as no other rank has it
+        if blame(each) in (Blame.OWN, Blame.OWN_LATE) and ExceptionText(each).text and _unlike(each, failures):
+            return Agreed(each, each)
+    for each in failures:
+        own = _only_here(each, [other for other in failures if other is not each])
+        if own is not None:
+            return Agreed(each, own)
+    return None
+
+
+def _named(failures: Sequence[Failure], first: Failure, words: ExceptionText) -> Failure | None:
+    """The one other rank that the text of `first` names as failed: `loading failed on ranks [2]`. Ranks that all raise
+    the same words name one of them; a single rank must be talking of another one in its own words."""
+    text = _first_line(words.text or words.last_said)
+    if not SAYS_FAILED.search(text) or not _on_purpose(first, words):
+        return None
+    ranks = [int(number) for found in NAMES_RANKS.finditer(text) for number in re.findall(r"\d+", found[1])]
+    if not ranks or len(set(ranks)) >= max(2, len(failures)):
+        return None
+    return next((each for each in failures if each.rank == ranks[0]), None)
+
+
+def _on_purpose(failure: Failure, words: ExceptionText) -> bool:
+    """Whether the script ended itself: by `raise` in its own code, or by an exit code."""
+    if words.text:
+        return bool(words.raised) or words.type == "CheckpointException"
+    return is_own_code(failure.exit_code)
+
+
+def _end(failure: Failure) -> tuple[int, str]:
+    """Equal for ranks that ended alike, except for numbers."""
+    text = ExceptionText(failure).text
+    return (0 if text else failure.exit_code), re.sub(r"\d+", "0", text[:EQUAL_CHARACTERS_MAX])
+
+
+def _unlike(failure: Failure, failures: Sequence[Failure]) -> bool:
+    """Whether no other rank's exception has this root, or this text."""
+    root = _plain(ExceptionText(failure).root)
+    others = [ExceptionText(each) for each in failures if each is not failure]
+    return all(root not in (_plain(other.root), _plain(other.text)) for other in others)
+
+
+def _only_here(failure: Failure, others: Sequence[Failure]) -> Failure | None:
+    """The failure with only what it wrote to stderr before its end, if no other rank did: a traceback, or an error."""
+    words = ExceptionText(failure)
+    theirs = "\n".join(_plain(other.stderr_tail) for other in others)
+    if words.handled:
+        found = _with_traceback(failure, words.handled)
+        root = ExceptionText(found).root
+        if root and _plain(_first_line(root)) not in theirs:
+            return found
+    said = [
+        line for line in words.before.splitlines() if ERROR_LINE.search(line) and _plain(line.strip()) not in theirs
+    ]
+    if not said or not words.text:  # without an exception, its last words are its cause already
+        return failure if said else None
+    return structs.replace(failure, message="", error_type="", traceback="", stderr_tail=said[-1], exit_code=1)
+
+
+def _with_traceback(failure: Failure, trace: str) -> Failure:
+    return structs.replace(failure, message="", error_type="", traceback=trace, stderr_tail="", exit_code=1)
+
+
+def _plain(text: str) -> str:
+    return re.sub(r"\d+", "0", text[-4096:])
+
+
+def _first_line(text: str) -> str:
+    return text.partition("\n")[0]
