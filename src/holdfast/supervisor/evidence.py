@@ -24,7 +24,7 @@ from msgspec import Struct, structs
 from holdfast.linux import VIRTUAL, GroupLimits, addresses
 from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure
 from holdfast.protocol.policy import COUNT_MAX
-from holdfast.runtime.run_folder import WorkerStreams
+from holdfast.supervisor.log_spool import Spool, WorkerStreams
 
 ERROR_FILE_BYTES_MAX = 4 * 1024 * 1024
 MESSAGE_BYTES_MAX = 4096
@@ -101,15 +101,12 @@ def _as_text(path: str) -> str:
     return path.encode(errors="replace").decode()
 
 
-def read_tail(path: str) -> str:
-    """The last lines of a log, as a terminal would show them: of a line that `\\r` rewrote, only the last text."""
-    if not path:
+def read_tail(spool: Spool | None) -> str:
+    """The last lines of a stream, as a terminal would show them: of a line that `\\r` rewrote, only the last text."""
+    if spool is None:
         return ""
     try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TEXT_BYTES_MAX))
-            raw = file.read(TEXT_BYTES_MAX)
+        raw, size = spool.last(TEXT_BYTES_MAX)
     except OSError:
         return ""
     if size > TEXT_BYTES_MAX:
@@ -127,7 +124,7 @@ def with_evidence(bare: Failure, streams: WorkerStreams, *, out_of_memory: Calla
     """
     error_file, stderr_file = str(streams.error_file or ""), str(streams.stderr_file or "")
     recorded = read_error_file(error_file)
-    stderr_tail = read_tail(stderr_file)
+    stderr_tail = read_tail(streams.stderr)
     facts = bare.facts
     if not bare.after_stop:
         facts = facts | facts_for(
@@ -150,7 +147,7 @@ def with_evidence(bare: Failure, streams: WorkerStreams, *, out_of_memory: Calla
 def left_with_zero(bare: Failure, streams: WorkerStreams) -> Failure:
     """The end of a worker that exited with 0, with its last output, in case its peers still need it."""
     stderr_file = str(streams.stderr_file or "")
-    tail = read_tail(stderr_file) or read_tail(str(streams.stdout_file or ""))
+    tail = read_tail(streams.stderr) or read_tail(streams.stdout)
     last = "\n".join(tail.splitlines()[-LEFT_LINES_MAX:])[-LEFT_CHARACTERS_MAX:]
     return structs.replace(bare, stderr_tail=last, stderr_file=_as_text(stderr_file))
 
