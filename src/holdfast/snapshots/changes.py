@@ -238,7 +238,8 @@ def commit(request: SaveRequest, *, patience: float = PATIENCE_S, at: At = nowhe
         path = request.attempt_path
         if isinstance(error, FileNotFoundError) and (isinstance(path, RemotePath) or not path.exists()):
             raise SnapshotIncompleteError(
-                f"step {request.step} was not saved: the job continued before all ranks had saved"
+                f"step {request.step} was not saved: another rank could not write its part, or the job went on before "
+                "all ranks had saved"
             ) from error
         abandon(request)
         raise disk.write_error(error, request.attempt_path) from error
@@ -316,9 +317,13 @@ def refuse(request: SaveRequest, why: str) -> None:
     folder = request.attempt_path
     with contextlib.suppress(OSError):
         disk.delete(folder / rank_file(request.rank))
+    noted = False
     with contextlib.suppress(OSError):
         disk.write_atomically(folder / refusal_file(request.rank), why)
-    if request.rank == 0:  # no commit will follow: free the space of the others' files too
+        noted = True
+    # Rank 0: no commit will follow, so free the space of the others' files, too. Another rank, if the disk takes not
+    # even a note: without its folder, rank 0 does not wait for this part. A rename needs no space.
+    if request.rank == 0 or not (noted or isinstance(folder, RemotePath)):
         abandon(request)
 
 
