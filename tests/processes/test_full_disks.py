@@ -6,54 +6,20 @@ mount gives (a quota).
 
 from __future__ import annotations
 
-import contextlib
 import os
 import subprocess
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+import sys
 from pathlib import Path
 
 import pytest
 
-from tests.processes.conftest import Agent, Site
+from tests.processes.conftest import LACKS, Agent, Site, SmallDisk
+from tests.support.limits import limit_s
 
 LINES = 3000
 RANKS = (0, 1)
 TROUBLE = "the log files of this run cannot be written"
 AGAIN = "the log files of this run are written again"
-
-
-@dataclass(frozen=True)
-class Disk:
-    path: Path
-
-    def fill(self) -> None:
-        """Take all blocks."""
-        with contextlib.suppress(OSError), (self.path / "filler").open("ab", buffering=0) as file:
-            while True:
-                file.write(b"f" * 4096)
-
-    def free(self) -> None:
-        (self.path / "filler").unlink()
-
-    def take_inodes(self) -> None:
-        """Take all inodes."""
-        with contextlib.suppress(OSError):
-            for number in range(10_000):
-                (self.path / f"inode{number}").touch()
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Disk]:
-    if os.geteuid() != 0:
-        pytest.skip("needs root: a full disk is a small tmpfs")
-    place = tmp_path / "disk"
-    place.mkdir()
-    line = ["mount", "-t", "tmpfs", "-o", "size=2m,nr_inodes=200", "tmpfs", str(place)]
-    if subprocess.run(line, capture_output=True).returncode:
-        pytest.skip("no tmpfs can be mounted here")
-    yield Disk(place)
-    subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 SCRIPT = """
@@ -106,18 +72,10 @@ class Job:
                 assert f"stderr {word} {rank}" in shown
 
 
-def no_inodes(disk: Disk) -> None:
-    disk.fill()
-    disk.take_inodes()
-
-
-LACKS: dict[str, Callable[[Disk], None]] = {"no blocks": Disk.fill, "no inodes": no_inodes}
-
-
 @pytest.mark.parametrize("end", ["well", "raises"])
 @pytest.mark.parametrize("phase", ["from the start", "in the middle", "at the end"])
 @pytest.mark.parametrize("lack", LACKS)
-def test_a_full_disk_ends_no_job(site: Site, disk: Disk, lack: str, phase: str, end: str) -> None:
+def test_a_full_disk_ends_no_job(site: Site, disk: SmallDisk, lack: str, phase: str, end: str) -> None:
     options = ("--log-dir", disk.path) if phase != "from the start" else ("--log-dir", "")
     if phase == "from the start":
         LACKS[lack](disk)
@@ -140,7 +98,7 @@ def test_a_full_disk_ends_no_job(site: Site, disk: Disk, lack: str, phase: str, 
         assert "ValueError: bad row 17" in text
 
 
-def test_a_disk_that_is_full_for_a_while_gets_all_lines(site: Site, disk: Disk) -> None:
+def test_a_disk_that_is_full_for_a_while_gets_all_lines(site: Site, disk: SmallDisk) -> None:
     disk.fill()
     job = Job(site, "--log-dir", disk.path)
     job.agent.logs = disk.path
@@ -162,35 +120,35 @@ def test_a_disk_that_is_full_for_a_while_gets_all_lines(site: Site, disk: Disk) 
     assert events[-1] == "ended", "each line of the journal is whole"
 
 
-def test_a_restart_on_a_full_disk(site: Site, disk: Disk) -> None:
+def test_a_restart_on_a_full_disk(site: Site, disk: SmallDisk) -> None:
     body = "meet()\nif ROUND == 0:\n  while not os.path.exists(sys.argv[1]): time.sleep(0.01)\n  sys.exit(1)\nprint('second')"
     gate = site.folder / "gate"
     head = ("--standalone", "--max-restarts", "1", "--log-dir", disk.path)
     agent = site.start(*head, site.script(body), str(gate))
     site.wait(1, "up")
-    no_inodes(disk)
+    disk.fill_and_take_inodes()
     gate.touch()
     assert agent.end() == 0, agent.text
     assert "| second" in agent.text
     assert agent.text.count(TROUBLE) == 1
 
 
-def test_redirected_output_that_no_disk_takes_is_said_at_the_end(site: Site, disk: Disk) -> None:
+def test_redirected_output_that_no_disk_takes_is_said_at_the_end(site: Site, disk: SmallDisk) -> None:
     disk.fill()
     agent = site.ends(0, "--standalone", "-r", "3", "--log-dir", disk.path, site.script("print('only in a file')"))
     assert "15 bytes of output are not in the log files: " in agent.text
     assert "No space left on device" in agent.text
 
 
-def test_a_named_log_folder_that_cannot_be_made_is_an_error_before_the_start(site: Site, disk: Disk) -> None:
-    no_inodes(disk)
+def test_a_named_log_folder_that_cannot_be_made_is_an_error_before_the_start(site: Site, disk: SmallDisk) -> None:
+    disk.fill_and_take_inodes()
     agent = site.ends(2, "--standalone", "--log-dir", disk.path, site.script("note('up')"))
     assert "HF110" in agent.text or "cannot be written: No space left on device" in agent.text
     assert len(agent.text.splitlines()) == 1
     assert not site.trail()
 
 
-def test_a_read_only_default_folder(site: Site, disk: Disk) -> None:
+def test_a_read_only_default_folder(site: Site, disk: SmallDisk) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(disk.path)], check=True)
     env = {"XDG_STATE_HOME": str(disk.path), "HOME": str(disk.path), "TMPDIR": str(disk.path)}
     agent = site.ends(0, "--standalone", "--log-dir", "", site.script("print('fine')"), env=env, cwd=disk.path)
@@ -216,7 +174,7 @@ def test_a_limit_on_file_sizes_ends_no_worker(site: Site) -> None:
     site.wait(1, "end")
 
 
-def test_a_console_on_a_full_disk_ends_no_job_and_shows_what_there_is_room_for(site: Site, disk: Disk) -> None:
+def test_a_console_on_a_full_disk_ends_no_job_and_shows_what_there_is_room_for(site: Site, disk: SmallDisk) -> None:
     disk.fill()
     with (disk.path / "filler").open("rb+") as file:
         file.truncate(file.seek(0, os.SEEK_END) - 8192)
@@ -233,3 +191,40 @@ def test_a_console_on_a_full_disk_ends_no_job_and_shows_what_there_is_room_for(s
     text = (disk.path / "screen").read_text()
     assert text.endswith("room again\n")
     assert "no reader" not in text
+
+
+PLACES = {
+    "/tmp": 'mount -t tmpfs -o "$0" tmpfs /tmp',
+    "/dev/shm": 'mount -t tmpfs -o "$0" tmpfs /dev/shm',
+    "both": 'mount -t tmpfs -o "$0" tmpfs /tmp && mount -t tmpfs -o "$0" tmpfs /dev/shm',
+}
+
+
+@pytest.mark.parametrize("options", ["size=4k,nr_inodes=9", "nr_inodes=1", "ro"])
+@pytest.mark.parametrize("place", PLACES)
+def test_temporary_folders_that_take_nothing_end_no_job(tmp_path: Path, place: str, options: str) -> None:
+    """/tmp and /dev/shm, in a mount namespace of the test's own; the job's folder is seen at /mnt there."""
+    if os.geteuid() != 0:
+        pytest.skip("needs root: mounts")
+    (tmp_path / "train.py").write_text(
+        "import os, subprocess, sys\n"
+        "print('up', os.environ['RANK'], flush=True)\n"
+        "subprocess.run(['echo', 'child'], check=True)\n"
+        "if os.environ['RANK'] == '1': raise ValueError('bad row 17')\n"
+        "while True: pass\n"
+    )
+    fill = "for place in /tmp /dev/shm; do head -c 100k /dev/zero > $place/filler 2>/dev/null; done; cd /mnt"
+    line = f'mount --bind "$1" /mnt && {PLACES[place]} && {{ {fill}; }} && shift && exec "$@"'
+    job = [sys.executable, "-m", "holdfast.run", "--standalone", "--nproc-per-node", "2", "/mnt/train.py"]
+    command = ["unshare", "--mount", "--propagation", "private", "sh", "-c", line, options, str(tmp_path), *job]
+    environment = {**os.environ, "XDG_STATE_HOME": "/mnt/state", "PYTHONPATH": os.getcwd()}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s(60))
+    if "mount:" in done.stderr or "unshare:" in done.stderr:
+        pytest.skip(f"this machine mounts nothing: {done.stderr}")
+    assert done.returncode == 1, done.stderr
+    assert "| up " in done.stdout
+    assert "child" in done.stdout
+    assert "HF201" in done.stderr
+    assert done.stderr.rstrip().endswith("ValueError: bad row 17")
+    (folder,) = (tmp_path / "state" / "holdfast" / "runs").iterdir()
+    assert (folder / "verdict.json").is_file()

@@ -296,7 +296,7 @@ def owner(folder: str | os.PathLike[str] | RemotePath) -> LeaseOwner | None:
     return None if seen is None or seen.free else seen.owner
 
 
-def is_seen(folder: str | os.PathLike[str], number: int, line: str, patience_s: float = SEEN_S) -> bool:
+def is_seen(folder: str | os.PathLike[str], number: int, line: str, patience_s: float) -> bool:
     """Whether this process sees the lease that rank 0 has just taken: whether both see one folder."""
     path, deadline = Path(folder) / _name(number), time.monotonic() + patience_s
     while True:

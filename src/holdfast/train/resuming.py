@@ -498,7 +498,7 @@ def _see_one_folder(path: Place, peers: Peers, word: dict[str, Any]) -> None:
     """All ranks see the lease that rank 0 has taken, or all raise SnapshotFolderError. In an object store all do."""
     if isinstance(path, RemotePath) or peers.world == 1:
         return
-    seen = peers.rank == 0 or leases.is_seen(path, word["number"], word["line"])
+    seen = peers.rank == 0 or leases.is_seen(path, word["number"], word["line"], leases.SEEN_S)
     blind = [(rank, host) for rank, (sees, host) in enumerate(peers.share([seen, os.uname().nodename])) if not sees]
     if blind:
         ranks = ", ".join(f"{rank} on {host}" for rank, host in blind[:4]) + (" …" if len(blind) > 4 else "")
