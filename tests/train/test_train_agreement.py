@@ -408,6 +408,20 @@ def test_at_the_end_nobody_may_know_the_cause(monkeypatch: pytest.MonkeyPatch) -
     assert cause(Peers(0, 1)) is None
 
 
+def test_at_the_end_the_cause_may_have_been_reported_before() -> None:
+    """The save before has failed for it, and was reported to all ranks; the last one is only incomplete on each."""
+
+    def talk(peers: Peers) -> tuple[str, str]:
+        mine = saving(peers, InProcessStaging())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            mine._hear({"code": SnapshotWriteError.code, "text": NO_SPACE, "fatal": False})
+        cause = mine.cause_of(SnapshotIncompleteError("gave up"))
+        return (cause.code, str(cause)) if cause is not None else ("", "")
+
+    assert together(dist.HashStore(), talk) == [(SnapshotWriteError.code, NO_SPACE)] * WORLD
+
+
 @pytest.mark.parametrize("blind", [1, 2])
 def test_a_snapshot_folder_that_is_not_shared_is_noticed_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blind: int

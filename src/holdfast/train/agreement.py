@@ -365,11 +365,14 @@ class Peers:
 
     def posted(self, word: str, patience_s: float) -> Any:
         """What some rank has posted, or posts so soon; else None."""
+        key, deadline = f"posted/{word}", time.monotonic() + patience_s
         with contextlib.suppress(RuntimeError):
-            if self.store is not None:
-                key = f"posted/{word}"
-                self.store.wait([key], datetime.timedelta(seconds=patience_s))
-                return json.loads(self.store.get(key))
+            while self.store is not None:
+                if self.store.check([key]):
+                    return json.loads(self.store.get(key))
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(LOOK_AGAIN_S)  # not `wait`, which prints a warning of torch's when its time is over
         return None
 
     @contextlib.contextmanager

@@ -100,6 +100,8 @@ class Saving:
         self._failed = FailedSaves(failed_saves_max)
         self.troubles: list[SnapshotError] = []
         """What went wrong in the background on this rank, and the others do not know yet."""
+        self._told: RankFailure | None = None
+        """What the newest save was told of earlier ones."""
         self._saves = 0
         """Since this life began; equal on all ranks."""
         self._layout: Layout | None = None
@@ -179,6 +181,7 @@ class Saving:
         prevents it is a warning, unless it was `demanded` or was so too often: then all ranks raise. SnapshotError.
         """
         self._saves += 1
+        self._told = None
         began_s = time.monotonic()
         numbers = _numbers(metrics)
         failure = ""
@@ -206,7 +209,7 @@ class Saving:
         """What rank 0 says of failed saves; SnapshotError, on all ranks, when it is fatal."""
         if word is None:
             return ""
-        failure = RankFailure(**word)
+        failure = self._told = RankFailure(**word)
         if failure.fatal:
             raise disk.error_of(failure.code, failure.text)
         if self._peers.rank == 0:
@@ -245,6 +248,9 @@ class Saving:
         if not isinstance(error, SnapshotIncompleteError):
             self._peers.post(FAILED_AT_THE_END, [self._peers.rank, error.code, str(error)])
             return None
+        told = self._told
+        if told is not None and told.code != SnapshotIncompleteError.code:
+            return disk.error_of(told.code, told.text)  # of the save before, which has left its step to this one
         found = self._peers.posted(FAILED_AT_THE_END, CAUSE_S)
         if found is None or found[0] == self._peers.rank:
             return None
