@@ -77,7 +77,8 @@ class RunFolder:
             why = str(error).partition(";")[0]
         other = Path(temporary_log_dir())
         try:
-            return cls(_make_run(other, run_id), notice=f"{why}. The logs of this run go to {other}.")
+            made = _make_run(other, run_id)
+            return cls(made, notice=f"{why}. The logs of this run go to {made.parent}.")
         except LogDirError as error:
             notice = f"{why}, and {str(error).partition(';')[0]}. This run has no log files."
             return cls(None, why_none="no log folder can be written", notice=notice)
