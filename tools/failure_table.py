@@ -44,6 +44,16 @@ is explained [below](#workers).
 """
 
 
+DISK_HEAD = """
+## Disks that take nothing
+
+Full means that no block is left, no inode is left, or a quota is used up; where one of these differs from the others, the table says so.
+
+| place | condition | what the job does | what is said | shown by |
+|---|---|---|---|---|
+"""
+
+
 class Entry(NamedTuple):
     phase: str
     then: str
@@ -57,6 +67,24 @@ class Failure(NamedTuple):
     text: str
     """How it is noticed, and how soon."""
     entries: tuple[Entry, ...]
+
+
+class DiskRow(NamedTuple):
+    """What a job does when a place takes nothing."""
+
+    place: str
+    condition: str
+    then: str
+    """What the job does."""
+    says: str
+    tests: tuple[str, ...]
+
+
+@cache
+def disks() -> tuple[DiskRow, ...]:
+    """By place and condition."""
+    given = tomllib.loads(DATA.read_text(encoding="utf-8"))["disk"]
+    return tuple(DiskRow(**{**each, "tests": tuple(each["tests"])}) for each in given)
 
 
 @cache
@@ -89,6 +117,7 @@ def render() -> str:
             group = failure.group
             parts.append(f"\n## {group}\n")
         parts.append(section(failure))
+    parts.append(disk_section(disks()))
     return "".join(parts)
 
 
@@ -115,6 +144,16 @@ def row(entry: Entry) -> str:
     return f"| {entry.phase} | {entry.then} | {entry.text} | {'<br>'.join(map(short, entry.tests))} |"
 
 
+def disk_section(rows: tuple[DiskRow, ...]) -> str:
+    """A place is written once, above its conditions."""
+    lines, before = [], ""
+    for each in rows:
+        place, before = (each.place if each.place != before else ""), each.place
+        shown = "<br>".join(map(short, each.tests))
+        lines.append(f"| {place} | {each.condition} | {each.then} | {each.says} | {shown} |")
+    return DISK_HEAD + "\n".join(lines) + "\n"
+
+
 def short(test: str) -> str:
     """`test_x.py::test_y`, without the folder: names of test files are unique."""
     return f"`{test if test.startswith('scenarios/') else test.rpartition('/')[2]}`"
@@ -131,6 +170,7 @@ def missing() -> list[str]:
     """Tests that are named and not there."""
     failures, everywhere = data()
     named = {test for failure in failures for entry in failure.entries for test in entry.tests}
+    named.update(test for each in disks() for test in each.tests)
     return sorted(test for test in named.union(everywhere) if not exists(test))
 
 

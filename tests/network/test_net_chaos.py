@@ -257,4 +257,4 @@ with mounted(site, 16) as disk:
 
 def test_a_log_disk_that_is_full_at_a_restart_does_not_end_the_job(tmp_path: Path) -> None:
     done = with_disks(FULL_PROGRAM, tmp_path)
-    assert "Generation 2 goes on without log files" in done.stderr
+    assert "the log files of this run cannot be written" in done.stderr

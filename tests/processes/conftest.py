@@ -362,13 +362,44 @@ def registry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "running"
 
 
+@dataclass(frozen=True)
+class SmallDisk:
+    """A file system of 32 MB and 400 inodes."""
+
+    path: Path
+
+    def fill(self) -> None:
+        """Take all blocks."""
+        with contextlib.suppress(OSError), (self.path / "filler").open("ab", buffering=0) as file:
+            while True:
+                file.write(bytes(4096))
+
+    def free(self) -> None:
+        (self.path / "filler").unlink()
+        for path in self.path.glob("inode*"):
+            path.unlink()
+
+    def fill_and_take_inodes(self) -> None:
+        self.fill()
+        with contextlib.suppress(OSError):
+            for number in range(1000):
+                (self.path / f"inode{number}").touch()
+
+
+LACKS: dict[str, Callable[[SmallDisk], None]] = {
+    "no blocks": SmallDisk.fill,
+    "no inodes": SmallDisk.fill_and_take_inodes,
+}
+
+
 @pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
+def disk(tmp_path: Path) -> Iterator[SmallDisk]:
     if os.geteuid() != 0:
         pytest.skip("needs root: a full disk is a small tmpfs")
-    place = tmp_path / "small"
+    place = tmp_path / "disk"
     place.mkdir()
-    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(place)], capture_output=True).returncode:
+    line = ["mount", "-t", "tmpfs", "-o", "size=32m,nr_inodes=400", "tmpfs", str(place)]
+    if subprocess.run(line, capture_output=True).returncode:
         pytest.skip("no tmpfs can be mounted here: the full disk is not tested")
-    yield place
+    yield SmallDisk(place)
     subprocess.run(["umount", "-l", str(place)], check=True)

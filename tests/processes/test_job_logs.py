@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pty
@@ -124,27 +123,6 @@ def test_on_a_terminal_workers_see_one(site) -> None:
     assert [(each["out"], each["err"]) for each in site.trail("tty")] == [(True, True)] * 2
     assert seen.count(b"line") == 2, seen
     assert b"line" in (agent.folder / "attempt_0" / "0" / "stdout.log").read_bytes()
-
-
-def test_a_full_disk_for_logs(site, small_disk: Path) -> None:
-    """The workers meet ENOSPC in their own print, as with any file; the launcher neither hangs nor hides the exit code."""
-    script = site.script(
-        "try:\n  for n in range(20000): os.write(1, b'z' * 80 + b'\\n')\nexcept OSError as error: note('full', errno=error.errno)\n"
-        "sys.exit(3)"
-    )
-    agent = site.ends(3, "--log-dir", small_disk, "--standalone", "--nproc-per-node", "2", script)
-    assert {each["errno"] for each in site.trail("full")} == {28}
-    assert "exit code    3" in agent.text
-    assert "Traceback" not in agent.text
-
-
-def test_a_disk_full_before_the_start(site, small_disk: Path) -> None:
-    with contextlib.suppress(OSError), (small_disk / "filler").open("wb", buffering=0) as file:
-        while True:
-            file.write(b"f" * 1000)
-    done, agent = site.run("--log-dir", small_disk, "--standalone", site.script("note('up')\nsys.exit(3)"))
-    assert done in (2, 3), agent.text
-    assert "Traceback" not in agent.text
 
 
 # --- metrics and health: served while the job runs, 503 while an agent stands still, nothing started without the port ------

@@ -18,7 +18,8 @@ import pytest
 from holdfast.protocol.options import LogOptions, Std, StreamChoice
 from holdfast.supervisor import console as console_module
 from holdfast.supervisor.console import ERASE, Console
-from holdfast.supervisor.log_router import LogRouter, RunFolder, WorkerSlot, WorkerStreams
+from holdfast.supervisor.log_router import LogRouter, RunFolder, WorkerSlot
+from holdfast.supervisor.log_spool import WorkerStreams
 from tests.support.limits import limit_s, until
 
 

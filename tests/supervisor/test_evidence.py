@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure
-from holdfast.runtime.run_folder import StreamFds, WorkerStreams
 from holdfast.supervisor import evidence
 from holdfast.supervisor.ends import OomWatch, failure_of_spawn
 from holdfast.supervisor.evidence import (
@@ -23,9 +22,18 @@ from holdfast.supervisor.evidence import (
     read_tail,
     with_evidence,
 )
+from holdfast.supervisor.log_spool import Spool, StreamFds, WorkerStreams
 from tests.support.tables import tables
 
 TABLES = tables(__file__)
+
+
+def moved(path: Path) -> Spool:
+    """A stream that is in its file, and not in memory any more."""
+    spool = Spool(path)
+    spool.leave()
+    return spool
+
 
 WHOLE = {"message": {"message": "a.B: text", "extraInfo": {"py_callstack": "Traceback", "timestamp": "17"}}}
 
@@ -79,13 +87,13 @@ def test_long_texts_are_cut_in_the_middle(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("log", "tail"), TABLES["tails"])
 def test_tail_of_a_log(tmp_path: Path, log: str, tail: str) -> None:
     (tmp_path / "log").write_bytes(log.encode())
-    assert read_tail(str(tmp_path / "log")) == tail
+    assert read_tail(moved(tmp_path / "log")) == tail
 
 
 def test_tail_of_odd_logs(tmp_path: Path) -> None:
-    assert read_tail("") == read_tail(str(tmp_path)) == read_tail("/no/such") == ""
+    assert read_tail(None) == read_tail(moved(tmp_path)) == read_tail(moved(Path("/no/such"))) == ""
     (tmp_path / "log").write_bytes(b"\xff\xfe\n" + b"x" * 3 * TEXT_BYTES_MAX)
-    assert len(read_tail(str(tmp_path / "log")).encode()) <= TEXT_BYTES_MAX
+    assert len(read_tail(moved(tmp_path / "log")).encode()) <= TEXT_BYTES_MAX
 
 
 # --- out of memory ----------------------------------------------------------------------------------------------------
@@ -126,7 +134,8 @@ def failure(
     error_file: Path | None = None, stderr_file: Path | None = None, *, oom: bool = False, **changes: Any
 ) -> Failure:
     known = {"rank": 5, "local_rank": 1, "host": "n1", "pid": 77, "exit_code": 1, "lived_s": 2.5, "timestamp": 99}
-    streams = WorkerStreams(StreamFds(None, None), None, stderr_file, error_file)
+    stderr = moved(stderr_file) if stderr_file is not None else None
+    streams = WorkerStreams(StreamFds(None, None), None, stderr_file, error_file, None, stderr)
     return with_evidence(Failure(**{**known, **changes}), streams, out_of_memory=lambda: oom)
 
 

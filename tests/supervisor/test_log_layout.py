@@ -69,12 +69,31 @@ def test_a_folder_that_cannot_be_written_is_one_line() -> None:
         RunFolder.create(LogOptions(log_dir="/proc/no"), "job")
 
 
-def test_a_run_folder_that_went_away_is_an_error_for_people(tmp_path: Path) -> None:
+def test_a_default_folder_that_cannot_be_made_is_replaced_and_a_named_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    other = tmp_path / f"holdfast-runs-{os.geteuid()}"
+    folder = RunFolder.create(LogOptions(log_dir="/proc/no", log_dir_named=False), "job")
+    assert folder.path is not None
+    assert folder.path.parent == other
+    assert folder.notice.startswith("the log folder /proc/no cannot be written")
+    assert f"go to {other}." in folder.notice
+    with pytest.raises(LogDirError):
+        RunFolder.create(LogOptions(log_dir="/proc/no"), "job")
+    monkeypatch.setattr("holdfast.runtime.run_folder.temporary_log_dir", lambda: "/proc/neither")
+    folder = RunFolder.create(LogOptions(log_dir="/proc/no", log_dir_named=False), "job")
+    assert folder.path is None
+    assert "This run has no log files" in folder.notice
+
+
+def test_an_attempt_that_no_disk_takes_has_a_name_of_its_own(tmp_path: Path) -> None:
     folder = RunFolder.create(LogOptions(log_dir=str(tmp_path)), "job")
     assert folder.path is not None
     folder.path.rmdir()
-    with pytest.raises(LogDirError):
-        folder.attempt(1, 0)
+    attempts = [folder.attempt(generation, 0) for generation in (1, 2, 3, 1)]
+    names = [path.name for path in attempts if path is not None]
+    assert names == ["attempt_0", "attempt_0_generation_2", "attempt_0_generation_3", "attempt_0"]
 
 
 def test_default_is_the_state_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ from holdfast.protocol.errors import LogDirError
 from holdfast.protocol.options import LogOptions, Std, StreamChoice
 from holdfast.supervisor import log_tail
 from holdfast.supervisor.console import Console
-from holdfast.supervisor.log_router import LogRouter, RunFolder, WorkerSlot, WorkerStreams
+from holdfast.supervisor.log_router import LogRouter, RunFolder, WorkerSlot
+from holdfast.supervisor.log_spool import WorkerStreams
 from tests.support.limits import limit_s, until
 
 TEE = StreamChoice(every=Std.ALL)
@@ -93,6 +94,13 @@ class Node:
         return self.router.close(limit_s(5))
 
 
+def written(node: Node, local_rank: int) -> bytes:
+    """What is in the worker's log file."""
+    file = node.workers[local_rank].stdout_file
+    assert file is not None
+    return file.read_bytes() if file.exists() else b""
+
+
 def fds_of_this_process() -> int:
     return len(os.listdir("/proc/self/fd"))
 
@@ -157,9 +165,11 @@ def test_workers_append_and_their_descriptors_are_not_inherited(pipe: PipeConsol
     assert len(fds) == 4
     assert not any(os.get_inheritable(fd) for fd in fds)
     assert node.workers[0].stdout_file is not None
-    node.workers[0].stdout_file.write_bytes(b"first\n")
+    child = os.open(f"/proc/self/fd/{fds[0]}", os.O_WRONLY | os.O_APPEND)  # as a shell's `>> /dev/stdout`
+    os.write(child, b"first\n")
     node.write(0, b"second\n")
-    assert node.workers[0].stdout_file.read_bytes() == b"first\nsecond\n"
+    os.close(child)
+    until(lambda: written(node, 0) == b"first\nsecond\n", "both in the file")
     node.router.started(0)
     node.router.started(0)
     assert node.end()
@@ -180,14 +190,23 @@ def test_dev_null_inherits_and_filtered_ranks_are_lost(pipe: PipeConsole, tmp_pa
     assert b"--log-dir /dev/null" in os.read(pipe.readers[1], 4096)
 
 
-def test_a_log_folder_that_is_gone_leaves_nothing_open(pipe: PipeConsole, tmp_path: Path) -> None:
+def test_without_descriptors_nothing_stays_open(
+    pipe: PipeConsole, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     node = Node(pipe, tmp_path)
-    attempt = node.folder.attempt(1, 0)
-    assert attempt is not None
-    (attempt / "1").write_text("a file in the way")
-    before = fds_of_this_process()
-    with pytest.raises(LogDirError):
-        node.open(0, 1)
+    left = iter((os.memfd_create("one"), os.memfd_create("two"), os.memfd_create("three")))
+
+    def refused(*_: object) -> int:
+        fd = next(left, -1)
+        if fd < 0:
+            raise OSError(24, "Too many open files")
+        return fd
+
+    before = fds_of_this_process() - 3
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "memfd_create", refused)
+        with pytest.raises(LogDirError, match="Too many open files"):
+            node.open(0, 1)
     assert fds_of_this_process() == before
     assert node.end()
 
@@ -367,12 +386,14 @@ def test_replacements_have_files_beside_the_lost_workers_and_are_shown(pipe: Pip
     for number in (1, 2):
         node.workers[1] = node.router.add(WorkerSlot(1, 101))
         node.write(1, b"new %d\n" % number)
-        assert (node.attempt / f"1.{number}" / "stdout.log").read_text() == f"new {number}\n"
+        assert node.workers[1].stdout_file == node.attempt / f"1.{number}" / "stdout.log"
+        until(lambda number=number: written(node, 1) == b"new %d\n" % number, "it in its file")
     until(lambda: b"new 1" in pipe.out and b"new 2" in pipe.out, "both to be shown")
     until(lambda: "new 2" in (node.attempt / "filtered_stdout.log").read_text(), "both to be collected")
     node.attempt.rename(tmp_path / "gone")
-    assert node.router.add(WorkerSlot(1, 101)).stdout_file is None
-    until(lambda: b"cannot be written" in pipe.err, "the reason")
+    node.workers[1] = node.router.add(WorkerSlot(1, 101))  # the mover makes the folder again
+    node.write(1, b"new 3\n")
+    until(lambda: written(node, 1) == b"new 3\n", "it in its file")
     assert node.end()
 
 
@@ -417,7 +438,7 @@ def test_a_blocked_console_loses_nothing(pipe: PipeConsole, tmp_path: Path) -> N
         node.write(rank, b"through\n", stream=1)
     for streams in node.workers.values():
         assert streams.stdout_file is not None
-        assert streams.stdout_file.stat().st_size == len(text)
+        until(lambda file=streams.stdout_file: file.stat().st_size == len(text), "the file to be complete")
     # stderr has its own way to the console, and so have the filtered files
     assert os.read(pipe.readers[1], 4096)
     assert node.attempt is not None

@@ -132,7 +132,8 @@ class Crew:
         return self.group._running._living()
 
     def lines(self, folder: str, stream: str = "stdout") -> list[str]:
-        """What a worker has printed."""
+        """What a worker has printed so far."""
+        assert self.router._mover.finish(limit_s(5))
         return (self.path / "attempt_0" / folder / f"{stream}.log").read_text().splitlines()
 
     def noted(self, event: str) -> list[dict[str, Any]]:

@@ -26,11 +26,12 @@ from holdfast.protocol.errors import (
 )
 from holdfast.snapshots import changes
 from holdfast.snapshots.in_process import InProcessStaging
+from holdfast.snapshots.lease import owner
 from holdfast.train import tracked
 from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper
 from holdfast.train.guards import GuardWarning
 from holdfast.train.quarantine import Patience
-from holdfast.train.resuming import Resumer
+from holdfast.train.resuming import Resumer, take_folder
 from holdfast.train.save import Saving
 from holdfast.train.state import Tracker
 from holdfast.train.tracked import Choice, Compared
@@ -331,3 +332,118 @@ def test_a_save_that_cannot_begin_counts() -> None:
     assert not saves.not_begun(SnapshotFolderError("vanished")).fatal
     assert saves.not_begun(SnapshotFolderError("vanished")).fatal
     assert FailedSaves(9).not_begun(SnapshotBusyError("taken over")).fatal
+
+
+# --- one cause for all ranks, and one folder ---------------------------------------------------------------------------
+
+
+NO_SPACE = "cannot write step 4: No space left on device"
+
+
+class Refused(InProcessStaging):
+    """A tier whose last save fails."""
+
+    def __init__(self, error: SnapshotError | None) -> None:
+        super().__init__()
+        self._error = error
+
+    def wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+
+def saving(peers: Peers, tier: InProcessStaging) -> Saving:
+    return Saving(Path("unused"), Tracker(), peers, tier, 0, Timekeeper(None), 5, None)
+
+
+def ended(work: Callable[[], object]) -> tuple[str, str]:
+    """The code and the text of the error with which it ends."""
+    try:
+        work()
+    except SnapshotError as error:
+        return error.code, str(error)
+    return "", ""
+
+
+@pytest.mark.parametrize("culprit", range(WORLD))
+def test_all_ranks_raise_the_cause_and_not_what_follows_from_it(culprit: int) -> None:
+    def talk(peers: Peers) -> tuple[str, str]:
+        mine = (
+            SnapshotWriteError(NO_SPACE)
+            if peers.rank == culprit
+            else SnapshotIncompleteError("rank 0 gave up this save")
+        )
+        return ended(saving(peers, Refused(mine)).wait)
+
+    code = SnapshotWriteError.code
+    expected = [(code, NO_SPACE if rank == culprit else f"rank {culprit}: {NO_SPACE}") for rank in range(WORLD)]
+    assert together(dist.HashStore(), talk) == expected
+
+
+def test_a_save_that_is_incomplete_and_nothing_else_is_said_as_it_is() -> None:
+    def talk(peers: Peers) -> tuple[str, str]:
+        return ended(saving(peers, Refused(SnapshotIncompleteError("late") if peers.rank == 1 else None)).wait)
+
+    code = SnapshotIncompleteError.code
+    assert together(dist.HashStore(), talk) == [(code, "rank 1: late"), (code, "late"), (code, "rank 1: late")]
+
+
+def test_at_the_end_a_rank_learns_the_cause_from_whoever_knows_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not all ranks need to close: rank 2 is gone."""
+    monkeypatch.setattr("holdfast.train.save.CAUSE_S", limit_s(20))
+
+    def talk(peers: Peers) -> str:
+        mine = saving(peers, InProcessStaging())
+        if peers.rank == 0:
+            return str(mine.cause_of(SnapshotWriteError(NO_SPACE)))
+        return str(mine.cause_of(SnapshotIncompleteError("gave up"))) if peers.rank == 1 else "gone"
+
+    assert together(dist.HashStore(), talk) == ["None", f"rank 0: {NO_SPACE}", "gone"]
+
+
+def test_at_the_end_nobody_may_know_the_cause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("holdfast.train.save.CAUSE_S", 0.05)
+    cause = lambda peers: saving(peers, InProcessStaging()).cause_of(SnapshotIncompleteError("gave up"))  # noqa: E731
+    assert together(dist.HashStore(), cause) == [None] * WORLD
+    assert cause(Peers(0, 1)) is None
+
+
+def test_at_the_end_the_cause_may_have_been_reported_before() -> None:
+    """The save before has failed for it, and was reported to all ranks; the last one is only incomplete on each."""
+
+    def talk(peers: Peers) -> tuple[str, str]:
+        mine = saving(peers, InProcessStaging())
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            mine._hear({"code": SnapshotWriteError.code, "text": NO_SPACE, "fatal": False})
+        cause = mine.cause_of(SnapshotIncompleteError("gave up"))
+        return (cause.code, str(cause)) if cause is not None else ("", "")
+
+    assert together(dist.HashStore(), talk) == [(SnapshotWriteError.code, NO_SPACE)] * WORLD
+
+
+@pytest.mark.parametrize("blind", [1, 2])
+def test_a_snapshot_folder_that_is_not_shared_is_noticed_before_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blind: int
+) -> None:
+    monkeypatch.setattr("holdfast.snapshots.lease.SEEN_S", 0.1)
+
+    def talk(peers: Peers) -> tuple[str, str]:
+        own = tmp_path / ("local" if peers.rank == blind else "shared")
+        own.mkdir(exist_ok=True)
+        return ended(lambda: take_folder(own, peers, None))
+
+    for code, text in together(dist.HashStore(), talk):
+        assert code == SnapshotFolderError.code
+        assert f"what rank 0 writes there, rank {blind} on " in text
+    assert owner(tmp_path / "shared") is None, "it is given back"
+
+
+def test_a_shared_folder_is_seen_by_all(tmp_path: Path) -> None:
+    def talk(peers: Peers) -> int:
+        taken = take_folder(tmp_path, peers, None)
+        if taken.lease is not None:
+            taken.lease.release()
+        return taken.number
+
+    assert together(dist.HashStore(), talk) == [1] * WORLD

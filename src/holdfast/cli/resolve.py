@@ -249,6 +249,7 @@ def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices:
         notices.append(f"{parsed.said('redirects')} has no effect: with --log-dir {os.devnull} there are no files")
     return LogOptions(
         log_dir=log_dir,
+        log_dir_named=bool(given.log_dir),
         redirects=redirects,
         tee=tee,
         local_ranks_filter=ranks,

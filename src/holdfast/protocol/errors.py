@@ -317,7 +317,8 @@ class SnapshotVersionError(SnapshotError, code="HF407"):
 
 
 class SnapshotFolderError(SnapshotWriteError, code="HF408"):
-    """The snapshot folder of a running job was removed, renamed or unmounted. It is not created again."""
+    """The snapshot folder of a running job was removed, renamed or unmounted, or the nodes do not share it. It is not
+    created again."""
 
 
 class SnapshotMemoryError(SnapshotError, code="HF410"):

@@ -61,6 +61,8 @@ class StreamChoice(Struct, frozen=True, kw_only=True):
 class LogOptions(Struct, frozen=True, kw_only=True):
     log_dir: str | None
     """Absolute path of the folder that holds run folders; None for `--log-dir /dev/null`: no files at all."""
+    log_dir_named: bool = True
+    """The user has named it; otherwise it is our default, and another one will do."""
     redirects: StreamChoice = StreamChoice()
     tee: StreamChoice = StreamChoice()
     local_ranks_filter: frozenset[int] | None = None

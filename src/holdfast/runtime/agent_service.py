@@ -147,6 +147,8 @@ async def _run_job(
 ) -> int:
     folder = RunFolder.create(options.logs, options.job.run_id)
     console = Console()
+    if folder.notice:
+        console.say(folder.notice)
     journal = Journal(folder.path / JOURNAL_NAME if folder.path is not None else None)
     host = socket.gethostname().partition(".")[0]
     router = LogRouter(options.logs, folder, node=host, role=options.role, console=console)

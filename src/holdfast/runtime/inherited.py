@@ -25,10 +25,10 @@ DESCRIPTORS_WANTED = 65_536
 """A coordinator has a link to each of thousands of agents."""
 DESCRIPTORS_OWN = 64
 """For an agent or a supervisor without workers, with room for commands that ask it a question."""
-DESCRIPTORS_PER_WORKER = 4
-"""Two log files, open either for the worker or for display, the memory for its stacks, and one spare."""
-DESCRIPTORS_PER_TERMINAL_WORKER = 8
-"""Where our console is a terminal, each of the two files also has a pseudo-terminal."""
+DESCRIPTORS_PER_WORKER = 8
+"""Two streams: memory, the worker's end and the log file of each; the memory for its stacks, and one spare."""
+DESCRIPTORS_PER_TERMINAL_WORKER = 12
+"""Where our console is a terminal, each of the two streams also has a pseudo-terminal."""
 
 THREADS_OWN = 3
 """For an agent: its console, its journal and one more."""

@@ -1,8 +1,8 @@
 """The run folder of one agent: the places of the workers' logs, and the journal of this node's events.
 
-`RunFolder` knows names, modes and the file descriptors handed to a worker. It must not know who reads the files or
-where lines are shown. `Journal` writes events.jsonl, one JSON object per line, for people and tools. It never makes its
-caller wait: a disk that stalls costs events, never training. It must not know what the events mean.
+`RunFolder` knows names and modes. It must not know who writes or reads the files, or where lines are shown. `Journal`
+writes events.jsonl, one JSON object per line, for people and tools. It never makes its caller wait: a disk that stalls
+costs events, never training. It must not know what the events mean.
 
     <log_dir>/<run_id>_<8 random>/               mode 0700, kept; a job without a run id: brave-otter_<8 random>
       events.jsonl verdict.json control.sock
@@ -48,63 +48,72 @@ class WorkerSlot(NamedTuple):
     rank: int
 
 
-class StreamFds(NamedTuple):
-    """The worker's descriptors 1 and 2; None: it inherits the agent's own."""
-
-    stdout: int | None
-    stderr: int | None
-
-
-class WorkerStreams(NamedTuple):
-    """Paths of one worker's output and error file. Files are None with `--log-dir /dev/null`."""
-
-    fds: StreamFds
-    stdout_file: Path | None
-    stderr_file: Path | None
-    error_file: Path | None
-
-
 class RunFolder:
     """The folder of one run on this node. holdfast never deletes or reuses anything in it."""
 
-    def __init__(self, path: Path | None) -> None:
+    def __init__(self, path: Path | None, why_none: str = "--log-dir /dev/null", notice: str = "") -> None:
         self.path = path
-        """None with `--log-dir /dev/null`: there are no files at all."""
+        """None: there are no files at all."""
+        self.why_none = why_none
+        self.notice = notice
+        """For the user: why the folder is not where it was to be."""
         self._attempts: dict[int, Path] = {}
 
     @classmethod
     def create(cls, options: LogOptions, run_id: str) -> RunFolder:
-        """Make `<log_dir>/<run_id>_<8 random>/`, with its parents. Raises LogDirError."""
+        """Make `<log_dir>/<run_id>_<8 random>/`, with its parents. Raises LogDirError.
+
+        A default folder whose disk is full or read-only ends no job: the temporary folder takes its place, and where
+        that is not possible either, there are no files.
+        """
         if options.log_dir is None:
             return cls(None)
         parent = Path(os.path.abspath(options.log_dir))
         try:
-            if parent.name.startswith(TEMPORARY_NAME):
-                parent = _own_temporary(parent)
-            else:
-                parent.mkdir(parents=True, exist_ok=True)
-            return cls(_make_unique(parent, safe_name(spoken(run_id))))
-        except (FileExistsError, NotADirectoryError) as error:
-            raise LogDirError(f"--log-dir {parent} is not a folder: {_file_in_the_way(parent)} is a file.") from error
-        except OSError as error:
-            text = f"the log folder {parent} cannot be written: {error.strerror}; --log-dir names another one"
-            raise LogDirError(text) from error
+            return cls(_make_run(parent, run_id))
+        except LogDirError as error:
+            if options.log_dir_named:
+                raise
+            why = str(error).partition(";")[0]
+        other = Path(temporary_log_dir())
+        try:
+            made = _make_run(other, run_id)
+            return cls(made, notice=f"{why}. The logs of this run go to {made.parent}.")
+        except LogDirError as error:
+            notice = f"{why}, and {str(error).partition(';')[0]}. This run has no log files."
+            return cls(None, why_none="no log folder can be written", notice=notice)
 
     def attempt(self, generation: int, restart_count: int) -> Path | None:
-        """The folder of this attempt, made if needed; asking again for a generation gives the same one. Raises
-        LogDirError.
+        """The folder of this attempt, made if the disk allows; asking again for a generation gives the same one.
 
         A membership change starts a generation without counting a restart: it gets a folder of its own.
         """
         if self.path is None:
             return None
         if generation not in self._attempts:
-            name = f"attempt_{restart_count}"
+            first = f"attempt_{restart_count}"
+            names = (first, f"{first}_generation_{generation}")
             try:
-                self._attempts[generation] = make_first(self.path, (name, f"{name}_generation_{generation}"))
-            except OSError as error:
-                raise LogDirError(f"The run folder {self.path} cannot be written: {error.strerror}.") from error
+                made = make_first(self.path, names)
+            except OSError:  # what writes into it makes it when the disk allows
+                made = self.path / names[(self.path / first) in self._attempts.values()]
+            self._attempts[generation] = made
         return self._attempts[generation]
+
+
+def _make_run(parent: Path, run_id: str) -> Path:
+    """Raises LogDirError."""
+    try:
+        if parent.name.startswith(TEMPORARY_NAME):
+            parent = _own_temporary(parent)
+        else:
+            parent.mkdir(parents=True, exist_ok=True)
+        return _make_unique(parent, safe_name(spoken(run_id)))
+    except (FileExistsError, NotADirectoryError) as error:
+        raise LogDirError(f"--log-dir {parent} is not a folder: {_file_in_the_way(parent)} is a file.") from error
+    except OSError as error:
+        text = f"the log folder {parent} cannot be written: {error.strerror}; --log-dir names another one"
+        raise LogDirError(text) from error
 
 
 KERNEL_FOLDERS = ("/proc", "/sys")
@@ -158,12 +167,6 @@ def safe_name(run_id: str) -> str:
     """
     name = re.sub(r"[^\w.@=+,:-]", "_", run_id)
     return name.encode()[:RUN_ID_BYTES_MAX].decode(errors="ignore")
-
-
-def open_log(path: Path) -> int:
-    """Open a worker's log for writing. O_APPEND: processes that share it (children, a truncating worker) never
-    overwrite. Raises OSError."""
-    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
 
 
 def _make_unique(parent: Path, name: str) -> Path:
@@ -292,7 +295,7 @@ class Journal:
             try:
                 if fd < 0:
                     fd = self._open()
-                _write_all(fd, b"".join(lines))
+                _append(fd, b"".join(lines))
             except OSError:
                 with self._news:
                     self._dropped += len(lines) - bool(dropped) + dropped
@@ -304,9 +307,16 @@ class Journal:
         return os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o666)
 
 
-def _write_all(fd: int, data: bytes) -> None:
-    while data:
-        data = data[os.write(fd, data) :]
+def _append(fd: int, data: bytes) -> None:
+    """All of it or nothing: half a line at a full disk would spoil the next one, too. OSError."""
+    size = os.fstat(fd).st_size
+    try:
+        while data:
+            data = data[os.write(fd, data) :]
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, size)
+        raise
 
 
 def _encode(event: str, fields: dict[str, object]) -> bytes:

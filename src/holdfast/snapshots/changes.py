@@ -26,6 +26,7 @@ Functions take `at`, which is called with the name of each phase when it is reac
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -238,7 +239,8 @@ def commit(request: SaveRequest, *, patience: float = PATIENCE_S, at: At = nowhe
         path = request.attempt_path
         if isinstance(error, FileNotFoundError) and (isinstance(path, RemotePath) or not path.exists()):
             raise SnapshotIncompleteError(
-                f"step {request.step} was not saved: the job continued before all ranks had saved"
+                f"step {request.step} was not saved: another rank could not write its part, or the job went on before "
+                "all ranks had saved"
             ) from error
         abandon(request)
         raise disk.write_error(error, request.attempt_path) from error
@@ -283,6 +285,8 @@ def _gather(request: SaveRequest, patience: float) -> list[RankRecord]:
         names = set(disk.names(folder))
         if isinstance(folder, RemotePath) and MANIFEST in names:
             remote_commit.check_open(folder)
+        elif isinstance(folder, Path) and disk.is_read_only(folder):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))  # nobody's part can come, nor a note
         for rank in sorted(awaited):
             if refusal_file(rank) in names:
                 why = disk.read_text(folder / refusal_file(rank), REFUSAL_BYTES_MAX)
@@ -316,9 +320,13 @@ def refuse(request: SaveRequest, why: str) -> None:
     folder = request.attempt_path
     with contextlib.suppress(OSError):
         disk.delete(folder / rank_file(request.rank))
+    noted = False
     with contextlib.suppress(OSError):
         disk.write_atomically(folder / refusal_file(request.rank), why)
-    if request.rank == 0:  # no commit will follow: free the space of the others' files too
+        noted = True
+    # Rank 0: no commit will follow, so free the space of the others' files, too. Another rank, if the disk takes not
+    # even a note: without its folder, rank 0 does not wait for this part. A rename needs no space.
+    if request.rank == 0 or not (noted or isinstance(folder, RemotePath)):
         abandon(request)
 
 

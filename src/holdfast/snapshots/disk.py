@@ -202,6 +202,11 @@ def names(folder: Place) -> list[str]:
     return found
 
 
+def is_read_only(folder: Path) -> bool:
+    """Whether its disk is mounted read-only. OSError."""
+    return bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
+
+
 def listed(folder: Place) -> list[str]:
     """As `names`; none when there is nothing under a URL."""
     return list(folder.sizes()) if isinstance(folder, RemotePath) else os.listdir(folder)

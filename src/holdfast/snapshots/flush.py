@@ -21,7 +21,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
@@ -112,6 +112,8 @@ class PendingFlush:
     inventory: Inventory
     alone: StepInMemory | None = None
     """The step to write when all ranks are on this node: no meeting is needed."""
+    over: threading.Event = field(default_factory=threading.Event)
+    """Set when rank 0, if it is on this node, has saved or given up. The ranks of a node share it."""
 
     @property
     def request(self) -> SaveRequest:
@@ -152,12 +154,30 @@ class PendingFlush:
 
     def end_meeting(self) -> None:
         """Rank 0 removes the meeting place, when the others have read it, or must see that nothing is written."""
-        if self.request.rank == 0 and self.alone is None:
-            disk.remove(_place_of(self.request))
+        if self.request.rank == 0:
+            self.over.set()
+            if self.alone is None:
+                disk.remove(_place_of(self.request))
+
+    def given_up(self) -> bool:
+        """For other ranks whose attempt is not there: whether rank 0 will not begin it any more."""
+        if self.over.is_set():
+            return True
+        return self.alone is None and not _place_of_all(self.request)
 
 
 def _place_of(request: SaveRequest) -> Place:
     return attempt_place(request.folder, Key(request.step, request.attempt - MEETING_BELOW))
+
+
+def _place_of_all(request: SaveRequest) -> bool:
+    """Whether rank 0's meeting place is there; its step may be another one. True where that is not known."""
+    try:
+        found = disk.listed(place_of(request.folder))
+    except OSError:
+        return True
+    number = request.attempt - MEETING_BELOW
+    return any((named := parse_name(name)) is not None and named.key.attempt == number for name in found)
 
 
 class Until(NamedTuple):
@@ -256,8 +276,9 @@ def pending_flush(
         inventories = {each: Inventory(tuple(sorted(common)), asked.get((folder, each), -1), on_disk) for each in held}
         alone = choose(list(inventories.values())) if len(held) == world else None
         if alone or (common and len(held) < world):
+            over = threading.Event()
             found += [
-                PendingFlush({step: theirs[step] for step in common}, inventories[local_rank], alone)
+                PendingFlush({step: theirs[step] for step in common}, inventories[local_rank], alone, over)
                 for local_rank, theirs in held.items()
             ]
     return found
@@ -340,9 +361,13 @@ def _carry_out(save: Save, written: list[Written], tell: Tell) -> Place | None:
 
 
 def _failed(save: Save, code: str, text: str) -> Packet:
-    """The report of a failed save. `made_good`: another attempt has brought the step to the disk; a worker that died
-    meanwhile gets no report."""
-    made_good = newest_on_disk(save.request.folder) == save.request.step
+    """The report of a failed save. `made_good`: another attempt has brought the step to the disk, or it follows from a
+    failure of rank 0 on this node, which is reported; if the worker has died meanwhile, nobody gets this report."""
+    flush = save.pending_flush
+    follows = (
+        flush is not None and save.request.rank > 0 and flush.over.is_set() and code == SnapshotIncompleteError.code
+    )
+    made_good = follows or newest_on_disk(save.request.folder) == save.request.step
     return {"is": "failed", "code": code, "text": text, "made_good": made_good}
 
 
@@ -426,7 +451,10 @@ def _await_attempt(save: Save) -> None:
             raise SnapshotWriteError(f"step {save.request.step}: {path}: {error.strerror}") from error
         return
     deadline = time.monotonic() + save.patience_s
+    assert save.pending_flush is not None
     while not path.is_dir():
+        if save.pending_flush.given_up() and not path.is_dir():
+            raise SnapshotIncompleteError(f"step {save.request.step}: rank 0 could not save it")
         if time.monotonic() > deadline or path.with_name(save.request.key.name).is_dir():
             raise SnapshotWriteError(f"step {save.request.step}: rank 0 has not begun to save it")
         time.sleep(LOOK_AGAIN_S)  # writes of other nodes cause no local event

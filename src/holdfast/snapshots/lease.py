@@ -22,6 +22,7 @@ and learns it at its next `check`; the snapshots that both saved meanwhile are w
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import random
@@ -31,7 +32,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 from holdfast.linux import boot_id, process_stat
 from holdfast.protocol.errors import SnapshotBusyError, SnapshotError
@@ -51,6 +52,8 @@ MOVES_SAME_RUN = 2
 BEATS_MISSED_MAX = 10
 """Failed beats in a row; then others may take the folder, and `check` reports it."""
 JOIN_S = 5.0
+SEEN_S, SEEN_LOOK_S = 10.0, 0.1
+"""A network file system shows a new file to other nodes after some seconds at most."""
 LEASE_BYTES_MAX = 64 << 10
 NO_IDENTITY = ("", "none")
 """Run ids that identify nothing: torchrun's default is the same for every job."""
@@ -131,8 +134,8 @@ class _Seen(NamedTuple):
 class _LeaseFile:
     """The lease's open file."""
 
-    def __init__(self, path: Path, fd: int, counter_at: int) -> None:
-        self._path, self._fd, self._counter_at = path, fd, counter_at
+    def __init__(self, path: Path, fd: int, line: bytes) -> None:
+        self._path, self._fd, self.line = path, fd, line
 
     def look(self) -> None:
         """It is still there. FileNotFoundError, OSError."""
@@ -140,7 +143,7 @@ class _LeaseFile:
             raise FileNotFoundError
 
     def put(self, counter: str) -> None:
-        os.pwrite(self._fd, counter.encode(), self._counter_at)
+        os.pwrite(self._fd, counter.encode(), len(self.line))
         # Another node sees it only after it has left this node.
         os.fdatasync(self._fd)
 
@@ -152,16 +155,16 @@ class _LeaseObject:
     """The lease's object."""
 
     def __init__(self, path: RemotePath, line: bytes) -> None:
-        self._path, self._line = path, line
+        self._path, self.line = path, line
 
     def look(self) -> None:
         """It is still ours: a store without conditional puts may have let another job replace it. OSError."""
         with contextlib.suppress(FileNotFoundError):  # the next beat makes it again
-            if not (text := self._path.read(0, LEASE_BYTES_MAX)).startswith(self._line):
+            if not (text := self._path.read(0, LEASE_BYTES_MAX)).startswith(self.line):
                 raise _busy(self._path.parent, _Seen(0, text.decode(errors="replace")).owner, same_run=False)
 
     def put(self, counter: str) -> None:
-        self._path.put(self._line + counter.encode())
+        self._path.put(self.line + counter.encode())
 
     def close(self) -> None:
         pass
@@ -180,6 +183,11 @@ class FolderLease:
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._beat_on, name="holdfast-lease", daemon=True)
         self._thread.start()
+
+    @property
+    def line(self) -> str:
+        """What the lease's file begins with: no other lease has the same."""
+        return self._file.line.decode()
 
     def check(self) -> None:
         """Raise the problem that the thread has found. SnapshotBusyError: another job took the folder. While it lasts:
@@ -288,6 +296,19 @@ def owner(folder: str | os.PathLike[str] | RemotePath) -> LeaseOwner | None:
     return None if seen is None or seen.free else seen.owner
 
 
+def is_seen(folder: str | os.PathLike[str], number: int, line: str, patience_s: float) -> bool:
+    """Whether this process sees the lease that rank 0 has just taken: whether both see one folder."""
+    path, deadline = Path(folder) / _name(number), time.monotonic() + patience_s
+    while True:
+        with contextlib.suppress(OSError):
+            os.listdir(folder)  # a network file system asks its server again
+            if path.read_bytes().startswith(line.encode()):
+                return True
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(SEEN_LOOK_S)
+
+
 def _await_turn(
     folder: Place, me: LeaseOwner, look_s: float, looks: int, lost: int, wait: Callable[[float], object]
 ) -> _Seen | None:
@@ -319,7 +340,8 @@ def _claim(folder: Place, number: int, me: LeaseOwner, beat_s: float) -> FolderL
     """Create the lease with this number; None when another job was faster."""
     path = folder / _name(number)
     line = json.dumps(asdict(me)).encode() + b"\n"
-    if (file := _create(path, line)) is None:
+    before = folder / _name(number - 1) if number > 1 else None
+    if (file := _create(path, line, before)) is None:
         return None
     try:
         newest = _newest(folder)
@@ -339,8 +361,8 @@ def _claim(folder: Place, number: int, me: LeaseOwner, beat_s: float) -> FolderL
     return FolderLease(folder, number, file, beat_s)
 
 
-def _create(path: Place, line: bytes) -> _LeaseFile | _LeaseObject | None:
-    """Make the lease's file; None: there is one. OSError."""
+def _create(path: Place, line: bytes, before: Place | None) -> _LeaseFile | _LeaseObject | None:
+    """Make the lease's file; None: there is one. `before`: the file of the lease before. OSError."""
     first = line + COUNTER.format(0).encode()
     if isinstance(path, RemotePath):
         first = line + COUNTER.format(random.getrandbits(60)).encode()  # unlike that of any other thread
@@ -349,14 +371,38 @@ def _create(path: Place, line: bytes) -> _LeaseFile | _LeaseObject | None:
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
     except FileExistsError:
         return None
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or before is None:
+            raise
+        return _take_over(cast("Path", before), path, line)
     try:
         os.pwrite(fd, first, 0)
+        os.fsync(fd)
+    except OSError as error:
+        os.close(fd)
+        path.unlink(missing_ok=True)
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT) or before is None:
+            raise
+        return _take_over(cast("Path", before), path, line)
+    return _LeaseFile(path, fd, line)
+
+
+def _take_over(before: Path, path: Path, line: bytes) -> _LeaseFile | None:
+    """On a full disk: make the file of the lease before, which has ended, that of the new one. None: another job was
+    faster. OSError."""
+    try:
+        os.link(before, path)  # exclusive, as O_EXCL
+    except FileExistsError:
+        return None
+    fd = os.open(path, os.O_WRONLY | os.O_CLOEXEC)
+    try:
+        os.pwrite(fd, line + COUNTER.format(0).encode(), 0)
         os.fsync(fd)
     except OSError:
         os.close(fd)
         path.unlink(missing_ok=True)
         raise
-    return _LeaseFile(path, fd, len(line))
+    return _LeaseFile(path, fd, line)
 
 
 def _newest(folder: Place) -> _Seen | None:

@@ -117,6 +117,11 @@ class Written:
         # Not a duplicate: that would share its lock, which says that the file is being written.
         self._folder_fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder_fd)
         self._folder = Path(f"/proc/self/fd/{self._folder_fd}")  # follows renames
+        self._note = self._folder / f"{checked_file(record.rank)}.part"
+        with contextlib.suppress(OSError):
+            # Room for the note, now: a disk that is full later must not keep rank 0 waiting for it, since that delays
+            # the deletion that would make room.
+            self._note.write_bytes(b" " * CHECKED_BYTES_MAX)
 
     def check(self, give_way: Callable[[], object]) -> None:
         """Read it, and leave a file that says so; or why it is not what was saved: rank 0's process looks itself."""
@@ -131,9 +136,19 @@ class Written:
     def leave(self, text: str) -> None:
         """Leave this in place of the digest, if there is still a folder."""
         with contextlib.suppress(OSError):
-            disk.write_atomically(self._folder / checked_file(self.record.rank), text)
+            note = os.open(self._note, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                data = text.encode()
+                os.pwrite(note, data, 0)
+                os.ftruncate(note, len(data))
+                os.fsync(note)
+            finally:
+                os.close(note)
+            self._note.rename(self._folder / checked_file(self.record.rank))
 
     def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._note.unlink(missing_ok=True)
         os.close(self._folder_fd)
         if self._original is not None:
             self._original.close()

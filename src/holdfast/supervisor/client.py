@@ -267,6 +267,11 @@ class SupervisorClient:
         self._send({"do": "confirm", "number": self._demanded})
         self._demands.append(Demand(self._demanded, self.handle.pid, limit_s, self._late))
 
+    def keep_logs(self, spools: Mapping[str, int], *, first: bool) -> None:
+        """Have the supervisor move to these log files what this process has not moved when it is killed. `spools`: the
+        descriptor of each file's spool (log_spool.py). `first`: they replace those of earlier calls."""
+        self._send({"do": "logs", "paths": list(spools), "first": first}, list(spools.values()))
+
     def remove_at_end(self, path: str) -> None:
         """Have the supervisor remove this folder of plain files at its end: the folder is in memory and must not
         outlive the agent."""

@@ -8,6 +8,7 @@ thread asks it for more whenever a destination has room. So a blocked console bl
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import select
@@ -116,8 +117,9 @@ class ConsoleStream:
                 count = os.write(self.fd, self._pending[: self._piece_bytes_max])
             except BlockingIOError:  # another process made the shared description non-blocking
                 return
-            except OSError:
-                self.broken = True
+            except OSError as error:
+                # `run … > file` on a full disk: these lines are lost, and later ones are shown if there is room then.
+                self.broken = error.errno not in (errno.ENOSPC, errno.EDQUOT)
                 self._pending = memoryview(b"")
                 return
             self.written_bytes += count

@@ -22,9 +22,10 @@ from holdfast.agent.events import Event, FailureRead, WorkerEnded, WorkerRaised
 from holdfast.linux import own_groups
 from holdfast.protocol.errors import EXIT_FAILURE
 from holdfast.protocol.outcome import Failure
-from holdfast.runtime.run_folder import Journal, WorkerStreams
+from holdfast.runtime.run_folder import Journal
 from holdfast.supervisor.evidence import left_with_zero, with_evidence
 from holdfast.supervisor.log_router import LogRouter
+from holdfast.supervisor.log_spool import WorkerStreams
 
 _NOT_EXECUTABLE = 126
 _NOT_FOUND = 127

@@ -24,7 +24,7 @@ from msgspec import Struct, structs
 from holdfast.linux import VIRTUAL, GroupLimits, addresses
 from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure
 from holdfast.protocol.policy import COUNT_MAX
-from holdfast.runtime.run_folder import WorkerStreams
+from holdfast.supervisor.log_spool import Spool, WorkerStreams
 from holdfast.traceback_text import cut_middle, shortened
 
 ERROR_FILE_BYTES_MAX = 4 * 1024 * 1024
@@ -107,15 +107,12 @@ def _as_text(path: str) -> str:
     return path.encode(errors="replace").decode()
 
 
-def read_tail(path: str) -> str:
-    """The last lines of a log, as a terminal would show them: of a line that `\\r` rewrote, only the last text."""
-    if not path:
+def read_tail(spool: Spool | None) -> str:
+    """The last lines of a stream, as a terminal would show them: of a line that `\\r` rewrote, only the last text."""
+    if spool is None:
         return ""
     try:
-        with open(path, "rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TEXT_BYTES_MAX))
-            raw = file.read(TEXT_BYTES_MAX)
+        raw, size = spool.last(TEXT_BYTES_MAX)
     except OSError:
         return ""
     if size > TEXT_BYTES_MAX:
@@ -133,7 +130,7 @@ def with_evidence(bare: Failure, streams: WorkerStreams, *, out_of_memory: Calla
     """
     error_file, stderr_file = str(streams.error_file or ""), str(streams.stderr_file or "")
     recorded = read_error_file(error_file)
-    stderr_tail = read_tail(stderr_file)
+    stderr_tail = read_tail(streams.stderr)
     facts = bare.facts
     if not bare.after_stop:
         facts = facts | facts_for(
@@ -145,7 +142,7 @@ def with_evidence(bare: Failure, streams: WorkerStreams, *, out_of_memory: Calla
         message=recorded.message,
         traceback=recorded.traceback,
         stderr_tail=stderr_tail,
-        stdout_tail="" if recorded.message else _last_lines(read_tail(str(streams.stdout_file or ""))),
+        stdout_tail="" if recorded.message else _last_lines(read_tail(streams.stdout)),
         collective=recorded.collective,
         tensors=recorded.tensors,
         error_file=_as_text(error_file) if os.path.isfile(error_file) else "",
@@ -159,7 +156,7 @@ def with_evidence(bare: Failure, streams: WorkerStreams, *, out_of_memory: Calla
 def left_with_zero(bare: Failure, streams: WorkerStreams) -> Failure:
     """The end of a worker that exited with 0, with its last output, in case its peers still need it."""
     stderr_file = str(streams.stderr_file or "")
-    tail = read_tail(stderr_file) or read_tail(str(streams.stdout_file or ""))
+    tail = read_tail(streams.stderr) or read_tail(streams.stdout)
     return structs.replace(bare, stderr_tail=_last_lines(tail), stderr_file=_as_text(stderr_file))
 
 

@@ -26,7 +26,7 @@ from holdfast.protocol.options import RunOptions, worker_environment
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.policy import Survive
 from holdfast.protocol.rank_progress import RankProgress
-from holdfast.runtime.run_folder import Journal, WorkerStreams
+from holdfast.runtime.run_folder import Journal
 from holdfast.supervisor.board import Board, Phases
 from holdfast.supervisor.channel import (
     AtGate,
@@ -40,6 +40,7 @@ from holdfast.supervisor.channel import (
 )
 from holdfast.supervisor.client import CONFIRM_S_MAX, ProcessEnded, ProcessStarted, SpawnFailed, SupervisorClient
 from holdfast.supervisor.ends import EXIT_AFTER_EXCEPTION, Ends, Worker
+from holdfast.supervisor.log_spool import WorkerStreams
 from holdfast.supervisor.release import Lateness, LongestStep, allowed_s
 from holdfast.supervisor.worker_command import worker_argv, worker_fds
 
@@ -60,6 +61,11 @@ def _folder(streams: WorkerStreams) -> str:
     """Where a worker writes its logs, below the run folder; empty: there are no files."""
     file = streams.stdout_file
     return os.path.join(file.parent.parent.name, file.parent.name) if file is not None else ""
+
+
+def _keep_logs(worker: Worker, supervisor: SupervisorClient, *, first: bool) -> None:
+    spools = [spool for spool in (worker.streams.stdout, worker.streams.stderr) if spool is not None]
+    supervisor.keep_logs({str(spool.path): spool.memory_fd for spool in spools}, first=first)
 
 
 class RunningGeneration:
@@ -149,7 +155,8 @@ class RunningGeneration:
     ) -> None:
         """Order all workers to start. `cpus`: by local rank, with --numa-binding. `started` is called with each local
         rank."""
-        for worker in self._workers.values():
+        for number, worker in enumerate(self._workers.values()):
+            _keep_logs(worker, supervisor, first=not number)
             self._spawn(worker, supervisor, cpus, started)
 
     def replace(
@@ -165,6 +172,7 @@ class RunningGeneration:
             worker = self._workers[local_rank] = self._new_worker(local_rank, its_streams, 0)
             self.board.clear(local_rank)
             self._journal.write("replacing", **self._place(worker), folder=_folder(its_streams))
+            _keep_logs(worker, supervisor, first=False)
             self._spawn(worker, supervisor, cpus, started)
 
     def _spawn(

@@ -2,8 +2,9 @@
 
 Knows the log options. Must not read, cut or write lines itself: `log_tail` does, in the console's thread.
 
-A worker writes directly into its file, so neither a blocked console nor a stopped or killed agent loses a byte or makes
-a worker wait. Where the agent has a terminal, the worker gets a pseudo-terminal (see console.py).
+A worker writes into memory, which a thread moves to its file (log_spool.py): neither a blocked console, nor a stopped
+or killed agent, nor a disk loses a byte or makes a worker fail or wait. Where the agent has a terminal, the worker gets
+a pseudo-terminal (see console.py).
 
 | stream named by       | run folder | console                         |
 |-----------------------|------------|---------------------------------|
@@ -14,6 +15,7 @@ a worker wait. Where the agent has a terminal, the worker gets a pseudo-terminal
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
@@ -22,40 +24,49 @@ from pathlib import Path
 
 from holdfast.protocol.errors import LogDirError
 from holdfast.protocol.options import LogOptions, Std
-from holdfast.runtime.run_folder import RunFolder, StreamFds, WorkerSlot, WorkerStreams, make_first, open_log
+from holdfast.runtime.run_folder import RunFolder, WorkerSlot
 from holdfast.supervisor.console import Console, ConsoleStream, Terminal, TerminalPump
 from holdfast.supervisor.log_fold import HeldTraceback, LineFold
+from holdfast.supervisor.log_spool import LogMover, Spool, StreamFds, WorkerStreams, create, make_folder
 from holdfast.supervisor.log_tail import LogTail, StreamTail, TailGroup
 from holdfast.text import spans
 
-__all__ = ["LogRouter", "RunFolder", "StreamFds", "WorkerSlot", "WorkerStreams"]
+__all__ = ["LogRouter", "RunFolder", "WorkerSlot"]
 
 RANK_COLOURS = (b"36", b"33", b"32", b"35", b"34", b"96", b"93", b"92", b"95", b"94")
 """Terminal colour numbers of the `node:rank|` prefix, taken in turn; red is left to errors."""
 
 
+DISK_STALL_S_MAX = 5.0
+"""At the end: a disk that takes nothing of the logs for this long is not waited for."""
+
+
 class FilteredFile:
-    """The sink behind a duplicate filter: `<attempt>/filtered_stdout.log`."""
+    """The sink behind a duplicate filter: `<attempt>/filtered_stdout.log`. What the disk does not take is missing in
+    it: the workers' own files have every line."""
 
     live = False
     free = True
+    broken = False
 
     def __init__(self, path: Path) -> None:
-        self.broken = False
-        self._fd = open_log(path)
+        self._path = path
+        self._fd = -1
+        self.put(b"")
 
     def put(self, lines: bytes, transient: bytes | None = None) -> None:  # noqa: ARG002 - a file has no transient line
-        try:
+        with contextlib.suppress(OSError):
+            if self._fd < 0:
+                self._fd = create(self._path)
             while lines:
                 lines = lines[os.write(self._fd, lines) :]
-        except OSError:  # the disk is full; the workers' own files are what counts
-            self.broken = True
 
     def put_prompt(self, text: bytes) -> None:
         """A file shows no prompts."""
 
     def close(self) -> None:
-        os.close(self._fd)
+        if self._fd >= 0:
+            os.close(self._fd)
 
 
 class LogRouter:
@@ -68,6 +79,10 @@ class LogRouter:
         self._role = role
         self._console = console
         self._tail = LogTail()
+        self._mover = LogMover(console.say)
+        self._spools: list[Spool] = []
+        """Of the newest attempt."""
+        self._mover_closed = self._limit_said = False
         self._attached = False
         self._pump = TerminalPump()
         self._fds: dict[int, list[int]] = {}
@@ -83,21 +98,27 @@ class LogRouter:
         self._attempt: Path | None = None
         """The folder of the newest attempt; None: it has no files."""
         self._by_sink: dict[ConsoleStream, TailGroup] = {}
-        self._filtered: list[tuple[Std, str, tuple[bytes, ...], TailGroup]] = []
-        """The collecting files of the newest attempt: stream, its name, texts to find, followed files."""
+        self._filtered: list[tuple[Std, tuple[bytes, ...], TailGroup]] = []
+        """The collecting files of the newest attempt: stream, texts to find, what is followed."""
         self._shown: dict[int, list[tuple[StreamTail, ConsoleStream, bool]]] = {}
         """What is shown of the newest attempt, by local rank: where, and whether because of --tee."""
         if folder.path is None and _wants_files(options):
             console.say(
-                "--log-dir /dev/null: there are no log files, so --redirects, --tee and the filters on lines do "
-                "nothing."
+                f"{folder.why_none}: there are no log files, so --redirects, --tee and the filters on lines do nothing."
             )
 
     def open(self, attempt: Path | None, workers: Sequence[WorkerSlot]) -> dict[int, WorkerStreams]:
-        """Make `<attempt>/<local_rank>/` and the streams of all workers of an attempt. Raises LogDirError; then nothing
-        stays open. `tell_elsewhere` may be called meanwhile."""
+        """Make the streams of all workers of an attempt. Their files are in `<attempt>/<local_rank>/`, if the disk
+        allows. Raises LogDirError where no descriptors are left; then nothing stays open. `tell_elsewhere` may be
+        called meanwhile."""
         self.end_attempt()
+        self._mover.retire(self._spools)
+        self._spools = []
         self._next_groups = []
+        if attempt is not None and not _wants_files(self._options) and file_size_limit() is not None:
+            # The limit counts for memory files as well: a worker would get SIGXFSZ or EFBIG from its own print.
+            self._say_of_limit()
+            attempt = None
         self._attempt, self._by_sink, self._shown, self._filtered = attempt, {}, {}, []
         if attempt is None:
             return {worker.local_rank: self._inherited(worker) for worker in workers}
@@ -107,12 +128,14 @@ class LogRouter:
                 worker.local_rank: self._open_worker(attempt / str(worker.local_rank), worker, shown)
                 for worker in workers
             }
-            for sink, tails in shown.items():
-                self._next_groups.append(self._show(sink, tails))
-            self._open_filtered(attempt, workers)
+            self._mover.add(self._spools)
         except OSError as error:
-            self._release()
-            raise LogDirError(f"The log folder {attempt} cannot be written: {error.strerror}.") from error
+            self._release(shown.values())
+            self.end_attempt()
+            raise LogDirError(f"The output of the workers cannot be collected: {error.strerror}.") from error
+        for sink, tails in shown.items():
+            self._next_groups.append(self._show(sink, tails))
+        self._open_filtered(attempt, workers, streams)
         self._pump.add(self._terminals)
         if self._attached:
             self._console.wake()
@@ -121,29 +144,38 @@ class LogRouter:
             self._console.attach(self._tail)
         return streams
 
+    def _say_of_limit(self) -> None:
+        if not self._limit_said:
+            self._limit_said = True
+            self.say(
+                "the size of files is limited (ulimit -f): the workers write to this console, not to log files, which "
+                "could reach the limit"
+            )
+
     def add(self, worker: WorkerSlot) -> WorkerStreams:
-        """The streams of a worker that takes the place of one that has ended, in a folder beside that one's. Where
-        none can be made, it gets no files."""
+        """The streams of a worker that takes the place of one that has ended, in a folder beside that one's."""
         if self._attempt is None:
             return self._inherited(worker)
         shown: dict[ConsoleStream, list[StreamTail]] = {}
-        terminals = len(self._terminals)
+        terminals, spools = len(self._terminals), len(self._spools)
+        name = str(worker.local_rank)
+        taken = {spool.path.parent for spool in self._spools}  # also those that the disk has not taken yet
+        folders = (self._attempt / each for each in chain([name], (f"{name}.{number}" for number in count(1))))
+        folder = next(each for each in folders if each not in taken)
         try:
-            name = str(worker.local_rank)
-            folder = make_first(self._attempt, chain([name], (f"{name}.{number}" for number in count(1))))
             streams = self._open_worker(folder, worker, shown)
+            self._mover.add(self._spools[spools:])
         except OSError as error:
             self.started(worker.local_rank)
-            self.say(
-                f"The log folder {self._attempt} cannot be written: {error.strerror}. Rank {worker.rank} has none."
-            )
+            self._release(shown.values(), spools=spools, terminals=terminals)
+            self.say(f"The output of rank {worker.rank} cannot be collected: {error.strerror}.")
             return self._inherited(worker)
         for sink, tails in shown.items():
             if sink not in self._by_sink:
                 self._last_groups.append(self._show(sink, []))
             for tail in tails:
                 self._by_sink[sink].add(tail)
-        self._filter(folder, worker)
+        self._filter(worker, streams)
         self._pump.add(self._terminals[terminals:])
         self._console.wake()
         return streams
@@ -209,8 +241,8 @@ class LogRouter:
             self._pump.finish(terminals, end)
 
     def close(self, drain_s_max: float) -> bool:
-        """Wait until everything is shown; False if the console did not move for `drain_s_max` (files are complete in
-        any case).
+        """Wait until everything is in the files and shown; False if the console did not move for `drain_s_max` (files
+        are complete in any case, unless their disk takes nothing).
 
         Also True when the console has no reader any more: then nothing can be shown.
         """
@@ -218,6 +250,10 @@ class LogRouter:
         self._tell_undecided()
         shown = not self._attached or self._console.wait(lambda: self._tail.idle, drain_s_max)
         self._pump.close()
+        if not self._mover_closed:
+            self._mover_closed = True
+            self._mover.finish(DISK_STALL_S_MAX)
+            self._mover.close()
         self._tail.abandoned = True
         if self._attached:
             # The console's thread closes its tails as soon as it can; `close` does not wait for it where it is stuck.
@@ -238,24 +274,29 @@ class LogRouter:
     def _open_worker(
         self, folder: Path, worker: WorkerSlot, shown: dict[ConsoleStream, list[StreamTail]]
     ) -> WorkerStreams:
-        folder.mkdir(parents=True, exist_ok=True)
-        stdout_file, stderr_file = folder / "stdout.log", folder / "stderr.log"
+        with contextlib.suppress(OSError):  # the mover tries again, and reports it
+            make_folder(folder)
+        spools = [self._spool(folder / name) for name in ("stdout.log", "stderr.log")]
         fds = StreamFds(
-            self._open_stream(stdout_file, Std.OUT, self._console.out, worker, shown),
-            self._open_stream(stderr_file, Std.ERR, self._console.err, worker, shown),
+            self._open_stream(spools[0], Std.OUT, self._console.out, worker, shown),
+            self._open_stream(spools[1], Std.ERR, self._console.err, worker, shown),
         )
-        return WorkerStreams(fds, stdout_file, stderr_file, folder / "error.json")
+        return WorkerStreams(fds, spools[0].path, spools[1].path, folder / "error.json", *spools)
+
+    def _spool(self, path: Path) -> Spool:
+        self._spools.append(spool := Spool(path))
+        return spool
 
     def _open_stream(
         self,
-        path: Path,
+        spool: Spool,
         std: Std,
         sink: ConsoleStream,
         worker: WorkerSlot,
         shown: dict[ConsoleStream, list[StreamTail]],
     ) -> int:
         """The descriptor for the worker; if the stream goes to the console, its tail is added to `shown`."""
-        fd = open_log(path)
+        fd = spool.writer()
         self._fds.setdefault(worker.local_rank, []).append(fd)
         teed = bool(self._options.tee.for_rank(worker.local_rank) & std)
         redirected = bool(self._options.redirects.for_rank(worker.local_rank) & std)
@@ -264,7 +305,7 @@ class LogRouter:
         plain = self._options.dedup and not teed and not self._options.prefix_template
         held = HeldTraceback() if plain and std is Std.ERR else None
         tail = StreamTail(
-            path,
+            spool,
             self._tail_prefix(worker, sink, teed=teed),
             live=sink.live,
             asks=sink.live and os.isatty(0),
@@ -281,7 +322,9 @@ class LogRouter:
         self._fds[worker.local_rank][-1] = terminal.worker_fd
         return terminal.worker_fd
 
-    def _open_filtered(self, attempt: Path, workers: Sequence[WorkerSlot]) -> None:
+    def _open_filtered(
+        self, attempt: Path, workers: Sequence[WorkerSlot], streams: Mapping[int, WorkerStreams]
+    ) -> None:
         """The files exist when the option is given; only tee'd streams are written to them, as in torchrun."""
         for std, name, needles in (
             (Std.OUT, "stdout", self._options.duplicate_stdout_filters),
@@ -291,18 +334,17 @@ class LogRouter:
                 continue
             file = FilteredFile(attempt / f"filtered_{name}.log")
             group = TailGroup((), done=file.close)
-            self._filtered.append(
-                (std, name, tuple(needle.encode(errors="surrogateescape") for needle in needles), group)
-            )
+            self._filtered.append((std, tuple(needle.encode(errors="surrogateescape") for needle in needles), group))
             self._follow(file, group)
         for worker in workers:
-            self._filter(attempt / str(worker.local_rank), worker)
+            self._filter(worker, streams[worker.local_rank])
 
-    def _filter(self, folder: Path, worker: WorkerSlot) -> None:
-        for std, name, needles, group in self._filtered:
+    def _filter(self, worker: WorkerSlot, streams: WorkerStreams) -> None:
+        for std, needles, group in self._filtered:
             if self._passes(worker) and self._options.tee.for_rank(worker.local_rank) & std:
-                path, prefix = folder / f"{name}.log", self._prefix(worker, teed=True)
-                group.add(StreamTail(path, prefix, needles=needles))
+                spool = streams.stdout if std is Std.OUT else streams.stderr
+                assert spool is not None
+                group.add(StreamTail(spool, self._prefix(worker, teed=True), needles=needles))
 
     def _show(self, sink: ConsoleStream, tails: Sequence[StreamTail]) -> TailGroup:
         several = len({tail.rank for tail in tails}) > 1
@@ -315,12 +357,16 @@ class LogRouter:
         self._groups.append(group)
         self._tail.add(sink, group)
 
-    def _release(self) -> None:
-        """Close what a failed `open` left open."""
-        for terminal in self._terminals:
+    def _release(self, shown: Iterable[Sequence[StreamTail]], *, spools: int = 0, terminals: int = 0) -> None:
+        """Close what a failed `open` left open. `shown`: tails that will not be shown. `spools`, `terminals`: how many
+        there were before."""
+        for tail in chain.from_iterable(shown):
+            tail.close(None)
+        for terminal in self._terminals[terminals:]:
             terminal.close()
-        self._terminals = []
-        self.end_attempt()
+        for spool in self._spools[spools:]:
+            spool.leave()
+        del self._terminals[terminals:], self._spools[spools:]
 
     def _passes(self, worker: WorkerSlot) -> bool:
         wanted = self._options.local_ranks_filter
@@ -354,6 +400,14 @@ class LogRouter:
 def _coloured(prefix: bytes, rank: int) -> bytes:
     """Colour all but the space at the end."""
     return b"\x1b[%bm%b\x1b[0m " % (RANK_COLOURS[rank % len(RANK_COLOURS)], prefix.rstrip(b" "))
+
+
+def file_size_limit() -> int | None:
+    """The largest file that a worker may write, in bytes; None: any size."""
+    import resource  # lazily: not before workers start
+
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    return None if limit == resource.RLIM_INFINITY else limit
 
 
 def _wants_files(options: LogOptions) -> bool:

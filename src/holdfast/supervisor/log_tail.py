@@ -1,9 +1,9 @@
-"""Follows growing log files and turns them into whole console lines.
+"""Follows the growing output of workers and turns it into whole console lines.
 
-Follows files with inotify, and shares one destination fairly; log_fold.py knows what a line is. Must not know options,
+Follows it with inotify, and shares one destination fairly; log_fold.py knows what a line is. Must not know options,
 roles or what a prefix means.
 
-Reading happens only when the destination has room, so a blocked console costs no memory: the files are the queue.
+Reading happens only when the destination has room, so a blocked console costs no memory: the log files are the queue.
 """
 
 from __future__ import annotations
@@ -98,12 +98,29 @@ class Sink(Protocol):
     def put_prompt(self, text: bytes) -> None: ...
 
 
+class Followed(Protocol):
+    """What is followed: see log_spool.py."""
+
+    @property
+    def size_bytes(self) -> int: ...
+
+    @property
+    def memory_path(self) -> Path: ...
+
+    def read(self, begin: int, bytes_max: int) -> tuple[bytes, int]:
+        """Bytes from this offset on, and the offset after them. OSError."""
+
+    def use(self) -> None: ...
+
+    def leave(self) -> None: ...
+
+
 class StreamTail:
-    """One followed file, as prefixed lines for one sink."""
+    """One followed stream, as prefixed lines for one sink."""
 
     def __init__(
         self,
-        path: Path,
+        followed: Followed,
         prefix: bytes,
         *,
         live: bool = False,
@@ -114,7 +131,8 @@ class StreamTail:
     ) -> None:
         """`asks`: the terminal is interactive, so prompts are shown. `rank`: its lines may be folded with those of
         other ranks. `held`: a traceback at its end is kept back."""
-        self.path = path
+        self._followed = followed
+        followed.use()
         self.rank = rank
         self.held = held
         self.read_bytes = 0
@@ -127,24 +145,22 @@ class StreamTail:
         self._asks = asks
         self._needles = needles
         self._cutter = LineCutter()
-        self._fd = -1
         self._watch_handle: int | None = None
         self._offset = 0
+        self._has_more = False
         self._progress_shown: bytes | None = None
         self._progress_due = 0.0
 
     def open(self, watch: ChangeWatch) -> None:
-        """Begin to follow the file. A missing file is shown as an empty one."""
-        if os.path.exists(self.path):
-            self._watch_handle = watch.add(self.path)
+        """Begin to follow the stream."""
+        self._watch_handle = watch.add(self._followed.memory_path)
 
-    def close(self, watch: ChangeWatch) -> None:
-        if self._watch_handle is not None:
+    def close(self, watch: ChangeWatch | None) -> None:
+        """`watch`: None if it was never opened."""
+        if self._watch_handle is not None and watch is not None:
             watch.remove(self._watch_handle)
             self._watch_handle = None
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        self._followed.leave()
 
     def take(self, now: float) -> tuple[bytes, bool]:
         """The next lines, not yet prefixed, and whether more may be available at once."""
@@ -157,7 +173,7 @@ class StreamTail:
             self.drawn = b""
         if self.held is not None:
             lines = self.held.feed(lines, now)
-        return lines, len(chunk) == CHUNK_BYTES_MAX
+        return lines, self._has_more
 
     def finish(self, now: float) -> bytes:
         """The last line, if it has no newline."""
@@ -196,29 +212,20 @@ class StreamTail:
         return self.prefix + tame(text) if text else b""
 
     def _read(self) -> bytes:
-        if self._fd < 0 and not self._open_written():
-            return b""
+        chunk = b""
         try:
-            size = os.fstat(self._fd).st_size
+            size = self._followed.size_bytes
             if size < self._offset:  # the worker truncated it
                 self._offset = 0
-            wanted = min(size - self._offset, CHUNK_BYTES_MAX)
-            chunk = os.pread(self._fd, wanted, self._offset) if wanted else b""
+            before = -1
+            while not chunk and before < self._offset < size:  # again, if bytes were passed over that had been dropped
+                before = self._offset
+                chunk, self._offset = self._followed.read(before, min(size - before, CHUNK_BYTES_MAX))
+            self._has_more = bool(chunk) and self._offset < size
         except OSError:  # the disk fails: unreadable output cannot be shown
             return b""
-        self._offset += len(chunk)
         self.read_bytes += len(chunk)
         return chunk
-
-    def _open_written(self) -> bool:
-        """Open the file once it has content: by then the agent's copies of the worker's descriptors are closed, so
-        descriptors are available."""
-        try:
-            if self._watch_handle is not None and os.stat(self.path).st_size:
-                self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
-        except OSError:
-            return False
-        return self._fd >= 0
 
     def _without_repeat(self, lines: bytes) -> bytes:
         """A line whose last state was shown as progress is not shown again."""
@@ -268,7 +275,7 @@ class TailGroup:
         self._opened = len(tails)
 
     def close(self, watch: ChangeWatch) -> None:
-        for tail in self.tails[: self._opened]:
+        for tail in self.tails:
             tail.close(watch)
         if self._done is not None:
             self._done()

@@ -17,6 +17,8 @@ Commands on the supervisor channel (messages of seqpacket.py); a spawn brings on
     {"do": "ignore", "signum"}             processes spawned from now on ignore it
     {"do": "fence", "at_s", "suspend_at_s"}  when to kill and to suspend these (fence.py); the next one replaces it
     {"do": "confirm", "number"}            answered by confirmed, when all commands before it were executed
+    {"do": "logs", "paths", "first"}       brings the spools of these log files (log_spool.py): what an agent that is
+                                           killed has not moved is moved then. "first": they replace the earlier ones
     {"do": "remove", "path"}               remove this in-memory folder of plain files when the supervisor ends
     {"do": "exit"}                         as if the agent were gone
 
@@ -54,6 +56,7 @@ FENCE_KILL_LIMIT_S = 10.0
 """At the fence: how long to wait for processes stuck in the kernel."""
 END_LIMIT_S = 10.0
 """After the agent is gone: how long the supervisor waits for processes stuck in the kernel before it gives up."""
+LOG_CHUNK_BYTES = 1 << 20
 
 _TERMINAL = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _BROADCAST = (signal.SIGUSR1, signal.SIGUSR2)
@@ -176,6 +179,7 @@ def _run(sock: socket.socket, agent: int, ignored: Sequence[int], limit: int) ->
         finally:
             processes.kill_descendants(os.getpid(), limit_s=END_LIMIT_S)
             supervisor.remove_folders()
+            supervisor.move_logs()
     except BaseException:  # noqa: BLE001 - nothing may unwind into the agent's frames
         import traceback
 
@@ -213,6 +217,8 @@ class Supervisor:
         self._fence = Fence(self._workers)
         self._doomed: list[str] = []
         """Folders to remove when the supervisor ends."""
+        self._logs: list[tuple[str, int]] = []
+        """Log files, and the descriptors of their spools."""
         self._leaving = False
         self._poller = select.poll()
         sock.setblocking(False)
@@ -262,6 +268,17 @@ class Supervisor:
         for folder in self._doomed:
             with contextlib.suppress(OSError):  # usually it is gone already
                 own_folders.remove_private(folder)
+
+    def move_logs(self) -> None:
+        """Move what a killed agent has not moved. The disk may stand still: no process lives any more that waits for
+        it."""
+        for path, memory_fd in self._logs:
+            with contextlib.suppress(OSError):
+                file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+                os.lseek(file, 0, os.SEEK_END)
+                # From the offset that the agent shares with us: what it has not moved.
+                while os.sendfile(file, memory_fd, None, LOG_CHUNK_BYTES):
+                    pass
 
     def _patience_ms(self) -> int | None:
         if self._kill_deadline is not None:
@@ -323,8 +340,18 @@ class Supervisor:
                 self._out.add({"is": "confirmed", "number": command["number"]})
             case "remove":
                 self._doomed.append(command["path"])
+            case "logs":
+                self._keep_logs(command, fds)
             case "exit":
+                self._keep_logs({"paths": [], "first": True}, [])  # the agent moves them itself
                 self._leaving = True
+
+    def _keep_logs(self, command: dict[str, Any], fds: list[int]) -> None:
+        if command["first"]:
+            for _, memory_fd in self._logs:
+                os.close(memory_fd)
+            self._logs = []
+        self._logs += zip(command["paths"], fds, strict=True)
 
     # --- starting -----------------------------------------------------------------------------------------------------
 

@@ -27,7 +27,7 @@ from holdfast.protocol.messages import Assign, Profile, Profiled, Start
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.rank_progress import RankProgress, RankSample
-from holdfast.runtime.run_folder import Journal, RunFolder, WorkerSlot, WorkerStreams
+from holdfast.runtime.run_folder import Journal, RunFolder, WorkerSlot
 from holdfast.supervisor import client as kept
 from holdfast.supervisor.board import HOLD_SETTLES_S, Observer, Phases, ProgressNotes
 from holdfast.supervisor.client import (
@@ -40,6 +40,7 @@ from holdfast.supervisor.dashboard_host import DashboardHost
 from holdfast.supervisor.ends import Ends, OomWatch
 from holdfast.supervisor.generation import RunningGeneration, taking_part
 from holdfast.supervisor.log_router import LogRouter
+from holdfast.supervisor.log_spool import WorkerStreams
 from holdfast.supervisor.node_load import LoadReader
 from holdfast.supervisor.profiles import Profiles
 from holdfast.supervisor.release import FIRST_LOOK
@@ -306,15 +307,13 @@ class WorkerGroup:
     def _open_logs(self, assign: Assign) -> dict[int, WorkerStreams]:
         """Open the log files, in a thread and before the workers start: a stalled disk must not silence this node.
 
-        Raises LogDirError for the first generation; a later one continues without files rather than end the job.
+        Where that is not possible, the generation continues without files rather than end the job.
         """
         slots = [WorkerSlot(rank, assign.rank_base + rank) for rank in taking_part(assign, self._options.nproc)]
         try:
             attempt = self._folder.attempt(assign.generation, assign.restart_count)
             streams = self._router.open(attempt, slots)
         except LogDirError as error:
-            if self._running is None:
-                raise
             self._router.say(f"{error} Generation {assign.generation} goes on without log files.")
             return self._router.open(None, slots)
         return streams

@@ -357,6 +357,24 @@ class Peers:
         shared: list[Any] = self.tell(self.gather(value))
         return shared
 
+    def post(self, word: str, value: Any) -> None:
+        """Leave a value for whoever asks for this word: not all ranks need to. The first one stays."""
+        with contextlib.suppress(RuntimeError):  # the store is gone: nobody asks
+            if self.store is not None:
+                self.store.compare_set(f"posted/{word}", "", json.dumps(value))
+
+    def posted(self, word: str, patience_s: float) -> Any:
+        """What some rank has posted, or posts so soon; else None."""
+        key, deadline = f"posted/{word}", time.monotonic() + patience_s
+        with contextlib.suppress(RuntimeError):
+            while self.store is not None:
+                if self.store.check([key]):
+                    return json.loads(self.store.get(key))
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(LOOK_AGAIN_S)  # not `wait`, which prints a warning of torch's when its time is over
+        return None
+
     @contextlib.contextmanager
     def calling(self, call: str, guard_s: float | None = None) -> Iterator[None]:
         """Messages inside the block belong to this call of the script: a rank that waits in it for long warns."""

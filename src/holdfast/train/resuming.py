@@ -23,6 +23,7 @@ from holdfast.protocol.errors import (
     ShardingError,
     SnapshotDamagedError,
     SnapshotError,
+    SnapshotFolderError,
     SnapshotGoneError,
     StateMismatchError,
 )
@@ -470,7 +471,8 @@ def take_folder(path: Place, peers: Peers, lease: FolderLease | None, lost: int 
         try:
             run_id, job_uid = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("HOLDFAST_JOB_UID", "")
             lease = lease or leases.acquire(path, run_id, lost=lost, job_uid=job_uid)
-            word = {"number": lease.number, "rescue": rescue_attempt(), "secret": secrets.token_hex(32)}
+            word = {"number": lease.number, "line": lease.line, "rescue": rescue_attempt()}
+            word["secret"] = secrets.token_hex(32)
         except HoldfastError as error:
             failure, word = error, {"error": str(error)}
     try:
@@ -483,4 +485,24 @@ def take_folder(path: Place, peers: Peers, lease: FolderLease | None, lost: int 
         raise failure
     if "error" in word:
         raise SnapshotError(f"rank 0: {word['error']}")
+    try:
+        _see_one_folder(path, peers, word)
+    except BaseException:
+        if lease is not None and lease is not before:
+            lease.release()
+        raise
     return TakenFolder(lease, int(word["number"]), int(word["rescue"]), str(word["secret"]))
+
+
+def _see_one_folder(path: Place, peers: Peers, word: dict[str, Any]) -> None:
+    """All ranks see the lease that rank 0 has taken, or all raise SnapshotFolderError. In an object store all do."""
+    if isinstance(path, RemotePath) or peers.world == 1:
+        return
+    seen = peers.rank == 0 or leases.is_seen(path, word["number"], word["line"], leases.SEEN_S)
+    blind = [(rank, host) for rank, (sees, host) in enumerate(peers.share([seen, os.uname().nodename])) if not sees]
+    if blind:
+        ranks = ", ".join(f"{rank} on {host}" for rank, host in blind[:4]) + (" …" if len(blind) > 4 else "")
+        raise SnapshotFolderError(
+            f"{path} is not one folder for all ranks: what rank 0 writes there, rank {ranks} cannot see\n"
+            "the snapshot folder has to be on a disk that all nodes share, or in an object store"
+        )

@@ -18,7 +18,13 @@ from typing import Any, NamedTuple
 
 import torch
 
-from holdfast.protocol.errors import HoldfastError, SnapshotError, SnapshotMemoryError, SnapshotWriteError
+from holdfast.protocol.errors import (
+    HoldfastError,
+    SnapshotError,
+    SnapshotIncompleteError,
+    SnapshotMemoryError,
+    SnapshotWriteError,
+)
 from holdfast.snapshots import changes, disk
 from holdfast.snapshots.changes import Keep, SaveRequest, Verified
 from holdfast.snapshots.in_process import InProcessStaging, warn_of_disk
@@ -38,6 +44,9 @@ from holdfast.train.state import Collected, Tracker
 TEXT_ROOM = 1.25
 """The text's entry is this much larger than the text, whose length changes from save to save."""
 TEXT_BLOCK_BYTES = 4096
+FAILED_AT_THE_END = "failed at the end"
+CAUSE_S = 2.0
+"""A rank whose last save is incomplete waits this long for the rank that knows why."""
 ATTEMPTS_PER_LEASE = 1000
 """Saves of one step by one life of a job."""
 
@@ -104,6 +113,8 @@ class Saving:
         self._failed = FailedSaves(failed_saves_max)
         self.troubles: list[SnapshotError] = []
         """What went wrong in the background on this rank, and the others do not know yet."""
+        self._told: RankFailure | None = None
+        """What the newest save was told of earlier ones."""
         self._saves = 0
         """Since this life began; equal on all ranks."""
         self._layout: Layout | None = None
@@ -183,6 +194,7 @@ class Saving:
         prevents it is a warning, unless it was `demanded` or was so too often: then all ranks raise. SnapshotError.
         """
         self._saves += 1
+        self._told = None
         began_s = time.monotonic()
         numbers = _numbers(metrics)
         failure = ""
@@ -210,7 +222,7 @@ class Saving:
         """What rank 0 says of failed saves; SnapshotError, on all ranks, when it is fatal."""
         if word is None:
             return ""
-        failure = RankFailure(**word)
+        failure = self._told = RankFailure(**word)
         if failure.fatal:
             raise disk.error_of(failure.code, failure.text)
         if self._peers.rank == 0:
@@ -226,18 +238,37 @@ class Saving:
             changes.refuse(request, str(told))  # rank 0 would wait for this rank's part
 
     def wait(self) -> None:
-        """Until everything is committed, on every rank; all raise when that went wrong on one."""
+        """Until everything is committed, on every rank; all raise when that went wrong on one: the cause, and not what
+        followed from it on other ranks."""
         failure: HoldfastError | None = self.troubles.pop(0) if self.troubles else None
         try:
             self.tier.wait()
         except HoldfastError as error:
             failure = failure or error
-        said = self._peers.share("" if failure is None else str(failure))
-        if failure is not None:
+        said = self._peers.share(["", ""] if failure is None else [failure.code, str(failure)])
+        failed = [(rank, code, text) for rank, (code, text) in enumerate(said) if text]
+        causes = [each for each in failed if each[1] != SnapshotIncompleteError.code] or failed
+        if not causes:
+            return
+        rank, code, text = causes[0]
+        if failure is not None and (rank == self._peers.rank or failure.code != SnapshotIncompleteError.code):
             raise failure
-        for rank, text in enumerate(said):
-            if text:
-                raise SnapshotError(f"rank {rank}: {text}")
+        raise disk.error_of(code, f"rank {rank}: {text}")
+
+    def cause_of(self, error: SnapshotError) -> SnapshotError | None:
+        """In `close`, which not every rank need call: the error of another rank from which this one follows. None: this
+        is the cause, or nobody posts it in time."""
+        if not isinstance(error, SnapshotIncompleteError):
+            self._peers.post(FAILED_AT_THE_END, [self._peers.rank, error.code, str(error)])
+            return None
+        told = self._told
+        if told is not None and told.code != SnapshotIncompleteError.code:
+            return disk.error_of(told.code, told.text)  # of the save before, which has left its step to this one
+        found = self._peers.posted(FAILED_AT_THE_END, CAUSE_S)
+        if found is None or found[0] == self._peers.rank:
+            return None
+        rank, code, text = found
+        return disk.error_of(code, f"rank {rank}: {text}")
 
     # --- one round: every rank copies and says how it went; rank 0 says what is next ----------------------------------
 

@@ -523,9 +523,15 @@ class Snapshots:
                 last.callback(self._current_tier.close, ahead=ahead)
                 if self._pruner is not None:
                     last.callback(self._pruner.finish)
-                if self._current_tier.busy:
-                    self._current_tier.wait()
-                self._raise_unsaved(self._current_tier)
+                try:
+                    if self._current_tier.busy:
+                        self._current_tier.wait()
+                    self._raise_unsaved(self._current_tier)
+                except SnapshotError as error:
+                    cause = None if self._saving is None else self._saving.cause_of(error)
+                    if cause is None:
+                        raise
+                    raise cause from None
 
     def _raise_unsaved(self, tier: Tier) -> None:
         """What went wrong and is not made good by a later save."""

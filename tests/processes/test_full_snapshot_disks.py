@@ -1,0 +1,127 @@
+"""A disk of snapshots that takes nothing, under jobs of two ranks: while they train, when they restart, at their last save."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from holdfast.snapshots import folder
+from tests.processes.conftest import LACKS, Agent, Site, SmallDisk
+
+pytestmark = [pytest.mark.xdist_group("torch jobs"), pytest.mark.timeout(240)]
+
+TRAIN = """
+import torch
+import torch.distributed as dist
+import holdfast.train as ht
+from torch import nn
+
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+torch.set_num_threads(1)
+model = nn.Linear(300, 300)
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
+keep = ht.Keep(last=2) if sys.argv[3] == "some" else None
+snaps = ht.Snapshots(sys.argv[1], every=ht.steps(2), memory_every=1, keep=keep, failures_max=10_000)
+state = snaps.track(model=model, optimizer=optimizer)
+resumed = snaps.resume()
+note("resumed", step=resumed and resumed.step, source=resumed and resumed.source)
+last = 10**9
+while state.step < last:
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    snaps.step()
+    time.sleep(0.02)
+    note("step", step=state.step)
+    end = os.path.exists(sys.argv[2])
+    ends = [None] * WORLD
+    dist.all_gather_object(ends, end)
+    last = state.step if all(ends) else last
+    if last == state.step:
+        snaps.save()
+snaps.close()
+"""
+
+
+class Training:
+    """A job of two ranks that trains until it is asked to make its last save."""
+
+    def __init__(self, site: Site, disk: SmallDisk, *options: str, keep: str = "some") -> None:
+        self.site, self.disk = site, disk
+        self.snapshots = disk.path / "snapshots"
+        self.gate = site.folder / "gate"
+        head = ("--standalone", "--nproc-per-node", "2", "--preload", "torch,torch._dynamo", *options)
+        self.agent: Agent = site.start(*head, site.script(TRAIN), str(self.snapshots), self.gate, keep)
+
+    def make_steps(self, count: int) -> None:
+        """Wait until both ranks have done so many more."""
+        self.site.wait(len(self.site.trail("step")) + 2 * count, "step", 90.0)
+
+    def end(self) -> int:
+        self.gate.touch()
+        return self.agent.end(90.0)
+
+    @property
+    def steps(self) -> list[int]:
+        """Of the committed snapshots."""
+        return [each.step for each in folder.survey(self.snapshots).committed]
+
+
+@pytest.mark.parametrize("lack", LACKS)
+def test_a_full_disk_at_the_last_save_ends_the_job_with_its_reason(site: Site, disk: SmallDisk, lack: str) -> None:
+    job = Training(site, disk, keep="all")  # else the deletion of older ones makes room
+    job.make_steps(5)
+    LACKS[lack](disk)
+    assert job.end() == 1
+    text = job.agent.text
+    assert "HF214" in text
+    assert "SnapshotWriteError" in text
+    assert "No space left on device" in text
+    assert "a snapshot is still being written" not in text, "nobody is waited for"
+    assert job.steps, "older snapshots are there"
+
+
+def test_a_disk_that_is_full_for_a_while_costs_saves_and_retention_goes_on(site: Site, disk: SmallDisk) -> None:
+    job = Training(site, disk)
+    job.make_steps(5)
+    disk.fill()
+    job.make_steps(20)
+    newest = max(job.steps)
+    disk.free()
+    job.make_steps(40)
+    assert job.end() == 0, job.agent.text
+    assert "No space left on device" in job.agent.text
+    assert len(job.steps) == 2
+    assert min(job.steps) > newest
+
+
+@pytest.mark.parametrize("lack", ["no blocks"])  # a lease needs an inode on a tmpfs
+def test_a_restart_on_a_full_disk_goes_on_from_memory(site: Site, disk: SmallDisk, lack: str) -> None:
+    job = Training(site, disk, "--max-restarts", "1")
+    job.make_steps(6)
+    LACKS[lack](disk)
+    job.make_steps(6)
+    newest = max(job.steps)
+    os.kill(site.trail("resumed", rank=1)[-1]["pid"], signal.SIGKILL)
+    resumed = site.wait(4, "resumed", 90.0)[2:]
+    assert {each["source"] for each in resumed} == {"memory"}, job.agent.text
+    assert {each["step"] > newest for each in resumed} == {True}
+    job.make_steps(5)
+    disk.free()
+    assert job.end() == 0, job.agent.text
+    assert max(job.steps) > newest
+
+
+def test_a_snapshot_folder_on_a_disk_that_is_full_from_the_start_is_an_error_before_training(
+    site: Site, disk: SmallDisk, tmp_path: Path
+) -> None:
+    disk.fill_and_take_inodes()
+    job = Training(site, disk)
+    assert job.end() == 1
+    assert "HF214" in job.agent.text
+    assert "No space left on device" in job.agent.text
+    assert not site.trail("step")

@@ -1,0 +1,166 @@
+"""A worker's output on its way to the disk, and disks that do not take it."""
+
+from __future__ import annotations
+
+import errno
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from holdfast.supervisor import log_spool
+from holdfast.supervisor.log_spool import LogMover, Spool
+from tests.support.limits import limit_s, until
+
+
+class Stream:
+    """One spool that is moved, and a worker's descriptor."""
+
+    def __init__(self, path: Path) -> None:
+        self.said: list[str] = []
+        self.mover = LogMover(self.said.append)
+        self.spool = Spool(path)
+        self.fd = self.spool.writer()
+        self.mover.add([self.spool])
+
+    def write(self, data: bytes) -> None:
+        while data:
+            data = data[os.write(self.fd, data) :]
+
+    def end(self) -> bool:
+        os.close(self.fd)
+        done = self.mover.finish(limit_s(5))
+        self.mover.close()
+        return done
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    (tmp_path / "run").mkdir()
+    return tmp_path / "run" / "attempt_0" / "0" / "stdout.log"
+
+
+def refuse(number: int) -> Callable[..., Any]:
+    def refusing(*_: Any, **__: Any) -> int:
+        raise OSError(number, os.strerror(number))
+
+    return refusing
+
+
+@pytest.mark.parametrize("call", ["open", "sendfile"])
+@pytest.mark.parametrize(
+    "number",
+    [errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO, errno.EACCES, errno.EFBIG, errno.ENOENT, errno.ESTALE],
+)
+def test_whatever_the_disk_says_the_worker_goes_on_and_the_file_is_complete_later(
+    path: Path, monkeypatch: pytest.MonkeyPatch, number: int, call: str
+) -> None:
+    monkeypatch.setattr(log_spool, "RETRY_S", 0.02)
+    stream = Stream(path)
+    stream.write(b"before\n")
+    until(lambda: path.exists() and path.read_bytes() == b"before\n", "it in the file")
+    with monkeypatch.context() as patch:
+        if call == "open":
+            stream.spool._made = False
+            patch.setattr(log_spool, "create", refuse(number))
+        else:
+            patch.setattr(log_spool.os, "sendfile", refuse(number))
+        stream.write(b"meanwhile\n" * 1000)
+        until(lambda: len(stream.said) == 1, "the message")
+        assert stream.spool.last(10) == (b"meanwhile\n", 10_007)
+        assert str(path) in stream.said[0]
+        assert os.strerror(number) in stream.said[0]
+    until(lambda: len(stream.said) == 2, "the other message")
+    stream.write(b"after\n")
+    assert stream.end()
+    assert path.read_bytes() == b"before\n" + b"meanwhile\n" * 1000 + b"after\n"
+
+
+def test_what_no_disk_takes_is_bounded_and_what_is_missing_is_said(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(log_spool, "RETRY_S", 0.02)
+    monkeypatch.setattr(log_spool, "BACKLOG_BYTES_MAX", 1 << 20)
+    stream = Stream(path)
+    lines = [b"%07d\n" % number for number in range(1 << 20)]  # 8 MiB
+    with monkeypatch.context() as patch:
+        patch.setattr(log_spool.os, "sendfile", refuse(errno.ENOSPC))
+        stream.write(lines[0])
+        until(lambda: stream.said, "the message")
+        for begin in range(1, len(lines), 4096):
+            stream.write(b"".join(lines[begin : begin + 4096]))
+        allocated = lambda: os.fstat(stream.spool.memory_fd).st_blocks * 512  # noqa: E731
+        until(lambda: allocated() <= 3 << 20, lambda: f"{allocated()} bytes")
+    stream.write(b"last\n")
+    assert stream.end()
+    head, note, tail = path.read_bytes().partition(b"\nholdfast: ")
+    missing, rest = tail.split(b" bytes of output are missing here: this disk took nothing\n")
+    assert note
+    whole = b"".join(lines) + b"last\n"
+    assert whole.startswith(head)
+    assert whole.endswith(rest)
+    assert len(head) + int(missing) + len(rest) == len(whole)
+    assert len(rest) >= 1 << 19
+
+
+def test_a_healthy_disk_loses_nothing_and_frees_memory(path: Path) -> None:
+    stream = Stream(path)
+    piece = os.urandom(1 << 20)
+    for _ in range(40):
+        stream.write(piece)
+    until(lambda: stream.spool.waiting_bytes == 0, "all to be moved")
+    assert os.fstat(stream.spool.memory_fd).st_blocks * 512 < 2 << 20
+    begin, got = 0, []
+    while begin < 40 << 20:
+        data, begin = stream.spool.read(begin, 1 << 20)  # from the file, then from memory
+        got.append(data)
+    assert b"".join(got) == piece * 40
+    assert stream.end()
+    assert path.read_bytes() == piece * 40
+
+
+def test_what_a_worker_truncates_stays_in_its_file(path: Path) -> None:
+    stream = Stream(path)
+    stream.write(b"a longer line\n")
+    until(lambda: path.exists() and path.read_bytes() == b"a longer line\n", "it in the file")
+    os.ftruncate(stream.fd, 0)
+    stream.write(b"new\n")
+    assert stream.end()
+    assert path.read_bytes() == b"a longer line\nnew\n"
+
+
+def test_at_the_end_a_disk_that_takes_nothing_is_not_waited_for(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = Stream(path)
+    with monkeypatch.context() as patch:
+        patch.setattr(log_spool.os, "sendfile", refuse(errno.EDQUOT))
+        stream.write(b"x" * 1234)
+        assert not stream.end()
+    assert stream.said[-1] == f"1234 bytes of output are not in the log files: {path}: {os.strerror(errno.EDQUOT)}"
+
+
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+from holdfast.supervisor.supervisor import fork_supervisor
+handle = fork_supervisor()
+from holdfast import seqpacket
+from holdfast.supervisor.log_spool import Spool
+path = Path(sys.argv[1])
+spool = Spool(path)
+worker = spool.writer()
+seqpacket.send(handle.sock, {"do": "logs", "paths": [str(path)], "first": True}, [spool.memory_fd])
+os.write(worker, b"moved\\n")
+spool.move()
+os.write(worker, b"not moved\\n" * 100_000)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_a_killed_agent_has_not_moved_the_supervisor_moves(path: Path) -> None:
+    done = subprocess.run([sys.executable, "-c", KILLED, str(path)], timeout=limit_s(30))
+    assert done.returncode == -signal.SIGKILL
+    whole = b"moved\n" + b"not moved\n" * 100_000
+    until(lambda: path.read_bytes() == whole, "all of it in the file")
