@@ -330,6 +330,10 @@ class NotFiniteError(SnapshotError, code="HF412"):
     """The loss is not finite since a snapshot was loaded: the snapshot is suspect, and an older one is used."""
 
 
+class ReplicasDifferError(SnapshotError, code="HF414"):
+    """Ranks have different values of a tensor that should be equal: a snapshot would mix them, so none is made."""
+
+
 class CopyError(SnapshotError, code="HF413"):
     """A state in memory could not be copied to another node, or fetched from it."""
 

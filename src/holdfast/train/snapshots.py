@@ -81,6 +81,9 @@ class SnapshotOptions:
     """With a URL: a local folder through which the saver uploads, so that memory is free sooner."""
     copies_bytes_per_s: float | None = None
     """With `copies=1`: bytes per second that a node may send. None: no limit."""
+    replicas_differ: bool = False
+    """True: ranks may have different values of a parameter (local SGD), and a snapshot has those of the first rank that
+    has it. False: that is an error, at each save to the disk."""
 
     def __post_init__(self) -> None:
         if type(self.failed_saves_max) is not int or self.failed_saves_max < 1:
@@ -336,7 +339,10 @@ class Snapshots:
         self._clock.start(step, time.monotonic())
         self._watch_optimizers()
         rescue, clock, failed_max = self._taken.rescue, self._clock, self._options.failed_saves_max
-        saving = Saving(self.path, self._tracker, peers, tier, rescue, clock, failed_max, self._lease, self._copies)
+        saving = Saving(
+            *(self.path, self._tracker, peers, tier, rescue, clock, failed_max, self._lease, self._copies),
+            replicas_differ=self._options.replicas_differ,
+        )
         self._saving, saving.retention = saving, self._keep is not None
         return saving
 

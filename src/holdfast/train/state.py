@@ -13,7 +13,7 @@ import copy
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -33,7 +33,17 @@ from holdfast.train.random_numbers import equal_parts, random_state, set_random_
 from holdfast.train.reading import Saved
 from holdfast.train.reducers import Order, Reducers
 from holdfast.train.sharding import OWN, TIED
-from holdfast.train.tracked import Choice, Compared, Fit, Shared, Targets, TrackedModel, TrackedOptimizer, check_tied
+from holdfast.train.tracked import (
+    Choice,
+    Compared,
+    Fit,
+    Role,
+    Shared,
+    Targets,
+    TrackedModel,
+    TrackedOptimizer,
+    check_tied,
+)
 
 FORMAT = 1
 
@@ -46,6 +56,19 @@ class Collected:
     own: dict[str, torch.Tensor]
     text: bytes
     """Of this rank; changes with every step."""
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    """Of the shared tensors."""
+
+    @property
+    def buffers(self) -> set[str]:
+        """Names of shared tensors that may differ between the ranks."""
+        return {name for name, role in self.roles.items() if role is Role.BUFFER}
+
+    def trained(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Those of these tensors that training changes: it may put numbers into them that are not finite. In a frozen
+        parameter, as in a buffer, they are meant to be there: a mask."""
+        found = {name: self.shared[name] for name in names if self.roles.get(name, Role.BUFFER) is not Role.BUFFER}
+        return {name: each for name, each in found.items() if self.roles[name] is Role.OPTIMIZER or each.requires_grad}
 
     def signature(self) -> tuple[Any, ...]:
         """Equal as long as a layout holds, and the tensors' shapes and types stay the same."""
@@ -81,6 +104,7 @@ class _Parts:
     live: list[Any]
     """All that they consist of."""
     tensors: dict[str, torch.Tensor]
+    roles: dict[str, Role]
     tied: dict[str, str]
     models: dict[str, Any]
     optimizers: dict[str, Any]
@@ -285,7 +309,7 @@ class Tracker:
             "orders": [] if rank else self.reducers.orders,
             TIED: parts.tied,
         }
-        return Collected(parts.tensors, encoder.tensors, codec.dumps(tree))
+        return Collected(parts.tensors, encoder.tensors, codec.dumps(tree), parts.roles)
 
     def _parts(self, encoder: codec.Encoder) -> _Parts:
         """Models and optimizers, taken apart; as they were the last time, if they consist of the same objects."""
@@ -306,7 +330,7 @@ class Tracker:
             optimizers = {
                 name: {part: codec.ready(tree) for part, tree in parts.items()} for name, parts in optimizers.items()
             }
-        parts = _Parts(keys, live, shared.tensors, shared.tied, models, optimizers)
+        parts = _Parts(keys, live, shared.tensors, shared.roles, shared.tied, models, optimizers)
         self._kept = parts if still else None
         return parts
 

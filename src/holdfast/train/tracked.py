@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import chain
 from typing import Any
 
@@ -175,21 +176,32 @@ class Targets:
         return {**self.fill, **self.filled}
 
 
+class Role(Enum):
+    """What a tensor is."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    """Ranks may have their own: statistics of BatchNorm, what a module draws."""
+    OPTIMIZER = "optimizer"
+
+
 class Shared:
     """Tensors of models and optimizers, each once."""
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.roles: dict[str, Role] = {}
         self.tied: dict[str, str] = {}
         """Further names of a tensor, and its first one."""
         self._names: dict[int, str] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor under this name, or the name as another one of a tensor that is already there."""
+        """Add a model's tensor under this name, or the name as another one of a tensor that is already there."""
         codec.check_storable(name, tensor)
         first = self._names.setdefault(id(tensor), name)
         if first == name:
             self.tensors[name] = tensor
+            self.roles[name] = Role.PARAMETER if isinstance(tensor, nn.Parameter) else Role.BUFFER
         else:
             self.tied[name] = first
 
@@ -332,7 +344,7 @@ class TrackedOptimizer:
                     if isinstance(value, torch.Tensor):
                         name = f"{self.name}.state.{fqn}.{what}"
                         codec.check_storable(name, value)
-                        shared.tensors[name] = value
+                        shared.tensors[name], shared.roles[name] = value, Role.OPTIMIZER
                         rest[what] = None
                     else:
                         rest[what] = [encoder.encode(value, f"{self.name}.state.{fqn}.{what}")]
