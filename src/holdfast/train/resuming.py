@@ -42,8 +42,9 @@ from holdfast.train.quarantine import Judged, Patience, end_without_progress, ju
 from holdfast.train.random_numbers import seed_random
 from holdfast.train.reading import ReadPlan, Saved, opened, parts_of_slot
 from holdfast.train.reducers import Order
+from holdfast.train.replicas import first_not_finite
 from holdfast.train.state import Restored, Tracker
-from holdfast.train.tracked import Choice, Compared, Fit, Targets, together
+from holdfast.train.tracked import Choice, Compared, Fit, Targets, together, trained
 
 _T = TypeVar("_T")
 
@@ -102,6 +103,9 @@ class Resumer:
     """By the slots."""
     _misfit: StateMismatchError | None = None
     """Of a state in memory."""
+    _must_be_finite: bool = False
+    """The disk has a state whose values are finite. Nobody has looked at those of the state that is being loaded, which
+    is in memory, or was written from there after a crash: if they are not, it is passed over."""
     _judged: Judged | None = None
     """Rank 0's."""
     _suspects: list[tuple[int, str]] = field(default_factory=list)
@@ -135,6 +139,7 @@ class Resumer:
         if word["over"]:
             end_without_progress(word["over"])
         self.life, self._suspects = word["life"], [(step, why) for step, why in word["suspects"]]
+        self._must_be_finite = word["must_be_finite"]
         for step, attempt, save, world, where in word["offers"]:
             state = (step, attempt, save)
             sources = Sources(world, {owner: (host, port) for owner, host, port in where})
@@ -189,7 +194,8 @@ class Resumer:
 
     def _first_word(self, said: list[Any], held: dict[State, Held]) -> dict[str, Any]:
         """Rank 0: what is suspect, and which states in memory to try."""
-        word: dict[str, Any] = {"over": "", "life": os.urandom(8).hex(), "suspects": [], "offers": []}
+        life = os.urandom(8).hex()
+        word: dict[str, Any] = {"over": "", "life": life, "suspects": [], "offers": [], "must_be_finite": False}
         found_at: dict[State, Sources] = {}
         for theirs, address in said:
             for (step, attempt, save), world, owners in theirs:
@@ -212,7 +218,8 @@ class Resumer:
         as_told = [
             (*state, each.world, [(owner, *address) for owner, address in each.where.items()]) for state, each in chosen
         ]
-        return {**word, "offers": as_told}
+        on_disk = any(each.manifest.finite for each in found.committed)
+        return {**word, "offers": as_told, "must_be_finite": on_disk}
 
     def _choose(self, common: set[State], held: dict[State, Held], found: Survey) -> list[State]:
         """Rank 0: what every rank has something of, or can fetch, newest first, and is not suspect or older than the
@@ -221,7 +228,7 @@ class Resumer:
         good = {each for each in common if Key(each[0], each[1]) not in self._judged.suspects}
         if good or found.committed or found.suspects:
             common = good  # else a suspect state is better than none
-        newest_step = -1 if found.newest_valid is None else found.newest_valid.step
+        newest_step = -1 if found.preferred is None else found.preferred.step
 
         def age(offer: State) -> tuple[int, int]:
             own = next(iter(held.get(offer, {}).values()), None)
@@ -245,7 +252,11 @@ class Resumer:
         found = self._on_all(lambda: self._prepare(saved, fit))
         if found is None:
             return None
-        restored, damage = self._together(lambda: self._restore(*found, fit))
+        name, loaded = self._look_at(*found) if self._must_be_finite else ("", False)
+        if name:
+            self._pass_over(f"step {step} in memory: {name} has values that are not finite")
+            return None
+        restored, damage = self._together(lambda: self._restore(*found, fit, loaded=loaded))
         if damage:
             self.skipped.append(f"step {step} in memory: {damage}")
             return None
@@ -259,6 +270,12 @@ class Resumer:
             saved = Saved([part for each in held for part in parts_of_slot(each.data, each.path)])
             self._compared[which] = self._compare(saved)
         return self._compared[which]
+
+    def _pass_over(self, what: str) -> None:
+        """All ranks do; say it once."""
+        self.skipped.append(what)
+        if self.peers.rank == 0:
+            warnings.warn(f"holdfast: passed over: {what}", RuntimeWarning, stacklevel=5)
 
     def _on_all(self, work: Callable[[], _T]) -> _T | None:
         """None when it failed on some rank: pieces are on another node, or torn, or do not fit what is tracked."""
@@ -299,7 +316,12 @@ class Resumer:
             _, damage = self._together(lambda path=path: self._check(path))  # type: ignore[misc]
             resumed = None
             if not damage:
+                self._must_be_finite = word["must_be_finite"]
                 resumed, damage = self._from_folder(word["step"], path)
+            if resumed is None and not damage:
+                if self.peers.rank == 0:
+                    passed.add(Key(word["step"], word["attempt"]))
+                continue
             if resumed is not None:
                 self._clear()
                 self.origin = Key(word["step"], word["attempt"])
@@ -326,11 +348,16 @@ class Resumer:
             return {"error": error if self.peers.world == 1 else str(error)}
         if chosen is None:
             return {"path": ""}
+        for each in left[0]:
+            if each.key > chosen.key and each.key not in passed:
+                passed.add(each.key)
+                self._pass_over(f"{each.key.name}: it has values that are not finite")
         return {
             "path": str(chosen.path),
             "step": chosen.key.step,
             "attempt": chosen.key.attempt,
             "skipped": self.skipped,
+            "must_be_finite": chosen.manifest.finite is None and any(each.manifest.finite for each in left[0]),
         }
 
     def _await_previous_worker(self) -> None:
@@ -369,14 +396,21 @@ class Resumer:
         return 0
 
     def _from_folder(self, step: int, path: Place) -> tuple[Resumed | None, str]:
-        """None and why, when the snapshot is at fault."""
+        """None and why, when the snapshot is damaged; None alone: it is whole, and has values that are not finite."""
         with contextlib.ExitStack() as files:
             compared, damage = self._together(lambda: self._compare(files.enter_context(opened(folders.inspect(path)))))
             if damage:
                 return None, damage
             saved, findings = compared
             fit = together(self.peers, findings, self.choice)
-            restored, damage = self._together(lambda: self._restore(*self._prepare(saved, fit), fit))
+            found, damage = self._together(lambda: self._prepare(saved, fit))
+            if damage:
+                return None, damage
+            name, loaded = self._look_at(*found) if self._must_be_finite else ("", False)
+            if name:
+                self._pass_over(f"{path.name}: {name} has values that are not finite")
+                return None, ""
+            restored, damage = self._together(lambda: self._restore(*found, fit, loaded=loaded))
             return (None, damage) if damage else (self._resumed(step, "disk", restored, fit), "")
 
     # --- both ---------------------------------------------------------------------------------------------------------
@@ -388,8 +422,19 @@ class Resumer:
         targets = self.tracker.targets(saved, self.peers.rank, fit)
         return saved.prepare(targets.fill), targets
 
-    def _restore(self, prepared: ReadPlan, targets: Targets, fit: Fit) -> Restored:
-        prepared.load()
+    def _look_at(self, prepared: ReadPlan, targets: Targets) -> tuple[str, bool]:
+        """Load it, and look for values that are not finite: name of such a tensor of any rank, and whether this rank
+        has loaded it. If it could not, `_restore` reports why. All ranks call it."""
+        name, loaded = "", False
+        with contextlib.suppress(Exception):
+            prepared.load()
+            loaded = True
+            name = first_not_finite(trained(targets.all(), targets.roles))
+        return next(filter(None, self.peers.share(name)), ""), loaded
+
+    def _restore(self, prepared: ReadPlan, targets: Targets, fit: Fit, *, loaded: bool = False) -> Restored:
+        if not loaded:
+            prepared.load()
         return self.tracker.restore(prepared.saved, self.peers.rank, self.peers.world, targets.all(), fit)
 
     def _resumed(self, step: int, source: Literal["memory", "disk"], restored: Restored, fit: Fit) -> Resumed:

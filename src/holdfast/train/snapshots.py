@@ -73,7 +73,7 @@ class SnapshotOptions:
     """Leave with exit code 0 when the launcher asks to stop and all is saved. False: `Snapshots.stopping` is set."""
     suspect_within_steps: int | None = None
     """A failure that repeats, or a loss that is not finite, so many steps after `resume()` makes the snapshot suspect.
-    None: the interval of snapshots; 0: never."""
+    None: the interval of snapshots, at least 3; 0: never."""
     restarts_without_progress: int | None = 3
     """So many restarts in a row may fail before the job's best step; then it ends with exit code 93. None: any
     number."""
@@ -247,7 +247,7 @@ class Snapshots:
                 self.path, self._tracker, peers, tier, self._options.fresh_ok, self._patience, choice, self._copies
             )
             resumed = resumer.run()
-        self._life = OwnLife(self.path, resumer.life, resumer.origin, self._patience, self._keep)
+        self._life = OwnLife(self.path, resumer.life)
         if choice.only is not None:
             self._tracker.chosen = tuple(sorted(choice.only))
         saving = self._begin(peers, tier)
@@ -333,6 +333,8 @@ class Snapshots:
 
     def _begin(self, peers: Peers, tier: Tier) -> Saving:
         assert self._taken is not None
+        if self._life is None:
+            self._life = OwnLife(self.path)
         step, self._durable_epoch = self.state.step, self.state.epoch
         worker.at_step(step)
         self._schedule.start(step)
@@ -400,10 +402,11 @@ class Snapshots:
         worker.at_step(self.state.step)
         self._metrics = metrics
         self._look(saving)
-        if self._life is not None:  # also when a scaler has skipped the optimizer's step
-            self._life.step(self.state.step, metrics)
+        stepped = self._pending.stepped or not self._tracker.optimizers
         if self._pending.at_step():
             return
+        if self._life is not None:  # also when a scaler has skipped the optimizer's step
+            self._life.losses.step(self.state.step, metrics, stepped=stepped)
         if self._untracked is not None and self._untracked.at_step():
             self._note_untracked_data()
         while self._until_first_step:  # not by the hook itself: torch is iterating over its hooks then
@@ -472,6 +475,8 @@ class Snapshots:
 
     def _save(self, saving: Saving, *, durable: bool, demanded: bool = False) -> None:
         self._used = True
+        if durable and self._life is not None:
+            self._life.losses.settle()
         done = saving.save(durable=durable, metrics=self._metrics, demanded=demanded)
         if done.look_at:
             self._schedule.look_at = done.look_at

@@ -43,6 +43,7 @@ from holdfast.train.tracked import (
     TrackedModel,
     TrackedOptimizer,
     check_tied,
+    trained,
 )
 
 FORMAT = 1
@@ -65,10 +66,8 @@ class Collected:
         return {name for name, role in self.roles.items() if role is Role.BUFFER}
 
     def trained(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Those of these tensors that training changes: it may put numbers into them that are not finite. In a frozen
-        parameter, as in a buffer, they are meant to be there: a mask."""
-        found = {name: self.shared[name] for name in names if self.roles.get(name, Role.BUFFER) is not Role.BUFFER}
-        return {name: each for name, each in found.items() if self.roles[name] is Role.OPTIMIZER or each.requires_grad}
+        """Those of these shared tensors that training changes."""
+        return trained({name: self.shared[name] for name in names}, self.roles)
 
     def signature(self) -> tuple[Any, ...]:
         """Equal as long as a layout holds, and the tensors' shapes and types stay the same."""
@@ -385,7 +384,8 @@ class Tracker:
                 model.collect(model.live(), shared, encoder)
         for name, first in shared.tied.items():
             check_tied(saved, name, first)
-        into = Targets(fill={name: each for name, each in shared.tensors.items() if name not in fit.missing})
+        into = Targets({name: each for name, each in shared.tensors.items() if name not in fit.missing})
+        into.roles = shared.roles
         text = _text_of(saved, rank)
         for optimizer in self._optimizers:
             if optimizer.name in fit.restored:

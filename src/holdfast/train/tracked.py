@@ -163,6 +163,26 @@ def groups_problem(name: str, now: Sequence[Sequence[str]], then: Sequence[Seque
     return counted
 
 
+class Role(Enum):
+    """What a tensor is."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    """Ranks may have their own: statistics of BatchNorm, what a module draws."""
+    OPTIMIZER = "optimizer"
+
+
+def trained(tensors: Mapping[str, torch.Tensor], roles: Mapping[str, Role]) -> dict[str, torch.Tensor]:
+    """Those of these tensors that training changes: it may put numbers into them that are not finite. In a frozen
+    parameter, as in a buffer, these are meant to be there (a mask). What has no role belongs to an optimizer."""
+    return {
+        name: each
+        for name, each in tensors.items()
+        if (role := roles.get(name, Role.OPTIMIZER)) is Role.OPTIMIZER
+        or (role is Role.PARAMETER and each.requires_grad)
+    }
+
+
 @dataclass
 class Targets:
     """The shared tensors of a state that is to be restored."""
@@ -171,18 +191,11 @@ class Targets:
     """To be filled."""
     filled: dict[str, torch.Tensor] = field(default_factory=dict)
     """That have their values already."""
+    roles: dict[str, Role] = field(default_factory=dict)
+    """Of those that belong to models."""
 
     def all(self) -> dict[str, torch.Tensor]:
         return {**self.fill, **self.filled}
-
-
-class Role(Enum):
-    """What a tensor is."""
-
-    PARAMETER = "parameter"
-    BUFFER = "buffer"
-    """Ranks may have their own: statistics of BatchNorm, what a module draws."""
-    OPTIMIZER = "optimizer"
 
 
 class Shared:
