@@ -32,7 +32,7 @@ from holdfast.snapshots.copy_service import State, is_copy
 from holdfast.snapshots.flush import rescue_attempt
 from holdfast.snapshots.folder import RankFile, Survey
 from holdfast.snapshots.layout import MANIFEST, FolderKind, Key, parse_name
-from holdfast.snapshots.lease import FolderLease
+from holdfast.snapshots.lease import FOLDER_ID, FolderLease
 from holdfast.snapshots.remote import LOOK_S, Place, RemotePath, place_of
 from holdfast.snapshots.saver_client import Tier
 from holdfast.snapshots.slots import Slot
@@ -88,6 +88,8 @@ class Resumer:
     patience: Patience
     choice: Choice = field(default_factory=Choice)
     copies: Copies | None = None
+    folder_id: str = ""
+    """States in memory of another folder, which had this name before, are left out."""
     life: str = ""
     """A random word, the same on all ranks: notes of this life carry it."""
     origin: Key | None = None
@@ -156,6 +158,8 @@ class Resumer:
         held: dict[State, Held] = {}
         for each in self.tier.held(str(self.path)):
             assert each.request is not None
+            if each.request.note.get(FOLDER_ID) != self.folder_id:
+                continue
             held.setdefault(each.request.identity, {}).setdefault(each.rank, each)
         return held
 
@@ -504,6 +508,8 @@ class TakenFolder(NamedTuple):
     """The attempt as which the saver writes what only memory has."""
     secret: str
     """For all ranks."""
+    folder_id: str
+    """See LeaseOwner."""
 
 
 def take_folder(path: Place, peers: Peers, lease: FolderLease | None, lost: int = 0) -> TakenFolder:
@@ -516,6 +522,7 @@ def take_folder(path: Place, peers: Peers, lease: FolderLease | None, lost: int 
             run_id, job_uid = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("HOLDFAST_JOB_UID", "")
             lease = lease or leases.acquire(path, run_id, lost=lost, job_uid=job_uid)
             word = {"number": lease.number, "rescue": rescue_attempt(), "secret": secrets.token_hex(32)}
+            word["folder_id"] = lease.folder_id
         except HoldfastError as error:
             failure, word = error, {"error": str(error)}
     try:
@@ -528,4 +535,4 @@ def take_folder(path: Place, peers: Peers, lease: FolderLease | None, lost: int 
         raise failure
     if "error" in word:
         raise SnapshotError(f"rank 0: {word['error']}")
-    return TakenFolder(lease, int(word["number"]), int(word["rescue"]), str(word["secret"]))
+    return TakenFolder(lease, int(word["number"]), int(word["rescue"]), str(word["secret"]), str(word["folder_id"]))

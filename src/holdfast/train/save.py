@@ -28,7 +28,7 @@ from holdfast.snapshots import changes, disk
 from holdfast.snapshots.changes import Keep, SaveRequest, Verified
 from holdfast.snapshots.in_process import InProcessStaging, warn_of_disk
 from holdfast.snapshots.layout import FINITE
-from holdfast.snapshots.lease import FolderLease
+from holdfast.snapshots.lease import FOLDER_ID, FolderLease
 from holdfast.snapshots.memory_folder import STALL
 from holdfast.snapshots.read_back import READ_BACK
 from holdfast.snapshots.remote import Place, RemotePath
@@ -97,11 +97,13 @@ class Saving:
         copies: Copies | None = None,
         *,
         replicas_differ: bool = False,
+        folder_id: str = "",
     ) -> None:
         """`rescue`: the attempt as which the saver writes what is only in memory; the same on all ranks. `lease`:
-        rank 0's. `copies`: other nodes get copies. `replicas_differ`: see `SnapshotOptions`."""
+        rank 0's. `copies`: other nodes get copies. `replicas_differ`: see `SnapshotOptions`; `folder_id`: see
+        LeaseOwner."""
         self.tier = tier
-        self._replicas_differ = replicas_differ
+        self._replicas_differ, self._folder_id = replicas_differ, folder_id
         self._path, self._tracker, self._peers = path, tracker, peers
         self._begun_at: tuple[int, int] = (-1, 0)
         """In an object store: the step that was begun last, and how often."""
@@ -408,7 +410,7 @@ class Saving:
     def _request(self, number: int, metrics: Mapping[str, float], *, finite: bool | None = None) -> SaveRequest:
         """`finite`: whether all values are; None: nobody has looked."""
         assert self._layout is not None
-        note: dict[str, Any] = {"save": self._saves}
+        note: dict[str, Any] = {"save": self._saves, FOLDER_ID: self._folder_id}
         if self.retention:
             note[READ_BACK] = True
         if self._layout.beside is not None:

@@ -243,8 +243,10 @@ class Snapshots:
                 return self._resume_from_survivors()
         with self._closed_by_failure():
             peers, tier = self._open()
+            assert self._taken is not None
             resumer = Resumer(
-                self.path, self._tracker, peers, tier, self._options.fresh_ok, self._patience, choice, self._copies
+                *(self.path, self._tracker, peers, tier, self._options.fresh_ok, self._patience, choice, self._copies),
+                folder_id=self._taken.folder_id,
             )
             resumed = resumer.run()
         self._life = OwnLife(self.path, resumer.life)
@@ -344,6 +346,7 @@ class Snapshots:
         saving = Saving(
             *(self.path, self._tracker, peers, tier, rescue, clock, failed_max, self._lease, self._copies),
             replicas_differ=self._options.replicas_differ,
+            folder_id=self._taken.folder_id,
         )
         self._saving, saving.retention = saving, self._keep is not None
         return saving

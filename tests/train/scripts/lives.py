@@ -60,7 +60,9 @@ def live(number: int, case: str, folder: str) -> None:
             snaps.save(wait=True)
             change(1)
             snaps.step()
-            shutil.rmtree(folder) if case == "removed" else os.rename(folder, f"{folder}.before")
+            os.rename(folder, f"{folder}.before")  # at once: the saver may be writing into it
+            if case == "removed":
+                shutil.rmtree(f"{folder}.before", ignore_errors=True)
         case "unsaved" if number == 0:
             change(1)
             snaps.step()
