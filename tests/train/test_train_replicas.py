@@ -157,6 +157,12 @@ def test_a_module_that_each_rank_has_for_itself_is_no_replica(warm: Warm, tmp_pa
         assert "ranks 0, 1, 2 and 3 differ from one another in model.own.weight" in error
 
 
+def test_it_is_the_same_whether_ddp_or_the_module_in_it_is_tracked(warm: Warm, tmp_path: Path) -> None:
+    (_, weights), (resumed, weights_again) = warm.found(SCRIPT, "inner", tmp_path)
+    assert resumed
+    assert weights_again == weights
+
+
 def test_shards_are_compared_with_their_replicas(warm: Warm, tmp_path: Path) -> None:
     found = warm.found(SCRIPT, "hsdp", tmp_path)
     for error in found["said"]:

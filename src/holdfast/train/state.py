@@ -13,6 +13,7 @@ import copy
 import functools
 import inspect
 import operator
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -128,6 +129,8 @@ class TrainState:
         self._batches: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._finish: Callable[[], None] = lambda: None
         self._save: Callable[[], None] = lambda: None
+        self._only = ""
+        """What of another run was restored, step and epoch with it: `resume(only=…)`."""
 
     def epochs(self, count: int, *, save: bool = False) -> Iterator[int]:
         """The epochs that are left of 0 … count-1. The first one may be half done: the loader goes on within it.
@@ -137,6 +140,13 @@ class TrainState:
         epoch. After the last one the state is saved, if `every` says that anything is: what comes next may need the
         whole training.
         """
+        if self._only and self.epoch >= count:
+            warnings.warn(
+                f"holdfast: resume(only={self._only}) has restored epoch {self.epoch} of {count} as well: nothing is "
+                "left to train. To begin anew from these weights: ht.load_weights(model, folder), in another folder.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         while self.epoch < count:
             self._follow(self.epoch)
             left, whole = self._batches()
@@ -173,6 +183,22 @@ def _checked(model: TrackedModel) -> TrackedModel:
     return model
 
 
+def _check_optimizer(name: str, optimizer: Optimizer) -> None:
+    """Refuse now what no save can do."""
+    if any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(optimizer).__mro__):
+        raise TrackingError(
+            f"track({name}=…): ZeroRedundancyOptimizer is not supported: each rank has a part of its state.\n"
+            "Shard the model with fully_shard (FSDP2), and take an ordinary optimizer: its state is sharded, too."
+        )
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return
+    _check_takes_nothing(name, optimizer.state_dict)
+    try:
+        optimizer.state_dict()
+    except Exception as error:
+        raise TrackingError(f"track({name}=…): its state_dict() fails: {type(error).__name__}: {error}") from error
+
+
 def _check_takes_nothing(name: str, state_dict: Callable[..., Any]) -> None:
     try:
         inspect.signature(state_dict).bind()
@@ -203,6 +229,8 @@ class Tracker:
         for name, each in objects.items():
             if "/" in name or name in self.names():
                 raise TrackingError(f"track({name}=…): the name is taken, or has a slash")
+            if isinstance(each, Optimizer):
+                _check_optimizer(name, each)
             if isinstance(each, nn.Module):
                 _refuse_fsdp1(name, each)
                 self._models.append(_checked(TrackedModel(name, each)))
@@ -344,9 +372,10 @@ class Tracker:
     def compare(self, saved: Saved, rank: int, choice: Choice, world: int = 0) -> Compared:
         """How the snapshot fits the tracked objects: input of `tracked.together`. `world`: number of ranks that it is
         restored on; 0: each rank gets the state of a rank in its place."""
-        text = _text_of(saved, rank)
+        text = text_of(saved, rank)
         there = {name for part in ("models", "optimizers", "others") for name in text[part]}
         whole = choice.only is None or text.get("only") == sorted(choice.only)
+        self.state._only = "" if whole else str(sorted(choice.only or ()))
         wanted = self.names() if whole or choice.only is None else set(choice.only)
         found = Compared(frozenset(wanted), self.names(), {name: [name] for name in sorted(wanted - there)})
         if whole:
@@ -386,7 +415,7 @@ class Tracker:
             check_tied(saved, name, first)
         into = Targets({name: each for name, each in shared.tensors.items() if name not in fit.missing})
         into.roles = shared.roles
-        text = _text_of(saved, rank)
+        text = text_of(saved, rank)
         for optimizer in self._optimizers:
             if optimizer.name in fit.restored:
                 optimizer.targets(saved, _merged(saved, text, optimizer.name), text["models"], into)
@@ -394,7 +423,7 @@ class Tracker:
 
     def restore(self, saved: Saved, rank: int, world: int, filled: Mapping[str, torch.Tensor], fit: Fit) -> Restored:
         """Give everything its state, after `filled` (the targets) were."""
-        text = _text_of(saved, rank)
+        text = text_of(saved, rank)
         world_then: int = codec.expect(text.get("world"), int, "world")
         for model in self._models:
             if model.name in fit.restored:
@@ -445,7 +474,7 @@ def position_of(follower: Any) -> dict[str, Any]:
     return copy.deepcopy(follower.state_dict()) if ours is None else ours()
 
 
-def _text_of(saved: Saved, rank: int) -> dict[str, Any]:
+def text_of(saved: Saved, rank: int) -> dict[str, Any]:
     """The text that this rank continues from: that of its number, modulo the number of ranks at the save. Raises
     ShardingError."""
     texts = {text.get("rank"): text for text in saved.texts}

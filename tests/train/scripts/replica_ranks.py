@@ -190,6 +190,29 @@ def case_private(folder: Path) -> Any:
     return ranks(4, lambda: private(folder))
 
 
+def inner(folder: Path, *, raw: bool) -> Any:
+    """The weights, where the module inside DDP is tracked, and then DDP."""
+    torch.manual_seed(0 if raw else 1)
+    module = snapshot_ranks.Net()
+    model = DistributedDataParallel(module)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
+    snaps = ht.Snapshots(folder, every=None, memory_every=None)
+    snaps.track(model=module if raw else model, optimizer=optimizer)
+    resumed = snaps.resume()
+    if raw:
+        for number in range(2):
+            snapshot_ranks.train(model, optimizer, number)
+            snaps.step()
+        snaps.save(wait=True)
+    found = [resumed is not None, module.first.weight.tolist()]
+    snaps.close()
+    return found
+
+
+def case_inner(folder: Path) -> Any:
+    return [ranks(3, lambda: inner(folder, raw=raw), f"inner{raw}")[0] for raw in (True, False)]  # noqa: B023
+
+
 def hsdp(folder: Path) -> Any:
     """Rank 3 holds a replica of rank 1's shard."""
     model, optimizer = snapshot_ranks.build("hsdp")
