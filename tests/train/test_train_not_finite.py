@@ -16,7 +16,7 @@ from holdfast.protocol.errors import NotFiniteError
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots.changes import Keep
 from holdfast.snapshots.in_process import InProcessStaging
-from holdfast.train.loss_watch import BAD_STEPS_MAX, SKIPPED_STEPS_MAX, LossWatch, is_watched
+from holdfast.train.loss_watch import BAD_STEPS_MAX, SKIPPED_STEPS_MAX, LossWatch, _Reading, is_watched
 
 pytestmark = pytest.mark.xdist_group("torch lives")
 NAN, INF = float("nan"), float("inf")
@@ -189,3 +189,35 @@ def test_a_scaler_that_looks_for_its_scale_ends_nothing(tmp_path: Path) -> None:
         run.snaps.step(loss=scaled)
     assert bad > BAD_STEPS_MAX
     run.snaps.close()
+
+
+class Arrives:
+    """In place of a device's event."""
+
+    def __init__(self) -> None:
+        self.here = self.awaited = False
+
+    def query(self) -> bool:
+        return self.here
+
+    def synchronize(self) -> None:
+        self.awaited = self.awaited or not self.here
+
+
+def test_a_loss_on_a_device_is_read_when_it_has_arrived_and_in_the_order_of_the_steps() -> None:
+    watch, events = LossWatch(), [Arrives() for _ in range(3)]
+    watch._unread.extend(_Reading(step, True, torch.tensor(False), each) for step, each in enumerate(events, 1))  # type: ignore[arg-type]
+    watch.step(4, {"loss": 1.0}, stepped=True)  # is not judged before those
+    events[0].here = events[1].here = True
+    watch.step(5, {"loss": 1.0}, stepped=True)
+    assert not any(each.awaited for each in events)
+    events[2].here = True
+    with pytest.raises(NotFiniteError, match="in steps 1 to 3"):
+        watch.step(6, {"loss": 1.0}, stepped=True)
+
+
+def test_a_save_waits_for_the_losses() -> None:
+    watch = LossWatch()
+    watch._unread.extend(_Reading(step, True, torch.tensor(False), Arrives()) for step in range(3))  # type: ignore[arg-type]
+    with pytest.raises(NotFiniteError):
+        watch.settle()

@@ -76,6 +76,8 @@ SAVES = 17
 
 PROFILE_SIGNAL = 60
 """SIGRTMAX - 4: a worker that catches it looks at PROFILE, for an order that does not count steps."""
+INTERRUPT_SIGNAL = 59
+"""SIGRTMAX - 5: its handler interrupts a worker in `ht.survive` (worker/regroup.py). Nobody sends it."""
 LOOK_SIGNAL = 62
 """SIGRTMAX - 2 on Linux: a worker that catches it writes the stacks of all its threads into that file. For sleeping
 workers only: a running thread changes its stack while it is read, which can crash the worker."""
