@@ -17,6 +17,7 @@ from holdfast.snapshots import folder as folders
 from holdfast.snapshots.changes import Keep
 from holdfast.snapshots.in_process import InProcessStaging
 from holdfast.train.loss_watch import BAD_STEPS_MAX, SKIPPED_STEPS_MAX, LossWatch, _Reading, is_watched
+from tests.train.conftest import damage
 
 pytestmark = pytest.mark.xdist_group("torch lives")
 NAN, INF = float("nan"), float("inf")
@@ -169,6 +170,24 @@ def test_if_there_is_no_finite_snapshot_the_newest_is_used(tmp_path: Path) -> No
     again = Run(tmp_path)
     assert again.resumed is not None
     assert again.resumed.step == 0
+    again.snaps.close()
+
+
+@pytest.mark.usefixtures("plain")
+def test_if_the_finite_one_is_damaged_another_is_better_than_none(tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    run.steps(1)
+    run.snaps.save(wait=True)
+    run.model.weight.detach()[0, 0] = NAN
+    run.snaps.state.step += 1
+    with pytest.warns(RuntimeWarning, match="not finite after step 2"):
+        run.snaps.save(wait=True)
+    run.snaps.close()
+    damage(tmp_path / "step_000000001.0001" / "rank_00000.safetensors")
+    with pytest.warns(RuntimeWarning, match="passed over"):
+        again = Run(tmp_path)
+    assert again.resumed is not None
+    assert again.resumed.step == 2
     again.snaps.close()
 
 

@@ -108,6 +108,8 @@ class Resumer:
     _must_be_finite: bool = False
     """The disk has a state whose values are finite. Nobody has looked at those of the state that is being loaded, which
     is in memory, or was written from there after a crash: if they are not, it is passed over."""
+    _passed_over: set[Key] = field(default_factory=set)
+    """Rank 0's: snapshots that are known to have values that are not finite, and were reported."""
     _judged: Judged | None = None
     """Rank 0's."""
     _suspects: list[tuple[int, str]] = field(default_factory=list)
@@ -353,8 +355,8 @@ class Resumer:
         if chosen is None:
             return {"path": ""}
         for each in left[0]:
-            if each.key > chosen.key and each.key not in passed:
-                passed.add(each.key)
+            if each.key > chosen.key and each.key not in self._passed_over:
+                self._passed_over.add(each.key)
                 self._pass_over(f"{each.key.name}: it has values that are not finite")
         return {
             "path": str(chosen.path),

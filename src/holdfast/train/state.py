@@ -459,7 +459,7 @@ class Tracker:
 
     def state_in(self, saved: Saved, name: str) -> Any:
         """The state of this object, which is neither a model nor an optimizer, in the image of one rank."""
-        return codec.decode(_text_of(saved, 0)["others"][name], saved.fresh)
+        return codec.decode(text_of(saved, 0)["others"][name], saved.fresh)
 
     def put_back(self, name: str, done: Restored) -> None:
         """Give this object back the state that it had: on some rank it refused the saved one."""
