@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
+from holdfast.train.torch_private import local_part
+
 BLOCK_WORDS = 1 << 15
 """So many factors: they and a block of words fit into a core's cache."""
 PASS_BLOCKS = 1 << 8
@@ -138,7 +140,7 @@ def _read(values: Sequence[torch.Tensor]) -> list[Any]:
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+    return local_part(tensor) if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def _words(tensor: torch.Tensor) -> torch.Tensor:
