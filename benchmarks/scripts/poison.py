@@ -1,6 +1,6 @@
 """A training whose saved state is poisoned: intact, and whoever goes on from it fails. poison.py FOLDER KIND
 
-numbers   the weights are no finite numbers, and the script raises
+numbers   the weights are no finite numbers, and the script raises; the first life gives no loss to snaps.step()
 silent    the same, and the script does not look
 error     a tracked object's state makes each step raise
 crash     … makes native code abort
@@ -66,7 +66,7 @@ with ht.process_group() as pg, ht.Snapshots(folder / "snaps", every="20 steps", 
             os.kill(os.getpid(), signal.SIGKILL)
         if kind == "bug" and state.step == FAILS_AT:
             raise ValueError(f"bug at step {state.step}")
-        snaps.step(loss=loss)
+        snaps.step(**({} if first else {"loss": loss}))
     if pg.rank == 0:
         whole = b"".join(each.detach().numpy().tobytes() for each in model.parameters())
         (folder / "end").write_text(hashlib.sha256(whole).hexdigest())

@@ -6,6 +6,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -61,14 +62,26 @@ def numbers(path: Path) -> list[str]:
 
 def test_a_free_folder_is_taken_at_once_and_given_back(tmp_path: Path) -> None:
     waits = Waits()
+    identities: set[str] = set()
     for number in (1, 2, 3):
         with acquire(tmp_path / "runs", "a", wait=waits) as held:
             held.check()
-            assert lease.owner(tmp_path / "runs") == LeaseOwner.me("a", "")
+            found = lease.owner(tmp_path / "runs")
+            assert found == replace(LeaseOwner.me("a", ""), folder_id=held.folder_id)
+            identities.add(held.folder_id)
             assert numbers(tmp_path / "runs") == [f"lease.{number:06d}"]
         assert lease.owner(tmp_path / "runs") is None
     assert waits.count == 0
     assert folder.survey(tmp_path / "runs").fresh
+    (identity,) = identities
+    assert not lease.is_of_another_folder(tmp_path / "runs", identity)
+    shutil.rmtree(tmp_path / "runs")
+    assert lease.is_of_another_folder(tmp_path / "runs", identity)
+    (tmp_path / "runs").mkdir()
+    assert lease.is_of_another_folder(tmp_path / "runs", identity)
+    with acquire(tmp_path / "runs", "a", wait=waits) as held:
+        assert lease.is_of_another_folder(tmp_path / "runs", identity)
+        assert not lease.is_of_another_folder(tmp_path / "runs", held.folder_id)
 
 
 def test_a_live_owner_elsewhere_is_named(tmp_path: Path) -> None:

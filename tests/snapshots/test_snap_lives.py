@@ -52,6 +52,7 @@ def test_the_same_failure_or_a_number_that_is_not_finite_makes_a_snapshot_suspec
         "torch.OutOfMemoryError: CUDA out of memory",
         "OutOfMemoryError: out of memory",
         "FileNotFoundError: /data/nan",
+        "ReplicasDifferError: rank 0 and rank 1 differ in model.inf",
     ],
 )
 def test_other_failures_do_not(text: str) -> None:

@@ -109,7 +109,9 @@ class Rank:
 
     def __init__(self, folder: Path, peers: Peers) -> None:
         self.tracker = Tracker()
-        self.tracker.add({"model": nn.Linear(2, 2)})
+        model = nn.Linear(2, 2)
+        nn.init.ones_(model.weight), nn.init.zeros_(model.bias)  # equal on all ranks
+        self.tracker.add({"model": model})
         clock = Timekeeper(None)
         self.saving = Saving(folder, self.tracker, peers, InProcessStaging(), 1, clock, failed_saves_max=2, lease=None)
 

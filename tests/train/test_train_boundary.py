@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torch import nn
 import holdfast.train as ht
 from holdfast.protocol.errors import DataStateError
 from holdfast.train.boundary import Boundary, Buffers, noted_forward
+from holdfast.worker.regroup import _calls_a_module
 
 pytestmark = pytest.mark.xdist_group("torch")
 
@@ -243,3 +245,18 @@ def test_parameters_and_buffers_that_were_made_for_inference(tmp_path: Path) -> 
     boundary.mark(state)
     assert boundary.untouched()
     boundary.rewind(state)
+
+
+def test_torch_calls_modules_as_an_interruption_assumes() -> None:
+    """`worker/regroup.py` interrupts the main thread inside such a call, and nowhere else."""
+    seen = []
+
+    class Looks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(_calls_a_module(sys._getframe()))
+            return x
+
+    nn.Sequential(Looks())(torch.zeros(1))
+    torch.compile(Looks(), backend="eager", disable=True)(torch.zeros(1))
+    assert seen == [True, True]
+    assert not _calls_a_module(sys._getframe())

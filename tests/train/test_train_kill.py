@@ -76,6 +76,23 @@ def test_the_end_of_a_forked_child_is_not_the_job_s(warm: Warm, tmp_path: Path) 
     assert second[0] == {"source": "memory", "count": 3, "bias": [3.0, 3.0]}
 
 
+def test_a_state_in_memory_that_is_not_finite_is_passed_over_for_one_on_the_disk(warm: Warm, tmp_path: Path) -> None:
+    first, (second, said) = lives(warm, 2, "poisoned", tmp_path)
+    assert (second["source"], second["bias"]) == ("disk", first[0]["bias"])
+    assert any("in memory: model.bias has values that are not finite" in each for each in said["skipped"])
+
+
+def test_a_state_in_memory_that_was_not_saved_yet_comes_back(warm: Warm, tmp_path: Path) -> None:
+    _, (second, _) = lives(warm, 2, "unsaved", tmp_path)
+    assert second == {"source": "memory", "count": 1, "bias": [1.0, 1.0]}
+
+
+@pytest.mark.parametrize("case", ["removed", "moved"])
+def test_a_state_in_memory_belongs_to_its_folder_and_not_to_a_new_one(warm: Warm, tmp_path: Path, case: str) -> None:
+    _, (second, _) = lives(warm, 2, case, tmp_path)
+    assert (second["source"], second["count"]) == (None, 0)
+
+
 # --- two nodes whose trainers, savers and memory are killed and lost at random ----------------------------------------
 
 

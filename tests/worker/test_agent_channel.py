@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import _thread
 import os
+import signal
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from holdfast import seqpacket
-from holdfast.protocol.board_layout import BOARD_VARIABLE, channel_name
+from holdfast.protocol.board_layout import BOARD_VARIABLE, INTERRUPT_SIGNAL, channel_name
 from holdfast.worker.regroup import (
-    UNINTERRUPTED_S,
+    MODULE_CALL,
     AgentChannel,
     ChannelLostError,
     Go,
@@ -168,58 +170,75 @@ def test_a_regroup_without_a_loss_cuts_nothing(agent: AgentEnd) -> None:
     assert not cut.is_set()
 
 
-def work_until_interrupted(agent: AgentEnd, allowed: threading.Event) -> None:
+def released(agent: AgentEnd) -> bool:
+    return agent.channel.released is not None
+
+
+def call_module(work: Callable[[], object]) -> None:
+    """As torch calls a module's `forward`."""
+    names = {"__name__": MODULE_CALL[0]}
+    exec(f"def {MODULE_CALL[1]}(work):\n    work()\n", names)
+    names[MODULE_CALL[1]](work)
+
+
+def works(agent: AgentEnd, allowed: threading.Event) -> None:
     deadline_s = time.monotonic() + limit_s(60)
     while time.monotonic() < deadline_s:
-        if agent.channel.released is not None:
+        if released(agent):
             allowed.set()  # the optimizer is done
         time.sleep(0.001)
 
 
-def test_a_main_thread_that_does_not_come_is_interrupted(agent: AgentEnd) -> None:
+def test_a_main_thread_that_does_not_come_is_interrupted_in_the_call_of_a_module(agent: AgentEnd) -> None:
     allowed = threading.Event()
     agent.channel.train(lambda: None, allowed.is_set, Interrupted)
     agent.order(do="release", generation=2, cut=True)
     with pytest.raises(Interrupted):
-        work_until_interrupted(agent, allowed)
+        call_module(lambda: works(agent, allowed))
     agent.channel.arrive()
 
 
-def test_no_interruption_begins_where_the_main_thread_forbids_it(agent: AgentEnd) -> None:
-    done = []
-    agent.channel.train(lambda: None, lambda: True, Interrupted)
+def test_code_outside_of_modules_is_not_interrupted(agent: AgentEnd, tmp_path: Path) -> None:
+    """A file that is being written is written to its end."""
+    file = tmp_path / "rows"
+    asked: list[None] = []
+    agent.channel.train(lambda: None, lambda: asked.append(None) is None, Interrupted)
     agent.order(do="release", generation=2, cut=True)
-
-    def work() -> None:
-        with agent.channel.uninterrupted:
-            due_s = time.monotonic() + 2 * UNINTERRUPTED_S
-            while time.monotonic() < due_s:
-                time.sleep(0.001)
-            done.append("all of it")
-        work_until_interrupted(agent, threading.Event())
-
+    with file.open("w") as out:
+        while len(asked) < 20:  # so often would it have been interrupted
+            out.write("row\n")
+            time.sleep(0.001)
+        out.write("end\n")
+    assert file.read_text().endswith("end\n")
     with pytest.raises(Interrupted):
-        work()
+        call_module(lambda: works(agent, threading.Event()))
     agent.channel.arrive()
-    assert done == ["all of it"]
 
 
-def test_an_interruption_that_meets_the_arrival_leaves_nothing_locked(agent: AgentEnd) -> None:
+def test_after_the_arrival_nothing_is_interrupted(agent: AgentEnd) -> None:
     asked = threading.Event()
 
-    def slowly() -> bool:
+    def refuses() -> bool:
         asked.set()
-        time.sleep(0.1)
-        return True
+        return False
 
-    agent.channel.train(lambda: None, slowly, Interrupted)
+    agent.channel.train(lambda: None, refuses, Interrupted)
     agent.order(do="release", generation=2, cut=True)
-    assert asked.wait(limit_s(30))
-    with pytest.raises(Interrupted):
-        agent.channel.arrive()
+    until(asked.is_set, "it would have been interrupted")
     agent.channel.arrive()
+    agent.channel._may_interrupt = lambda: True
+    _thread.interrupt_main(INTERRUPT_SIGNAL)  # one that was on its way
+    call_module(lambda: time.sleep(0))
     agent.order(do="release", generation=3, cut=True)
     until(lambda: agent.channel.released == Release(3, cut=True), "the thread reads on")
+
+
+def test_the_signal_s_handler_goes_with_the_channel(agent: AgentEnd) -> None:
+    before = signal.getsignal(INTERRUPT_SIGNAL)
+    agent.channel.train(lambda: None, lambda: True, Interrupted)
+    assert signal.getsignal(INTERRUPT_SIGNAL) != before
+    agent.channel.close()
+    assert signal.getsignal(INTERRUPT_SIGNAL) == before
 
 
 def test_a_group_s_connections_are_shut_for_reading_and_stay_open_for_the_peer() -> None:

@@ -286,6 +286,8 @@ def row(snapshot: Snapshot) -> tuple[str, ...]:
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_unix_s))
     metrics = " ".join(f"{name}={value:.6g}" for name, value in sorted(manifest.metrics.items()))
     size = f"{manifest.size_bytes / 1e6:.1f} MB"
+    if manifest.finite is False:
+        metrics = f"{metrics} (has values that are not finite)".lstrip()
     return str(manifest.step), str(manifest.attempt), str(manifest.world), size, saved, metrics
 
 
@@ -302,6 +304,7 @@ def survey_json(found: Survey) -> dict[str, Any]:
                 "size_bytes": snapshot.manifest.size_bytes,
                 "saved_unix_s": snapshot.manifest.saved_unix_s,
                 "metrics": snapshot.manifest.metrics,
+                "finite": snapshot.manifest.finite,
             }
             for snapshot in found.committed
         ],

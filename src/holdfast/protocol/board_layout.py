@@ -82,6 +82,8 @@ and on a second line its place, into the file for stacks. It interrupts a system
 wait of Python's own, which Python takes up again."""
 HANDLED = "Handles: "
 HANDLED_CHARACTERS_MAX = 300
+INTERRUPT_SIGNAL = 58
+"""SIGRTMAX - 6: its handler interrupts a worker in `ht.survive` (worker/regroup.py). Nobody sends it."""
 LOOK_SIGNAL = 62
 """SIGRTMAX - 2 on Linux: a worker that catches it writes the stacks of all its threads into that file. For sleeping
 workers only: a running thread changes its stack while it is read, which can crash the worker."""

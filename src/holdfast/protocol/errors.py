@@ -330,7 +330,11 @@ class SaverLostError(SnapshotWriteError, code="HF411"):
 
 
 class NotFiniteError(SnapshotError, code="HF412"):
-    """The loss is not finite since a snapshot was loaded: the snapshot is suspect, and an older one is used."""
+    """The loss was not finite in several steps in a row. The next start prefers a state whose values are finite."""
+
+
+class ReplicasDifferError(SnapshotError, code="HF414"):
+    """Ranks have different values of a tensor that should be equal: a snapshot would mix them, so none is made."""
 
 
 class CopyError(SnapshotError, code="HF413"):

@@ -335,7 +335,8 @@ def refuse(request: SaveRequest, why: str) -> None:
 
 @dataclass(frozen=True)
 class Keep:
-    """What to keep: the newest `last`, one for `every` so much time ("6h") or `every_steps`, the `best`.
+    """What to keep: the newest `last`, one for `every` so much time ("6h") or `every_steps`, the `best`. The newest
+    whose values are all finite stays in any case.
 
     `best` is (metric, "min" or "max") or (metric, "min" or "max", how many). RetentionError for anything else."""
 
@@ -366,6 +367,7 @@ class Keep:
             )
         if self.every_steps is not None:
             stays |= _spaced([(snapshot.step, snapshot.key) for snapshot in found], self.every_steps)
+        stays |= {snapshot.key for snapshot in [each for each in found if each.manifest.finite][-1:]}
         return stays | self._best(found)
 
     def _best(self, found: Sequence[Snapshot]) -> set[Key]:

@@ -30,6 +30,7 @@ from holdfast.snapshots import disk, slots
 from holdfast.snapshots.changes import SaveRequest, abandon, commit
 from holdfast.snapshots.folder import attempt_place, entries, first_of, inspect, is_being_written
 from holdfast.snapshots.layout import FolderKind, Key, parse_name
+from holdfast.snapshots.lease import FOLDER_ID, is_of_another_folder
 from holdfast.snapshots.mapping import Mappings
 from holdfast.snapshots.memory_folder import Packet, Tell
 from holdfast.snapshots.read_back import READ_BACK, ReadBacks, Written, write
@@ -375,6 +376,9 @@ def _agree(save: Save, pending_flush: PendingFlush) -> Save | None:
     """This rank's save of the step that all ranks write; None: nothing. Raises SnapshotError."""
     with contextlib.ExitStack() as failing:
         failing.callback(slots.release, save.fd)
+        folder_id = save.request.note.get(FOLDER_ID)
+        if folder_id and is_of_another_folder(place_of(save.request.folder), folder_id):
+            return None  # nobody wants the states of a folder that was removed
         step = pending_flush.meet(save.needless or threading.Event())
         if step is None:
             return None

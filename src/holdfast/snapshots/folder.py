@@ -280,6 +280,12 @@ class Survey:
         return self.committed[-1] if self.committed else None
 
     @property
+    def preferred(self) -> Snapshot | None:
+        """The newest one of which it is not known that it has values that are not finite; else the newest one."""
+        good = [each for each in self.committed if each.manifest.finite is not False]
+        return good[-1] if good else self.newest_valid
+
+    @property
     def fresh(self) -> bool:
         """Whether the folder has never held a save."""
         return not (self.committed or self.problems or self.debris or self.quarantined or self.suspects)
@@ -380,12 +386,13 @@ def _exists(snapshot: Place) -> bool:
 
 
 def choose(found: Survey, *, fresh_ok: bool = False) -> Snapshot | None:
-    """The snapshot to resume from; None: start from the beginning. If all are suspect, the newest of them.
+    """The snapshot to resume from, the newest with finite values; None: start from the beginning. If all are suspect,
+    the newest of them.
 
     NoValidSnapshotError when there are saves and none of them is valid, unless `fresh_ok`. A snapshot that is
     unreadable now, but may be valid and newer than the newest valid one, is an error: it is not skipped silently.
     """
-    newest = found.newest_valid or (found.suspects[-1] if found.suspects else None)
+    newest = found.preferred or (found.suspects[-1] if found.suspects else None)
     for problem in reversed(found.problems):
         if not problem.damaged and (newest is None or problem.key > newest.key) and not fresh_ok:
             raise problem.error

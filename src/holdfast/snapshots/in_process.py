@@ -107,6 +107,9 @@ class InProcessStaging:
     def forget(self, above_step: int) -> None:
         """Nothing is kept."""
 
+    def drop(self, above_step: int) -> None:
+        """Nothing is kept."""
+
     def read_back(self, snapshot: Snapshot) -> None:
         self._read_backs.rest(snapshot)
 

@@ -118,6 +118,8 @@ def refusal_file(rank: int) -> str:
     return f"rank_{rank:05d}.refused"
 
 
+FINITE = "finite"
+"""In the metadata: whether all values that training changes are finite; absent: nobody has looked."""
 FORMAT = "holdfast-snapshot"
 VERSION = 1
 MANIFEST_BYTES_MAX = 256 << 20
@@ -206,6 +208,12 @@ class Manifest:
     def size_bytes(self) -> int:
         """Bytes of all ranks' files."""
         return sum(entry.size_bytes for entry in self.ranks)
+
+    @property
+    def finite(self) -> bool | None:
+        """Whether all values that training changes are finite; None: nobody has looked."""
+        found = self.metadata.get(FINITE)
+        return found if isinstance(found, bool) else None
 
     @property
     def metrics(self) -> dict[str, float]:

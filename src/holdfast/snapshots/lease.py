@@ -30,7 +30,7 @@ import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import NamedTuple, cast
 
@@ -39,6 +39,8 @@ from holdfast.protocol.errors import SnapshotBusyError, SnapshotError
 from holdfast.snapshots import disk
 from holdfast.snapshots.remote import Place, RemotePath, place_of
 
+FOLDER_ID = "folder_id"
+"""In the note of a request to save: the folder for which it was made."""
 BEAT_S = 2.0
 """How often a live owner advances its counter."""
 LOOK_S = 2.0
@@ -76,6 +78,9 @@ class LeaseOwner:
     """When the process started, in the kernel's ticks: a pid is reused, a pid with its start is not."""
     job_uid: str = ""
     """Of the job under holdfast; empty: it is started by something else."""
+    folder_id: str = ""
+    """A random word for the folder, which each lease hands on to the next one. A folder that was made again has another
+    one: states in memory of the one before do not belong to it."""
 
     @classmethod
     def me(cls, run_id: str, job_uid: str) -> LeaseOwner:
@@ -173,8 +178,12 @@ class _LeaseObject:
 class FolderLease:
     """The lease of a folder, held until `release`; its own thread advances the counter. See `acquire`."""
 
-    def __init__(self, folder: Place, number: int, file: _LeaseFile | _LeaseObject, beat_s: float) -> None:
+    def __init__(
+        self, folder: Place, number: int, file: _LeaseFile | _LeaseObject, beat_s: float, folder_id: str = ""
+    ) -> None:
         self._folder = folder
+        self.folder_id = folder_id
+        """See LeaseOwner."""
         self.number = number
         """Larger than that of every earlier lease of this folder."""
         self._file = file
@@ -283,7 +292,8 @@ def acquire(
         while True:
             seen = _await_turn(path, me, look_s, looks, lost, wait)
             number = seen.number + 1 if seen else 1
-            lease = _claim(path, number, me, beat_s)
+            folder_id = seen.owner.folder_id if seen else ""
+            lease = _claim(path, number, replace(me, folder_id=folder_id or os.urandom(8).hex()), beat_s)
             if lease is not None:
                 return lease
     except OSError as error:
@@ -307,6 +317,18 @@ def is_seen(folder: str | os.PathLike[str], number: int, line: str, patience_s: 
         if time.monotonic() >= deadline:
             return False
         time.sleep(SEEN_LOOK_S)
+
+
+def is_of_another_folder(folder: Place, folder_id: str) -> bool:
+    """Whether the folder was removed since it had this identity, and perhaps made again. False: nobody knows."""
+    try:
+        seen = _newest(folder)
+    except FileNotFoundError:
+        return True
+    except OSError:
+        return False
+    known = "" if seen is None else seen.owner.folder_id  # also empty: it is being written at this moment
+    return seen is None or (bool(known) and known != folder_id)
 
 
 def _await_turn(
@@ -358,7 +380,7 @@ def _claim(folder: Place, number: int, me: LeaseOwner, beat_s: float) -> FolderL
         if name < number:
             with contextlib.suppress(OSError):
                 disk.delete(folder / _name(name))
-    return FolderLease(folder, number, file, beat_s)
+    return FolderLease(folder, number, file, beat_s, me.folder_id)
 
 
 def _create(path: Place, line: bytes, before: Place | None) -> _LeaseFile | _LeaseObject | None:

@@ -49,7 +49,7 @@ OF_PEERS = re.compile(
 """Other ranks, or the way to them: a consequence of their end."""
 OF_MACHINE = re.compile(
     r"^(?:\w*OutOfMemoryError|MemoryError|OSError|FileNotFoundError|PermissionError|TimeoutError|Snapshot\w*Error"
-    r"|\w+MismatchError)\b|out of memory|No space left"
+    r"|\w+MismatchError|ReplicasDifferError)\b|out of memory|No space left"
 )
 """Memory, files, or what is tracked: an older state would not help."""
 NOT_FINITE = re.compile(

@@ -92,6 +92,9 @@ class Tier(Protocol):
     def forget(self, above_step: int) -> None:
         """Drop states of later steps: training continues from an earlier one."""
 
+    def drop(self, above_step: int) -> None:
+        """States of later steps are wrong: nobody may write them, or go on from them."""
+
     def read_back(self, snapshot: Snapshot) -> None:
         """Read a committed snapshot and check every byte. SnapshotError. For any thread."""
 
@@ -216,6 +219,10 @@ class SaverClient:
             if self._copies:
                 self._ask({"do": "forget", "above_step": above_step}, "forgotten")
                 self._wait_for("forgotten")  # before a copy of such a step comes
+
+    def drop(self, above_step: int) -> None:
+        self._newest_step = above_step + 1
+        self.forget(above_step)
 
     # --- copies on other nodes ----------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from holdfast.train.snapshots import Keep, SnapshotOptions, Snapshots
     from holdfast.train.storage import SnapshotReader, SnapshotWriter
     from holdfast.train.survival import survive
+    from holdfast.train.weights import load_weights
 
 __all__ = [
     "DataLoader",
@@ -35,6 +36,7 @@ __all__ = [
     "Snapshots",
     "accumulate",
     "ddp",
+    "load_weights",
     "process_group",
     "survive",
 ]
@@ -51,6 +53,7 @@ _HOMES = {
     "Snapshots": "snapshots",
     "accumulate": "accumulation",
     "ddp": "group",
+    "load_weights": "weights",
     "process_group": "group",
     "survive": "survival",
 }

@@ -7,31 +7,26 @@ and how it is judged: snapshots/lives.py.
 from __future__ import annotations
 
 import contextlib
-import math
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
-from typing import Any, NoReturn
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
+from typing import NoReturn
 
-import torch
-
-from holdfast.protocol.errors import EXIT_NO_PROGRESS, IntervalError, NotFiniteError, SnapshotError
+from holdfast.protocol.errors import EXIT_NO_PROGRESS, IntervalError, SnapshotError
 from holdfast.snapshots import folder as folders
 from holdfast.snapshots import lives
-from holdfast.snapshots.changes import Keep
 from holdfast.snapshots.layout import Key
 from holdfast.snapshots.lives import JobHistory, LifeFailure
 from holdfast.snapshots.remote import Place
 from holdfast.text import plural
+from holdfast.train.loss_watch import BAD_STEPS_MAX, LossWatch
 
 PREVIOUS_END = "HOLDFAST_PREVIOUS_END"
 """In a worker's environment: how the workers before it ended (`coordinator.ending.previous_end`)."""
 WITHIN_STEPS = 20
 """The window after a resume where the interval of snapshots is a time."""
-NOT_FINITE_STEPS = 3
-"""So many losses in a row that are not finite are no scaler that looks for its scale."""
 
 
 @dataclass(frozen=True)
@@ -49,7 +44,9 @@ class Patience:
         for name, number in (("suspect_within_steps", within_steps), ("restarts_without_progress", restarts)):
             if number is not None and (type(number) is not int or number < 0):
                 raise IntervalError(f"{name}={number!r}: a number from 0 on")
-        return cls(interval or WITHIN_STEPS if within_steps is None else within_steps, restarts or 0)
+        # A state that makes the loss not finite is known only after some steps.
+        default = max(interval or WITHIN_STEPS, BAD_STEPS_MAX)
+        return cls(default if within_steps is None else within_steps, restarts or 0)
 
 
 @dataclass(frozen=True)
@@ -128,25 +125,9 @@ class OwnLife:
     """One rank's life, from its resume to its end."""
 
     folder: Place
-    word: str
+    word: str = ""
     """All ranks have the same; empty: this rank does not know it."""
-    origin: Key | None
-    patience: Patience
-    keep: Keep | None
-    _in_row: int = 0
-
-    def step(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """An optimizer step is complete. NotFiniteError: the state that was loaded is poisoned."""
-        if self.origin is None or not metrics or step > self.origin.step + self.patience.within_steps:
-            return
-        best = self.keep.best[0] if self.keep is not None and self.keep.best is not None else ""
-        watched = [value for name, value in metrics.items() if name == best or "loss" in name.lower()]
-        self._in_row = self._in_row + 1 if watched and not all(map(_is_finite, watched)) else 0
-        if self._in_row >= NOT_FINITE_STEPS:
-            raise NotFiniteError(
-                f"the loss is not finite in steps {step - self._in_row + 1} to {step}, after the state of step "
-                f"{self.origin.step} was loaded\nThat snapshot is suspect; the next start goes on from an older one."
-            )
+    losses: LossWatch = field(default_factory=LossWatch)
 
     def failed(self, error: BaseException, step: int) -> None:
         """This rank ends with this error."""
@@ -159,13 +140,6 @@ def end_without_progress(text: str) -> NoReturn:
     """Every rank ends, with an exit code that asks the scheduler not to requeue the job."""
     sys.stderr.write(f"holdfast: HF253: {text}\n")
     raise SystemExit(EXIT_NO_PROGRESS)
-
-
-def _is_finite(value: Any) -> bool:
-    try:
-        return math.isfinite(value.detach() if isinstance(value, torch.Tensor) else value)
-    except (TypeError, ValueError, RuntimeError, OverflowError):
-        return True  # no number
 
 
 def _warn(text: str) -> None:

@@ -33,7 +33,7 @@ from holdfast.snapshots.copy_service import State, is_copy
 from holdfast.snapshots.flush import rescue_attempt
 from holdfast.snapshots.folder import RankFile, Survey
 from holdfast.snapshots.layout import MANIFEST, FolderKind, Key, parse_name
-from holdfast.snapshots.lease import FolderLease
+from holdfast.snapshots.lease import FOLDER_ID, FolderLease
 from holdfast.snapshots.remote import LOOK_S, Place, RemotePath, place_of
 from holdfast.snapshots.saver_client import Tier
 from holdfast.snapshots.slots import Slot
@@ -43,8 +43,9 @@ from holdfast.train.quarantine import Judged, Patience, end_without_progress, ju
 from holdfast.train.random_numbers import seed_random
 from holdfast.train.reading import ReadPlan, Saved, opened, parts_of_slot
 from holdfast.train.reducers import Order
+from holdfast.train.replicas import first_not_finite
 from holdfast.train.state import Restored, Tracker
-from holdfast.train.tracked import Choice, Compared, Fit, Targets, together
+from holdfast.train.tracked import Choice, Compared, Fit, Targets, together, trained
 
 _T = TypeVar("_T")
 
@@ -88,6 +89,8 @@ class Resumer:
     patience: Patience
     choice: Choice = field(default_factory=Choice)
     copies: Copies | None = None
+    folder_id: str = ""
+    """States in memory of another folder, which had this name before, are left out."""
     life: str = ""
     """A random word, the same on all ranks: notes of this life carry it."""
     origin: Key | None = None
@@ -103,6 +106,11 @@ class Resumer:
     """By the slots."""
     _misfit: StateMismatchError | None = None
     """Of a state in memory."""
+    _must_be_finite: bool = False
+    """The disk has a state whose values are finite. Nobody has looked at those of the state that is being loaded, which
+    is in memory, or was written from there after a crash: if they are not, it is passed over."""
+    _passed_over: set[Key] = field(default_factory=set)
+    """Rank 0's: snapshots that are known to have values that are not finite, and were reported."""
     _judged: Judged | None = None
     """Rank 0's."""
     _suspects: list[tuple[int, str]] = field(default_factory=list)
@@ -136,6 +144,7 @@ class Resumer:
         if word["over"]:
             end_without_progress(word["over"])
         self.life, self._suspects = word["life"], [(step, why) for step, why in word["suspects"]]
+        self._must_be_finite = word["must_be_finite"]
         for step, attempt, save, world, where in word["offers"]:
             state = (step, attempt, save)
             sources = Sources(world, {owner: (host, port) for owner, host, port in where})
@@ -152,6 +161,8 @@ class Resumer:
         held: dict[State, Held] = {}
         for each in self.tier.held(str(self.path)):
             assert each.request is not None
+            if each.request.note.get(FOLDER_ID) != self.folder_id:
+                continue
             held.setdefault(each.request.identity, {}).setdefault(each.rank, each)
         return held
 
@@ -190,7 +201,8 @@ class Resumer:
 
     def _first_word(self, said: list[Any], held: dict[State, Held]) -> dict[str, Any]:
         """Rank 0: what is suspect, and which states in memory to try."""
-        word: dict[str, Any] = {"over": "", "life": os.urandom(8).hex(), "suspects": [], "offers": []}
+        life = os.urandom(8).hex()
+        word: dict[str, Any] = {"over": "", "life": life, "suspects": [], "offers": [], "must_be_finite": False}
         found_at: dict[State, Sources] = {}
         for theirs, address in said:
             for (step, attempt, save), world, owners in theirs:
@@ -213,7 +225,8 @@ class Resumer:
         as_told = [
             (*state, each.world, [(owner, *address) for owner, address in each.where.items()]) for state, each in chosen
         ]
-        return {**word, "offers": as_told}
+        on_disk = any(each.manifest.finite for each in found.committed)
+        return {**word, "offers": as_told, "must_be_finite": on_disk}
 
     def _choose(self, common: set[State], held: dict[State, Held], found: Survey) -> list[State]:
         """Rank 0: what every rank has something of, or can fetch, newest first, and is not suspect or older than the
@@ -222,7 +235,7 @@ class Resumer:
         good = {each for each in common if Key(each[0], each[1]) not in self._judged.suspects}
         if good or found.committed or found.suspects:
             common = good  # else a suspect state is better than none
-        newest_step = -1 if found.newest_valid is None else found.newest_valid.step
+        newest_step = -1 if found.preferred is None else found.preferred.step
 
         def age(offer: State) -> tuple[int, int]:
             own = next(iter(held.get(offer, {}).values()), None)
@@ -246,7 +259,11 @@ class Resumer:
         found = self._on_all(lambda: self._prepare(saved, fit))
         if found is None:
             return None
-        restored, damage = self._together(lambda: self._restore(*found, fit))
+        name, loaded = self._look_at(*found) if self._must_be_finite else ("", False)
+        if name:
+            self._pass_over(f"step {step} in memory: {name} has values that are not finite")
+            return None
+        restored, damage = self._together(lambda: self._restore(*found, fit, loaded=loaded))
         if damage:
             self.skipped.append(f"step {step} in memory: {damage}")
             return None
@@ -260,6 +277,12 @@ class Resumer:
             saved = Saved([part for each in held for part in parts_of_slot(each.data, each.path)])
             self._compared[which] = self._compare(saved)
         return self._compared[which]
+
+    def _pass_over(self, what: str) -> None:
+        """All ranks do; say it once."""
+        self.skipped.append(what)
+        if self.peers.rank == 0:
+            warnings.warn(f"holdfast: passed over: {what}", RuntimeWarning, stacklevel=5)
 
     def _on_all(self, work: Callable[[], _T]) -> _T | None:
         """None when it failed on some rank: pieces are on another node, or torn, or do not fit what is tracked."""
@@ -300,7 +323,12 @@ class Resumer:
             _, damage = self._together(lambda path=path: self._check(path))  # type: ignore[misc]
             resumed = None
             if not damage:
+                self._must_be_finite = word["must_be_finite"]
                 resumed, damage = self._from_folder(word["step"], path)
+            if resumed is None and not damage:
+                if self.peers.rank == 0:
+                    passed.add(Key(word["step"], word["attempt"]))
+                continue
             if resumed is not None:
                 self._clear()
                 self.origin = Key(word["step"], word["attempt"])
@@ -327,11 +355,16 @@ class Resumer:
             return {"error": error if self.peers.world == 1 else str(error)}
         if chosen is None:
             return {"path": ""}
+        for each in left[0]:
+            if each.key > chosen.key and each.key not in self._passed_over:
+                self._passed_over.add(each.key)
+                self._pass_over(f"{each.key.name}: it has values that are not finite")
         return {
             "path": str(chosen.path),
             "step": chosen.key.step,
             "attempt": chosen.key.attempt,
             "skipped": self.skipped,
+            "must_be_finite": chosen.manifest.finite is None and any(each.manifest.finite for each in left[0]),
         }
 
     def _await_previous_worker(self) -> None:
@@ -370,14 +403,21 @@ class Resumer:
         return 0
 
     def _from_folder(self, step: int, path: Place) -> tuple[Resumed | None, str]:
-        """None and why, when the snapshot is at fault."""
+        """None and why, when the snapshot is damaged; None alone: it is whole, and has values that are not finite."""
         with contextlib.ExitStack() as files:
             compared, damage = self._together(lambda: self._compare(files.enter_context(opened(folders.inspect(path)))))
             if damage:
                 return None, damage
             saved, findings = compared
             fit = together(self.peers, findings, self.choice)
-            restored, damage = self._together(lambda: self._restore(*self._prepare(saved, fit), fit))
+            found, damage = self._together(lambda: self._prepare(saved, fit))
+            if damage:
+                return None, damage
+            name, loaded = self._look_at(*found) if self._must_be_finite else ("", False)
+            if name:
+                self._pass_over(f"{path.name}: {name} has values that are not finite")
+                return None, ""
+            restored, damage = self._together(lambda: self._restore(*found, fit, loaded=loaded))
             return (None, damage) if damage else (self._resumed(step, "disk", restored, fit), "")
 
     # --- both ---------------------------------------------------------------------------------------------------------
@@ -389,8 +429,19 @@ class Resumer:
         targets = self.tracker.targets(saved, self.peers.rank, fit)
         return saved.prepare(targets.fill), targets
 
-    def _restore(self, prepared: ReadPlan, targets: Targets, fit: Fit) -> Restored:
-        prepared.load()
+    def _look_at(self, prepared: ReadPlan, targets: Targets) -> tuple[str, bool]:
+        """Load it, and look for values that are not finite: name of such a tensor of any rank, and whether this rank
+        has loaded it. If it could not, `_restore` reports why. All ranks call it."""
+        name, loaded = "", False
+        with contextlib.suppress(Exception):
+            prepared.load()
+            loaded = True
+            name = first_not_finite(trained(targets.all(), targets.roles))
+        return next(filter(None, self.peers.share(name)), ""), loaded
+
+    def _restore(self, prepared: ReadPlan, targets: Targets, fit: Fit, *, loaded: bool = False) -> Restored:
+        if not loaded:
+            prepared.load()
         return self.tracker.restore(prepared.saved, self.peers.rank, self.peers.world, targets.all(), fit)
 
     def _resumed(self, step: int, source: Literal["memory", "disk"], restored: Restored, fit: Fit) -> Resumed:
@@ -460,6 +511,8 @@ class TakenFolder(NamedTuple):
     """The attempt as which the saver writes what only memory has."""
     secret: str
     """For all ranks."""
+    folder_id: str
+    """See LeaseOwner."""
 
 
 def take_folder(path: Place, peers: Peers, lease: FolderLease | None, lost: int = 0) -> TakenFolder:
@@ -472,7 +525,7 @@ def take_folder(path: Place, peers: Peers, lease: FolderLease | None, lost: int 
             run_id, job_uid = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("HOLDFAST_JOB_UID", "")
             lease = lease or leases.acquire(path, run_id, lost=lost, job_uid=job_uid)
             word = {"number": lease.number, "line": lease.line, "rescue": rescue_attempt()}
-            word["secret"] = secrets.token_hex(32)
+            word |= {"secret": secrets.token_hex(32), "folder_id": lease.folder_id}
         except HoldfastError as error:
             failure, word = error, {"error": str(error)}
     try:
@@ -491,7 +544,7 @@ def take_folder(path: Place, peers: Peers, lease: FolderLease | None, lost: int 
         if lease is not None and lease is not before:
             lease.release()
         raise
-    return TakenFolder(lease, int(word["number"]), int(word["rescue"]), str(word["secret"]))
+    return TakenFolder(lease, int(word["number"]), int(word["rescue"]), str(word["secret"]), str(word["folder_id"]))
 
 
 def _see_one_folder(path: Place, peers: Peers, word: dict[str, Any]) -> None:

@@ -11,15 +11,16 @@ import threading
 import time
 import warnings
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from holdfast.protocol.errors import (
     HoldfastError,
+    ReplicasDifferError,
     SnapshotError,
     SnapshotIncompleteError,
     SnapshotMemoryError,
@@ -28,12 +29,13 @@ from holdfast.protocol.errors import (
 from holdfast.snapshots import changes, disk
 from holdfast.snapshots.changes import Keep, SaveRequest, Verified
 from holdfast.snapshots.in_process import InProcessStaging, warn_of_disk
-from holdfast.snapshots.lease import FolderLease
+from holdfast.snapshots.layout import FINITE
+from holdfast.snapshots.lease import FOLDER_ID, FolderLease
 from holdfast.snapshots.memory_folder import STALL
 from holdfast.snapshots.read_back import READ_BACK
 from holdfast.snapshots.remote import Place, RemotePath
 from holdfast.snapshots.saver_client import SaverClient, Tier
-from holdfast.train import sharding
+from holdfast.train import replicas, sharding
 from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper, node_key
 from holdfast.train.copies import Copies
 from holdfast.train.reading import Saved
@@ -83,6 +85,17 @@ class _Said(NamedTuple):
     step: int
     troubles: list[list[str]]
     copies: list[Any] | None
+    looked: list[Any] | None
+    """Packed `TensorFindings`; None: it was not looked at the tensors, because nothing is to go to the disk."""
+
+
+class TensorFindings(NamedTuple):
+    """One rank's look at the tensors of a state that goes to the disk."""
+
+    replicas: list[list[Any]]
+    """Ranks that hold the same tensors as this one, and its digest of these."""
+    not_finite: str
+    """Name of a trained tensor with a value that is not finite; empty: there is none."""
 
 
 class Saving:
@@ -99,10 +112,15 @@ class Saving:
         failed_saves_max: int,
         lease: FolderLease | None,
         copies: Copies | None = None,
+        *,
+        replicas_differ: bool = False,
+        folder_id: str = "",
     ) -> None:
         """`rescue`: the attempt as which the saver writes what is only in memory; the same on all ranks. `lease`:
-        rank 0's. `copies`: other nodes get copies."""
+        rank 0's. `copies`: other nodes get copies. `replicas_differ`: see `SnapshotOptions`; `folder_id`: see
+        LeaseOwner."""
         self.tier = tier
+        self._replicas_differ, self._folder_id = replicas_differ, folder_id
         self._path, self._tracker, self._peers = path, tracker, peers
         self._begun_at: tuple[int, int] = (-1, 0)
         """In an object store: the step that was begun last, and how often."""
@@ -117,6 +135,8 @@ class Saving:
         """What the newest save was told of earlier ones."""
         self._saves = 0
         """Since this life began; equal on all ranks."""
+        self._compared_step = tracker.state.step
+        """Replicas were equal at this step."""
         self._layout: Layout | None = None
         self._staged = 0
         """States, since the layout was planned."""
@@ -197,21 +217,28 @@ class Saving:
         self._told = None
         began_s = time.monotonic()
         numbers = _numbers(metrics)
-        failure = ""
-        for _ in range(2):
+        failure, staged = "", False
+        for _ in range(3):
             with self._peers.calling("snaps.save()" if demanded else "snaps.step()"):
-                word = self._round(numbers, durable=durable, demanded=demanded)
+                word = self._round(numbers, durable=durable, demanded=demanded, staged=staged)
             failure = self._hear(word.get("failure")) or failure
             if word["do"] == "fail":
                 raise SnapshotError(word["text"])
-            if word["do"] != "plan":
+            if word["do"] == "differ":
+                self._raise_difference(word["ranks"])
+            if word["do"] not in ("plan", "look"):
                 break
-            self.plan()
+            staged = word["do"] == "look"
+            if not staged:
+                self.plan()
         else:
             raise SnapshotError("the tracked state has another shape each time it is looked at")
         if word["do"] == "persist":
             self._clock.saved(time.monotonic())  # on every rank: any of them may be rank 0 of a later world
-            request = self._request(word["attempt"], word["metrics"])
+            self._compared_step = self._tracker.state.step
+            if word["not_finite"]:
+                self._warn_of_not_finite(word["not_finite"])
+            request = self._request(word["attempt"], word["metrics"], finite=not word["not_finite"])
             stall_s = round(time.monotonic() - began_s, 6)
             self._persist(replace(request, note={**request.note, STALL: stall_s}))
         if self._copies is not None:
@@ -272,18 +299,25 @@ class Saving:
 
     # --- one round: every rank copies and says how it went; rank 0 says what is next ----------------------------------
 
-    def _round(self, metrics: Mapping[str, float], *, durable: bool, demanded: bool) -> dict[str, Any]:
+    def _round(
+        self, metrics: Mapping[str, float], *, durable: bool, demanded: bool, staged: bool = False
+    ) -> dict[str, Any]:
+        """`staged`: it is, and rank 0 has decided that it goes to the disk."""
         failure: Exception | None = None
         text = ""
+        looked: TensorFindings | None = None
         try:
-            staged = self._stage(self._collect(), metrics, wait=durable)
+            collected = self._collect()
+            copy = Staged.STAGED if staged else self._stage(collected, metrics, wait=durable)
+            if copy is Staged.STAGED and (durable or staged):
+                looked = self._look_at_tensors(collected)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
-            failure, staged, text = error, Staged.FAILED, f"{type(error).__name__}: {error}"
+            failure, copy, text = error, Staged.FAILED, f"{type(error).__name__}: {error}"
         self.look()
         troubles = [[each.code, str(each)] for each in self.troubles]
         self.troubles.clear()
         copied = None if self._copies is None else self._copies.report()
-        said = self._peers.gather([staged.value, text, metrics, self._tracker.state.step, troubles, copied])
+        said = self._peers.gather([copy.value, text, metrics, self._tracker.state.step, troubles, copied, looked])
         word: dict[str, Any] = self._peers.tell(
             self._judge([_Said(Staged(value), *rest) for value, *rest in said], durable=durable, demanded=demanded)
             if said
@@ -312,10 +346,16 @@ class Saving:
         if any(each.staged is Staged.UNPLANNED for each in said):
             return {**word, "do": "plan"}
         all_there = all(each.staged is Staged.STAGED for each in said)
+        persist = durable or (self._clock.due(now_s) and not self.tier.busy and all_there)
+        looked = [TensorFindings(*each.looked) for each in said if each.looked is not None]
+        if persist and len(looked) < len(said):  # by the clock, of which only this rank knows
+            return {**word, "do": "look"}
+        if persist and (differ := _differing(looked)):
+            return {**word, "do": "differ", "ranks": differ}
         if self._copies is not None:
             reports = [each.copies or () for each in said]
             word["copies"] = self._copies.decide(reports, (step, self._rescue, self._saves), staged=all_there)
-        if durable or (self._clock.due(now_s) and not self.tier.busy and all_there):
+        if persist:
             self._clock.saved(now_s)  # also when it cannot begin: the next attempt comes after another interval
             try:
                 number = self._begin(step)
@@ -324,7 +364,9 @@ class Saving:
                 word["failure"] = asdict(replace(failure, fatal=failure.fatal or demanded))
             else:
                 self._failed.handed_over()
-                word |= {"do": "persist", "attempt": number, "metrics": _means([each.metrics for each in said])}
+                not_finite = next((each.not_finite for each in looked if each.not_finite), "")
+                metrics = _means([each.metrics for each in said])
+                word |= {"do": "persist", "attempt": number, "metrics": metrics, "not_finite": not_finite}
         word["look_at"] = self._clock.next_look(step, now_s)
         return word
 
@@ -336,6 +378,44 @@ class Saving:
                 self._begun_at = (step, self._begun_at[1] + 1 if self._begun_at[0] == step else 0)
                 return self._lease.number * ATTEMPTS_PER_LEASE + self._begun_at[1]
         return changes.begin(self._path, step, make=False)
+
+    # --- what goes to the disk ----------------------------------------------------------------------------------------
+
+    def _look_at_tensors(self, collected: Collected) -> TensorFindings:
+        assert self._layout is not None
+        alike = [
+            [group.ranks, replicas.total([collected.shared[name] for name in group.names])]
+            for group in self._layout.replicas
+        ]
+        written = [
+            key for name, key in self._layout.keys if name in self._layout.file.spans and key in collected.shared
+        ]
+        return TensorFindings(alike, replicas.first_not_finite(collected.trained(written)))
+
+    def _raise_difference(self, ranks: list[int]) -> NoReturn:
+        """These ranks have said different digests. All ranks call it."""
+        self.tier.drop(self._compared_step)  # the saver would write the newest when this process ends
+        assert self._layout is not None
+        group = next((each for each in self._layout.replicas if list(each.ranks) == ranks), None)
+        shared, mine = self._collect().shared, []
+        if group is not None:
+            names = group.names if self._peers.rank == ranks[0] else ()
+            mine = [names, replicas.each_digest([shared[name] for name in group.names])]
+        said = self._peers.gather(mine)  # rank 0 may have none of these tensors
+        found = None
+        if said:
+            found = replicas.first_difference({rank: said[rank][1] for rank in ranks}, said[ranks[0]][0])
+        raise ReplicasDifferError(self._peers.tell(_text_of_difference(found, self._tracker.state.step)))
+
+    def _warn_of_not_finite(self, name: str) -> None:
+        if self._peers.rank == 0:
+            step = self._tracker.state.step
+            warnings.warn(
+                f"holdfast: {name} has values that are not finite after step {step}. The snapshot is marked: resume() "
+                "prefers an older one, and retention keeps the newest without such values.",
+                RuntimeWarning,
+                stacklevel=5,
+            )
 
     def _collect(self) -> Collected:
         return self._tracker.collect(self._peers.rank, self._peers.world)
@@ -369,15 +449,18 @@ class Saving:
             self._places[address] = _places(layout, memory)
         return self._places[address]
 
-    def _request(self, number: int, metrics: Mapping[str, float]) -> SaveRequest:
+    def _request(self, number: int, metrics: Mapping[str, float], *, finite: bool | None = None) -> SaveRequest:
+        """`finite`: whether all values are; None: nobody has looked."""
         assert self._layout is not None
-        note: dict[str, Any] = {"save": self._saves}
+        note: dict[str, Any] = {"save": self._saves, FOLDER_ID: self._folder_id}
         if self.retention:
             note[READ_BACK] = True
         if self._layout.beside is not None:
             note["file_bytes"] = self._layout.file.size_bytes
         peers, state = self._peers, self._tracker.state
-        metadata = {"metrics": dict(metrics), "epoch": state.epoch}
+        metadata: dict[str, Any] = {"metrics": dict(metrics), "epoch": state.epoch}
+        if finite is not None:
+            metadata[FINITE] = finite
         return SaveRequest(str(self._path), state.step, number, peers.rank, peers.world, note, metadata)
 
     # --- the plan -----------------------------------------------------------------------------------------------------
@@ -401,7 +484,8 @@ class Saving:
         self._places.clear()
         if isinstance(self.tier, SaverClient):
             self.tier.drop_fetched()  # all ranks have settled
-        self._layout = _plan(self._peers, f"{node_key()}:{self.tier.place}", collected)
+        loose = set(collected.shared) if self._replicas_differ else collected.buffers
+        self._layout = _plan(self._peers, f"{node_key()}:{self.tier.place}", collected, loose)
         self._signature = collected.signature()
         self._staged = 0
         self._reservation = MemoryReservation(self.tier.reserving(self._layout.size_bytes), self.tier.states)
@@ -482,9 +566,28 @@ def image(tracker: Tracker) -> torch.Tensor:
     return data
 
 
-def _plan(peers: Peers, node: str, collected: Collected) -> Layout:
+def _plan(peers: Peers, node: str, collected: Collected, loose: Collection[str] = ()) -> Layout:
     text_bytes = -(-int(len(collected.text) * TEXT_ROOM) // TEXT_BLOCK_BYTES) * TEXT_BLOCK_BYTES
-    return sharding.plan(peers, node, collected.shared, collected.own, text_bytes)
+    return sharding.plan(peers, node, collected.shared, collected.own, text_bytes, loose)
+
+
+def _differing(looked: Sequence[TensorFindings]) -> list[int]:
+    """Ranks whose digests of the same tensors differ; empty: there are none."""
+    digests: dict[tuple[int, ...], set[str]] = {}
+    for each in looked:
+        for ranks, digest in each.replicas:
+            digests.setdefault(tuple(ranks), set()).add(digest)
+    return next((list(ranks) for ranks, said in digests.items() if len(said) > 1), [])
+
+
+def _text_of_difference(found: tuple[str, replicas.ReplicaDifference] | None, step: int) -> str:
+    which = f"{found[1]} in {found[0]}" if found is not None else "the ranks differ"
+    return (
+        f"the ranks have different values of the same tensor after step {step}: {which}\n"
+        "A snapshot would mix them, so none was made. Did a step skip DDP's exchange of gradients, or does each rank\n"
+        "train something alone that is tracked? If that is intended: options=ht.SnapshotOptions(replicas_differ=True)\n"
+        "saves the values of the first rank that has the tensor."
+    )
 
 
 def _places(layout: Layout, memory: memoryview) -> Places:

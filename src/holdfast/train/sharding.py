@@ -1,7 +1,8 @@
 """Plans which rank saves which part of each tensor, and which saved parts a rank needs: torch's planner, our files.
 
-Saving: every rank's local plan meets at rank 0, where torch.distributed.checkpoint's planner deals what is replicated
-evenly over the ranks and checks that nothing is missing. The plan holds until the names, shapes or placements change.
+Saving: every rank's local plan meets at rank 0, which deals what is replicated evenly over the ranks.
+torch.distributed.checkpoint's planner checks that nothing of a sharded tensor is missing. The plan holds until the
+names, shapes or placements change.
 Loading: the planner finds, for what this rank holds now, the pieces in what was saved, whatever the world was then.
 
 A rank's file (snapshots/layout.py) has an entry for each piece. A piece that is a whole tensor has the tensor's name;
@@ -15,12 +16,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner, create_default_local_save_plan
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, WriteItem, WriteItemType
@@ -31,6 +33,7 @@ from holdfast.snapshots.layout import ALIGNMENT_BYTES, Image, TensorEntry
 from holdfast.train import torch_private
 from holdfast.train.agreement import Peers
 from holdfast.train.copying import copy_alike
+from holdfast.train.replicas import ReplicaGroup
 
 CODES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",
@@ -148,6 +151,8 @@ class Layout:
     """The image that only this node's memory needs, because another node writes it to the disk."""
     keys: tuple[tuple[str, str], ...]
     """Name of the entry and key of the tensor, of all entries but the text."""
+    replicas: tuple[ReplicaGroup, ...] = ()
+    """What other ranks hold as well, by the ranks that do."""
 
     @cached_property
     def images(self) -> list[tuple[int, Image]]:
@@ -181,60 +186,132 @@ def _view(memory: memoryview, at: int, entry: TensorEntry) -> torch.Tensor:
 
 
 def local_pieces(tensors: Mapping[str, torch.Tensor]) -> list[Piece]:
-    """What this rank holds of these tensors, by torch's planner."""
-    plan = create_default_local_save_plan(dict(tensors), False)
-    return [piece for item in plan.items if (piece := Piece.of_item(item)) is not None]
-
-
-def _save_plan(pieces: Iterable[Piece]) -> SavePlan:
-    """The plan for torch's planner; largest pieces first, so that it distributes them evenly."""
-    ordered = sorted(pieces, key=lambda piece: (-math.prod(piece.sizes) * piece.dtype.itemsize, piece.name))
-    items = [
-        WriteItem(
-            index=MetadataIndex(piece.key, torch.Size(piece.offsets)),
-            type=WriteItemType.SHARD,
-            tensor_data=TensorWriteData(
-                chunk=ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)),
-                properties=TensorProperties(dtype=piece.dtype),
-                size=torch.Size(piece.whole),
-            ),
-        )
-        for piece in ordered
-    ]
-    return SavePlan(items)
+    """What this rank holds of these tensors; of sharded ones by torch's planner."""
+    pieces: list[Piece] = []
+    for key, tensor in tensors.items():
+        if type(tensor) in (torch.Tensor, nn.Parameter):  # 80,000 items of torch's take seconds
+            shape = tuple(tensor.shape)
+            pieces.append(Piece(key, (0,) * len(shape), shape, shape, tensor.dtype))
+            continue
+        plan = create_default_local_save_plan({key: tensor}, False)
+        pieces += [piece for item in plan.items if (piece := Piece.of_item(item)) is not None]
+    return pieces
 
 
 _Index = tuple[str, tuple[int, ...]]
 
 
-def _deal(held: Sequence[Sequence[Piece]]) -> list[set[_Index]]:
-    """What each rank writes, in order of rank: each piece once. Raises ShardingError when a part is missing or
-    overlaps."""
+def _holders(held: Sequence[Sequence[Piece]]) -> dict[_Index, tuple[Piece, list[int]]]:
+    """Each piece once, and the ranks that hold it; the largest first. ShardingError."""
+    found: dict[_Index, tuple[Piece, list[int]]] = {}
+    for rank, pieces in enumerate(held):
+        for piece in pieces:
+            first, ranks = found.setdefault((piece.key, piece.offsets), (piece, []))
+            if piece != first:
+                raise ShardingError(
+                    f"{piece.key} is {_kind(first)} on rank {ranks[0]}, and {_kind(piece)} on rank {rank}\n"
+                    "Track what all ranks have alike, or what belongs to one rank alone under a name of its own."
+                )
+            ranks.append(rank)
+    return dict(sorted(found.items(), key=lambda each: (-each[1][0].entry.nbytes, each[1][0].name)))
+
+
+def _kind(piece: Piece) -> str:
+    return f"{str(piece.dtype).removeprefix('torch.')} {list(piece.sizes)}"
+
+
+def _deal(
+    holders: Mapping[_Index, tuple[Piece, list[int]]], world: int, lowest: Collection[_Index]
+) -> list[set[_Index]]:
+    """What each rank writes, in order of rank: each piece once, to whoever of those that hold it has least so far.
+    `lowest`: the first rank that holds it writes it."""
+    dealt: list[set[_Index]] = [set() for _ in range(world)]
+    size = [0] * world
+    for index, (piece, ranks) in holders.items():
+        rank = ranks[0] if index in lowest else min(ranks, key=size.__getitem__)
+        dealt[rank].add(index)
+        size[rank] += piece.entry.nbytes
+    return dealt
+
+
+def _check_whole(holders: Mapping[_Index, tuple[Piece, list[int]]], world: int) -> None:
+    """By torch's planner, once for each piece. Raises ShardingError when a part is missing or overlaps."""
+    sharded = {piece.key for piece, _ in holders.values() if not piece.is_whole}
+    items: list[list[WriteItem]] = [[] for _ in range(max(world, 2))]  # of one plan alone it checks less
+    for piece, ranks in holders.values():
+        if piece.key in sharded:
+            items[ranks[0]].append(_write_item(piece))
+    if not sharded:
+        return
     planner = DefaultSavePlanner(flatten_state_dict=False)
     planner.set_up_planner({}, is_coordinator=True)
     try:
-        plans, _ = planner.create_global_plan([_save_plan(pieces) for pieces in held])
+        planner.create_global_plan([SavePlan(each) for each in items])
     except (ValueError, AssertionError) as error:
         raise ShardingError(f"the ranks' shards do not make whole tensors: {error}") from error
-    return [{(item.index.fqn, tuple(item.index.offset or ())) for item in plan.items} for plan in plans]
 
 
-def assign(held: Sequence[Sequence[Piece]], nodes: Sequence[str]) -> list[tuple[list[int], list[int]]]:
-    """By rank: numbers of its pieces that it writes to the disk, and of those that only its node's memory needs."""
-    disk = _deal(held)
+def _write_item(piece: Piece) -> WriteItem:
+    return WriteItem(
+        index=MetadataIndex(piece.key, torch.Size(piece.offsets)),
+        type=WriteItemType.SHARD,
+        tensor_data=TensorWriteData(
+            chunk=ChunkStorageMetadata(torch.Size(piece.offsets), torch.Size(piece.sizes)),
+            properties=TensorProperties(dtype=piece.dtype),
+            size=torch.Size(piece.whole),
+        ),
+    )
+
+
+@dataclass(frozen=True)
+class WriteShare:
+    """One rank's part of a plan: numbers of its pieces."""
+
+    disk: list[int]
+    """It writes these to the disk."""
+    beside: list[int]
+    """Only its node's memory needs these."""
+    replicas: list[tuple[list[int], list[int]]]
+    """Ranks, this one among them, that hold the same pieces, and these."""
+
+
+def assign(
+    held: Sequence[Sequence[Piece]], nodes: Sequence[str], loose: Sequence[Collection[int]] = ()
+) -> list[WriteShare]:
+    """By rank, what it writes. `loose`: by rank, numbers of its pieces that may differ between the ranks that have
+    them: the first of these ranks writes all of them, so that they belong together. Raises ShardingError."""
+    holders = _holders(held)
+    _check_whole(holders, len(held))
+    free = {(pieces[n].key, pieces[n].offsets) for pieces, some in zip(held, loose, strict=False) for n in some}
+    disk = _deal(holders, len(held), free)
     beside: list[set[_Index]] = [set() for _ in held]
     ranks_of: dict[str, list[int]] = {}
     for rank, node in enumerate(nodes):
         ranks_of.setdefault(node, []).append(rank)
     for ranks in ranks_of.values():
         _deal_beside(held, ranks, disk, beside)
-    return [
-        (
-            [number for number, piece in enumerate(pieces) if (piece.key, piece.offsets) in disk[rank]],
-            [number for number, piece in enumerate(pieces) if (piece.key, piece.offsets) in beside[rank]],
-        )
-        for rank, pieces in enumerate(held)
-    ]
+    return [_share_of(pieces, disk[rank], beside[rank], holders, free) for rank, pieces in enumerate(held)]
+
+
+def _share_of(
+    pieces: Sequence[Piece],
+    disk: set[_Index],
+    beside: set[_Index],
+    holders: Mapping[_Index, tuple[Piece, list[int]]],
+    free: set[_Index],
+) -> WriteShare:
+    share = WriteShare([], [], [])
+    alike: dict[tuple[int, ...], list[int]] = {}
+    for number, piece in enumerate(pieces):
+        index = (piece.key, piece.offsets)
+        if index in disk:
+            share.disk.append(number)
+        if index in beside:
+            share.beside.append(number)
+        if len(ranks := holders[index][1]) > 1 and index not in free:
+            alike.setdefault(tuple(ranks), []).append(number)
+    share.replicas.extend((list(ranks), numbers) for ranks, numbers in sorted(alike.items()))
+    return share
 
 
 def _deal_beside(
@@ -264,30 +341,37 @@ def plan(
     shared: Mapping[str, torch.Tensor],
     own: Mapping[str, torch.Tensor],
     text_bytes: int,
+    loose: Collection[str] = (),
 ) -> Layout:
     """Agree with all ranks on what each of them writes. All ranks call it. Raises ShardingError.
 
-    `shared`: tensors that are sharded or replicated; `own`: this rank's own, which it writes itself.
+    `shared`: tensors that are sharded or replicated; `own`: this rank's own, which it writes itself; `loose`: names of
+    shared tensors that may differ between the ranks that hold them.
     """
     pieces = local_pieces(shared)
-    gathered = peers.gather([node, [piece.packed() for piece in pieces]])
+    free = [number for number, piece in enumerate(pieces) if piece.key in loose]
+    gathered = peers.gather([node, [piece.packed() for piece in pieces], free])
     shares: list[Any] = []
     if gathered:
         try:
-            held = [[Piece.unpacked(each) for each in packed] for _, packed in gathered]
-            shares = list(assign(held, [each for each, _ in gathered]))
+            held = [[Piece.unpacked(each) for each in packed] for _, packed, _ in gathered]
+            found = assign(held, [node for node, _, _ in gathered], [each for _, _, each in gathered])
+            shares = [[each.disk, each.beside, each.replicas] for each in found]
         except ShardingError as error:
             shares = [str(error)] * peers.world
-    share = peers.tell_each(shares)
-    if isinstance(share, str):
-        raise ShardingError(share)
-    mine, beside = ([pieces[number] for number in numbers] for numbers in share)
+    word = peers.tell_each(shares)
+    if isinstance(word, str):
+        raise ShardingError(word)
+    mine, beside = ([pieces[number] for number in numbers] for numbers in word[:2])
     mine += [Piece.own(key, tensor) for key, tensor in own.items()]
     file = image_of(mine, text_bytes)
     return Layout(
         file,
         image_of(beside, 0) if beside else None,
         tuple((piece.name, piece.key) for piece in (*mine, *beside)),
+        tuple(
+            ReplicaGroup(tuple(ranks), tuple(pieces[number].key for number in numbers)) for ranks, numbers in word[2]
+        ),
     )
 
 

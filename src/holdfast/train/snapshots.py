@@ -73,7 +73,7 @@ class SnapshotOptions:
     """Leave with exit code 0 when the launcher asks to stop and all is saved. False: `Snapshots.stopping` is set."""
     suspect_within_steps: int | None = None
     """A failure that repeats, or a loss that is not finite, so many steps after `resume()` makes the snapshot suspect.
-    None: the interval of snapshots; 0: never."""
+    None: the interval of snapshots, at least 3; 0: never."""
     restarts_without_progress: int | None = 3
     """So many restarts in a row may fail before the job's best step; then it ends with exit code 93. None: any
     number."""
@@ -81,6 +81,9 @@ class SnapshotOptions:
     """With a URL: a local folder through which the saver uploads, so that memory is free sooner."""
     copies_bytes_per_s: float | None = None
     """With `copies=1`: bytes per second that a node may send. None: no limit."""
+    replicas_differ: bool = False
+    """True: ranks may have different values of a parameter (local SGD), and a snapshot has those of the first rank that
+    has it. False: that is an error, at each save to the disk."""
 
     def __post_init__(self) -> None:
         if type(self.failed_saves_max) is not int or self.failed_saves_max < 1:
@@ -240,11 +243,13 @@ class Snapshots:
                 return self._resume_from_survivors()
         with self._closed_by_failure():
             peers, tier = self._open()
+            assert self._taken is not None
             resumer = Resumer(
-                self.path, self._tracker, peers, tier, self._options.fresh_ok, self._patience, choice, self._copies
+                *(self.path, self._tracker, peers, tier, self._options.fresh_ok, self._patience, choice, self._copies),
+                folder_id=self._taken.folder_id,
             )
             resumed = resumer.run()
-        self._life = OwnLife(self.path, resumer.life, resumer.origin, self._patience, self._keep)
+        self._life = OwnLife(self.path, resumer.life)
         if choice.only is not None:
             self._tracker.chosen = tuple(sorted(choice.only))
         saving = self._begin(peers, tier)
@@ -330,13 +335,19 @@ class Snapshots:
 
     def _begin(self, peers: Peers, tier: Tier) -> Saving:
         assert self._taken is not None
+        if self._life is None:
+            self._life = OwnLife(self.path)
         step, self._durable_epoch = self.state.step, self.state.epoch
         worker.at_step(step)
         self._schedule.start(step)
         self._clock.start(step, time.monotonic())
         self._watch_optimizers()
         rescue, clock, failed_max = self._taken.rescue, self._clock, self._options.failed_saves_max
-        saving = Saving(self.path, self._tracker, peers, tier, rescue, clock, failed_max, self._lease, self._copies)
+        saving = Saving(
+            *(self.path, self._tracker, peers, tier, rescue, clock, failed_max, self._lease, self._copies),
+            replicas_differ=self._options.replicas_differ,
+            folder_id=self._taken.folder_id,
+        )
         self._saving, saving.retention = saving, self._keep is not None
         return saving
 
@@ -394,10 +405,11 @@ class Snapshots:
         worker.at_step(self.state.step)
         self._metrics = metrics
         self._look(saving)
-        if self._life is not None:  # also when a scaler has skipped the optimizer's step
-            self._life.step(self.state.step, metrics)
+        stepped = self._pending.stepped or not self._tracker.optimizers
         if self._pending.at_step():
             return
+        if self._life is not None:  # also when a scaler has skipped the optimizer's step
+            self._life.losses.step(self.state.step, metrics, stepped=stepped)
         if self._untracked is not None and self._untracked.at_step():
             self._note_untracked_data()
         while self._until_first_step:  # not by the hook itself: torch is iterating over its hooks then
@@ -466,6 +478,8 @@ class Snapshots:
 
     def _save(self, saving: Saving, *, durable: bool, demanded: bool = False) -> None:
         self._used = True
+        if durable and self._life is not None:
+            self._life.losses.settle()
         done = saving.save(durable=durable, metrics=self._metrics, demanded=demanded)
         if done.look_at:
             self._schedule.look_at = done.look_at

@@ -13,7 +13,8 @@ import copy
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any
@@ -33,7 +34,18 @@ from holdfast.train.random_numbers import equal_parts, random_state, set_random_
 from holdfast.train.reading import Saved
 from holdfast.train.reducers import Order, Reducers
 from holdfast.train.sharding import OWN, TIED
-from holdfast.train.tracked import Choice, Compared, Fit, Shared, Targets, TrackedModel, TrackedOptimizer, check_tied
+from holdfast.train.tracked import (
+    Choice,
+    Compared,
+    Fit,
+    Role,
+    Shared,
+    Targets,
+    TrackedModel,
+    TrackedOptimizer,
+    check_tied,
+    trained,
+)
 
 FORMAT = 1
 
@@ -46,6 +58,17 @@ class Collected:
     own: dict[str, torch.Tensor]
     text: bytes
     """Of this rank; changes with every step."""
+    roles: Mapping[str, Role] = field(default_factory=dict)
+    """Of the shared tensors."""
+
+    @property
+    def buffers(self) -> set[str]:
+        """Names of shared tensors that may differ between the ranks."""
+        return {name for name, role in self.roles.items() if role is Role.BUFFER}
+
+    def trained(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Those of these shared tensors that training changes."""
+        return trained({name: self.shared[name] for name in names}, self.roles)
 
     def signature(self) -> tuple[Any, ...]:
         """Equal as long as a layout holds, and the tensors' shapes and types stay the same."""
@@ -81,6 +104,7 @@ class _Parts:
     live: list[Any]
     """All that they consist of."""
     tensors: dict[str, torch.Tensor]
+    roles: dict[str, Role]
     tied: dict[str, str]
     models: dict[str, Any]
     optimizers: dict[str, Any]
@@ -105,6 +129,8 @@ class TrainState:
         self._batches: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self._finish: Callable[[], None] = lambda: None
         self._save: Callable[[], None] = lambda: None
+        self._only = ""
+        """What of another run was restored, step and epoch with it: `resume(only=…)`."""
 
     def epochs(self, count: int, *, save: bool = False) -> Iterator[int]:
         """The epochs that are left of 0 … count-1. The first one may be half done: the loader goes on within it.
@@ -114,6 +140,13 @@ class TrainState:
         epoch. After the last one the state is saved, if `every` says that anything is: what comes next may need the
         whole training.
         """
+        if self._only and self.epoch >= count:
+            warnings.warn(
+                f"holdfast: resume(only={self._only}) has restored epoch {self.epoch} of {count} as well: nothing is "
+                "left to train. To begin anew from these weights: ht.load_weights(model, folder), in another folder.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
         while self.epoch < count:
             self._follow(self.epoch)
             left, whole = self._batches()
@@ -150,6 +183,22 @@ def _checked(model: TrackedModel) -> TrackedModel:
     return model
 
 
+def _check_optimizer(name: str, optimizer: Optimizer) -> None:
+    """Refuse now what no save can do."""
+    if any(each.__name__ == "ZeroRedundancyOptimizer" for each in type(optimizer).__mro__):
+        raise TrackingError(
+            f"track({name}=…): ZeroRedundancyOptimizer is not supported: each rank has a part of its state.\n"
+            "Shard the model with fully_shard (FSDP2), and take an ordinary optimizer: its state is sharded, too."
+        )
+    if type(optimizer).state_dict is Optimizer.state_dict:
+        return
+    _check_takes_nothing(name, optimizer.state_dict)
+    try:
+        optimizer.state_dict()
+    except Exception as error:
+        raise TrackingError(f"track({name}=…): its state_dict() fails: {type(error).__name__}: {error}") from error
+
+
 def _check_takes_nothing(name: str, state_dict: Callable[..., Any]) -> None:
     try:
         inspect.signature(state_dict).bind()
@@ -180,6 +229,8 @@ class Tracker:
         for name, each in objects.items():
             if "/" in name or name in self.names():
                 raise TrackingError(f"track({name}=…): the name is taken, or has a slash")
+            if isinstance(each, Optimizer):
+                _check_optimizer(name, each)
             if isinstance(each, nn.Module):
                 _refuse_fsdp1(name, each)
                 self._models.append(_checked(TrackedModel(name, each)))
@@ -285,7 +336,7 @@ class Tracker:
             "orders": [] if rank else self.reducers.orders,
             TIED: parts.tied,
         }
-        return Collected(parts.tensors, encoder.tensors, codec.dumps(tree))
+        return Collected(parts.tensors, encoder.tensors, codec.dumps(tree), parts.roles)
 
     def _parts(self, encoder: codec.Encoder) -> _Parts:
         """Models and optimizers, taken apart; as they were the last time, if they consist of the same objects."""
@@ -306,7 +357,7 @@ class Tracker:
             optimizers = {
                 name: {part: codec.ready(tree) for part, tree in parts.items()} for name, parts in optimizers.items()
             }
-        parts = _Parts(keys, live, shared.tensors, shared.tied, models, optimizers)
+        parts = _Parts(keys, live, shared.tensors, shared.roles, shared.tied, models, optimizers)
         self._kept = parts if still else None
         return parts
 
@@ -321,9 +372,10 @@ class Tracker:
     def compare(self, saved: Saved, rank: int, choice: Choice, world: int = 0) -> Compared:
         """How the snapshot fits the tracked objects: input of `tracked.together`. `world`: number of ranks that it is
         restored on; 0: each rank gets the state of a rank in its place."""
-        text = _text_of(saved, rank)
+        text = text_of(saved, rank)
         there = {name for part in ("models", "optimizers", "others") for name in text[part]}
         whole = choice.only is None or text.get("only") == sorted(choice.only)
+        self.state._only = "" if whole else str(sorted(choice.only or ()))
         wanted = self.names() if whole or choice.only is None else set(choice.only)
         found = Compared(frozenset(wanted), self.names(), {name: [name] for name in sorted(wanted - there)})
         if whole:
@@ -361,8 +413,9 @@ class Tracker:
                 model.collect(model.live(), shared, encoder)
         for name, first in shared.tied.items():
             check_tied(saved, name, first)
-        into = Targets(fill={name: each for name, each in shared.tensors.items() if name not in fit.missing})
-        text = _text_of(saved, rank)
+        into = Targets({name: each for name, each in shared.tensors.items() if name not in fit.missing})
+        into.roles = shared.roles
+        text = text_of(saved, rank)
         for optimizer in self._optimizers:
             if optimizer.name in fit.restored:
                 optimizer.targets(saved, _merged(saved, text, optimizer.name), text["models"], into)
@@ -370,7 +423,7 @@ class Tracker:
 
     def restore(self, saved: Saved, rank: int, world: int, filled: Mapping[str, torch.Tensor], fit: Fit) -> Restored:
         """Give everything its state, after `filled` (the targets) were."""
-        text = _text_of(saved, rank)
+        text = text_of(saved, rank)
         world_then: int = codec.expect(text.get("world"), int, "world")
         for model in self._models:
             if model.name in fit.restored:
@@ -406,7 +459,7 @@ class Tracker:
 
     def state_in(self, saved: Saved, name: str) -> Any:
         """The state of this object, which is neither a model nor an optimizer, in the image of one rank."""
-        return codec.decode(_text_of(saved, 0)["others"][name], saved.fresh)
+        return codec.decode(text_of(saved, 0)["others"][name], saved.fresh)
 
     def put_back(self, name: str, done: Restored) -> None:
         """Give this object back the state that it had: on some rank it refused the saved one."""
@@ -421,7 +474,7 @@ def position_of(follower: Any) -> dict[str, Any]:
     return copy.deepcopy(follower.state_dict()) if ours is None else ours()
 
 
-def _text_of(saved: Saved, rank: int) -> dict[str, Any]:
+def text_of(saved: Saved, rank: int) -> dict[str, Any]:
     """The text that this rank continues from: that of its number, modulo the number of ranks at the save. Raises
     ShardingError."""
     texts = {text.get("rank"): text for text in saved.texts}

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import chain
 from typing import Any
 
@@ -63,6 +64,8 @@ class Compared:
     """What the snapshot has and this rank does not."""
     problems: dict[str, str] = field(default_factory=dict)
     """By tracked object: why it does not fit."""
+    converted: dict[str, str] = field(default_factory=dict)
+    """By tracked model: whose tensors have other types than those of the snapshot."""
 
 
 @dataclass(frozen=True)
@@ -81,15 +84,19 @@ class Fit:
 
 def together(peers: Peers, mine: Compared, choice: Choice) -> Fit:
     """Combine all ranks' findings. Every rank calls it; StateMismatchError is raised on all of them."""
-    said = peers.share([mine.missing, mine.unexpected, mine.problems])
+    said = peers.share([mine.missing, mine.unexpected, mine.problems, mine.converted])
     missing: dict[str, list[str]] = {}
     problems: dict[str, str] = {}
+    converted: dict[str, str] = {}
     left: set[str] = set()
-    for lacks, extra, wrong in said:
+    for lacks, extra, wrong, types in said:
         for name, parts in lacks.items():
             missing[name] = sorted({*missing.get(name, ()), *parts})
         left |= set(extra)
         problems |= wrong
+        converted |= types
+    if choice.strict:
+        problems = {**converted, **problems}
     if left:
         left = left.difference(*peers.share(sorted(left & mine.held)))
     unfit = {name for name in (*missing, *problems) if name in choice.optional}
@@ -101,31 +108,37 @@ def together(peers: Peers, mine: Compared, choice: Choice) -> Fit:
     if wrong or (choice.strict and (lacking or unexpected)):
         raise StateMismatchError(_mismatch(wrong, lacking, unexpected))
     if lacking:
-        notes.append(f"not in the snapshot, and left as they are: {_few(lacking)}")
+        notes.append(f"not in the snapshot, and left as they are: {listed_names(lacking)}")
     if unexpected:
-        notes.append(f"in the snapshot, and not tracked: {_few(unexpected)}")
+        notes.append(f"in the snapshot, and not tracked: {listed_names(unexpected)}")
+    notes += [text for name, text in sorted(converted.items()) if name not in unfit]
     return Fit(mine.wanted - unfit - set(whole), frozenset(lacking), choice.optional, tuple(notes))
 
 
 def _lacking(parts: Sequence[str]) -> str:
-    return f"the snapshot lacks {_few(parts)}"
+    return f"the snapshot lacks {listed_names(parts)}"
 
 
-def _few(names: Sequence[str]) -> str:
+def _type(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def listed_names(names: Sequence[str]) -> str:
     return listed(names, NAMES_MAX)
 
 
 def _mismatch(wrong: Sequence[str], lacking: Sequence[str], unexpected: Sequence[str]) -> str:
     lines = [*wrong]
     if lacking:
-        lines.append(f"tracked now, and not in the snapshot: {_few(lacking)}")
+        lines.append(f"tracked now, and not in the snapshot: {listed_names(lacking)}")
     if unexpected:
-        lines.append(f"in the snapshot, and not tracked now: {_few(unexpected)}")
+        lines.append(f"in the snapshot, and not tracked now: {listed_names(unexpected)}")
     return "\n".join(
         [
             *lines,
             "Track what was saved; or call resume(optional=[name, …]) to leave out tracked objects that do not fit,",
-            "resume(only=[name, …]) to restore these alone, resume(strict=False) to restore what is on both sides.",
+            "resume(only=[name, …]) to restore these alone, resume(strict=False) to restore what is on both sides,",
+            "and to convert numbers to the types of what is tracked now.",
         ]
     )
 
@@ -142,7 +155,7 @@ def optimizer_problem(name: str, told: Mapping[str, Any], kind: str, defaults: I
     if now - saved and saved - now:
         return (
             f"{name} is a {kind} now, and another optimizer in the snapshot: "
-            f"that has the options {_few(sorted(saved - now))}, not {_few(sorted(now - saved))}"
+            f"that has the options {listed_names(sorted(saved - now))}, not {listed_names(sorted(now - saved))}"
         )
     return ""
 
@@ -156,10 +169,30 @@ def groups_problem(name: str, now: Sequence[Sequence[str]], then: Sequence[Seque
         return f"{counted}; a group was added after training had begun: call add_param_group() before resume(), too"
     flat_now, flat_then = {each for group in now for each in group}, {each for group in then for each in group}
     if flat_now - flat_then:
-        counted += f"; new: {_few(sorted(flat_now - flat_then))}"
+        counted += f"; new: {listed_names(sorted(flat_now - flat_then))}"
     if flat_then - flat_now:
-        counted += f"; gone: {_few(sorted(flat_then - flat_now))}"
+        counted += f"; gone: {listed_names(sorted(flat_then - flat_now))}"
     return counted
+
+
+class Role(Enum):
+    """What a tensor is."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    """Ranks may have their own: statistics of BatchNorm, what a module draws."""
+    OPTIMIZER = "optimizer"
+
+
+def trained(tensors: Mapping[str, torch.Tensor], roles: Mapping[str, Role]) -> dict[str, torch.Tensor]:
+    """Those of these tensors that training changes: it may put numbers into them that are not finite. In a frozen
+    parameter, as in a buffer, these are meant to be there (a mask). What has no role belongs to an optimizer."""
+    return {
+        name: each
+        for name, each in tensors.items()
+        if (role := roles.get(name, Role.OPTIMIZER)) is Role.OPTIMIZER
+        or (role is Role.PARAMETER and each.requires_grad)
+    }
 
 
 @dataclass
@@ -170,6 +203,8 @@ class Targets:
     """To be filled."""
     filled: dict[str, torch.Tensor] = field(default_factory=dict)
     """That have their values already."""
+    roles: dict[str, Role] = field(default_factory=dict)
+    """Of those that belong to models."""
 
     def all(self) -> dict[str, torch.Tensor]:
         return {**self.fill, **self.filled}
@@ -180,16 +215,18 @@ class Shared:
 
     def __init__(self) -> None:
         self.tensors: dict[str, torch.Tensor] = {}
+        self.roles: dict[str, Role] = {}
         self.tied: dict[str, str] = {}
         """Further names of a tensor, and its first one."""
         self._names: dict[int, str] = {}
 
     def add(self, name: str, tensor: torch.Tensor) -> None:
-        """Add a tensor under this name, or the name as another one of a tensor that is already there."""
+        """Add a model's tensor under this name, or the name as another one of a tensor that is already there."""
         codec.check_storable(name, tensor)
         first = self._names.setdefault(id(tensor), name)
         if first == name:
             self.tensors[name] = tensor
+            self.roles[name] = Role.PARAMETER if isinstance(tensor, nn.Parameter) else Role.BUFFER
         else:
             self.tied[name] = first
 
@@ -247,13 +284,21 @@ class TrackedModel:
             found.missing[self.name] = missing
         found.unexpected += sorted(was - held)
         found.held |= held
+        types: list[str] = []
         for key, tensor in shared.tensors.items():
-            shape = saved.whole_shape(key)
-            if shape is not None and shape[0] != tuple(tensor.shape):
+            then = saved.whole_shape(key)
+            if then is None:
+                continue
+            if then[0] != tuple(tensor.shape):
                 found.problems[self.name] = (
-                    f"{key} has the shape {list(tensor.shape)}, and {list(shape[0])} in the snapshot"
+                    f"{key} has the shape {list(tensor.shape)}, and {list(then[0])} in the snapshot"
                 )
                 break
+            if then[1] != tensor.dtype:
+                types.append(f"{key} is {_type(tensor.dtype)}, and {_type(then[1])} in the snapshot")
+        if types:
+            more = f", and {len(types) - 1} more tensors of this model" if len(types) > 1 else ""
+            found.converted[self.name] = f"{types[0]}{more}"
 
     def restore_rest(self, rest: Mapping[str, Any], tensor: codec.Get) -> None:
         """Restore all that is not a tensor; the tensors were filled in place."""
@@ -332,7 +377,7 @@ class TrackedOptimizer:
                     if isinstance(value, torch.Tensor):
                         name = f"{self.name}.state.{fqn}.{what}"
                         codec.check_storable(name, value)
-                        shared.tensors[name] = value
+                        shared.tensors[name], shared.roles[name] = value, Role.OPTIMIZER
                         rest[what] = None
                     else:
                         rest[what] = [encoder.encode(value, f"{self.name}.state.{fqn}.{what}")]

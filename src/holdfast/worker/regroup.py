@@ -5,29 +5,39 @@ the agent orders all others to a meeting point, the gate ("release"), and sends 
 reads these orders, because the main thread may wait in a collective operation for the worker that is lost. gloo has no
 way to abort that wait: the thread shuts the connections of the process group, and the wait ends with an exception.
 
+A main thread that computes meets no such wait for a while. It is interrupted, but only inside the call of a module (a
+forward pass). An exception anywhere else could leave half a file, which a program writes between two steps. An
+exception that another thread sets is raised at some later instruction, which may be such a place. So the thread asks
+for a signal handler: it runs in the main thread, sees where this is, and raises there or not at all.
+
 Knows sockets, the board's address and the messages (see supervisor/channel.py). Standard library only.
 """
 
 from __future__ import annotations
 
+import _thread
 import contextlib
-import ctypes
 import os
 import select
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
 from typing import Any, NamedTuple
 
 from holdfast import seqpacket
-from holdfast.protocol.board_layout import BOARD_VARIABLE, REPLACEMENT_VARIABLE, channel_name
+from holdfast.protocol.board_layout import BOARD_VARIABLE, INTERRUPT_SIGNAL, REPLACEMENT_VARIABLE, channel_name
 
 WHY_CHARACTERS_MAX = 4096
 """Of the reason why a worker cannot go on."""
 UNINTERRUPTED_S = 0.5
 """After a release the main thread comes to the gate by itself, at its next collective operation or at the end of its
-step. After this time it is interrupted, unless an optimizer is at work."""
+step. After this time it is interrupted in the next call of a module, unless an optimizer is at work."""
+LOOK_AGAIN_S = 0.01
+MODULE_CALL = ("torch.nn.modules.module", "_call_impl")
+"""Module and name of the function through which torch calls every module."""
 
 
 class Release(NamedTuple):
@@ -59,18 +69,19 @@ class AgentChannel:
         self._connection = connection
         self._connection.setblocking(False)
         self.uninterrupted = threading.RLock()
-        """While the main thread holds it no interruption begins. It takes this lock itself, and not by the condition,
-        whose `with` is Python code: an interruption there would leave it locked."""
+        """The main thread takes this lock itself, and not by the condition, whose `with` is Python code: an exception
+        of a signal handler there would leave it locked."""
         self._changed = threading.Condition(self.uninterrupted)
         self.released: Release | None = None
         """The order to come to the gate, until its "go" was taken. An attribute: it is read in each step."""
         self._go: Go | None = None
         self._lost = False
         self._at_gate = True
-        self._main = threading.get_ident()
         self._cut: Callable[[], object] = lambda: None
         self._may_interrupt: Callable[[], bool] = lambda: False
         self._exception: type[BaseException] | None = None
+        self._handler_before: Any = None
+        """Of the signal; the handler itself is in place while this is set."""
         self._thread = threading.Thread(target=self._listen, name="holdfast-regroup", daemon=True)
         self._thread.start()
 
@@ -93,6 +104,9 @@ class AgentChannel:
 
     def close(self) -> None:
         """Leave: this worker cannot go on in another generation any more."""
+        if self._handler_before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(INTERRUPT_SIGNAL, self._handler_before)
+            self._handler_before = None
         with contextlib.suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
         if self._thread is not threading.current_thread():
@@ -104,9 +118,10 @@ class AgentChannel:
     ) -> None:
         """The main thread trains from now on, until `arrive`.
 
-        `cut` ends collective operations; this object's thread calls it. `exception` is raised in the main thread if
-        it has not come to the gate UNINTERRUPTED_S after that and `may_interrupt()`, which is asked with the lock
-        `uninterrupted`."""
+        `cut` ends collective operations; this object's thread calls it. `exception` is raised in the main thread,
+        inside the call of a module, if it has not come to the gate UNINTERRUPTED_S after that and `may_interrupt()`."""
+        if self._handler_before is None and threading.current_thread() is threading.main_thread():
+            self._handler_before = signal.signal(INTERRUPT_SIGNAL, self._on_interrupt) or signal.SIG_DFL
         with self.uninterrupted:
             self._cut, self._may_interrupt, self._exception = cut, may_interrupt, exception
             self._at_gate = False
@@ -115,7 +130,6 @@ class AgentChannel:
         """The main thread does not train any more. No interruption follows."""
         with self.uninterrupted:
             self._at_gate = True
-            _interrupt(self._main, None)
             self._changed.notify_all()
 
     def say(self, what: str, **fields: object) -> None:
@@ -198,18 +212,25 @@ class AgentChannel:
         while True:
             with self._changed:
                 left_s = deadline_s - time.monotonic()
-                over = self._at_gate or self._lost or self.released is not release
-                if over or (left_s <= 0 and self._may_interrupt()):
-                    if not over:
-                        _interrupt(self._main, self._exception)
+                if self._at_gate or self._lost or self.released is not release or self._handler_before is None:
                     return
-                self._changed.wait(max(left_s, 0.01))
+                if left_s <= 0:
+                    _thread.interrupt_main(INTERRUPT_SIGNAL)  # type: ignore[arg-type] # runs the handler: no signal is sent
+                self._changed.wait(max(left_s, LOOK_AGAIN_S))
+
+    def _on_interrupt(self, _: int, frame: FrameType | None) -> None:
+        """The handler: in the main thread, between two instructions of this frame."""
+        due = self.released is not None and self.released.cut and not self._at_gate
+        if due and self._exception is not None and self._may_interrupt() and _calls_a_module(frame):
+            raise self._exception
 
 
-def _interrupt(thread: int, exception: type[BaseException] | None) -> None:
-    """Raise this exception in a thread, at its next instruction of Python. None: withdraw what was not raised yet."""
-    pointer = ctypes.py_object(exception) if exception is not None else None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), pointer)
+def _calls_a_module(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == MODULE_CALL:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class GroupSockets:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import sys
 from typing import Any
@@ -37,6 +38,8 @@ def live(number: int, case: str, folder: str) -> None:
     snaps.track(model=model, counter=counter)
     resumed = snaps.resume()
     tell(source=resumed and resumed.source, count=counter.count, bias=model.bias.tolist())
+    if case not in ("saves", "fork"):
+        tell(skipped=list(resumed.skipped) if resumed else [])
 
     def change(count: int) -> None:
         counter.count = count
@@ -47,6 +50,22 @@ def live(number: int, case: str, folder: str) -> None:
             for each in range(counter.count + 1, counter.count + 4 - number):
                 change(each)
                 snaps.save(wait=True)
+        case "poisoned" if number == 0:
+            snaps.save(wait=True)
+            snaps.step()
+            nn.init.constant_(model.bias, float("nan"))
+            snaps.step()
+            snaps.step()
+        case "removed" | "moved" if number == 0:
+            snaps.save(wait=True)
+            change(1)
+            snaps.step()
+            os.rename(folder, f"{folder}.before")  # at once: the saver may be writing into it
+            if case == "removed":
+                shutil.rmtree(f"{folder}.before", ignore_errors=True)
+        case "unsaved" if number == 0:
+            change(1)
+            snaps.step()
         case "fork":
             change(1)
             snaps.save(wait=True)

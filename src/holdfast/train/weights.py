@@ -1,0 +1,101 @@
+"""Loads the weights of a model from a snapshot of another run, for a run that begins anew.
+
+Every rank reads what it holds, and checks the bytes that it reads. Nothing else of the snapshot is restored: no step,
+no optimizer, no random numbers. Going on with a run is resuming.py."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from holdfast.protocol.errors import NoValidSnapshotError, StateMismatchError
+from holdfast.snapshots import folder as folders
+from holdfast.snapshots.folder import Snapshot
+from holdfast.snapshots.layout import FolderKind, parse_name
+from holdfast.snapshots.remote import absolute
+from holdfast.train import state_codec as codec
+from holdfast.train.reading import Saved, opened
+from holdfast.train.state import text_of
+from holdfast.train.tracked import Compared, Shared, TrackedModel, listed_names
+
+
+def load_weights(model: nn.Module, folder_or_snapshot: str | os.PathLike[str], *, strict: bool = True) -> int:
+    """Give this model the weights and buffers that a run has saved; returns the step at which it did.
+
+    For a run that begins anew, in a folder of its own, from the weights of another one. Call it on every rank, before
+    the first step and before `resume()`; the model may be wrapped or sharded. `folder_or_snapshot`: a snapshot folder,
+    whose newest snapshot is used, or one snapshot in it (`runs/a/step_000000120.0001`), or the URL of either. If it
+    has several models, the one that fits is taken.
+
+    strict   False: tensors that are on one side only are named in a warning, and numbers are converted to the
+             model's types
+
+    Raises StateMismatchError when the model does not fit, NoValidSnapshotError without a snapshot, SnapshotError.
+    """
+    snapshot = _snapshot(folder_or_snapshot)
+    with opened(snapshot) as saved:
+        models = codec.section(text_of(saved, 0), "models")
+        found = {name: _compared(TrackedModel(name, model), saved, models) for name in models}
+        name = _fitting(found, snapshot)
+        notes = _notes(found[name], name)
+        if notes and (strict or name in found[name].problems):
+            raise StateMismatchError(
+                "\n".join(
+                    [
+                        f"the model does not fit {name!r} in {snapshot.path}",
+                        *notes,
+                        "load_weights(…, strict=False) loads what is on both sides, in the model's types.",
+                    ]
+                )
+            )
+        _load(TrackedModel(name, model), saved, models, {*found[name].missing.get(name, ())})
+    for note in notes:
+        warnings.warn(f"holdfast: load_weights: {note}", RuntimeWarning, stacklevel=2)
+    return snapshot.step
+
+
+def _snapshot(given: str | os.PathLike[str]) -> Snapshot:
+    path = absolute(given)
+    named = parse_name(path.name)
+    if named is not None and named.kind is FolderKind.COMMITTED:
+        return folders.inspect(path)
+    found = folders.choose(folders.survey(path))
+    if found is None:
+        raise NoValidSnapshotError(f"{path} holds no snapshot")
+    return found
+
+
+def _compared(model: TrackedModel, saved: Saved, models: Mapping[str, Any]) -> Compared:
+    found = Compared()
+    model.compare(saved, models, models.keys(), found)
+    return found
+
+
+def _fitting(found: Mapping[str, Compared], snapshot: Snapshot) -> str:
+    if not found:
+        raise StateMismatchError(f"{snapshot.path} has no model: it was saved without track(model=…)")
+    return min(found, key=lambda name: _misfit(found[name], name))
+
+
+def _misfit(found: Compared, name: str) -> tuple[bool, int]:
+    return name in found.problems, len(found.missing.get(name, ())) + len(found.unexpected) + len(found.converted)
+
+
+def _notes(found: Compared, name: str) -> list[str]:
+    notes = [found.problems[name]] if name in found.problems else []
+    if name in found.missing:
+        notes.append(f"not in the snapshot, and left as they are: {listed_names(found.missing[name])}")
+    if found.unexpected:
+        notes.append(f"in the snapshot, and not in the model: {listed_names(found.unexpected)}")
+    return notes + list(found.converted.values())
+
+
+def _load(model: TrackedModel, saved: Saved, models: Mapping[str, Any], missing: set[str]) -> None:
+    shared = Shared()
+    model.collect(model.live(), shared, codec.Encoder())
+    saved.prepare({name: each for name, each in shared.tensors.items() if name not in missing}).load()
+    model.restore_rest(codec.section(models, model.name), saved.fresh)

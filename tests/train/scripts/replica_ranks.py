@@ -1,0 +1,244 @@
+"""Jobs of several ranks whose replicas are equal, or are not. Prints what each rank found, as JSON.
+
+replica_ranks.py CASE FOLDER
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import snapshot_ranks
+import torch
+import torch.distributed as dist
+from snapshot_ranks import ranks
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+import holdfast.train as ht
+from holdfast.snapshots import folder as folders
+from holdfast.snapshots.folder import RankFile
+from holdfast.train import snapshots  # noqa: F401 - before the fork
+
+
+class Mixed(nn.Module):
+    """Dropout, BatchNorm, a tied weight, a parameter that DDP ignores, and a buffer that each rank draws."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm = nn.Embedding(6, 5), nn.BatchNorm1d(5)
+        self.drop, self.head = nn.Dropout(0.5), nn.Linear(5, 6, bias=False)
+        self.head.weight = self.embed.weight
+        self.ignored = nn.Parameter(torch.full((3,), 0.5), requires_grad=False)
+        self._ddp_params_and_buffers_to_ignore = ["ignored", "noise"]
+        self.register_buffer("noise", torch.zeros(4))
+
+    def forward(self, indices: torch.Tensor) -> torch.Tensor:
+        self.noise.normal_()
+        return self.head(self.drop(self.norm(self.embed(indices))))
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """On data of this rank's own, of another size on each."""
+    indices = torch.randint(6, (4 + dist.get_rank(),))
+    model(indices).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def healthy(folder: Path, *, saves: int = 4, **options: Any) -> Any:
+    torch.manual_seed(0)
+    model = DistributedDataParallel(Mixed(), broadcast_buffers=False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    torch.manual_seed(dist.get_rank())
+    snaps = ht.Snapshots(folder, **options)
+    snaps.track(model=model, optimizer=optimizer)
+    snaps.resume()
+    for _ in range(saves):
+        step(model, optimizer)
+        snaps.step()
+        snaps.save(wait=True)
+    norm = model.module.norm
+    found = [model.module.noise.tolist(), norm.running_mean.tolist(), norm.running_var.tolist()]
+    snaps.close()
+    return found
+
+
+def case_healthy(folder: Path) -> Any:
+    """What each rank had in its buffers, and the snapshot has."""
+    said = ranks(3, lambda: healthy(folder, every=None, memory_every=None))
+    return {
+        "said": said,
+        "saved": [saved(folder, f"model.{name}") for name in ("noise", "norm.running_mean", "norm.running_var")],
+    }
+
+
+def saved(folder: Path, name: str) -> Any:
+    snapshot = folders.survey(folder).committed[-1]
+    for rank in range(snapshot.manifest.world):
+        with RankFile(snapshot, rank) as file:
+            if name in file.image.spans:
+                return torch.frombuffer(file.load([name])[file.image.spans[name]], dtype=torch.float32).tolist()
+    return None
+
+
+def diverged(folder: Path, odd: int, change: Callable[[nn.Module, torch.optim.Optimizer], None], **options: Any) -> Any:
+    """What is raised, and what is on the disk, when this rank changes something that is not the others'."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(snapshot_ranks.Net())
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
+    snaps = ht.Snapshots(folder, **{"every": None, "memory_every": None, **options})
+    snaps.track(model=model, optimizer=optimizer)
+    snaps.resume()
+    error = ""
+    try:
+        for number in range(3):
+            snapshot_ranks.train(model, optimizer, number)
+            if number == 1 and dist.get_rank() == odd:
+                with torch.no_grad():
+                    change(model.module, optimizer)
+            snaps.step()
+            snaps.save(wait=True)
+    except Exception as raised:  # noqa: BLE001 - it is the result
+        error = f"{getattr(raised, 'code', '')} {type(raised).__name__}: {raised}"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        snaps._abandon()
+    return error
+
+
+def one_bit(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    model.last.weight.view(torch.int32)[2, 12] ^= 1
+
+
+def moment(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[model.first.weight]["exp_avg"][0, 0] += 1
+
+
+def counter(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.state[model.scale]["step"] += 1
+
+
+def frozen(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    model.frozen.fill_(0.75)
+
+
+def swapped(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    """The same values in other places."""
+    model.first.weight.copy_(model.first.weight.flip(0))
+
+
+def statistics(model: nn.Module, _: torch.optim.Optimizer) -> None:
+    """Only a buffer: no fault."""
+    model.norm.running_mean += 1
+
+
+def lost(world: int, odd: int, change: str, folder: Path, **options: Any) -> Any:
+    said = ranks(world, partial(diverged, folder, odd, globals()[change], **options))
+    return {"said": said, "steps": [each.step for each in folders.survey(folder).committed]}
+
+
+CHANGES = {
+    "one_bit": (3, 1), "moment": (2, 1), "counter": (3, 0), "frozen": (4, 3), "swapped": (2, 0), "statistics": (2, 1)
+}  # fmt: skip
+"""Ranks, and the one that changes it."""
+
+
+def case_diverged(folder: Path) -> Any:
+    return {change: lost(*which, change, folder / change) for change, which in CHANGES.items()}
+
+
+def case_clock(folder: Path) -> Any:
+    """Saves to the disk by the clock, of which only rank 0 knows."""
+    return lost(2, 1, "one_bit", folder, every="0.001s", memory_every=1)
+
+
+def case_allowed(folder: Path) -> Any:
+    """The snapshot has rank 0's values; what was saved of the parameter that rank 1 has changed."""
+    found = lost(2, 1, "frozen", folder / "a", options=ht.SnapshotOptions(replicas_differ=True))
+    return {**found, "saved": saved(folder / "a", "model.frozen")}
+
+
+class Private(nn.Module):
+    """Not in DDP: each rank has its own values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = nn.Linear(3, 2)
+
+
+def private(folder: Path) -> Any:
+    torch.manual_seed(dist.get_rank())
+    model = Private()
+    snaps = ht.Snapshots(folder, every=None, memory_every=None)
+    snaps.track(model=model)
+    snaps.resume()
+    try:
+        snaps.save(wait=True)
+    except Exception as raised:  # noqa: BLE001
+        snaps._abandon()
+        return str(raised)
+    return ""
+
+
+def case_private(folder: Path) -> Any:
+    return ranks(4, lambda: private(folder))
+
+
+def inner(folder: Path, *, raw: bool) -> Any:
+    """The weights, where the module inside DDP is tracked, and then DDP."""
+    torch.manual_seed(0 if raw else 1)
+    module = snapshot_ranks.Net()
+    model = DistributedDataParallel(module)
+    optimizer = torch.optim.AdamW([each for each in model.parameters() if each.requires_grad])
+    snaps = ht.Snapshots(folder, every=None, memory_every=None)
+    snaps.track(model=module if raw else model, optimizer=optimizer)
+    resumed = snaps.resume()
+    if raw:
+        for number in range(2):
+            snapshot_ranks.train(model, optimizer, number)
+            snaps.step()
+        snaps.save(wait=True)
+    found = [resumed is not None, module.first.weight.tolist()]
+    snaps.close()
+    return found
+
+
+def case_inner(folder: Path) -> Any:
+    return [ranks(3, lambda: inner(folder, raw=raw), f"inner{raw}")[0] for raw in (True, False)]  # noqa: B023
+
+
+def hsdp(folder: Path) -> Any:
+    """Rank 3 holds a replica of rank 1's shard."""
+    model, optimizer = snapshot_ranks.build("hsdp")
+    snaps = ht.Snapshots(folder, every=None, memory_every=None)
+    snaps.track(model=model, optimizer=optimizer)
+    snaps.resume()
+    for number in range(2):
+        snapshot_ranks.train(model, optimizer, number)
+        snaps.step()
+        snaps.save(wait=True)
+    if dist.get_rank() == 3:
+        with torch.no_grad():
+            model.first.weight._local_tensor += 1
+    try:
+        snaps.save(wait=True)
+    except Exception as raised:  # noqa: BLE001
+        snaps._abandon()
+        return str(raised)
+    return ""
+
+
+def case_hsdp(folder: Path) -> Any:
+    said = ranks(4, lambda: hsdp(folder))
+    return {"said": said, "steps": [each.step for each in folders.survey(folder).committed]}
+
+
+if __name__ == "__main__":
+    case, place = sys.argv[1], Path(sys.argv[2])
+    print(json.dumps(globals()[f"case_{case}"](place)))
