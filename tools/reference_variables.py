@@ -120,8 +120,8 @@ def check() -> None:
     if differ:
         raise LookupError(f"worker_environment and the table of this page differ in {sorted(differ)}")
     options = {name for option in LAUNCH_OPTIONS for name in option.variables}
-    own = own_names() - options - INTERNAL
-    unknown = own - WORKERS.keys() - READ.keys()
+    own = own_names()
+    unknown = own - options - INTERNAL - WORKERS.keys() - READ.keys()
     gone = {name for name in (*WORKERS, *READ) if name.startswith("HOLDFAST_")} - own
     if unknown or gone:
         raise LookupError(

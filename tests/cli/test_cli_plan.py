@@ -168,7 +168,7 @@ PARTS = [
     ("--virtual-local-rank --nproc-per-node 2 train.py", {}, ["  CUDA_VISIBLE_DEVICES=0", "  CUDA_VISIBLE_DEVICES=1"]),
     ("--log-dir /dev/null train.py", {}, ["logs          no files", "TORCHELASTIC_ERROR_FILE=\n"]),
     ("train.py", {"HOLDFAST_TOKEN": "hush"}, ["token         yes"]),
-    ("-m pkg.mod a", {}, ["-u -m pkg.mod a\n"]),
+    ("-m train.mod a", {}, ["-u -m train.mod a\n"]),
     ("--no-python sh -c 'a b'", {"PATH": "/bin"}, ["  sh -c 'a b'\n"]),
     ("--signals-to-handle '' --shutdown-timeout 3 train.py", {}, ["on no signal", "SIGKILL after 3 s"]),
 ]

@@ -66,7 +66,7 @@ def test_whoever_comes_after_the_end_is_told_of_it() -> None:
     told = desk.last(9)
     assert isinstance(told, msg.Finish)
     assert told.outcome.kind is OutcomeKind.SUCCEEDED
-    assert "without this node" in told.outcome.message
+    assert "before this node could join" in told.outcome.message
 
 
 def test_two_joins_on_one_link_lose_it() -> None:
@@ -369,7 +369,7 @@ def test_a_coordinator_that_comes_after_a_lost_one_names_that_node() -> None:
     desk.wait(LIMITS.join_s + 60.0)
     outcome = desk.machine.outcome
     assert outcome.kind is OutcomeKind.NO_QUORUM
-    assert outcome.message.endswith("; the generation before ended: lost n1 (ranks 0-3), which had the coordinator")
+    assert outcome.message.endswith("; previous generation ended: lost n1 (ranks 0-3), which had the coordinator")
 
 
 def test_where_a_lost_node_does_not_come_back_the_verdict_is_its_loss() -> None:

@@ -79,7 +79,7 @@ def test_before_the_first_step_and_after_the_last() -> None:
 
 def test_why_and_notices() -> None:
     lines = status_lines(view(node("a", 0, rank(0)), why="b was lost", notices=("rank 3 is slow",)))
-    assert "the generation before ended: b was lost" in lines
+    assert "previous generation ended: b was lost" in lines
     assert lines[-1] == "rank 3 is slow"
 
 

@@ -89,7 +89,7 @@ def render(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str]) -
         ("rendezvous", rendezvous_text(options)),
         ("coordinator", coordinator_text(options)),
         ("survives", survives(options)),
-        ("token", "yes, agents prove that they know it" if options.token else "none"),
+        ("token", "yes: only agents that have it can join" if options.token else "none"),
         ("workers here", workers_text(resolution)),
         ("threads", threads_text(resolution, environ)),
         ("preload", preload_text(options)),

@@ -208,10 +208,6 @@ def start(
         forget_secrets()
         for notice in options.notices if say_notices else ():
             say(notice)
-        if options.succession and say_notices:
-            from holdfast.cli.rendezvous import survives
-
-            say(f"this job survives {survives(options)}")
         return run_agent(supervisor, options, show or last_screen, begin)
     finally:
         hand_on_interrupts()
@@ -297,13 +293,13 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], command: str = "") -> Ru
     """The options of this command line, with defaults and variables. Raises CallerError."""
     from msgspec import structs
 
-    from holdfast.cli.resolve import line_of_others
+    from holdfast.cli.resolve import how_others_join
     from holdfast.cli.resolve import resolve as resolve_all
 
     options = resolve_all(parsed, environ).options
     if not command:
         return options
-    return structs.replace(options, line_of_others=line_of_others(parsed, command, options, environ))
+    return structs.replace(options, how_others_join=how_others_join(parsed, command, options, environ))
 
 
 def show_plan(parsed: Parsed) -> int:

@@ -246,7 +246,7 @@ def status_lines(view: JobView, *, ranks: bool | None = None) -> list[str]:
     """The lines of `holdfast status`. `ranks` None: a line for each rank if there are few."""
     lines = [headline(view), progress_line(view)]
     if view.why:
-        lines.append(f"the generation before ended: {view.why}")
+        lines.append(f"previous generation ended: {view.why}")
     if view.nodes:
         lines += ["", *columns([NODE_HEADINGS, *(node_row(node) for node in view.nodes)])]
     told = [(node.host, rank) for node in view.nodes for rank in node.ranks]

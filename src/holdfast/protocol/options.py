@@ -189,8 +189,8 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """A signal to the agent that announces a preemption; workers ignore it. None: there is none."""
     call_fds: CallFds | None = None
     """Set only by holdfast.launch; there is no option for it."""
-    line_of_others: str = ""
-    """The command to enter on each other node of the job; empty: none is needed."""
+    how_others_join: str = ""
+    """For users, while nodes are missing: what to do on the other nodes. Empty: there is nothing to do."""
     notices: tuple[str, ...] = ()
     """Lines to show before the start: abbreviations, flags without effect, nearest keys."""
 

@@ -357,7 +357,7 @@ class OwnNode:
             job_s=self._loop.time() - self._began_s,
             training_s=0.0,
             nodes=(own,),
-            notices=("the coordinator does not answer: this is what this node knows of itself",),
+            notices=("the coordinator does not answer: this is what this node knows",),
         )
 
     @property

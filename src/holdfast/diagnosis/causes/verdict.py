@@ -256,7 +256,7 @@ def verdict_on(evidence: Evidence) -> Verdict:
     | reports that another rank failed                         | the rank that they name, or whose error they repeat  |
     | complaints about peers                                   | waits come before cut connections; the text lists    |
     |                                                          | missing and lagging ranks, and ranks that left with 0|
-    | nothing                                                  | the generation was ended although no worker failed   |
+    | nothing                                                  | the generation ended although no worker failed   |
     """
     own = first_own(evidence.failures)
     if own is not None:
@@ -268,7 +268,7 @@ def verdict_on(evidence: Evidence) -> Verdict:
     if evidence.hang is not None:
         return _hung(evidence, evidence.hang, order)
     if first is None or kind is Blame.STOPPED:
-        return evidence.verdict("HF200", "the generation was ended although no worker failed", None)
+        return evidence.verdict("HF200", "the generation ended although no worker failed", None)
     if kind in COMPLAINTS:
         return _unexplained(evidence, [failure for kind, failure in order if kind in COMPLAINTS])
     return _of_first(evidence, first)
