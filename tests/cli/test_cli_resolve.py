@@ -113,7 +113,11 @@ FIELDS: list[tuple[str, dict[str, str], dict[str, object]]] = [
     # workers
     ("--nproc-per-node 3 train.py", {}, {"nproc": 3, "omp_num_threads": 2}),
     ("--nproc-per-node 8 train.py", {}, {"nproc": 8, "omp_num_threads": 1}),
-    ("--nproc-per-node 60 train.py", {}, {"omp_num_threads": 1}),
+    ("--nproc-per-node 60 train.py", {}, {"omp_num_threads": 1, "compile_threads": 1}),
+    ("train.py", {}, {"compile_threads": None}),
+    ("--nproc-per-node 2 train.py", {}, {"compile_threads": 4}),
+    ("--nproc-per-node 2 train.py", {"OMP_NUM_THREADS": "9"}, {"compile_threads": 4}),
+    ("--nproc-per-node 2 train.py", {"TORCHINDUCTOR_COMPILE_THREADS": "9"}, {"compile_threads": None}),
     ("--nproc-per-node gpu train.py", {}, {"nproc": 2}),
     ("--nproc-per-node auto train.py", {"CUDA_VISIBLE_DEVICES": "1"}, {"nproc": 1, "omp_num_threads": None}),
     ("--nproc-per-node cpu train.py", {}, {"nproc": 8}),

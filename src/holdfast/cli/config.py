@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FILE_BYTES_MAX = 1 << 20
 OWN_FILE, PROJECT_FILE, REPOSITORY = "holdfast.toml", "pyproject.toml", ".git"
 TOOL, OURS = "tool", "holdfast"
-LINE_ONLY = frozenset({"config", "no_config", "plan", "help", "version", "use_env"})
+LINE_ONLY = frozenset({"config", "no_config", "plan", "json", "help", "version", "use_env"})
 NUMBERS_TOO = frozenset({"nnodes", "nproc_per_node", "rdzv_id", "redirects", "tee", "metrics", "health", "dashboard"})
 """Text options whose value is often a number."""
 PATHS = ("DIR", "FILE")

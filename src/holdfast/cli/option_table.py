@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 EVENT_HANDLERS = ("null", "console", "dynamic_rendezvous")
 """torchrun's own values of --event-log-handler; it also takes plug-ins."""
-COLUMN = 38
-"""Column of the explanations in the help."""
+COLUMN, WIDTH = 28, 80
+"""Column of the explanations in the help, and its width."""
 FLAG, TEXT, INT, FLOAT, LIST = "flag", "text", "int", "float", "list"
 """Kinds of option: what a value is turned into. LIST is separated by commas, `,,` is one literal comma."""
 
@@ -281,6 +281,7 @@ OPTIONS: tuple[Option, ...] = (
             newer=True,
         ),
         own("--plan", FLAG, False, "show what would be started, where and why, and exit"),
+        own("--json", FLAG, False, "with --plan: print it as JSON", env=False),
         own("--version", FLAG, False, "print the version, and exit", env=False),
     ),
 )
@@ -300,8 +301,9 @@ def render(command: str) -> str:
     lines = [
         f"usage: holdfast {command} [options] script.py [arguments of the script]",
         "",
-        "Starts the workers of this node and keeps the job going. Options are torchrun's: each is also accepted with",
-        "underscores, abbreviated as long as it is unambiguous, and read from the variable named at its end.",
+        "Starts the workers of this node and keeps the job going. Options are torchrun's:",
+        "each is also accepted with underscores, abbreviated as long as it is",
+        "unambiguous, and read from the variable named at its end.",
     ]
     for group in dict.fromkeys(option.group for option in table):
         lines += ["", f"{group}:", *(line(option) for option in table if option.group == group)]
@@ -309,10 +311,27 @@ def render(command: str) -> str:
 
 
 def line(option: Option) -> str:
+    """The lines of one option."""
     names = f"{option.short}, {option.name}" if option.short else option.name
     left = f"  {names} {option.metavar}".rstrip()
-    gap = " " * max(COLUMN - len(left), 2)
-    return f"{left}{gap}{option.help}{origin(option)}"
+    texts = wrapped(f"{option.help}{origin(option)}", WIDTH - COLUMN)
+    head = [f"{left:{COLUMN}}{texts.pop(0)}"] if len(left) < COLUMN - 1 else [left]
+    return "\n".join([*head, *(f"{'':{COLUMN}}{each}" for each in texts)])
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """The text in lines of this width. (textwrap would load the modules of regular expressions.)
+
+    >>> wrapped("one two three", 8)
+    ['one two', 'three']
+    """
+    lines = [""]
+    for word in text.split():
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
+            lines.append(word)
+        else:
+            lines[-1] = f"{lines[-1]} {word}".lstrip()
+    return lines
 
 
 def origin(option: Option) -> str:

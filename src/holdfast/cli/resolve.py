@@ -43,12 +43,13 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 UNCATCHABLE = ("SIGKILL", "SIGSTOP")
 STREAMS = ("0", "1", "2", "3")
-ONLY_HERE = frozenset({*ABOUT_US, "plan", "config", "no_config"})
+ONLY_HERE = frozenset({*ABOUT_US, "plan", "json", "config", "no_config"})
 """Options that are not passed on to other nodes."""
 STARTED_BY_OTHERS = ("SLURM_STEP_ID", "KUBERNETES_SERVICE_HOST")
 """Variables that are set when no person starts the other nodes."""
 STOP_GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 STOP_GRACE_S = 30.0
+COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 HEALTH_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
 LOGS_SPECS_GROUP = "torchrun.logs_specs"
 
@@ -97,6 +98,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         numa_binding=given.numa_binding,
         share_store=environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1",
         omp_num_threads=threads,
+        compile_threads=compile_threads(environ, devices.number, cpus),
         preload=imports,
         standby=given.standby == "on" and bool(imports.modules) and may_restart(place.job),
         start_method=given.start_method,
@@ -258,6 +260,18 @@ def omp_num_threads(environ: Mapping[str, str], nproc: int, cpus: int) -> int | 
     if "OMP_NUM_THREADS" in environ or nproc == 1:
         return None
     return max(1, cpus // nproc)
+
+
+COMPILE_THREADS_MAX = 32
+"""torch starts no more by itself."""
+
+
+def compile_threads(environ: Mapping[str, str], nproc: int, cpus: int) -> int | None:
+    """Each worker's torch.compile starts as many processes as the node has CPUs: 8 workers on 32 CPUs start 256. None
+    where that is right, or it is set already."""
+    if COMPILE_THREADS in environ or nproc == 1:
+        return None
+    return min(COMPILE_THREADS_MAX, max(1, cpus // nproc))
 
 
 def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices: list[str]) -> LogOptions:

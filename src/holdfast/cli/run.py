@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli import EXIT_INTERRUPTED, config, grammar, print_version, say, say_interrupted
 from holdfast.cli.option_table import HOSTS, OPTIONS, TABLES, render
+from holdfast.protocol.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -172,6 +173,8 @@ def execute(parsed: Parsed, command: str, argv: Sequence[str]) -> int:
         from holdfast.cli import hosts
 
         if hosts.are_named(parsed):
+            if parsed.values.json:
+                raise UsageError("--json shows the plan of one node: leave the hosts out")
             return hosts.execute(parsed, command)
     step = None
     if parsed.values.slurm or "SLURM_STEP_ID" in os.environ:
@@ -182,6 +185,8 @@ def execute(parsed: Parsed, command: str, argv: Sequence[str]) -> int:
             return under_slurm.start_agents(parsed, command, argv)
     if parsed.values.plan:
         return show_plan(parsed)
+    if parsed.values.json:
+        raise UsageError("--json is for --plan: holdfast run --plan --json …")
     return start(parsed, command, begin=None if step is None else lambda: under_slurm.guard(step, os.environ))
 
 
@@ -303,9 +308,15 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], command: str = "") -> Ru
 
 
 def show_plan(parsed: Parsed) -> int:
-    from holdfast.cli.plan import render
+    from holdfast.cli.plan import document, render
     from holdfast.cli.resolve import resolve as resolve_all
 
-    text = render(parsed, resolve_all(parsed, os.environ), os.environ)
+    resolution = resolve_all(parsed, os.environ)
+    if parsed.values.json:
+        import json
+
+        print(json.dumps(document(parsed, resolution, os.environ), indent=1))
+        return 0
+    text = render(parsed, resolution, os.environ)
     print(text.encode(errors="surrogateescape").decode(errors="replace"))  # file names need not be UTF-8
     return 0
