@@ -17,7 +17,7 @@ from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import Failure, OutcomeKind
 from holdfast.protocol.policy import Grow, NodeSpec
 from holdfast.protocol.questions import Question
-from holdfast.protocol.rank_progress import Stage
+from holdfast.protocol.rank_progress import RankProgress, Stage
 from tests.coordinator.coordinator_desk import (
     LIMITS,
     Desk,
@@ -453,6 +453,16 @@ def test_the_view_of_a_job_that_trains() -> None:
     assert (rank.rank, rank.local_rank, rank.stage, rank.steps) == (1, 0, Stage.STEPPING, 30)
     assert (rank.step_s, rank.own_s, rank.age_s) == pytest.approx((0.1, 0.02, 0.0))
     assert view.nodes[2].ranks == ()
+
+
+def test_the_view_has_the_steps_of_the_job_and_the_process() -> None:
+    """After a restart the worker's own count begins at 0 again."""
+    desk = two_of_three()
+    progress = RankProgress(0, Stage.STEPPING, 5, job_step=106, pid=4711)
+    desk.say(1, msg.Progress(1, (progress,)))
+    desk.say(2, msg.Progress(1, (RankProgress(0, Stage.STEPPING, 5),)))
+    ranks = [node.ranks[0] for node in desk.machine.view(desk.now).nodes]
+    assert [(rank.steps, rank.counts_job, rank.pid) for rank in ranks] == [(105, True, 4711), (5, False, 0)]
 
 
 def test_the_view_counts_the_training_of_earlier_generations() -> None:
