@@ -84,6 +84,7 @@ RANKS = {
     "HOLDFAST_BOARD",
     "HOLDFAST_JOB_UID",
     "HOLDFAST_SAVER",
+    "HOLDFAST_SURVIVE",
     "RANK",
     "GROUP_RANK",
     "NODE_RANK",
