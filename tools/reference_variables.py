@@ -61,6 +61,7 @@ WORKERS = {
     "TORCHELASTIC_SIGNALS_TO_HANDLE": "`--signals-to-handle`",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "1, unless it is set",
     "OMP_NUM_THREADS": "CPUs of the node divided by its workers, unless it is set",
+    "TORCHINDUCTOR_COMPILE_THREADS": "the same for the processes with which torch.compile compiles, 32 at most; not set for a single worker",
     "CUDA_VISIBLE_DEVICES": "only with `--virtual-local-rank`: its one GPU",
     "HIP_VISIBLE_DEVICES": "the same, where it was set: for ROCm it comes before CUDA_VISIBLE_DEVICES",
     "HOLDFAST_BOARD": "memory shared with its agent: safe points ([elastic.md](elastic.md)) and counted steps ([hangs.md](hangs.md))",
@@ -120,8 +121,8 @@ def check() -> None:
     if differ:
         raise LookupError(f"worker_environment and the table of this page differ in {sorted(differ)}")
     options = {name for option in LAUNCH_OPTIONS for name in option.variables}
-    own = own_names() - options - INTERNAL
-    unknown = own - WORKERS.keys() - READ.keys()
+    own = own_names()
+    unknown = own - options - INTERNAL - WORKERS.keys() - READ.keys()
     gone = {name for name in (*WORKERS, *READ) if name.startswith("HOLDFAST_")} - own
     if unknown or gone:
         raise LookupError(

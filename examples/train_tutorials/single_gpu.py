@@ -32,6 +32,7 @@ def main() -> None:
     with ht.Snapshots(options.folder, every="10s", memory_every=10) as snaps:
         state = snaps.track(model=model, optimizer=optimizer, loader=loader)
         snaps.resume()
+        loss = torch.tensor(torch.nan)  # a resume may begin behind the last batch of an epoch
         for epoch in state.epochs(options.epochs):
             for images, labels in loader:
                 optimizer.zero_grad()

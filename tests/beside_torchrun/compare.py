@@ -17,6 +17,7 @@ INTENDED = {
     "env NODE_RANK": "new: what Lightning and others read as the node's number",
     "env MASTER_ADDR": "an address that answers, where torchrun gives getfqdn()'s guess",
     "env OMP_NUM_THREADS": "the node's CPUs are shared out, where torchrun says 1",
+    "env TORCHINDUCTOR_COMPILE_THREADS": "new: the node's CPUs are shared out, where each worker would start one process for each",
     "fds 1": "a file in the run folder, also where torchrun's workers share the console; the console is fed from it",
     "fds 2": "the same",
     "fds 600": "memory of the agent's, where a worker's stacks are written when it is looked at",

@@ -33,6 +33,7 @@ OWN = {
     "hang_timeout",
     "health",
     "help",
+    "json",
     "metrics",
     "min_ranks",
     "no_dedup",
@@ -214,7 +215,7 @@ def test_launch_has_torchs_use_env(torchrun: Parser) -> None:
 def test_the_table_is_torchruns_and_a_frozen_list_of_our_own(torchrun: Parser) -> None:
     """Who adds an option of ours names it here, after looking at the prefixes above."""
     own = "--preload --standby --grow --survive --min-ranks --drain-timeout --preempt-signal --hang-timeout --exclude-after --agent-port --dashboard --notify --metrics --health --no-dedup --slurm"
-    own += " --hosts --hostfile --include --exclude --host-discovery --env --ssh --python --cwd --on-disconnect --config --no-config --help --plan"
+    own += " --hosts --hostfile --include --exclude --host-discovery --env --ssh --python --cwd --on-disconnect --config --no-config --help --plan --json"
     assert {option.name for option in OPTIONS if option.ours} == {*own.split(), "--version"}
     theirs = torchrun.options()
     table: dict[str, Option] = {option.dest: option for option in OPTIONS if not option.ours}
@@ -281,12 +282,12 @@ def untouched(ours: Side, state: Path) -> bool:
     return not state.exists() and not ours.logs.exists() and ours.probes() == {}
 
 
-def test_a_module_is_looked_for_by_python_alone(launchers: Launchers) -> None:
-    """Finding it would mean importing its package: the worker's interpreter says that it is missing, under both."""
+def test_a_module_that_does_not_exist_is_refused_before_anything_starts(launchers: Launchers) -> None:
+    """Only its top-level name is looked for: finding the rest would mean importing the package."""
     theirs, ours = launchers.pair("-m", "missing.module")
-    assert (theirs.code, ours.code) == (1, 1), f"{theirs}\n{ours}"
-    for side in (theirs, ours):
-        assert "No module named 'missing'" in side.err
+    assert (theirs.code, ours.code) == (1, 2), f"{theirs}\n{ours}"
+    assert "No module named 'missing'" in theirs.err
+    assert ours.err.startswith("holdfast: HF102: no module named 'missing': it is neither installed nor in ")
 
 
 KINDER = [

@@ -84,6 +84,7 @@ RANKS = {
     "HOLDFAST_BOARD",
     "HOLDFAST_JOB_UID",
     "HOLDFAST_SAVER",
+    "HOLDFAST_SURVIVE",
     "RANK",
     "GROUP_RANK",
     "NODE_RANK",
@@ -103,7 +104,8 @@ def world(environments: list[dict[str, str]]) -> list[dict[str, str]]:
     first = min(groups, key=lambda role: groups[role][0])
     assert {env["ROLE_NAME"] for env in environments if env["RANK"] == "0"} == {first}
     ordered = sorted(environments, key=lambda env: (env["ROLE_NAME"], env["ROLE_RANK"]))
-    return [{name: value for name, value in env.items() if name not in RANKS | {"OMP_NUM_THREADS"}} for env in ordered]
+    shared_out = {"OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS"}
+    return [{name: value for name, value in env.items() if name not in RANKS | shared_out} for env in ordered]
 
 
 def test_standard_input_is_the_agents(launchers: Launchers, tmp_path: Path) -> None:

@@ -347,7 +347,7 @@ def test_the_plan_tells_every_value_and_where_it_comes_from(
     assert rows["--grow"] == ["now", "HOLDFAST_GROW"]
     assert rows["--max-restarts"] == ["3", "command line"]
     assert rows["--preload"] == ["auto", "default"]
-    assert set(rows) == {option.name for option in OPTIONS} - {"--help", "--version", "--plan"}
+    assert set(rows) == {option.name for option in OPTIONS} - {"--help", "--version", "--plan", "--json"}
 
 
 # --- what is refused --------------------------------------------------------------------------------------------------
@@ -355,7 +355,8 @@ def test_the_plan_tells_every_value_and_where_it_comes_from(
 BAD = [
     ("nnods = 4", "holdfast.toml:1: nnods is not an option; did you mean nnodes?"),
     ("\nzzz = 4", "holdfast.toml:2: zzz is not an option; keys are the long names in holdfast run --help"),
-    ("[run]\nnnodes = 4", "holdfast.toml:1: run is not an option"),
+    ("[run]\nnnodes = 4", "holdfast.toml:1: options need no table [run]: remove this heading, keep the lines below"),
+    ("role = 'a'\n[tool.holdfast]\nnnodes = 4", "holdfast.toml:1: options need no table [tool.holdfast]: remove"),
     ("nproc-per-node = 1\nnproc_per_node = 2", "holdfast.toml:2: nproc_per_node is given twice"),
     ("plan = true", "holdfast.toml:1: plan belongs on the command line"),
     ("no_config = true", "holdfast.toml:1: no_config belongs on the command line"),

@@ -87,10 +87,12 @@ def test_help_is_small() -> None:
 @pytest.mark.parametrize(("command", "table"), [("run", OPTIONS), ("launch", LAUNCH_OPTIONS)])
 def test_help_lists_every_option(command: str, table: tuple[Option, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([command, "--help"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  ")]
-    assert len(lines) == len(table)
+    text = capsys.readouterr().out
+    assert max(map(len, text.splitlines())) <= 80
+    options = [" ".join(each.split()) for each in re.split(r"\n  (?=-)", text)[1:]]
+    assert len(options) == len(table)
     for option in table:
-        (line,) = (line for line in lines if option.name in line.split()[:2])
+        (line,) = (line for line in options if option.name in line.split()[:2])
         assert option.help in line
         assert option.variable in line
         assert option.short in line
@@ -100,6 +102,7 @@ def test_top_level(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--help"]) == 0
     text = capsys.readouterr().out
     assert all(command in text for command in COMMANDS)
+    assert max(map(len, text.splitlines())) <= 80
     assert main(["--version"]) == main(["run", "--version"]) == print_version() == 0
     assert capsys.readouterr().out == f"holdfast {__version__}\n" * 3
     assert main(["--version", "--verbose"]) == 0

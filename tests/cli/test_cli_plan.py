@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import sys
@@ -43,6 +44,32 @@ def plan(line: str, **environ: str) -> str:
 )
 def test_the_plan_states_what_the_job_survives_and_why(line: str, said: str) -> None:
     assert said in survived(f"--rdzv-backend c10d --rdzv-endpoint {line} train.py")
+
+
+def test_the_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (
+        main(["run", "--plan", "--json", "--nproc-per-node", "2", "--max-restarts", "0", "train.py", "--lr", "1"]) == 0
+    )
+    told = json.loads(capsys.readouterr().out)
+    assert told["not_default"] == "--nproc-per-node 2"
+    assert told["environment"]["WORLD_SIZE"] == "2"
+    assert [worker["environment"]["LOCAL_RANK"] for worker in told["workers"]] == ["0", "1"]
+    assert told["workers"][1]["command"].endswith("train.py --lr 1")
+    given = {option["name"]: option for option in told["options"]}
+    assert given["--max-restarts"] == {"name": "--max-restarts", "value": "0", "source": "command line"}
+    assert given["--grow"]["source"] == "default"
+
+
+def test_an_error_of_a_plan_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--plan", "--json", "--nnodes", "two", "train.py"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"]["code"] == "HF103"
+    assert main(["run", "--json", "train.py"]) == 2
+    assert "--json is for --plan" in capsys.readouterr().err
+
+
+def test_json_behind_the_script_is_the_scripts(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", "--plan", "train.py", "--json"]) == 0
+    assert capsys.readouterr().out.startswith("holdfast would run this")
 
 
 def survived(line: str) -> str:
@@ -92,6 +119,7 @@ def test_the_whole_plan_of_a_static_node(tmp_path: Path) -> None:
         == f"""\
 holdfast would run this; nothing was started.
 
+not default   --nnodes 2, --nproc-per-node 2, --node-rank 1, --role r, --master-addr h, --log-dir /l
 job           id none, up to 0 restarts after worker failures
 nodes         2; this one is node 1
 rendezvous    static at h:29500, waits 900 s for 2
@@ -100,6 +128,7 @@ survives      the loss of any node but the coordinator's: with static rendezvous
 token         none
 workers here  2
 threads       OMP_NUM_THREADS=3: 6 CPUs for 2 workers
+compilers     TORCHINDUCTOR_COMPILE_THREADS=3: processes of torch.compile for each worker
 preload       none (train.py imports nothing that is built on torch)
 standby       none
 stop          on SIGTERM, SIGINT, SIGHUP, SIGQUIT: SIGTERM to the workers, SIGKILL after 30 s
@@ -124,6 +153,7 @@ variables of every worker here
   TORCHELASTIC_RUN_ID=none
   TORCHELASTIC_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGHUP,SIGQUIT
   TORCHELASTIC_USE_AGENT_STORE=True
+  TORCHINDUCTOR_COMPILE_THREADS=3
   TORCH_NCCL_ASYNC_ERROR_HANDLING=1
   WORLD_SIZE=<assigned>
 
@@ -168,7 +198,7 @@ PARTS = [
     ("--virtual-local-rank --nproc-per-node 2 train.py", {}, ["  CUDA_VISIBLE_DEVICES=0", "  CUDA_VISIBLE_DEVICES=1"]),
     ("--log-dir /dev/null train.py", {}, ["logs          no files", "TORCHELASTIC_ERROR_FILE=\n"]),
     ("train.py", {"HOLDFAST_TOKEN": "hush"}, ["token         yes"]),
-    ("-m pkg.mod a", {}, ["-u -m pkg.mod a\n"]),
+    ("-m train.mod a", {}, ["-u -m train.mod a\n"]),
     ("--no-python sh -c 'a b'", {"PATH": "/bin"}, ["  sh -c 'a b'\n"]),
     ("--signals-to-handle '' --shutdown-timeout 3 train.py", {}, ["on no signal", "SIGKILL after 3 s"]),
 ]

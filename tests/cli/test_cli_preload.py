@@ -214,5 +214,6 @@ def test_it_is_known_whatever_is_preloaded(wish: str) -> None:
         return resolve(parse(["--preload", wish, *line], {}, OPTIONS), {}, Probes(cpus=1)).options.preload.torch
 
     assert brings("train.py") == "torch"
+    Path("train.py").write_text("#!/usr/bin/env python3\nimport torch")
     Path("train.py").chmod(0o755)
     assert not brings("--no-python", "./train.py")

@@ -440,3 +440,33 @@ def test_texts_are_complete_and_differ() -> None:
 def test_words_are_searched_for(capsys: pytest.CaptureFixture[str], words: list[str], first: str) -> None:
     assert run_command("explain", words) == 0
     assert first in capsys.readouterr().out.splitlines()[0] or first in [each.code for each in search(" ".join(words))]
+
+
+# --- mistakes in a command line: each has an example, and the examples are true ----------------------------------------
+
+
+@pytest.mark.parametrize("code", [code for code in everything() if code.startswith("HF1")])
+def test_a_mistake_has_a_wrong_and_a_right_example(code: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _, out, _ = explain(capsys, code)
+    rows = [line.split()[0] for line in out.splitlines() if line.startswith("  ") and line[2] != " "]
+    assert rows[3:5] == ["wrong", "right"]
+
+
+@pytest.mark.parametrize("code", ["HF101", "HF102", "HF103", "HF105", "HF106", "HF113"])
+def test_the_examples_are_what_they_are_called(
+    code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    about = everything()[code]
+    meeting = "--rdzv-backend c10d --rdzv-endpoint node0:29400"
+
+    def planned(example: str) -> int:
+        line = (
+            example if example.startswith("holdfast run") else f"holdfast run --nnodes 2 {meeting} {example} train.py"
+        )
+        return main(["run", "--plan", *line.replace("…", meeting).split()[2:]])
+
+    assert planned(about.wrong) == 2
+    assert capsys.readouterr().err.startswith(f"holdfast: {code}: ")
+    assert planned(about.right) == 0

@@ -26,6 +26,21 @@ TABLES = tables(__file__)
 PROBES = Probes(nvml=lambda: ["GPU-a", "GPU-b"], torch=lambda name: 3, backends=lambda _: True, cpus=8)
 
 
+NOT_USABLE = {
+    "nb.ipynb": b'{"cells": []}',
+    "broken.py": b"x = 1\ny = = 2\n",
+    "job.sh": b"#!/bin/bash\nexport A=1\n",
+    "elf": b"\x7fELF\2\1\1",
+    "crlf": b"#!/bin/sh\r\necho\r\n",
+    "crlf-env": b"#!/usr/bin/env bash\r\necho\r\n",
+    "plain": b"echo 1\n",
+    "plain.py": b"print(1)\n",
+    "bom": b"\xef\xbb\xbf#!/bin/sh\n",
+    "strange": b"#!/no/such/python -u\n",
+    "nothing": b"",
+}
+
+
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
@@ -38,6 +53,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "secret").chmod(0o600)
     (tmp_path / "nothing_in_it").write_text("\n")
     (tmp_path / "empty").mkdir()
+    for name, content in NOT_USABLE.items():
+        (tmp_path / name).write_bytes(content)
+        (tmp_path / name).chmod(0o755)
     return tmp_path
 
 
@@ -67,7 +85,11 @@ FIELDS: list[tuple[str, dict[str, str], dict[str, object]]] = [
     ("--nnodes 2 --master-addr h --master-port 5 train.py", {}, {"endpoint": "h:5"}),
     ("--nnodes 2 --master-addr ::1 train.py", {}, {"endpoint": "[::1]:29500"}),
     ("--nnodes 2 --master-addr [::1] train.py", {}, {"endpoint": "[::1]:29500"}),
-    ("--rdzv-endpoint h:7 train.py", {}, {"job.backend": "static", "endpoint": "h:7", "job.fixed_ranks": True}),
+    (
+        "--nnodes 1 --rdzv-endpoint h:7 train.py",
+        {},
+        {"job.backend": "static", "endpoint": "h:7", "job.fixed_ranks": True},
+    ),
     ("--rdzv-backend c10d train.py", {}, {"endpoint": "localhost:29400", "standalone": False, "job.run_id": "none"}),
     ("--rdzv-backend c10d --rdzv-endpoint h --nnodes 2 train.py", {}, {"endpoint": "h:29400", "limits.join_s": 600.0}),
     ("--rdzv-backend c10d --rdzv-endpoint localhost:0 train.py", {}, {"endpoint": "localhost:0", "succession": False}),
@@ -91,7 +113,11 @@ FIELDS: list[tuple[str, dict[str, str], dict[str, object]]] = [
     # workers
     ("--nproc-per-node 3 train.py", {}, {"nproc": 3, "omp_num_threads": 2}),
     ("--nproc-per-node 8 train.py", {}, {"nproc": 8, "omp_num_threads": 1}),
-    ("--nproc-per-node 99 train.py", {}, {"omp_num_threads": 1}),
+    ("--nproc-per-node 60 train.py", {}, {"omp_num_threads": 1, "compile_threads": 1}),
+    ("train.py", {}, {"compile_threads": None}),
+    ("--nproc-per-node 2 train.py", {}, {"compile_threads": 4}),
+    ("--nproc-per-node 2 train.py", {"OMP_NUM_THREADS": "9"}, {"compile_threads": 4}),
+    ("--nproc-per-node 2 train.py", {"TORCHINDUCTOR_COMPILE_THREADS": "9"}, {"compile_threads": None}),
     ("--nproc-per-node gpu train.py", {}, {"nproc": 2}),
     ("--nproc-per-node auto train.py", {"CUDA_VISIBLE_DEVICES": "1"}, {"nproc": 1, "omp_num_threads": None}),
     ("--nproc-per-node cpu train.py", {}, {"nproc": 8}),
@@ -134,7 +160,7 @@ FIELDS: list[tuple[str, dict[str, str], dict[str, object]]] = [
     ("train.py", {"PYTHON_EXEC": "/bin/sh"}, {"command.python": "/bin/sh"}),
     ("train.py", {"PYTHON_EXEC": ""}, {"command.python": sys.executable}),
     ("package", {}, {"command.kind": CommandKind.SCRIPT, "command.target": "package"}),
-    ("-m no.such.module x", {}, {"command.kind": CommandKind.MODULE, "command.target": "no.such.module"}),
+    ("-m package.no.such x", {}, {"command.kind": CommandKind.MODULE, "command.target": "package.no.such"}),
     ("--no-python ./prog -c", {}, {"command.kind": CommandKind.PROGRAM, "command.args": ("-c",), "command.python": ""}),
     (
         "--no-python sh -c true",
@@ -233,14 +259,23 @@ def test_the_line_says_the_prefix_of_console_lines_before_the_variables_do() -> 
 
 
 def others(line: str, **environ: str) -> str:
-    return run.resolve(parse(shlex.split(line), environ, OPTIONS), environ, "run").line_of_others
+    return run.resolve(parse(shlex.split(line), environ, OPTIONS), environ, "run").how_others_join
 
 
 @pytest.mark.parametrize(("line", "environ", "expected"), TABLES["pasted"])
 def test_it_can_be_pasted(line: str, environ: dict[str, str], expected: str) -> None:
-    expected = expected.replace("HERE", socket.gethostname())
-    assert others(line, **environ) == expected
+    assert others(line, **environ) == f"on each other node: {expected}"
     parse(shlex.split(expected.replace("RANK", "1"))[2:], {}, OPTIONS)
+
+
+@pytest.mark.parametrize(("line", "environ", "here", "elsewhere"), TABLES["only_here"])
+def test_an_endpoint_that_other_machines_cannot_reach(
+    line: str, environ: dict[str, str], here: str, elsewhere: str
+) -> None:
+    expected = f"In another terminal here: {here}. For nodes on other machines, start all nodes, this one too, with "
+    expected += elsewhere.replace("HERE", socket.gethostname())
+    assert others(line, **environ).startswith("only this machine can reach ")
+    assert others(line, **environ).endswith(expected)
 
 
 @pytest.mark.parametrize(("line", "environ"), TABLES["typed"])
@@ -293,6 +328,29 @@ def test_a_witness_that_cannot_begin(line: str, said: str, capfd: pytest.Capture
     assert err.startswith("holdfast: HF1")
     assert said in err
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("line", "module", "extra"),
+    [
+        ("--dashboard 0", "uvicorn", "dashboard"),
+        ("--metrics 0", "prometheus_client", "metrics"),
+        ("--rdzv-backend etcd --rdzv-endpoint h", "etcd3gw", "etcd"),
+    ],
+)
+def test_a_missing_package_is_said_before_anything_starts(
+    line: str, module: str, extra: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, module, None)
+    assert main(["run", *line.split(), "train.py"]) == 2
+    err = capfd.readouterr().err
+    assert err.startswith("holdfast: HF117: --")
+    assert err.endswith(f" needs {module}: pip install 'holdfast[{extra}]'\n")
+    assert err.count("\n") == 1
+
+
+def test_what_the_job_survives_is_in_the_plan_alone() -> None:
+    assert not options("--nnodes 2 --rdzv-backend c10d --rdzv-endpoint h train.py").notices
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read and write everything")

@@ -138,10 +138,57 @@ def test_a_run_by_id_by_its_beginning_and_by_folder(pretend: Pretend, tmp_path: 
     pretend("gpt_two", run_id="gpt", endpoint="b:1", status=reply({**VIEW, "run_id": "gpt"}))
     for name in ("bert", "be", "bert_one", str(tmp_path / "runs" / "bert_one")):
         assert said(capsys, "status", name, code=0).startswith("run bert: running for 3.0 s, generation 2")
-    text = said(capsys, "status", code=2)
+    text = said(capsys, "stop", code=2)
     assert "HF127: 2 jobs run on this host; name one of them (the beginning is enough)" in text
     assert "bert_one" in text
     assert "gpt_two" in text
+
+
+def test_status_of_several_jobs_is_a_table(pretend: Pretend, capsys) -> None:
+    pretend("bert_one", status=reply(VIEW))
+    pretend("bert_one_again", status=reply(VIEW))
+    pretend("gpt_two", run_id="gpt", endpoint="b:1", status=None)
+    head, first, second, *_ = said(capsys, "status", code=0).splitlines()
+    assert head.split() == ["RUN", "FOR", "PID", "RANKS", "SCRIPT", "STATE"]
+    assert first.split()[0].startswith("bert_one")
+    assert str(os.getpid()) in first
+    assert "train.py" in first
+    assert "running, effective training time 50% of 10 s" in first
+    assert second.split()[0] == "gpt_two", "one that does not answer is listed too"
+    jobs = json.loads(said(capsys, "status", "--json", code=0))["jobs"]
+    assert [job["job"]["phase"] for job in jobs[:1]] == ["running"]
+    assert jobs[1]["why"]
+    assert "name one of them" in said(capsys, "status", "--watch", code=2)
+
+
+def test_numbers_in_json_have_names(pretend: Pretend, capsys) -> None:
+    load = [8, 50, 1, 2, 3, 4, 5, 6]
+    rank = {
+        "rank": 0,
+        "local_rank": 0,
+        "stage": "stepping",
+        "steps": 1,
+        "step_s": 0.1,
+        "own_s": 0.1,
+        "age_s": 0.1,
+        "pid": 7,
+    }
+    node = {"member": "a#1", "host": "a", "group_rank": 0, "state": "running", "heard_s": 0.1, "ranks": [rank]}
+    pretend("bert_one", status=reply({**VIEW, "world_size": 1, "nodes": [{**node, "load": load}]}))
+    (told,) = json.loads(said(capsys, "status", "--json", code=0))["nodes"]
+    assert (told["load"]["cores"], told["load"]["cpu_percent"], told["load"]["sent_bytes_s"]) == (8, 50, 6)
+    assert told["ranks"][0]["pid"] == 7
+
+
+@pytest.mark.parametrize(
+    "line", ["status nobody", "stacks nobody", "status --nonsense", "report nowhere", "logs nobody"]
+)
+def test_an_error_with_json_is_json(line: str, pretend: Pretend, capsys) -> None:
+    assert main([*line.split(), "--json"]) == 2
+    out, err = capsys.readouterr()
+    error = json.loads(out)["error"]
+    assert err == f"holdfast: {error['code']}: {error['message']}\n"
+    assert error["exit_code"] == 2
 
 
 def test_one_run_id_twice(pretend: Pretend, capsys) -> None:

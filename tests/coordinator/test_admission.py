@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from msgspec import structs
 
 from holdfast.coordinator.admission import LAST_WORDS_S, Admission, Admit, Deny
 from holdfast.coordinator.coordinator_state import Heard, LinkOpened, Member, Phase, Tell
@@ -86,6 +87,24 @@ def held_claim() -> tuple[Admission, Member, msg.Join]:
     return admission, holder, second
 
 
+@pytest.mark.parametrize(
+    ("most", "has"),
+    [(1, "was started for one node (a; --rdzv-id none)"), (2, "has all its 2 nodes (a, b; --rdzv-id none)")],
+)
+def test_a_node_for_which_there_is_no_place(most: int, has: str) -> None:
+    spec = structs.replace(job(fixed_ranks=False), max_nodes=most, min_nodes=1, run_id="none")
+    holders = [member(join(f"{name}#1"), last_heard_s=1.0) for name in "ab"[:most]]
+    admission = Admission(spec, other_line=lambda _: "arguments")
+    assert admission.consider(9, join("c#1"), holders, 2.0) is None
+    for holder in holders:
+        holder.last_heard_s = 9.0
+    decision = admission.settle(holders)
+    assert isinstance(decision, Deny)
+    assert decision.problem == (
+        f"The job {has}. For more, raise --nnodes everywhere; for another job, use another port and --rdzv-id"
+    )
+
+
 def test_a_ghost_is_replaced_when_it_is_gone() -> None:
     admission, _, second = held_claim()
     assert admission.settle([]) == Admit(2, second, 10.0)
@@ -99,7 +118,10 @@ def test_a_holder_that_speaks_keeps_its_rank() -> None:
     decision = admission.settle([holder])
     assert isinstance(decision, Deny)
     assert decision.join == second
-    assert decision.problem == "--node-rank 1 is taken by a#1 (10.0.0.7); b#1 came second. Two jobs need two ports"
+    assert (
+        decision.problem
+        == "--node-rank 1 is taken by a#1 (10.0.0.7); b#1 needs another --node-rank; another job needs another port"
+    )
     assert admission.settle([holder]) is None
     assert isinstance(admission.consider(3, join("b#1", 2), [holder], 13.0), Admit), "a denied identity was not used"
 

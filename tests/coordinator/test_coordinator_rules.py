@@ -17,7 +17,7 @@ from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import Failure, OutcomeKind
 from holdfast.protocol.policy import Grow, NodeSpec
 from holdfast.protocol.questions import Question
-from holdfast.protocol.rank_progress import Stage
+from holdfast.protocol.rank_progress import RankProgress, Stage
 from tests.coordinator.coordinator_desk import (
     LIMITS,
     Desk,
@@ -66,7 +66,7 @@ def test_whoever_comes_after_the_end_is_told_of_it() -> None:
     told = desk.last(9)
     assert isinstance(told, msg.Finish)
     assert told.outcome.kind is OutcomeKind.SUCCEEDED
-    assert "without this node" in told.outcome.message
+    assert "before this node could join" in told.outcome.message
 
 
 def test_two_joins_on_one_link_lose_it() -> None:
@@ -369,7 +369,7 @@ def test_a_coordinator_that_comes_after_a_lost_one_names_that_node() -> None:
     desk.wait(LIMITS.join_s + 60.0)
     outcome = desk.machine.outcome
     assert outcome.kind is OutcomeKind.NO_QUORUM
-    assert outcome.message.endswith("; the generation before ended: lost n1 (ranks 0-3), which had the coordinator")
+    assert outcome.message.endswith("; previous generation ended: lost n1 (ranks 0-3), which had the coordinator")
 
 
 def test_where_a_lost_node_does_not_come_back_the_verdict_is_its_loss() -> None:
@@ -453,6 +453,16 @@ def test_the_view_of_a_job_that_trains() -> None:
     assert (rank.rank, rank.local_rank, rank.stage, rank.steps) == (1, 0, Stage.STEPPING, 30)
     assert (rank.step_s, rank.own_s, rank.age_s) == pytest.approx((0.1, 0.02, 0.0))
     assert view.nodes[2].ranks == ()
+
+
+def test_the_view_has_the_steps_of_the_job_and_the_process() -> None:
+    """After a restart the worker's own count begins at 0 again."""
+    desk = two_of_three()
+    progress = RankProgress(0, Stage.STEPPING, 5, job_step=106, pid=4711)
+    desk.say(1, msg.Progress(1, (progress,)))
+    desk.say(2, msg.Progress(1, (RankProgress(0, Stage.STEPPING, 5),)))
+    ranks = [node.ranks[0] for node in desk.machine.view(desk.now).nodes]
+    assert [(rank.steps, rank.counts_job, rank.pid) for rank in ranks] == [(105, True, 4711), (5, False, 0)]
 
 
 def test_the_view_counts_the_training_of_earlier_generations() -> None:

@@ -20,7 +20,7 @@ def test_the_founder_waits_for_the_voters_of_an_older_job_and_continues_it() -> 
     recalled(desk, 1, 2, 3)
     desk.wait(19.9)
     assert desk.machine.phase is Phase.GATHERING
-    assert re.search("n11, n12, n13 may go on with it.* another --rdzv-id .* s at most", desk.waits())
+    assert re.search("n11, n12, n13 may still run it.* another --rdzv-id .* s at most", desk.waits())
     assert desk.machine.founded
     desk.wait(0.2)
     assert desk.machine.phase is Phase.PREPARING
@@ -140,7 +140,10 @@ def test_the_founder_waits_while_a_witness_hears_the_lone_coordinator() -> None:
     desk.join(1, 2, 3)
     desk.wait(LIMITS.elect_s - 1.0)
     assert desk.machine.phase is Phase.GATHERING
-    assert "hears this job's coordinator, and this node does not: see the network between it and n11" in desk.waits()
+    assert (
+        "reaches this job's coordinator, and this node does not: check the network between this node and n11"
+        in desk.waits()
+    )
     assert "at most" not in desk.waits()
     desk.give(Heard(9, msg.Polled(4, False, LIMITS.fence_s, False, "w#1", 0, lone)))
     desk.wait(LIMITS.elect_s)

@@ -130,7 +130,7 @@ def test_a_loss_on_the_way_costs_nothing_as_all_would_have_been_stopped() -> Non
     desk = parting()
     failure = Failure(rank=1, local_rank=1, host="n1", pid=7, exit_code=1)
     desk.say(1, WorkersFailed(2, (failure,)))
-    assert refusal(desk) == "rank 1 ended by itself"
+    assert refusal(desk) == "rank 1 exited"
     desk.both_say(Stopped(2))
     assert (desk.machine.outcome, desk.machine.budget.used) == (None, 0)
 

@@ -86,10 +86,10 @@ def test_a_job_without_ht_survive_is_restarted_without_a_word_about_it() -> None
 @pytest.mark.parametrize(
     ("exit_code", "kind", "why"),
     [
-        (1, {}, "rank 2 ended by itself"),
+        (1, {}, "rank 2 exited"),
         (-9, {"out_of_memory": True}, "rank 2 ran out of memory"),
-        (-6, {"error_type": "RuntimeError"}, "rank 2 ended by itself"),
-        (-9, {"started": False}, "rank 2 ended by itself"),
+        (-6, {"error_type": "RuntimeError"}, "rank 2 exited"),
+        (-9, {"started": False}, "rank 2 exited"),
     ],
 )
 def test_what_the_others_may_do_as_well_is_no_accident(exit_code: int, kind: dict[str, Any], why: str) -> None:

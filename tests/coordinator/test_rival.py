@@ -8,7 +8,7 @@ from holdfast.protocol.messages import Stopped
 from tests.coordinator.coordinator_desk import LIMITS
 from tests.coordinator.test_replicated import Desk
 
-ASIDE = StepDown("too few nodes reach it, and another one stands", aside=True)
+ASIDE = StepDown("too few nodes reach it, and another node wants to be the coordinator", aside=True)
 
 
 def short(least: int) -> Desk:

@@ -73,7 +73,7 @@ def test_a_job_of_several_nodes_has_spares(run_id: str, line: dict[str, str]) ->
 @pytest.mark.parametrize(
     ("line", "kind", "code", "text"),
     [
-        (LINE, OutcomeKind.SUCCEEDED, 0, "never needed"),
+        (LINE, OutcomeKind.SUCCEEDED, 0, "before this node could join"),
         (OTHER, OutcomeKind.REFUSED, 2, "arguments: different"),
     ],
 )

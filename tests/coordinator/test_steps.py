@@ -226,7 +226,7 @@ def test_a_slow_rank_is_named_once_with_both_numbers() -> None:
     assert (told.code, told.host, told.ranks, told.over) == ("HF250", "n1", (2,), False)
     assert (told.own_s, told.peers_s, told.step_s) == pytest.approx((0.08, 0.05, 0.1))
     assert told.text == (
-        "rank 2 on n1 is slow: 80 ms of its own in each step of 100 ms, the others 50 ms; everybody waits for it"
+        "rank 2 on n1 is slow: 80 ms of its own in each step of 100 ms, the others 50 ms; all other ranks wait for it"
     )
 
 

@@ -54,7 +54,7 @@ def test_without_the_old_coordinators_node_they_continue_when_it_must_be_suspend
     (regroup,) = desk.to(3, msg.Regroup)
     assert isinstance(regroup, msg.Regroup)
     assert (regroup.assign.generation, regroup.assign.world_size) == (5, 3)
-    assert regroup.text == "n1 was lost: it fell silent with the coordinator; 3 ranks go on"
+    assert regroup.text == "n1 was lost: it stopped answering together with the coordinator; 3 ranks go on"
 
 
 def test_for_another_node_that_is_missing_they_wait_until_halfway_to_their_own_end() -> None:

@@ -117,7 +117,7 @@ def test_a_breakpoint_without_a_terminal() -> None:
     found = cause_of(fails(2, "bdb.BdbQuit: "))
     assert (found.line, found.advice.partition(":")[0]) == (
         "raised bdb.BdbQuit",
-        "workers have no terminal and no stdin",
+        "a breakpoint needs a terminal",
     )
 
 

@@ -46,12 +46,17 @@ TWO_NODES = view(
 def test_the_whole_in_two_lines() -> None:
     lines = status_lines(TWO_NODES)
     assert lines[0] == "run bert: running for 75 s, generation 3, 4 ranks on 2 nodes, restarts 1 of 3"
-    assert lines[1] == "step 119-120, 4 steps/s, last step 4.2 s ago, effective training time 75% of 3 min 20 s"
+    rest = "4 steps/s, last step 4.2 s ago, effective training time 75% of 3 min 20 s"
+    assert lines[1] == f"step 119-120 since the start of generation 3, {rest}"
+    first = status_lines(msgspec.structs.replace(TWO_NODES, generation=1))
+    assert first[1] == f"step 119-120, {rest}"
+    of_job = msgspec.structs.replace(rank(0), counts_job=True)
+    assert status_lines(view(node("a", 0, of_job), generation=3))[1].startswith("step 120, ")
 
 
 def test_the_time_that_is_left_where_the_script_says_how_many_steps_there_are() -> None:
     line = status_lines(msgspec.structs.replace(TWO_NODES, job_step=4120, job_steps=10_000, left_s=1470))[1]
-    assert "last step 4.2 s ago, 4120 of 10000 steps of the job done, about 24 min 30 s left, effective" in line
+    assert line.startswith("step 4120 of 10000, 4 steps/s, last step 4.2 s ago, about 24 min 30 s left, effective")
 
 
 def test_a_line_for_each_node() -> None:
@@ -79,7 +84,7 @@ def test_before_the_first_step_and_after_the_last() -> None:
 
 def test_why_and_notices() -> None:
     lines = status_lines(view(node("a", 0, rank(0)), why="b was lost", notices=("rank 3 is slow",)))
-    assert "the generation before ended: b was lost" in lines
+    assert "previous generation ended: b was lost" in lines
     assert lines[-1] == "rank 3 is slow"
 
 
@@ -97,6 +102,12 @@ def test_ranks_of_a_hang_are_not_stepping() -> None:
 def test_nobody_there_yet() -> None:
     lines = status_lines(view(phase="gathering", generation=0, job_s=0.0))
     assert lines[0] == "run bert: gathering for 75 s, generation 0, restarts 1 of 3"
+
+
+def test_the_process_of_each_rank() -> None:
+    lines = status_lines(view(node("a", 0, msgspec.structs.replace(rank(0), pid=4711))))
+    assert lines[-2].split()[:4] == ["RANK", "NODE", "LOCAL", "PID"]
+    assert lines[-1].split()[:4] == ["0", "a", "0", "4711"]
 
 
 def test_small_words() -> None:

@@ -296,7 +296,7 @@ def in_backward(rank: int) -> Failure:
 def test_a_headline_says_where_and_in_which_step() -> None:
     failed = structs.replace(fails(1, "AssertionError", line="assert x.shape[0] == 5"), step=7)
     verdict = judge(evidence(failed, hosts=("a",)))
-    assert verdict.cause == "rank 1 on a raised AssertionError, at train.py:10 `assert x.shape[0] == 5`, step 7"
+    assert verdict.cause == "rank 1 on a raised AssertionError, at train.py:10 `assert x.shape[0] == 5`, after 7 steps"
 
 
 def test_a_headline_does_not_repeat_what_was_raised() -> None:
@@ -321,7 +321,7 @@ def test_the_rank_that_left_is_the_culprit_and_its_victims_are_the_evidence() ->
     left = structs.replace(fails(5, code=0), stderr_tail="no batches left\n", step=20)
     verdict = judge(evidence(cut(0), cut(2), done=(5,), left=(left,)))
     assert (verdict.code, verdict.culprit) == ("HF229", left)
-    assert verdict.cause.startswith("rank 5 on b ended with exit code 0 in step 20, while rank 0 still needed it")
+    assert verdict.cause.startswith("rank 5 on b ended with exit code 0 after 20 steps, while rank 0 still needed it")
     assert verdict.cause.endswith("; its last line was: no batches left")
     assert [each.rank for each in verdict.collateral] == [0, 2]
     assert job_exit_code(verdict) == 1

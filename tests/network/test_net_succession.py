@@ -141,7 +141,7 @@ def test_a_lone_coordinator_and_a_witness(fleet) -> None:
         (recalled,) = journal(agent, "coordinator.recalled")
         assert recalled["generation"] == newest
         assert min(told["generation"] for told in journal(agent, "coordinator.started")) == newest + 1
-        assert "may go on with it" not in agent.text, "it knows that nobody can be elected"
+        assert "may still run it" not in agent.text, "it knows that nobody can be elected"
         job.hosts[2].boot()
         job.start(2)
         job.trains([1, 2], again.born_s)
@@ -238,7 +238,7 @@ def test_the_coordinator_is_killed_while_it_admits_a_node(fleet) -> None:
     job.start_all([1, 2, 3])
     job.trains([1, 2, 3])
     job.start(4)
-    job.agents[1].says("regrouping to take in node4")
+    job.agents[1].says("node node4 joined")
     since_s = time.monotonic()
     job.hosts[1].kill()
     until(lambda: any(coordinators(job)), job.story)

@@ -155,6 +155,6 @@ def test_the_others_keep_their_processes_when_the_coordinators_node_becomes_sile
     job.fleet.hosts.unplug(1)
     alone = job.two_go_on("node1")
     assert job.said("this node is the coordinator now")
-    assert job.said("node1 was lost: it fell silent with the coordinator")
+    assert job.said("node1 was lost: it stopped answering together with the coordinator")
     job.fleet.hosts.plug(1)
     job.all_again(alone)

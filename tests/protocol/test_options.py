@@ -79,6 +79,7 @@ def test_every_variable_of_torchrun() -> None:
         ({"share_store": False}, {}, "TORCHELASTIC_USE_AGENT_STORE", "False"),
         ({}, {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "3"}, "TORCH_NCCL_ASYNC_ERROR_HANDLING", "3"),
         ({"omp_num_threads": 1}, {}, "OMP_NUM_THREADS", "1"),
+        ({"compile_threads": 4}, {}, "TORCHINDUCTOR_COMPILE_THREADS", "4"),
         ({"signals_text": "SIGTERM,SIGINT"}, {}, "TORCHELASTIC_SIGNALS_TO_HANDLE", "SIGTERM,SIGINT"),
         ({"virtual_local_rank": True}, {}, "LOCAL_RANK", "0"),
         ({"virtual_local_rank": True}, {}, "LOCAL_WORLD_SIZE", "2"),

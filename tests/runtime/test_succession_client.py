@@ -284,7 +284,7 @@ async def test_a_witness_with_another_token_does_not_vote_and_the_user_is_told_o
         await a.join()
         await settled(lambda: len(said) > 1)
         differ = "the job token of 'a' (this node) and that of the coordinator or witness differ"
-        assert a.lines == [f"nobody votes for this job at {place.endpoint}: {differ}"]
+        assert a.lines == [f"no witness for this job at {place.endpoint}: {differ}"]
     finally:
         await a.client.close()
         witness.close()

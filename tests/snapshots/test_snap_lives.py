@@ -208,4 +208,4 @@ def test_the_shell_shows_and_removes_marks(tmp_path: Path, capsys: pytest.Captur
     assert capsys.readouterr().out == "unmarked  step_000000050.600000000\n"
     assert not folder.survey(tmp_path).marks
     assert main(["snaps", "unmark", str(tmp_path)]) == 0
-    assert "has no such mark" in capsys.readouterr().out
+    assert "has no suspect snapshot" in capsys.readouterr().out

@@ -203,6 +203,23 @@ def test_a_traceback_that_is_told_elsewhere_is_not_shown_again(
     assert held.due is None
 
 
+SYNTAX = '  File "/x/bad.py", line 2\n    y = = 2\n        ^\nSyntaxError: invalid syntax\n'
+
+
+@pytest.mark.parametrize("head", ["", "[rank1]: "])
+def test_a_script_with_a_syntax_error_is_not_shown_again(head: str) -> None:
+    """Its error has no frames, and so Python writes no "Traceback" before it."""
+    held = HeldTraceback()
+    text = "".join(head + line for line in SYNTAX.splitlines(keepends=True)).encode()
+    assert held.feed(b"a\n" + text, 1.0) == b"a\n"
+    assert held.release(without=SYNTAX) == b""
+
+
+def test_a_line_of_a_stack_begins_no_traceback() -> None:
+    line = b'  File "/x/a.py", line 2, in main\n'
+    assert HeldTraceback().feed(line, 1.0) == line
+
+
 def test_a_traceback_that_nobody_tells_is_shown_whole() -> None:
     held = HeldTraceback()
     held.feed(TRACE + b"b\n", 1.0)

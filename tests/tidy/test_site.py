@@ -31,24 +31,43 @@ def prose(path: Path) -> Iterator[tuple[int, str, str]]:
         before = line
 
 
-def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
-    """Every page in the menu, every link and anchor leading somewhere, nothing fetched from elsewhere."""
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site, built strictly: every page in the menu, every link and anchor leading somewhere."""
     pytest.importorskip("material", reason="MkDocs Material is not installed: pip install 'holdfast[docs]'")
-    line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
+    folder = tmp_path_factory.mktemp("built") / "site"
+    line = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)]
     done = subprocess.run(
         line, cwd=ROOT, capture_output=True, text=True, timeout=limit_s(100), env={"NO_MKDOCS_2_WARNING": "1"}
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    made = {path.stem for path in (tmp_path / "site").glob("*.html")}
+    return folder
+
+
+def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(site: Path) -> None:
+    made = {path.stem for path in site.glob("*.html")}
     assert {path.stem for path in DOCS.glob("*.md")} <= made
     loaded = [
         f"{path.name}: {found}"
-        for path in (tmp_path / "site").glob("*.html")
+        for path in site.glob("*.html")
         for found in re.findall(
             r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)', path.read_text(encoding="utf-8")
         )
     ]
     assert not loaded
+
+
+def test_the_search_works_from_a_disk(site: Path) -> None:
+    """Browsers start no Worker for a page of a disk, and load no index: docs/iframe-worker.js and a plugin do."""
+    from tests.support.pages import browsing
+
+    with browsing((site / "index.html").as_uri()) as page:
+        page.fill("input.md-search__input", "witness")
+        page.wait_for_selector(".md-search-result__item")
+        places = page.eval_on_selector_all(".md-search-result__item a", "links => links.map(each => each.href)")
+        assert any("/elastic.html" in place for place in places)
+        assert [place for place in places if not place.startswith("file:")] == []
+        assert page.problems == []
 
 
 def test_the_menu_names_each_page_once() -> None:

@@ -169,7 +169,7 @@ class AgentActs:
         if self.link is Link.UP:
             self.link = Link.DOWN
             self._joined = False
-            self._out.append(HangUp("this node's part is over"))
+            self._out.append(HangUp("this node has finished"))
         self._out.append(Exit(outcome))
 
     def _is_preparing(self, generation: int) -> bool:

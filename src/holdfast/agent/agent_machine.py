@@ -616,7 +616,7 @@ class AgentMachine(AgentActs):
                 self._kill()
             elif now >= self._workers_fence_at_s():
                 silent_s = now - self._unanswered_since_s()
-                text = f"no word from the coordinator for {silent_s:.1f} s: stopping this node's workers"
+                text = f"no answer from the coordinator for {silent_s:.1f} s: stopping this node's workers"
                 self._out.append(Say(text))
                 self._note("fenced", silent_s=round(silent_s, 3))
                 self._kill()

@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import NoReturn
 
+    from holdfast.protocol.errors import HoldfastError
+
 
 EXIT_USAGE = 2
 EXIT_INTERRUPTED = 130
@@ -147,6 +149,8 @@ def run_command(command: str, rest: list[str]) -> int:
         if error.fault is Fault.OURS:
             show_traceback(error)
         complain(error.code, str(error))
+        if wants_json(command, rest):
+            print_error(error)
         return error.exit_code
     except Exception as error:  # noqa: BLE001 - every error ends with a code
         from errno import EDQUOT, EFBIG, ENOSPC
@@ -166,6 +170,22 @@ def run_command(command: str, rest: list[str]) -> int:
         complain(fault.code, str(fault))
         return fault.exit_code
     return status
+
+
+def wants_json(command: str, rest: list[str]) -> bool:
+    """Whether the output is for a program. What follows the script belongs to the script."""
+    if command in ("run", "launch"):
+        before = rest[: rest.index("--")] if "--" in rest else rest
+        return "--plan" in before and "--json" in before
+    return "--json" in rest
+
+
+def print_error(error: HoldfastError) -> None:
+    """Print the error as one line of JSON on stdout, where the output would have been."""
+    import json
+
+    about = {"code": error.code, "message": str(error), "exit_code": error.exit_code}
+    print(json.dumps({"error": about}), flush=True)
 
 
 def nobody_reads() -> bool:
@@ -210,14 +230,17 @@ def print_version() -> int:
 
 def usage() -> str:
     """The text of `holdfast --help`."""
-    commands = "\n".join(f"  {name:12}{text}" for name, text in COMMANDS.items())
+    from holdfast.cli.option_table import wrapped
+
+    texts = {name: f"\n{'':14}".join(wrapped(text, 66)) for name, text in COMMANDS.items()}
+    commands = "\n".join(f"  {name:12}{text}" for name, text in texts.items())
     return (
         "usage: holdfast COMMAND ...\n\n"
         "Launches distributed training and keeps it running.\n\n"
         f"commands:\n{commands}\n\n"
-        "options:\n  --help     this text\n  --version  the version; with --verbose also commit, Python, torch "
-        "and kernel\n\n"
-        "`holdfast COMMAND --help` explains a command. `torchrun ARGS` becomes `holdfast run ARGS`."
+        "options:\n  --help     this text\n"
+        "  --version  the version; with --verbose also commit, Python, torch and kernel\n\n"
+        "`holdfast COMMAND --help` explains a command.\n`torchrun ARGS` becomes `holdfast run ARGS`."
     )
 
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 FILE_BYTES_MAX = 1 << 20
 OWN_FILE, PROJECT_FILE, REPOSITORY = "holdfast.toml", "pyproject.toml", ".git"
 TOOL, OURS = "tool", "holdfast"
-LINE_ONLY = frozenset({"config", "no_config", "plan", "help", "version", "use_env"})
+LINE_ONLY = frozenset({"config", "no_config", "plan", "json", "help", "version", "use_env"})
 NUMBERS_TOO = frozenset({"nnodes", "nproc_per_node", "rdzv_id", "redirects", "tee", "metrics", "health", "dashboard"})
 """Text options whose value is often a number."""
 PATHS = ("DIR", "FILE")
@@ -78,7 +78,7 @@ def settings(file: ReadFile) -> dict[str, Setting]:
     found: dict[str, Setting] = {}
     for key, raw in table.items():
         place = f"{shown(path)}:{line_of(file.text, header, key)}"
-        option = find(key, place)
+        option = find(key, raw, place)
         if option.dest in found:
             raise ConfigFileError(f"{place}: {key} is given twice, with dashes and with underscores")
         try:
@@ -148,10 +148,18 @@ def line_of(text: str, header: str, key: str) -> int:
     return began
 
 
-def find(key: str, place: str) -> Option:
+def find(key: str, raw: object, place: str) -> Option:
+    """The option of this key. Raises ConfigFileError."""
     name = key.replace("_", "-")
     if name in OPTIONS_BY_KEY:
         return OPTIONS_BY_KEY[name]
+    if isinstance(raw, dict):
+        if raw and all(isinstance(inner, dict) for inner in raw.values()):
+            key = f"{key}.{next(iter(raw))}"
+        whole = f"only {PROJECT_FILE} has one, [{TOOL}.{OURS}]"
+        raise ConfigFileError(
+            f"{place}: options need no table [{key}]: remove this heading, keep the lines below ({whole})"
+        )
     if name.replace("-", "_") in LINE_ONLY:
         raise ConfigFileError(f"{place}: {key} belongs on the command line, not in a file")
     import difflib

@@ -101,7 +101,7 @@ def read_hosts(parsed: Parsed) -> list[HostSpec]:
     if given.host_discovery:
         if given.include or given.exclude:
             raise UsageError(
-                "--include and --exclude select from --hosts and --hostfile; --host-discovery selects by itself"
+                "--include and --exclude select from --hosts and --hostfile, not from what --host-discovery prints"
             )
         return []
     if given.hosts:
@@ -312,7 +312,7 @@ def plan(parsed: Parsed, spec: LaunchSpec, options: RunOptions) -> str:
         ("hosts", listed(hosts, 16) if hosts else f"those that {spec.discovery} prints"),
         ("nodes", number),
         ("rendezvous", meets),
-        ("token", "yes, agents prove that they know it"),
+        ("token", "yes: only agents that have it can join"),
         ("python", spec.expected.interpreter),
         ("folder", spec.expected.cwd),
         ("variables", ", ".join(sorted(spec.environ))),

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
 
 EVENT_HANDLERS = ("null", "console", "dynamic_rendezvous")
 """torchrun's own values of --event-log-handler; it also takes plug-ins."""
-COLUMN = 38
-"""Column of the explanations in the help."""
+COLUMN, WIDTH = 28, 80
+"""Column of the explanations in the help, and its width."""
 FLAG, TEXT, INT, FLOAT, LIST = "flag", "text", "int", "float", "list"
 """Kinds of option: what a value is turned into. LIST is separated by commas, `,,` is one literal comma."""
 
@@ -97,7 +97,7 @@ OPTIONS: tuple[Option, ...] = (
     ),
     *in_group(
         RENDEZVOUS,
-        Option("--standalone", FLAG, False, "one node by itself; needs no endpoint and no free port"),
+        Option("--standalone", FLAG, False, "a job of this node alone; needs no endpoint and no free port"),
         Option("--rdzv-backend", TEXT, "static", "how the nodes meet: c10d, static, etcd, etcd-v2", "NAME"),
         Option("--rdzv-endpoint", TEXT, "", "where they meet, the same on all nodes; c10d: or several", "HOST[:PORT]"),
         Option("--rdzv-id", TEXT, "none", "name of the job, the same on all nodes", "ID"),
@@ -111,7 +111,9 @@ OPTIONS: tuple[Option, ...] = (
         PROGRAM,
         Option("--module", FLAG, False, "the script is a module name, as in `python -m`", short="-m"),
         Option("--no-python", FLAG, False, "the script is a program: execute it without python"),
-        Option("--run-path", FLAG, False, "run the script in the worker by runpy; beats the two above"),
+        Option(
+            "--run-path", FLAG, False, "run the script in the worker by runpy; takes precedence over -m and --no-python"
+        ),
         Option(
             "--start-method",
             TEXT,
@@ -134,12 +136,18 @@ OPTIONS: tuple[Option, ...] = (
             "--standby",
             TEXT,
             "on",
-            "keep the next generation's workers forked and parked, where they are forked: on or off",
+            "keep workers for the next restart ready, where workers are forked: on or off",
             "on|off",
             choices=("on", "off"),
         ),
-        Option("--max-restarts", INT, 0, "so many worker failures are answered by a restart", "N"),
-        Option("--monitor-interval", FLOAT, 0.1, "accepted as in torchrun; nothing here polls", "SECONDS"),
+        Option("--max-restarts", INT, 0, "restart the workers after a failure, at most N times", "N"),
+        Option(
+            "--monitor-interval",
+            FLOAT,
+            0.1,
+            "accepted as in torchrun; has no effect, because holdfast does not poll",
+            "SECONDS",
+        ),
         Option(
             "--signals-to-handle",
             TEXT,
@@ -173,7 +181,7 @@ OPTIONS: tuple[Option, ...] = (
             "a signal that announces the end of this node: drain, leave with 75; workers ignore it",
             "NAME",
         ),
-        own("--hang-timeout", FLOAT, 300.0, "restart workers if no stack has changed for so long; 0: never", "S"),
+        own("--hang-timeout", FLOAT, 300.0, "restart workers if no stack has changed for this time; 0: never", "S"),
         own("--exclude-after", INT, 0, "exclude a host for a while after N failures blamed on it; 0: never", "N"),
         Option("--event-log-handler", TEXT, "null", "where events go: null or console", "NAME"),
         own("--dashboard", TEXT, None, "serve a web page of the job there (loopback by default)", "[HOST:]PORT"),
@@ -181,13 +189,13 @@ OPTIONS: tuple[Option, ...] = (
             "--notify",
             TEXT,
             "",
-            "tell this URL or command about start, restart, hang, straggler, lost node and end",
+            "send start, restart, hang, straggler, lost node and end to this URL or command",
             "URL|COMMAND",
             many=True,
             joiner="\n",
         ),
         own("--metrics", TEXT, None, "serve Prometheus metrics there (loopback by default)", "[HOST:]PORT"),
-        own("--health", TEXT, None, "answer health checks there; the same port will do", "[HOST:]PORT"),
+        own("--health", TEXT, None, "serve health checks there; it may be the port of --metrics", "[HOST:]PORT"),
     ),
     *in_group(
         LOGS,
@@ -201,7 +209,7 @@ OPTIONS: tuple[Option, ...] = (
             "--no-dedup",
             FLAG,
             False,
-            "show every line of every rank at once, also those that many ranks print alike, and every traceback",
+            "show each line and traceback of each rank, even if all ranks print the same",
         ),
         Option(
             "--log-line-prefix-template",
@@ -229,16 +237,16 @@ OPTIONS: tuple[Option, ...] = (
         HOSTS,
         own("--hosts", TEXT, "", "start the job on these hosts, from here, by ssh", "[USER@]HOST[:SLOTS],..."),
         own("--hostfile", TEXT, "", "the same from a file: `host slots=8` or `host:8`, one a line", "FILE"),
-        own("--include", TEXT, "", "of these hosts only those (patterns as of file names)", "HOST,...", many=True),
-        own("--exclude", TEXT, "", "of these hosts all but those", "HOST,...", many=True),
+        own("--include", TEXT, "", "use only these of the hosts (patterns as for file names)", "HOST,...", many=True),
+        own("--exclude", TEXT, "", "leave out these of the hosts", "HOST,...", many=True),
         own(
             "--host-discovery",
             TEXT,
             "",
-            "a program that prints the hosts there are now, asked again and again",
+            "a program that prints the hosts that exist now; it is run repeatedly",
             "PROGRAM",
         ),
-        own("--env", TEXT, "", "send these variables along too; `*` as in file names", "NAME,...", many=True),
+        own("--env", TEXT, "", "also pass these variables to the hosts; `*` as in file names", "NAME,...", many=True),
         own(
             "--ssh",
             TEXT,
@@ -272,7 +280,8 @@ OPTIONS: tuple[Option, ...] = (
             choices=("bash", "zsh", "tcsh"),
             newer=True,
         ),
-        own("--plan", FLAG, False, "print who would run what, and exit"),
+        own("--plan", FLAG, False, "show what would be started, where and why, and exit"),
+        own("--json", FLAG, False, "with --plan: print it as JSON", env=False),
         own("--version", FLAG, False, "print the version, and exit", env=False),
     ),
 )
@@ -292,8 +301,9 @@ def render(command: str) -> str:
     lines = [
         f"usage: holdfast {command} [options] script.py [arguments of the script]",
         "",
-        "Starts the workers of this node and keeps the job going. Options are torchrun's: each is also accepted with",
-        "underscores, abbreviated as long as it is unambiguous, and read from the variable named at its end.",
+        "Starts the workers of this node and keeps the job going. Options are torchrun's:",
+        "each is also accepted with underscores, abbreviated as long as it is",
+        "unambiguous, and read from the variable named at its end.",
     ]
     for group in dict.fromkeys(option.group for option in table):
         lines += ["", f"{group}:", *(line(option) for option in table if option.group == group)]
@@ -301,10 +311,27 @@ def render(command: str) -> str:
 
 
 def line(option: Option) -> str:
+    """The lines of one option."""
     names = f"{option.short}, {option.name}" if option.short else option.name
     left = f"  {names} {option.metavar}".rstrip()
-    gap = " " * max(COLUMN - len(left), 2)
-    return f"{left}{gap}{option.help}{origin(option)}"
+    texts = wrapped(f"{option.help}{origin(option)}", WIDTH - COLUMN)
+    head = [f"{left:{COLUMN}}{texts.pop(0)}"] if len(left) < COLUMN - 1 else [left]
+    return "\n".join([*head, *(f"{'':{COLUMN}}{each}" for each in texts)])
+
+
+def wrapped(text: str, width: int) -> list[str]:
+    """The text in lines of this width. (textwrap would load the modules of regular expressions.)
+
+    >>> wrapped("one two three", 8)
+    ['one two', 'three']
+    """
+    lines = [""]
+    for word in text.split():
+        if lines[-1] and len(lines[-1]) + 1 + len(word) > width:
+            lines.append(word)
+        else:
+            lines[-1] = f"{lines[-1]} {word}".lstrip()
+    return lines
 
 
 def origin(option: Option) -> str:

@@ -15,8 +15,9 @@ from signal import Signals
 from typing import TYPE_CHECKING
 
 from holdfast.cli.grammar import FROM_FLAG, FROM_STEP
-from holdfast.cli.option_table import flag_of
+from holdfast.cli.option_table import LAUNCH_OPTIONS, flag_of
 from holdfast.cli.rendezvous import survives
+from holdfast.cli.resolve import COMPILE_THREADS
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import CommandKind, worker_environment
 from holdfast.runtime.run_folder import safe_name
@@ -30,26 +31,37 @@ if TYPE_CHECKING:
 
 
 HEAD = "options, their values and sources"
-ACTIONS = frozenset({"help", "version", "plan"})
+ACTIONS = frozenset({"help", "version", "plan", "json"})
 PASSWORD = re.compile(r"(?<=password=)[^,]*")
 IN_URL = re.compile(r"(?<=://)[^/@\s,]*@")
 VALUE_COLUMNS_MAX = 40
 """Width of the column of values."""
 
 
-def option_lines(parsed: Parsed) -> Iterator[str]:
-    """The options that were given first, then the defaults."""
+def option_rows(parsed: Parsed) -> list[tuple[str, str, str]]:
+    """Name, value and source of each option: those that were given first, then the defaults."""
     rows = [
-        (flag_of(dest), shown(getattr(parsed.values, dest)), source)
+        (flag_of(dest), shown(getattr(parsed.values, dest)), "command line" if source == FROM_FLAG else source)
         for dest, source in parsed.sources.items()
         if dest not in ACTIONS
     ]
-    rows.sort(key=lambda row: row[2] == "default")
+    return sorted(rows, key=lambda row: row[2] == "default")
+
+
+def changed_text(parsed: Parsed) -> str:
+    """The options whose values are not the defaults."""
+    defaults = {option.name: shown(option.default) for option in LAUNCH_OPTIONS}
+    changed = [f"{name} {value}" for name, value, _ in option_rows(parsed) if defaults[name] != value]
+    return ", ".join(changed) or "nothing"
+
+
+def option_lines(parsed: Parsed) -> Iterator[str]:
+    rows = option_rows(parsed)
     names = max(len(name) for name, _, _ in rows)
     values = min(max(len(value) for _, value, _ in rows), VALUE_COLUMNS_MAX)
     yield HEAD
     for name, value, source in rows:
-        yield f"  {name:{names}}  {value:{values}}  {'command line' if source == FROM_FLAG else source}"
+        yield f"  {name:{names}}  {value:{values}}  {source}"
 
 
 def shown(value: object) -> str:
@@ -78,20 +90,22 @@ BY_RENDEZVOUS = (
 )
 
 
-def render(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str]) -> str:
-    """The whole plan."""
+def facts_of(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str]) -> list[tuple[str, str]]:
+    """What the plan says of the job and of this node: names and texts."""
     options = resolution.options
     job_id = shown_job_id(parsed, options)
-    facts = [
+    return [
+        ("not default", changed_text(parsed)),
         ("job", f"id {job_id}, up to {options.job.max_restarts} restarts after worker failures"),
         ("nodes", node_text(options)),
         *([("slurm", slurm)] if (slurm := slurm_text(parsed)) else []),
         ("rendezvous", rendezvous_text(options)),
         ("coordinator", coordinator_text(options)),
         ("survives", survives(options)),
-        ("token", "yes, agents prove that they know it" if options.token else "none"),
+        ("token", "yes: only agents that have it can join" if options.token else "none"),
         ("workers here", workers_text(resolution)),
         ("threads", threads_text(resolution, environ)),
+        ("compilers", compilers_text(options, environ)),
         ("preload", preload_text(options)),
         ("standby", standby_text(options)),
         ("stop", stop_text(options)),
@@ -100,8 +114,29 @@ def render(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str]) -
         ("logs", log_text(options, job_id)),
         *([("watched", watched)] if (watched := watched_text(options)) else []),
     ]
+
+
+def document(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str]) -> dict[str, object]:
+    """The whole plan for JSON."""
+    options = resolution.options
+    common, own = environments(parsed, options, environ)
+    return {
+        **{name.replace(" ", "_"): text for name, text in facts_of(parsed, resolution, environ)},
+        "notices": list(options.notices),
+        "environment": common,
+        "workers": [
+            {"local_rank": local_rank, "command": command_text(options, local_rank), "environment": variables}
+            for local_rank, variables in enumerate(own)
+        ],
+        "options": [{"name": name, "value": value, "source": source} for name, value, source in option_rows(parsed)],
+    }
+
+
+def render(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str]) -> str:
+    """The whole plan."""
+    options = resolution.options
     lines = ["holdfast would run this; nothing was started.", ""]
-    lines += [f"{name:14}{text}" for name, text in facts]
+    lines += [f"{name:14}{text}" for name, text in facts_of(parsed, resolution, environ)]
     lines += [f"{'notice' if index == 0 else '':14}{text}" for index, text in enumerate(options.notices)]
     common, own = environments(parsed, options, environ)
     lines += ["", "variables of every worker here"]
@@ -166,6 +201,14 @@ def threads_text(resolution: Resolution, environ: Mapping[str, str]) -> str:
     if "OMP_NUM_THREADS" in environ:
         return f"OMP_NUM_THREADS={environ['OMP_NUM_THREADS']}, already set"
     return "OMP_NUM_THREADS stays unset: one worker may use all CPUs"
+
+
+def compilers_text(options: RunOptions, environ: Mapping[str, str]) -> str:
+    if options.compile_threads is not None:
+        return f"{COMPILE_THREADS}={options.compile_threads}: processes of torch.compile for each worker"
+    if COMPILE_THREADS in environ:
+        return f"{COMPILE_THREADS}={environ[COMPILE_THREADS]}, already set"
+    return f"{COMPILE_THREADS} stays unset: torch.compile of one worker may use all CPUs"
 
 
 def preload_text(options: RunOptions) -> str:

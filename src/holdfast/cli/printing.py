@@ -7,6 +7,9 @@ import json
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
+import msgspec
+from msgspec import structs
+
 from holdfast.protocol.errors import UsageError
 
 RANKS_MAX = 1_000_000
@@ -29,6 +32,17 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{self.prog}: {message}")
+
+
+def named(value: Any) -> Any:
+    """The value for JSON, each field with its name: also of structs that are arrays in messages."""
+    if isinstance(value, msgspec.Struct):
+        return {name: named(each) for name, each in structs.asdict(value).items()}
+    if isinstance(value, list | tuple):
+        return [named(each) for each in value]
+    if isinstance(value, dict):
+        return {name: named(each) for name, each in value.items()}
+    return msgspec.to_builtins(value)
 
 
 def print_table(rows: Sequence[tuple[str, ...]]) -> None:

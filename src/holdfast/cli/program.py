@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ast
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -42,9 +43,9 @@ def worker_command(parsed: Parsed, environ: Mapping[str, str], notices: list[str
     if kind is CommandKind.PROGRAM:
         check_program(target, environ)
     elif kind is CommandKind.MODULE:
-        check_module(target)
+        check_module(target, environ)
     elif target != "-" and "$" not in target:  # `$local_rank`: known per worker
-        check_script(target)
+        check_script(target, environ)
     return WorkerCommand(
         kind=kind,
         target=target,
@@ -68,25 +69,112 @@ def command_kind(parsed: Parsed, notices: list[str]) -> CommandKind:
     return CommandKind.MODULE if values.module else CommandKind.SCRIPT
 
 
-def check_script(path: str) -> None:
+PYTHON = re.compile(r"(?:pypy|python)[\d.]*")
+LAUNCHERS = frozenset({"torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "holdfast"})
+HEAD_BYTES = 256
+"""The kernel reads as much of a program to find its interpreter."""
+MAGIC = b"\x7fELF"
+
+
+def check_script(path: str, environ: Mapping[str, str]) -> None:
     """Raises ScriptError for a file that python could not run."""
     if os.path.isdir(path):
         if not os.path.isfile(os.path.join(path, "__main__.py")):
             raise ScriptError(f"the training script {path} is a folder without a __main__.py")
     elif not os.path.exists(path):
-        raise ScriptError(f"the training script {path} does not exist{similar(path)}")
+        raise ScriptError(f"the training script {path} does not exist{hint(path, environ)}")
     if not os.access(path, os.R_OK):
         raise ScriptError(f"the training script {path} cannot be read: permission denied")
+    if os.path.isfile(path):
+        check_language(path, head_of(path), environ)
 
 
-def check_module(name: str) -> None:
-    """Raises ScriptError for the name of a file: `python -m train.py` would report that only after running `train`."""
+def check_language(path: str, head: bytes, environ: Mapping[str, str]) -> None:
+    """Raises ScriptError for a file that is no Python: a notebook, or a program of its own."""
+    name = os.path.basename(path)
+    if name.endswith(".ipynb") and head.lstrip().startswith(b"{"):
+        raise ScriptError(
+            f"{path} is a notebook: convert it with `jupyter nbconvert --to script {path}`, "
+            "or call holdfast.launch in the notebook"
+        )
+    if head.startswith(MAGIC):
+        raise ScriptError(f"{path} is a program, not a Python script{meant(path, environ)}")
+
+
+def hint(path: str, environ: Mapping[str, str]) -> str:
+    """What the user of a script that does not exist may have meant, else the folder."""
+    near = closest(path)
+    if near and not PYTHON.fullmatch(os.path.basename(path)):
+        return f"; did you mean {near}?"
+    return meant(path, environ) or similar(path)
+
+
+def meant(path: str, environ: Mapping[str, str]) -> str:
+    """What the user meant who gave this program as the training script; empty: it is no program."""
+    first, *others = path.split()[:2] or [path]
+    name = os.path.basename(first)
+    quoted = ". Give the script and its arguments without quotes" if others else ""
+    if PYTHON.fullmatch(name):
+        return f"; holdfast starts Python itself: leave {first!r} out{quoted}"
+    if name in LAUNCHERS:
+        return f"; `holdfast run` takes the place of {name}: leave {first!r} out{quoted}"
+    if find_program(first, environ) is not None:
+        return f"; to run the program {first}, write --no-python before it{quoted}"
+    if others and os.path.isfile(first):
+        return f"; the script is {first!r}{quoted}"
+    return ""
+
+
+def check_module(name: str, environ: Mapping[str, str]) -> None:
+    """Raises ScriptError for the name of a file (`python -m train.py` would report that only after running `train`),
+    and for a module that Python cannot find. Only its top-level name is looked for: that of a package's module may be
+    known only when the package is imported."""
     if name.endswith(".py") and os.path.isfile(name) and not os.path.isdir(name.removesuffix(".py")):
         raise ScriptError(f"-m needs a module's name, but {name} is a file; leave -m out")
+    top = name.partition(".")[0]
+    if "/" in name:
+        raise ScriptError(f"-m needs a module's name, but {name} is a path; leave -m out")
+    if "$" in name or interpreter(environ) != sys.executable or module_exists(top):
+        return
+    raise ScriptError(f"no module named {top!r}: it is neither installed nor in {folder_here()}{similar_module(top)}")
+
+
+def module_exists(top: str) -> bool:
+    """Whether Python finds this module, with the current folder first, as after -m. Imports nothing."""
+    from importlib.machinery import PathFinder
+    from importlib.util import find_spec
+
+    try:
+        here = PathFinder.find_spec(top, [os.getcwd()])
+    except OSError:  # the folder was deleted
+        here = None
+    try:
+        return here is not None or find_spec(top) is not None
+    except (ImportError, ValueError):  # a finder of an installed package fails, or the module has no spec
+        return True
+
+
+def similar_module(top: str) -> str:
+    """`; did you mean X?` for a module in the current folder."""
+    import difflib
+
+    try:
+        names = [name.removesuffix(".py") for name in os.listdir() if name.endswith(".py") or os.path.isdir(name)]
+    except OSError:
+        return ""
+    matches = difflib.get_close_matches(top, names, n=1, cutoff=0.75)
+    return f"; did you mean {matches[0]}?" if matches else ""
 
 
 def similar(path: str) -> str:
     """`; did you mean X?` if the folder has a file with a similar name, else the folder."""
+    if near := closest(path):
+        return f"; did you mean {near}?"
+    return "" if os.path.isabs(path) else f" in {folder_here()}"
+
+
+def closest(path: str) -> str:
+    """A file in the same folder with a similar name; empty: there is none."""
     import difflib
 
     folder, name = os.path.split(path)
@@ -95,9 +183,7 @@ def similar(path: str) -> str:
     except OSError:
         names = []
     matches = difflib.get_close_matches(name, names, n=1, cutoff=0.75)
-    if matches:
-        return f"; did you mean {os.path.join(folder, matches[0])}?"
-    return "" if os.path.isabs(path) else f" in {folder_here()}"
+    return os.path.join(folder, matches[0]) if matches else ""
 
 
 def folder_here() -> str:
@@ -108,9 +194,14 @@ def folder_here() -> str:
 
 
 def check_program(name: str, environ: Mapping[str, str]) -> None:
-    """Raises ScriptError unless exec would find the program."""
-    if find_program(name, environ) is not None:
+    """Raises ScriptError unless exec would find the program, and its interpreter."""
+    found = find_program(name, environ)
+    if found is not None:
+        check_interpreter(found, head_of(found))
         return
+    words = name.split()
+    if len(words) > 1 and not os.path.exists(name):
+        raise ScriptError(f"the program {name!r} does not exist; write it without quotes, the words are its arguments")
     if "/" not in name:
         raise ScriptError(f"the program {name} is not on PATH; write ./{name} for one in this folder")
     if os.path.isdir(name):
@@ -118,6 +209,37 @@ def check_program(name: str, environ: Mapping[str, str]) -> None:
     if os.path.exists(name):
         raise ScriptError(f"the program {name} is not executable; chmod +x it, or leave --no-python out for python")
     raise ScriptError(f"the program {name} does not exist{similar(name)}")
+
+
+def check_interpreter(path: str, head: bytes) -> None:
+    """Raises ScriptError for a script that the kernel cannot execute: no interpreter, or one that does not exist."""
+    if head.startswith(MAGIC) or b"\0" in head:  # a program of this kernel, or of one that is registered with it
+        return
+    first, ended, _ = head.partition(b"\n")
+    if not first.startswith(b"#!"):
+        advice = "; leave --no-python out" if path.endswith(".py") else ", for example #!/bin/bash"
+        before = " (it has a byte order mark before it)" if head.startswith(b"\xef\xbb\xbf#!") else ""
+        raise ScriptError(f"the program {path} does not begin with #! and the path of its interpreter{before}{advice}")
+    words = first.removeprefix(b"#!").split(b" ")
+    named, *given = [os.fsdecode(word) for word in words if word.strip(b"\t")] or [""]
+    is_whole = bool(ended) or len(head) < HEAD_BYTES
+    of_windows = [named, *given][-1] if os.path.basename(named) == "env" else named
+    if of_windows.endswith("\r"):
+        raise ScriptError(
+            f"the program {path} has the line ends of Windows (CRLF), so its interpreter is not found; "
+            f"remove them: sed -i 's/\\r$//' {path}"
+        )
+    if is_whole and not os.path.exists(named):
+        raise ScriptError(f"the program {path} names the interpreter {named!r} in its first line, which does not exist")
+
+
+def head_of(path: str) -> bytes:
+    """The first bytes of a file; empty: it may be executed, but not read."""
+    try:
+        with open(path, "rb") as file:
+            return file.read(HEAD_BYTES)
+    except OSError:
+        return MAGIC
 
 
 def find_program(name: str, environ: Mapping[str, str]) -> str | None:
@@ -223,7 +345,12 @@ def decide(command: WorkerCommand, *, restarts: bool) -> Preload:
             return Preload(why=f"the source of {command.target} is not known in advance")
         reader = Reader()
         for source in sources:
-            reader.read(source)
+            try:
+                reader.read(source)
+            except BrokenSourceError as error:
+                if error.path in sources and command.python == sys.executable:
+                    raise ScriptError(str(error)) from None
+                raise
     except UnreadableError as error:
         return Preload(why=str(error))
     name = os.path.basename(sources[-1])
@@ -284,6 +411,19 @@ class UnreadableError(Exception):
     """The source cannot be analysed; the text gives the reason."""
 
 
+class BrokenSourceError(UnreadableError):
+    """The source has an error in its syntax."""
+
+    def __init__(self, path: Path, source: bytes, error: SyntaxError) -> None:
+        line = f"line {error.lineno}: " if error.lineno else ""
+        text = f": `{error.text.strip()}`" if error.text and error.text.strip() else ""
+        first = source.partition(b"\n")[0]
+        other = first.startswith(b"#!") and b"python" not in first
+        run_it = "; its first line names another interpreter: write --no-python before it" if other else ""
+        super().__init__(f"{path} is not valid Python: {line}{error.msg}{text}{run_it}")
+        self.path = path
+
+
 class Reader(ast.NodeVisitor):
     """Follows a program's statements in the order in which they run when it is loaded, up to the first torch."""
 
@@ -330,7 +470,11 @@ class Reader(ast.NodeVisitor):
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 return ast.parse(source, str(path))
-        except (SyntaxError, ValueError, RecursionError, MemoryError):
+        except SyntaxError as error:
+            if b"\0" not in source:  # else an archive or compiled: Python runs these
+                raise BrokenSourceError(path, source, error) from None
+            raise UnreadableError(f"{path.name} is not Python") from None
+        except (ValueError, RecursionError, MemoryError):
             raise UnreadableError(f"{path.name} is not Python") from None
 
     # --- in the order of execution ------------------------------------------------------------------------------------

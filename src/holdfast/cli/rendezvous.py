@@ -18,7 +18,7 @@ from holdfast.protocol.policy import Grow, JobSpec, Limits, Survive
 from holdfast.rendezvous import conf as rdzv_conf
 from holdfast.rendezvous.conf import PORT_MAX, check_backend, default_port, is_built_in, parse_endpoint
 from holdfast.runtime.inherited import read_token, weakness
-from holdfast.text import plural
+from holdfast.text import is_loopback, plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -81,7 +81,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
     except RendezvousConfigError as error:
         raise of_variable(parsed, error) from None
     if more and not succession:
-        text = "a list of endpoints is of no use with --rdzv-conf succession=off; name one endpoint"
+        text = "a list of endpoints has no effect with --rdzv-conf succession=off; name one endpoint"
         raise parsed.error("rdzv_endpoint", EndpointError, text)
     fixed = backend == "static"
     report_open_token(conf.get("token_file"), notices)
@@ -143,8 +143,10 @@ def survives(options: RunOptions) -> str:
         if voters.losses > best.losses:
             best, number = voters, witnesses
     if not best.losses:
-        why = "two nodes have no majority without the other; a witness gives one (holdfast witness)"
-        return f"the loss of any node but the coordinator's: {why}"
+        return (
+            "the loss of any node but the first. If this job's first node fails, the job waits for it. "
+            "A witness on a third machine prevents that (holdfast witness)"
+        )
     text = f"the loss of {alone.losses or best.losses} of {job.max_nodes} nodes at one time, the coordinator's too"
     if alone.losses:
         text += f": {votes(alone)} elect another"
@@ -267,7 +269,7 @@ def alone(parsed: Parsed, least: int, most: int, notices: list[str]) -> tuple[in
         if parsed.given(dest) and not (dest == "rdzv_backend" and parsed.values.rdzv_backend == "c10d")
     ]
     if idle:
-        reason = "--standalone" if said else "a job of one node needs no rendezvous"
+        reason = "--standalone" if said else f"a job of one node needs no rendezvous{more_nodes(parsed)}"
         notices.append(f"{', '.join(idle)} without effect: {reason}")
     return 1, 1
 
@@ -279,6 +281,7 @@ def meeting_points(parsed: Parsed, backend: str, least: int, most: int, notices:
     from_master = static and not given.rdzv_endpoint
     if from_master:
         endpoint = master_endpoint(parsed, most)
+        report_one_node(parsed, endpoint, most, notices)
         if most > 1 and not parsed.given("master_addr"):
             notices.append(f"no --master-addr: the endpoint is {endpoint}, which only this machine can reach")
         return [endpoint]
@@ -287,11 +290,23 @@ def meeting_points(parsed: Parsed, backend: str, least: int, most: int, notices:
         endpoint, *more = parse_endpoints(given.rdzv_endpoint, backend, most)
     except EndpointError as error:
         raise of_variable(parsed, error, "rdzv_endpoint") from None
+    report_one_node(parsed, endpoint, most, notices)
     if not given.rdzv_endpoint.strip() and most > 1:
         notices.append(f"no --rdzv-endpoint: the endpoint is {endpoint}, which only this machine can reach")
     if endpoint.port == 0 and least > 1:
         raise parsed.error("rdzv_endpoint", EndpointError, "port 0 means any free port, which other nodes cannot know")
     return [endpoint, *more]
+
+
+def report_one_node(parsed: Parsed, endpoint: Endpoint, most: int, notices: list[str]) -> None:
+    """An endpoint that other machines can reach, without a number of nodes: --nnodes was probably forgotten."""
+    if most == 1 and not is_loopback(endpoint.host) and (hint := more_nodes(parsed)):
+        notices.append(f"this job has one node, and no other can join it{hint}")
+
+
+def more_nodes(parsed: Parsed) -> str:
+    """How a job gets more nodes; empty: the number of nodes was given."""
+    return "" if parsed.given("nnodes") else "; give --nnodes N for a job of N nodes"
 
 
 def parse_endpoints(text: str, backend: str, most: int) -> list[Endpoint]:
@@ -368,6 +383,6 @@ def node_rank(parsed: Parsed, standalone: bool, fixed: bool, most: int, notices:
         return rank
     if fixed or rank < 0:
         raise parsed.error("node_rank", NodesError, f"with {plural(most, 'node')} ranks are 0 to {most - 1}")
-    reason = "this job has one node" if standalone else f"ranks are 0 to {most - 1}"
+    reason = f"this job has one node{more_nodes(parsed)}" if standalone else f"ranks are 0 to {most - 1}"
     notices.append(f"{parsed.said('node_rank')} without effect: {reason}")
     return None

@@ -410,6 +410,7 @@ def explanation_of(code: str, known: dict[str, Explanation]) -> Explanation:
 
 def explained(each: Explanation) -> str:
     rows = [("cause", each.cause), ("evidence", each.evidence), ("fix", each.fix)]
+    rows += [row for row in (("wrong", each.wrong), ("right", each.right)) if row[1]]
     if each.exit_code is not None:
         rows.append(("exit code", str(each.exit_code)))
     lines = [f"{each.code}: {each.name}"]

@@ -24,13 +24,14 @@ from holdfast.protocol.errors import (
     EnvironmentValueError,
     LogDirError,
     LogOptionsError,
+    MissingPackageError,
     ProcessesError,
     UsageError,
 )
 from holdfast.protocol.options import Endpoint, LogOptions, RunOptions, Std, StreamChoice
 from holdfast.protocol.policy import Limits
 from holdfast.rendezvous.conf import PORT_MAX
-from holdfast.text import is_loopback
+from holdfast.text import is_loopback, plural
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -42,12 +43,13 @@ if TYPE_CHECKING:
 LOOPBACK = "127.0.0.1"
 UNCATCHABLE = ("SIGKILL", "SIGSTOP")
 STREAMS = ("0", "1", "2", "3")
-ONLY_HERE = frozenset({*ABOUT_US, "plan", "config", "no_config"})
+ONLY_HERE = frozenset({*ABOUT_US, "plan", "json", "config", "no_config"})
 """Options that are not passed on to other nodes."""
 STARTED_BY_OTHERS = ("SLURM_STEP_ID", "KUBERNETES_SERVICE_HOST")
 """Variables that are set when no person starts the other nodes."""
 STOP_GRACE_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 STOP_GRACE_S = 30.0
+COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS"
 HEALTH_VARIABLE = "TORCHELASTIC_HEALTH_CHECK_PORT"
 LOGS_SPECS_GROUP = "torchrun.logs_specs"
 
@@ -71,8 +73,10 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         stop_grace_s=stop_grace_s(parsed, environ), drain_s=given.drain_timeout, hang_timeout_s=given.hang_timeout
     )
     place = meeting.resolve(parsed, environ, patience=patience, notices=notices)
+    check_packages(parsed, place.job.backend)
     devices = node_size(parsed, environ, probes)
     cpus = count_cpus(probes).number
+    report_crowd(parsed, devices.number, cpus, notices)
     check_virtual_local_rank(parsed, environ, devices.number)
     signals = signals_to_handle(parsed, notices)
     command = worker_command(parsed, environ, notices)
@@ -94,6 +98,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         numa_binding=given.numa_binding,
         share_store=environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1",
         omp_num_threads=threads,
+        compile_threads=compile_threads(environ, devices.number, cpus),
         preload=imports,
         standby=given.standby == "on" and bool(imports.modules) and may_restart(place.job),
         start_method=given.start_method,
@@ -112,6 +117,36 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
 def may_restart(job: JobSpec) -> bool:
     """Whether there can be a second generation."""
     return job.max_restarts > 0 or job.max_nodes > 1
+
+
+PACKAGES = {
+    "dashboard": ("dashboard", "starlette", "uvicorn"),
+    "metrics": ("metrics", "prometheus_client"),
+}
+"""What these options need: the extra of holdfast that has it, and the modules."""
+
+
+def check_packages(parsed: Parsed, backend: str) -> None:
+    """Raises MissingPackageError before anything starts."""
+    wanted = [(parsed.said(dest), PACKAGES[dest]) for dest in PACKAGES if getattr(parsed.values, dest) is not None]
+    if backend == "etcd":
+        wanted.append(("--rdzv-backend etcd", ("etcd", "etcd3gw")))
+    for said, (extra, *modules) in wanted:
+        from importlib.util import find_spec
+
+        missing = [name for name in modules if find_spec(name) is None]
+        if missing:
+            raise MissingPackageError(f"{said} needs {' and '.join(missing)}: pip install 'holdfast[{extra}]'")
+
+
+WORKERS_PER_CPU_MAX = 8
+"""More workers than this for each CPU are probably a mistake: they are started, and a notice says so."""
+
+
+def report_crowd(parsed: Parsed, nproc: int, cpus: int, notices: list[str]) -> None:
+    if nproc > WORKERS_PER_CPU_MAX * cpus:
+        text = f"{nproc:,} workers share {plural(cpus, 'CPU')}; --nproc-per-node auto starts one worker per GPU or CPU"
+        notices.append(f"{parsed.said('nproc_per_node')}: {text}")
 
 
 def check_plain_values(parsed: Parsed) -> None:
@@ -225,6 +260,18 @@ def omp_num_threads(environ: Mapping[str, str], nproc: int, cpus: int) -> int | 
     if "OMP_NUM_THREADS" in environ or nproc == 1:
         return None
     return max(1, cpus // nproc)
+
+
+COMPILE_THREADS_MAX = 32
+"""torch starts no more by itself."""
+
+
+def compile_threads(environ: Mapping[str, str], nproc: int, cpus: int) -> int | None:
+    """Each worker's torch.compile starts as many processes as the node has CPUs: 8 workers on 32 CPUs start 256. None
+    where that is right, or it is set already."""
+    if COMPILE_THREADS in environ or nproc == 1:
+        return None
+    return min(COMPILE_THREADS_MAX, max(1, cpus // nproc))
 
 
 def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices: list[str]) -> LogOptions:
@@ -408,16 +455,26 @@ def words_of(option: Option, value: object) -> list[str]:
     return [] if value is None else [f"{option.name}={value}"]
 
 
-def line_of_others(parsed: Parsed, command: str, options: RunOptions, environ: Mapping[str, str]) -> str:
-    """The line to type on each other node; empty: there is no other node, or something else starts the agents."""
-    job = options.job
+def how_others_join(parsed: Parsed, command: str, options: RunOptions, environ: Mapping[str, str]) -> str:
+    """What to do on the other nodes, in one line; empty: nothing, or something else starts the agents."""
+    job, place, own = options.job, options.endpoint, socket.gethostname()
     if options.standalone or job.max_nodes == 1 or any(name in environ for name in STARTED_BY_OTHERS):
         return ""
-    settled: dict[str, str | None] = {"node_rank": None, "local_addr": None}
-    place, own = options.endpoint, socket.gethostname()
+    line = line_of_others(parsed, command, options)
+    if options.etcd is not None or options.third_party is not None or not is_loopback(place.host):
+        return f"on each other node: {line}"
     is_static = job.fixed_ranks and not parsed.given("rdzv_endpoint")
-    if options.etcd is None and options.third_party is None and is_loopback(place.host):
-        settled |= {"master_addr": own} if is_static else {"rdzv_endpoint": f"{own}:{place.port}"}
+    reachable = f"--master-addr {own}" if is_static else f"--rdzv-endpoint {own}:{place.port or 'PORT'}"
+    return (
+        f"only this machine can reach {place}. In another terminal here: {line}. "
+        f"For nodes on other machines, start all nodes, this one too, with {reachable}"
+    )
+
+
+def line_of_others(parsed: Parsed, command: str, options: RunOptions) -> str:
+    """The command line of each other node."""
+    job = options.job
+    settled: dict[str, str | None] = {"node_rank": None, "local_addr": None}
     if job.fixed_ranks:
         settled["node_rank"] = str(1 - (options.node_rank or 0)) if job.max_nodes == 2 else "RANK"
     words = words_elsewhere(parsed, command, settled)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli import EXIT_INTERRUPTED, config, grammar, print_version, say, say_interrupted
 from holdfast.cli.option_table import HOSTS, OPTIONS, TABLES, render
+from holdfast.protocol.errors import UsageError
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -172,6 +173,8 @@ def execute(parsed: Parsed, command: str, argv: Sequence[str]) -> int:
         from holdfast.cli import hosts
 
         if hosts.are_named(parsed):
+            if parsed.values.json:
+                raise UsageError("--json shows the plan of one node: leave the hosts out")
             return hosts.execute(parsed, command)
     step = None
     if parsed.values.slurm or "SLURM_STEP_ID" in os.environ:
@@ -182,6 +185,8 @@ def execute(parsed: Parsed, command: str, argv: Sequence[str]) -> int:
             return under_slurm.start_agents(parsed, command, argv)
     if parsed.values.plan:
         return show_plan(parsed)
+    if parsed.values.json:
+        raise UsageError("--json is for --plan: holdfast run --plan --json …")
     return start(parsed, command, begin=None if step is None else lambda: under_slurm.guard(step, os.environ))
 
 
@@ -208,10 +213,6 @@ def start(
         forget_secrets()
         for notice in options.notices if say_notices else ():
             say(notice)
-        if options.succession and say_notices:
-            from holdfast.cli.rendezvous import survives
-
-            say(f"this job survives {survives(options)}")
         return run_agent(supervisor, options, show or last_screen, begin)
     finally:
         hand_on_interrupts()
@@ -297,19 +298,25 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], command: str = "") -> Ru
     """The options of this command line, with defaults and variables. Raises CallerError."""
     from msgspec import structs
 
-    from holdfast.cli.resolve import line_of_others
+    from holdfast.cli.resolve import how_others_join
     from holdfast.cli.resolve import resolve as resolve_all
 
     options = resolve_all(parsed, environ).options
     if not command:
         return options
-    return structs.replace(options, line_of_others=line_of_others(parsed, command, options, environ))
+    return structs.replace(options, how_others_join=how_others_join(parsed, command, options, environ))
 
 
 def show_plan(parsed: Parsed) -> int:
-    from holdfast.cli.plan import render
+    from holdfast.cli.plan import document, render
     from holdfast.cli.resolve import resolve as resolve_all
 
-    text = render(parsed, resolve_all(parsed, os.environ), os.environ)
+    resolution = resolve_all(parsed, os.environ)
+    if parsed.values.json:
+        import json
+
+        print(json.dumps(document(parsed, resolution, os.environ), indent=1))
+        return 0
+    text = render(parsed, resolution, os.environ)
     print(text.encode(errors="surrogateescape").decode(errors="replace"))  # file names need not be UTF-8
     return 0

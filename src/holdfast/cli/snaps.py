@@ -183,7 +183,8 @@ def remove_marks(chosen: argparse.Namespace) -> int:
     if chosen.json:
         print_json({"unmarked": [key.name for key in keys]})
     else:
-        print("\n".join(f"unmarked  {key.name}" for key in keys) or f"{chosen.folder} has no such mark")
+        which = "" if chosen.step is None else f" of step {chosen.step}"
+        print("\n".join(f"unmarked  {key.name}" for key in keys) or f"{chosen.folder} has no suspect snapshot{which}")
     return 0
 
 

@@ -26,9 +26,9 @@ import msgspec
 
 from holdfast.cli import say
 from holdfast.cli.finding import end_of, ended_run, of_one_job, outcome_of, run_folders, running_job
-from holdfast.cli.printing import Parser, print_json, ranks_of
+from holdfast.cli.printing import Parser, named, print_json, print_table, ranks_of
 from holdfast.cli.report import COPIES_NEED, copies_of, read_journal, safe_text
-from holdfast.diagnosis.screen import group, how_it_ended, stack_lines, status_lines
+from holdfast.diagnosis.screen import group, how_it_ended, progress_line, stack_lines, status_lines
 from holdfast.protocol.errors import ControlRefusedError, ControlSilentError, NoRunError, UsageError
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.outcome import Outcome
@@ -42,7 +42,7 @@ from holdfast.protocol.questions import (
 from holdfast.protocol.rank_progress import JobView, StacksView
 from holdfast.runtime import running
 from holdfast.runtime.running import Call, NodeEnd, Reply, RunningAgent, ask, ask_any
-from holdfast.text import plural, seconds_of
+from holdfast.text import duration, plural, seconds_of
 
 WATCH_S = "2"
 WATCH_S_MIN = 0.1
@@ -61,6 +61,11 @@ def main(argv: Sequence[str]) -> int:
     """Run `holdfast status` with these arguments; returns the exit status. Raises HoldfastError."""
     chosen = parser().parse_args(argv)
     interval_s = watch_interval(chosen)
+    if chosen.run is None and len({entry.job for entry in running.entries()}) > 1:
+        if interval_s is not None:
+            raise UsageError("--watch: several jobs run on this host; name one of them: `holdfast status` lists them")
+        show_jobs(running.entries(), chosen)
+        return 0
     try:
         entries = running_job(chosen.run)
     except NoRunError:
@@ -75,6 +80,35 @@ def main(argv: Sequence[str]) -> int:
         return 0
     watch(entries, interval_s, chosen)
     return 0
+
+
+def show_jobs(entries: Sequence[RunningAgent], chosen: argparse.Namespace) -> None:
+    """A line for each job of this host."""
+    jobs: dict[tuple[str, str], list[RunningAgent]] = {}
+    for entry in entries:
+        jobs.setdefault(entry.job, []).append(entry)
+    rows = [JOB_HEADINGS]
+    documents: list[dict[str, object]] = []
+    for agents in jobs.values():
+        first, view, why = agents[0], None, ""
+        try:
+            view, _ = look(agents)
+        except (ControlRefusedError, ControlSilentError, NoRunError) as error:
+            why = str(error)
+        documents.append({"run": first.name, "pids": [agent.pid for agent in agents], "script": first.script})
+        documents[-1] |= {"why": why} if view is None else {"job": named(view)}
+        ranks = "" if view is None else str(view.world_size)
+        told = why if view is None else f"{view.phase}, {progress_line(view)}"
+        age = duration(max(0.0, time.time() - first.began_epoch_s))
+        rows.append((first.name, age, str(first.pid), ranks, first.script, told))
+    if chosen.json:
+        print_json({"jobs": documents})
+        return
+    print_table(rows)
+    print("\nholdfast status RUN shows one of them; the beginning of its name is enough")
+
+
+JOB_HEADINGS = ("RUN", "FOR", "PID", "RANKS", "SCRIPT", "STATE")
 
 
 def parser() -> Parser:
@@ -109,7 +143,7 @@ def look(entries: list[RunningAgent]) -> tuple[JobView, bool]:
 
 def show(entries: Sequence[RunningAgent], view: JobView, whole: bool, chosen: argparse.Namespace) -> None:
     if chosen.json:
-        print_json({"whole": whole, **msgspec.to_builtins(view), "copies": copies_here(entries)})
+        print_json({"whole": whole, **named(view), "copies": copies_here(entries)})
     else:
         print(lines_of(entries, view, chosen))
 
@@ -133,7 +167,7 @@ def copies_here(entries: Sequence[RunningAgent]) -> dict[str, object] | None:
 def show_end(folder: Path, outcome: Outcome, chosen: argparse.Namespace) -> None:
     """Print the last screen of a run that has ended."""
     if chosen.json:
-        print_json({"run": folder.name, "folder": str(folder), "ended": True, **msgspec.to_builtins(outcome)})
+        print_json({"run": folder.name, "folder": str(folder), "ended": True, **named(outcome)})
     else:
         print(end_of(folder, outcome))
 
@@ -149,7 +183,7 @@ def watch(entries: list[RunningAgent], interval_s: float, chosen: argparse.Names
             began_s = time.monotonic()
             view, whole = look(entries)
             if chosen.json:
-                seen = {"time": time.time(), "whole": whole, **msgspec.to_builtins(view)}
+                seen = {"time": time.time(), "whole": whole, **named(view)}
                 print(json.dumps({**seen, "copies": copies_here(entries)}), flush=True)
             else:
                 text = lines_of(entries, view, chosen)
@@ -247,7 +281,7 @@ def main_stacks(argv: Sequence[str]) -> int:
         view = msgspec.structs.replace(view, ranks=tuple(rank for rank in view.ranks if rank.rank in wanted))
     if chosen.json:
         groups = [{"ranks": [rank.rank for rank in each.ranks], "place": each.place} for each in group(view)]
-        print_json({"whole": reply.whole, **msgspec.to_builtins(view), "groups": groups})
+        print_json({"whole": reply.whole, **named(view), "groups": groups})
         return 0
     print("\n".join(stack_lines(view, full=chosen.full)))
     if not reply.whole:
@@ -296,7 +330,7 @@ def main_profile(argv: Sequence[str]) -> int:
     wanted = profile_request(ranks_of([chosen.ranks], "RANKS"), steps, chosen.seconds)
     entry, view = ask_job(chosen.run, Question.PROFILE, ProfileView, **wanted)
     if chosen.json:
-        print_json({"run": entry.name, **msgspec.to_builtins(view)})
+        print_json({"run": entry.name, **named(view)})
     else:
         print("\n".join(profile_lines(view)))
     return EXIT_NOT_PROFILED if view.silent or any(rank.why for rank in view.ranks) else 0
@@ -398,7 +432,7 @@ def end_job(question: Question, argv: Sequence[str]) -> int:
                 say(f"the agent (pid {entry.pid}) ended without a report; see {entry.folder}")
                 return EXIT_NOT_STOPPED
             end = answer.read(NodeEnd)
-            document |= msgspec.to_builtins(end)
+            document |= named(end)
             text = f"{entry.name} has ended: {how_it_ended(end.kind, end.exit_code, end.message or end.cause)}"
     if chosen.json:
         print_json(document)

@@ -94,13 +94,11 @@ class Admission:
         if self.job.fixed_ranks:
             holder = holders[0]
             taken = f"--node-rank {node.node_rank or 0} is taken by {holder.name} ({holder.address})"
-            return f"{taken}; {node.member} came second. Two jobs need two ports"
+            return f"{taken}; {node.member} needs another --node-rank; another job needs another port"
         most = self.job.max_nodes
-        whole = "its only node" if most == 1 else f"all its {most} nodes"
-        return (
-            f"the job with --rdzv-id {self.job.run_id} at this endpoint has {whole} ({names(holders)}); "
-            f"{node.member} is one too many. Another job needs an endpoint and an --rdzv-id of its own"
-        )
+        which = f"{names(holders)}; --rdzv-id {self.job.run_id}"
+        has = f"was started for one node ({which})" if most == 1 else f"has all its {most} nodes ({which})"
+        return f"The job {has}. For more, raise --nnodes everywhere; for another job, use another port and --rdzv-id"
 
     def _problem(self, node: NodeSpec) -> str:
         if node.member in self.identities:

@@ -347,13 +347,14 @@ class OlderJob:
         voters = self.charter.voters
         if self.alive:
             return (
-                "a witness hears this job's coordinator, and this node does not: see the network between it and "
-                f"{voters[0].host}, or end the agent there"
+                "a witness reaches this job's coordinator, and this node does not: check the network between this node "
+                f"and {voters[0].host}, or end the agent there"
             )
         living = {seat.host for seat in voters if seat.name not in self._ended and not seat.witness}
         return (
-            f"this job was started before, and {listed(sorted(living), 4) or 'others'} may go on with it; then this "
-            "node joins. If they are gone, there is nothing to do; to start another job, use another --rdzv-id"
+            f"this job was started before, and {listed(sorted(living), 4) or 'other nodes'} may still run it; "
+            "this node joins them when they answer. If they have ended, it starts after this wait. "
+            "For another job, use another --rdzv-id"
         )
 
     def heard(self, now: float, recall: Recall, *, alive: bool = False) -> bool:

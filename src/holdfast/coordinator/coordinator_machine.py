@@ -670,7 +670,7 @@ class CoordinatorMachine(CoordinatorActs):
             case FormNow():
                 self._form(now)
             case NoQuorum(reason):
-                before = f"; the generation before ended: {self._why}" if self._why else ""
+                before = f"; previous generation ended: {self._why}" if self._why else ""
                 text = f"{reason}; here: {self._who_is_here()}{before}"
                 self._finish(self._endings.no_quorum(reason, text, self.generation))
             case WaitUntil():
@@ -713,7 +713,7 @@ class CoordinatorMachine(CoordinatorActs):
             return
         self._follow(now, self._regrouping.replace(now, world))
         if self._regrouping.grows(now, world):
-            self._drain(now, StopReason.MEMBER_JOINED, "regrouping with the new workers", regroups=True)
+            self._drain(now, StopReason.MEMBER_JOINED, "the new workers are ready", regroups=True)
         elif not self._has_room() or not self._newcomers():
             self._gather_until_s = None
         elif self._gather_until_s is None:
@@ -724,7 +724,7 @@ class CoordinatorMachine(CoordinatorActs):
     def _take_in(self, now: float, world: World) -> None:
         """Let the newcomers join: beside the running workers, if all of these are able to go on with them later."""
         newcomers = self._newcomers()
-        text = f"regrouping to take in {names(newcomers)}"
+        text = f"node{'' if len(newcomers) == 1 else 's'} {names(newcomers)} joined"
         if self._regrouping.settling or self._regrouping.may_admit_later(world):
             self._gather_until_s = now + self.limits.gather_s
         elif all(self._regrouping.admits(world, member) for member in newcomers):

@@ -166,7 +166,7 @@ def previous_end(verdict: Verdict, *, charged: bool, hung: bool) -> str:
 def plain_verdict(evidence: Evidence) -> Verdict:
     """The verdict of a coordinator without a judge: the first failure is the cause."""
     culprit = next((failure for failure in evidence.failures if not failure.after_stop), None)
-    cause = "the generation was ended although no worker failed"
+    cause = "the generation ended although no worker failed"
     if culprit is not None:
         cause = f"rank {culprit.rank} on {culprit.host} ended with exit code {culprit.exit_code}"
     return evidence.verdict("HF200" if culprit is None else "HF205", cause, culprit)
@@ -179,11 +179,11 @@ def ended_without(outcome: Outcome, run_id: str, other_line: str) -> Outcome:
         return outcome
     if other_line:
         text = (
-            f"nothing was run here: the job with --rdzv-id {run_id} at this endpoint is not this one "
-            f"({other_line}: different)"
+            f"nothing ran on this node: the job at this endpoint (--rdzv-id {run_id}) has another command line "
+            f"({other_line}: different). For another job, use another port and --rdzv-id"
         )
         return Outcome(kind=OutcomeKind.REFUSED, exit_code=NodesError.exit_code, code=NodesError.code, message=text)
-    return structs.replace(outcome, message="the job has succeeded without this node: it was never needed")
+    return structs.replace(outcome, message="the job succeeded before this node could join it")
 
 
 def _evidence(world: World, budget: Budget, gave_up: str) -> Evidence:

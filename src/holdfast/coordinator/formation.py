@@ -15,7 +15,7 @@ from holdfast.protocol.policy import HeldStates, JobSpec, Limits, NodeSpec
 from holdfast.text import spans
 
 BACK_OFF = "a pause before the restart"
-FENCE = "workers that were started before may still run, and end by themselves"
+FENCE = "workers of an earlier start may still run; they end within this time"
 ASKS = "asking the witness whether this job was started before"
 
 
@@ -106,8 +106,8 @@ def decide(job: JobSpec, limits: Limits, gathering: Gathering, now: float) -> De
         return FormNow(f"the {gathering.present} nodes that are left are here")
     settled = min(gathering.last_arrival_s + limits.settle_s, gathering.quorum_s + limits.last_call_s)
     if now >= settled:
-        return FormNow(f"{gathering.present} of {_range(job)} nodes are here and no other came")
-    return WaitUntil(settled, f"{gathering.present} of {_range(job)} nodes are here, giving others a moment")
+        return FormNow(f"{gathering.present} of {_range(job)} nodes are here and no other joined")
+    return WaitUntil(settled, f"{gathering.present} of {_range(job)} nodes are here, waiting briefly for more")
 
 
 def _range(job: JobSpec) -> str:

@@ -160,7 +160,7 @@ class Regrouping:
             return f"{old.node.host} is leaving, and has an older holdfast"
         led = next((each for each in leaving if each.node.hosts_coordinator), None)
         if led is not None and not self.succeeded([each.node.agent for each in leaving]):
-            return f"{led.node.host} is leaving with the coordinator, and nobody can succeed it"
+            return f"{led.node.host} is leaving, it has the coordinator, and no other node can take over"
         able = all(world.able.get(name, set()).issuperset(ranks) for name, ranks in places.items())
         if not able and phase is not Phase.REGROUPING:
             return "a second loss while regrouping" if self.settling else "not every rank runs in ht.survive"
@@ -470,7 +470,7 @@ def _own_fault(world: World) -> str:
     own = next((failure for failure in world.failures if not killed(failure)), None)
     if own is None:
         return ""
-    return f"rank {own.rank} ran out of memory" if own.out_of_memory else f"rank {own.rank} ended by itself"
+    return f"rank {own.rank} ran out of memory" if own.out_of_memory else f"rank {own.rank} exited"
 
 
 def killed(failure: Failure) -> bool:

@@ -58,7 +58,7 @@ from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.protocol.rank_progress import Examine
 
 ENDED = "its coordinator ended", "the coordinator on it ended"
-SILENT = "it fell silent with the coordinator"
+SILENT = "it stopped answering together with the coordinator"
 
 
 class ReplicatedCoordinator(CoordinatorMachine):
@@ -200,7 +200,9 @@ class ReplicatedCoordinator(CoordinatorMachine):
                 self._charters.renewed(link, renewed, now)
                 few = self.phase is Phase.GATHERING and self._gathering.quorum_s is None
                 if few and renewed.rival and self._charters.rivalled:
-                    return self._step_down(StepDown("too few nodes reach it, and another one stands", aside=True))
+                    return self._step_down(
+                        StepDown("too few nodes reach it, and another node wants to be the coordinator", aside=True)
+                    )
             case Heard(_, Join(term=term) as join) if term > self.term and not self.forms and self._votes(join.node):
                 return self._step_down(StepDown(f"a node knows of a newer coordinator (term {term})", term))
             case Heard(link, Supersede() as call):

@@ -50,7 +50,7 @@ class Straggler(Struct, frozen=True, kw_only=True):
         if self.over:
             return f"{self.who} is as fast as the others again"
         own = f"{_ms(self.own_s)} of its own in each step of {_ms(self.step_s)}, the others {_ms(self.peers_s)}"
-        return f"{self.who} is slow: {own}; everybody waits for it"
+        return f"{self.who} is slow: {own}; all other ranks wait for it"
 
 
 @dataclass(slots=True)

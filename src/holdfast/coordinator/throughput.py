@@ -51,6 +51,9 @@ class RankThroughput:
     steps: int = 0
     beats: int = 0
     own_s: float = 0.0
+    job_step: int = 0
+    """As in RankProgress."""
+    pid: int = 0
     window_steps_s: array[float] | None = None
     """Seconds per step in each of the last WINDOWS_MAX windows, oldest first. Arrays, made for the first window: a job
     may have 100,000 ranks, all of which begin at once."""
@@ -63,6 +66,7 @@ class RankThroughput:
 
     def heard(self, report: RankProgress, at_s: float) -> bool:
         """Take a report. True if it has new steps or beats. `at_s`: when the newest of them ended."""
+        self.job_step, self.pid = max(self.job_step, report.job_step), report.pid
         if report.steps < self.steps:
             self._begin_anew()
         stepped = report.steps > self.steps

@@ -39,6 +39,10 @@ class Explanation(Struct, frozen=True, kw_only=True):
     evidence: str
     """The observation behind the code."""
     fix: str
+    wrong: str = ""
+    """An example of what causes it; empty: none is given."""
+    right: str = ""
+    """The same without the mistake."""
     exit_code: int | None = None
     """Exit code of the command that prints it; None: the worker's own, or none at all."""
 
@@ -129,7 +133,7 @@ def all_errors(root: type[HoldfastError] = HoldfastError) -> Iterator[type[Holdf
 
 def _of_error(error: type[HoldfastError]) -> Explanation:
     text = " ".join((error.__doc__ or "").split())
-    said = _table()["faults"][error.fault.value]
+    said = _table()["faults"][error.fault.value] | _table()["errors"].get(error.code, {})
     worker = error.fault is Fault.WORKER
     return Explanation(
         code=error.code,
@@ -137,6 +141,8 @@ def _of_error(error: type[HoldfastError]) -> Explanation:
         cause=f"{text} At fault: {said['whose']}.",
         evidence=said["evidence"],
         fix=said["fix"],
+        wrong=said.get("wrong", ""),
+        right=said.get("right", ""),
         exit_code=None if worker else error.exit_code,
     )
 

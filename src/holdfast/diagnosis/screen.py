@@ -246,7 +246,7 @@ def status_lines(view: JobView, *, ranks: bool | None = None) -> list[str]:
     """The lines of `holdfast status`. `ranks` None: a line for each rank if there are few."""
     lines = [headline(view), progress_line(view)]
     if view.why:
-        lines.append(f"the generation before ended: {view.why}")
+        lines.append(f"previous generation ended: {view.why}")
     if view.nodes:
         lines += ["", *columns([NODE_HEADINGS, *(node_row(node) for node in view.nodes)])]
     told = [(node.host, rank) for node in view.nodes for rank in node.ranks]
@@ -272,12 +272,16 @@ def progress_line(view: JobView) -> str:
     ranks = [rank for node in view.nodes for rank in node.ranks]
     parts = []
     if any(rank.stage is Stage.STEPPING for rank in ranks):
-        parts.append(f"step {between([rank.steps for rank in ranks])}")
+        if view.job_steps:
+            parts.append(f"step {view.job_step} of {view.job_steps}")
+        else:
+            anew = view.generation > 1 and not all(rank.counts_job for rank in ranks)
+            since = f" since the start of generation {view.generation}" if anew else ""
+            parts.append(f"step {between([rank.steps for rank in ranks])}{since}")
         rate = steps_per_s(ranks)
         parts += [f"{rate:.3g} steps/s"] if rate else []
         age = last_step(ranks)
         parts += [f"last step {age}"] if age else []
-        parts += [f"{view.job_step} of {plural(view.job_steps, 'step')} of the job done"] if view.job_steps else []
         parts += [f"about {duration(view.left_s)} left"] if view.left_s else []
     elif ranks:
         parts.append("no step yet")
@@ -288,7 +292,7 @@ def progress_line(view: JobView) -> str:
 
 
 NODE_HEADINGS: Row = ("NODE", "GROUP RANK", "STATE", "RANKS", "STEP", "STEPS/S", "LAST STEP", "HEARD")
-RANK_HEADINGS: Row = ("RANK", "NODE", "LOCAL", "STAGE", "STEP", "STEP TIME", "OWN PART", "LAST STEP", "WHERE")
+RANK_HEADINGS: Row = ("RANK", "NODE", "LOCAL", "PID", "STAGE", "STEP", "STEP TIME", "OWN PART", "LAST STEP", "WHERE")
 
 
 def node_row(node: NodeView) -> Row:
@@ -310,6 +314,7 @@ def rank_row(host: str, rank: RankView) -> Row:
         str(rank.rank),
         host,
         str(rank.local_rank),
+        str(rank.pid or ""),
         (rank.standing or rank.stage).value,
         str(rank.steps),
         f"{rank.step_s * 1e3:.3g} ms" if rank.step_s else "",

@@ -167,6 +167,8 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     share_store: bool = True
     """False: TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, rank 0's worker serves the store itself."""
     omp_num_threads: int | None = None
+    compile_threads: int | None = None
+    """Processes that compile kernels for one worker's torch.compile; None: not set for the workers."""
     """None: leave OMP_NUM_THREADS alone (it is set, or there is one process)."""
     start_method: str = "spawn"
     event_log_handler: str = "null"
@@ -189,8 +191,8 @@ class RunOptions(Struct, frozen=True, kw_only=True):
     """A signal to the agent that announces a preemption; workers ignore it. None: there is none."""
     call_fds: CallFds | None = None
     """Set only by holdfast.launch; there is no option for it."""
-    line_of_others: str = ""
-    """The command to enter on each other node of the job; empty: none is needed."""
+    how_others_join: str = ""
+    """For users, while nodes are missing: what to do on the other nodes. Empty: there is nothing to do."""
     notices: tuple[str, ...] = ()
     """Lines to show before the start: abbreviations, flags without effect, nearest keys."""
 
@@ -243,6 +245,8 @@ def worker_environment(
         environment["HOLDFAST_PREVIOUS_END"] = start.before
     if options.omp_num_threads is not None:
         environment["OMP_NUM_THREADS"] = str(options.omp_num_threads)
+    if options.compile_threads is not None:
+        environment["TORCHINDUCTOR_COMPILE_THREADS"] = str(options.compile_threads)
     if options.virtual_local_rank:
         environment["LOCAL_RANK"] = "0"
         environment["CUDA_VISIBLE_DEVICES"] = _own_device(parent, "CUDA_VISIBLE_DEVICES", local_rank)

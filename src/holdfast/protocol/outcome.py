@@ -59,7 +59,7 @@ class Failure(Struct, frozen=True, kw_only=True):
     stack: str = ""
     """Where it hung: the text of its stack, the most recent call last."""
     step: int = 0
-    """Its current step, by its script's own count or else counted from its start; 0: unknown."""
+    """The steps that it has made: of the whole job if its script reports them, else since its start; 0: unknown."""
 
     @property
     def stop_may_cause(self) -> bool:

@@ -73,6 +73,10 @@ class RankProgress(Struct, frozen=True, array_like=True):
     waits for other ranks."""
     beats: Count = 0
     """Number of `beat()`s, also if there are optimizer steps: an evaluation may make beats only."""
+    job_step: Count = 0
+    """The step of the whole job, over all restarts, plus 1; 0: the script does not report it."""
+    pid: Count = 0
+    """Its process; 0: unknown."""
 
 
 class GpuLoad(Struct, frozen=True, array_like=True):
@@ -108,6 +112,8 @@ class RankView(Struct, frozen=True, kw_only=True):
     local_rank: int
     stage: Stage
     steps: int
+    """Steps of the whole job, over all restarts, if its script reports them (`counts_job`); else since the worker's
+    start."""
     step_s: float
     """Median duration of a step over the last minute; 0 while unknown."""
     own_s: float
@@ -117,6 +123,9 @@ class RankView(Struct, frozen=True, kw_only=True):
     """None: no hang was reported, or it is over."""
     place: str = ""
     """If `standing` is set: its place, in words."""
+    pid: int = 0
+    """Its process on its node; 0: unknown."""
+    counts_job: bool = False
 
 
 class NodeView(Struct, frozen=True, kw_only=True):

@@ -71,6 +71,7 @@ def installed_backends() -> list[EntryPoint]:
 
 PORT_MAX = 65535
 
+_SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
 _HOST = re.compile(r"[\w.:-]+")
 _PORT = re.compile(r"[0-9]{1,5}")
 _HEX_GROUP = re.compile(r"[0-9a-fA-F]{0,4}|[0-9.]+")
@@ -82,6 +83,9 @@ def parse_endpoint(text: str, default_port: int | None) -> Endpoint:
     Raises EndpointError when malformed, or when it names no port and there is no default (static).
     """
     text = text.strip()
+    if scheme := _SCHEME.match(text):
+        rest = text[scheme.end() :].partition("/")[0]
+        raise EndpointError(f"the endpoint {text!r} is a URL; write {rest or 'host:port'}, without {scheme[0]}")
     host, port_text = _split(text)
     if port_text is None:
         if default_port is None:

@@ -247,7 +247,7 @@ class AgentService:
         self._router = router
         self._journal = journal
         self._host = host
-        self._line_of_others = options.line_of_others
+        self._how_others_join = options.how_others_join
         """A line about other versions of the command, shown once."""
         self._load: Callable[[], None] | None = load
         """None: already called."""
@@ -386,9 +386,9 @@ class AgentService:
             self._worker_group.profile(message, self._send)
             return
         self._feed(Received(message))
-        if isinstance(message, Waiting) and self._line_of_others:
-            line, self._line_of_others = self._line_of_others, ""
-            self._console.say(f"on each other node: {line}")
+        if isinstance(message, Waiting) and self._how_others_join:
+            text, self._how_others_join = self._how_others_join, ""
+            self._console.say(text)
 
     def _send(self, message: FromAgent) -> bool:
         """Send a message to the coordinator. False: there is no link."""

@@ -258,13 +258,13 @@ async def dial(
             return connection
         connection.close()
         if not accepted.port and accepted.witness:
-            raise CoordinatorUnreachableError(f"the witness at {endpoint} knows of no coordinator yet")
+            raise CoordinatorUnreachableError(f"the witness at {endpoint} knows no coordinator yet")
         if not accepted.port:
             raise CoordinatorUnreachableError(
                 f"the coordinator is not at {endpoint} any more, and no other is known yet"
             )
         endpoint = Endpoint(host=seen_from_here(accepted.address, connection.peer_address), port=accepted.port)
-    raise CoordinatorUnreachableError(f"the coordinator moved {TURNS_MAX} times while it was dialled")
+    raise CoordinatorUnreachableError(f"the coordinator moved {TURNS_MAX} times while a connection was attempted")
 
 
 async def dial_agent(

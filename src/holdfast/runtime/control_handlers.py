@@ -357,7 +357,7 @@ class OwnNode:
             job_s=self._loop.time() - self._began_s,
             training_s=0.0,
             nodes=(own,),
-            notices=("the coordinator does not answer: this is what this node knows of itself",),
+            notices=("the coordinator does not answer: this is what this node knows",),
         )
 
     @property
@@ -389,10 +389,12 @@ class OwnNode:
                 rank=rank_in(place, each.local_rank),
                 local_rank=each.local_rank,
                 stage=each.stage,
-                steps=each.steps,
+                steps=each.job_step - 1 if each.job_step else each.steps,
                 step_s=0.0,
                 own_s=0.0,
                 age_s=each.age_s,
+                pid=each.pid,
+                counts_job=each.job_step > 0,
             )
             for each in self._progress()
             if takes_part(place, each.local_rank)

@@ -114,7 +114,7 @@ class LeaseHolder:
             with contextlib.suppress(EtcdError):
                 written = self._leader_lease.remember(memory)
                 if not written:
-                    self._lose("the coordinator's key is not ours any more")
+                    self._lose("another agent owns the coordinator's key now")
             self._tell(lambda: done(written))
 
         self._jobs.put(job)
@@ -344,7 +344,7 @@ class ElectedClient:
             link = await self._dial_while_in_charge(found, node)
             if link is not None:
                 return link
-        raise CoordinatorUnreachableError(f"the coordinator changed {TURNS_MAX} times while it was dialled")
+        raise CoordinatorUnreachableError(f"the coordinator changed {TURNS_MAX} times while a connection was attempted")
 
     async def close(self) -> None:
         if self._service is not None and self._lease_holder is not None:
@@ -378,7 +378,7 @@ class ElectedClient:
             if not kept:
                 api.close()
         if leader is None:
-            raise EtcdUnreachableError("the coordinator's key is getting another owner")
+            raise EtcdUnreachableError("the coordinator's key is changing its owner")
         return leader
 
     def _campaign(self, api: Api) -> Won | None:

@@ -424,7 +424,7 @@ def _plight(pid: int) -> str:
         case "D":
             return ": it waits in the kernel, for a disk perhaps"
         case _:
-            return f"; `kill -9 {pid}` ends its part of the job, workers and all"
+            return f"; `kill -9 {pid}` ends this node's agent and workers"
 
 
 def _whose(path: str) -> str:

@@ -291,7 +291,9 @@ class SuccessionClient:
             connection.send(recall)
         if voter.machine.ignores(now, *founder, founded=accepted.founded):
             connection.close()
-            raise CoordinatorUnreachableError(f"the node at {place} has founded the job again, and this one goes on")
+            raise CoordinatorUnreachableError(
+                f"the node at {place} started this job a second time; this coordinator continues"
+            )
         return connection
 
     # ---------------------------------------------------------------- votes
@@ -446,7 +448,7 @@ class SuccessionClient:
                 service.no_witness(endpoint)
                 if str(error) != told:
                     told = str(error)
-                    self._say(f"nobody votes for this job at {endpoint}: {told}")
+                    self._say(f"no witness for this job at {endpoint}: {told}")
             except (HoldfastError, OSError):
                 service.no_witness(endpoint)  # nobody is there yet
             often = self._loop.time() < began_s + CALL_OFTEN_S

@@ -141,7 +141,8 @@ class Board:
             stage = Stage.MEETING if words[layout.MEETING] else Stage.STARTING
         since_ns = max(words[layout.LAST_STEP], words[layout.LAST_BEAT], self._began_ns)
         age_s = max(0, now_ns - since_ns) / 1e9
-        return RankProgress(local_rank, stage, steps or beats, age_s, own_ns / 1e9, beats)
+        job_step = min(max(0, words[layout.AT]), COUNT_MAX)
+        return RankProgress(local_rank, stage, steps or beats, age_s, own_ns / 1e9, beats, job_step)
 
     def job_steps(self, local_rank: int) -> tuple[int, int]:
         """The step of the whole job at which this worker began, and its present one; -1: the script does not report
@@ -157,10 +158,11 @@ class Board:
         return min(step - 1, COUNT_MAX), min(steps, COUNT_MAX)
 
     def step(self, local_rank: int) -> int:
-        """The worker's present step, by its script's own count or else counted from the worker's start; 0: unknown."""
+        """The steps that the worker has made: of the whole job if its script reports them, else since the worker's
+        start. 0: none, or unknown."""
         at = layout.slot(local_rank)
         reported, done = self._words[at + layout.AT], self._words[at + layout.STEPS]
-        return reported - 1 if reported else (done + 1 if done else 0)
+        return reported - 1 if reported else done
 
     def steps(self, local_rank: int) -> int:
         """The optimizer steps that the worker's process has made."""

@@ -51,8 +51,8 @@ class Revivals:
         """Count one more start. Raises SupervisorLostError when there are too many within the window."""
         if len(self._times) == REVIVALS_MAX and now - self._times[0] < REVIVAL_WINDOW_S:
             raise SupervisorLostError(
-                f"the process that holds this node's workers (hf-supervisor) ended {REVIVALS_MAX + 1} times within "
-                f"{now - self._times[0]:.0f} s: something kills it, or it lacks what it needs"
+                f"the parent process of this node's workers (hf-supervisor) ended {REVIVALS_MAX + 1} times within "
+                f"{now - self._times[0]:.0f} s: something kills it, or the machine lacks memory or processes"
             )
         self._times.append(now)
 

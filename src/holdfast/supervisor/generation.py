@@ -323,9 +323,13 @@ class RunningGeneration:
 
     def progress(self) -> tuple[RankProgress, ...]:
         """The progress of the workers that take part, as they wrote it on the board."""
-        everybody = self.board.progress(time.monotonic_ns())
+        everybody, pids = self.board.progress(time.monotonic_ns()), self._living()
         self._longest.heard(self._loop.time(), everybody)
-        return tuple(each for each in everybody if each.local_rank in self._taking_part)
+        return tuple(
+            replace(each, pid=pids.get(each.local_rank, 0))
+            for each in everybody
+            if each.local_rank in self._taking_part
+        )
 
     def _living(self) -> dict[int, int]:
         return {rank: worker.pid for rank, worker in self._workers.items()}

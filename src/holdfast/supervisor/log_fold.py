@@ -106,7 +106,11 @@ _OWN_STAMP = re.compile(rb"^(?:\[rank\d+\]: ?)?(?:\[?[EWIF]\d{4} \d\d:\d\d:\d\d\
 """The prefix that torch puts before a line, which differs between ranks: `[rank3]:[W1122 10:03:24.117
 socket.cpp:767]`."""
 _TORCH_RANK = re.compile(rb"^\[rank\d+\]: ?")
-_TRACEBACK = re.compile(rb"(?m)^(?:\[rank\d+\]: ?)?(?:  \+ Exception Group )?Traceback \(most recent call last\):")
+_TRACEBACK = re.compile(
+    rb"(?m)^(?:\[rank\d+\]: ?)?(?:(?:  \+ Exception Group )?Traceback \(most recent call last\):"
+    rb'|  File "[^"\n]+", line \d+$)'
+)
+"""The second form: an error in the syntax of the script itself has no frames, and Python writes no heading."""
 
 
 class _Stream:

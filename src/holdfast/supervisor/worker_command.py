@@ -133,6 +133,8 @@ def common_environment(options: RunOptions, environ: Mapping[str, str]) -> dict[
     common = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")}
     if options.omp_num_threads is not None:
         common["OMP_NUM_THREADS"] = str(options.omp_num_threads)
+    if options.compile_threads is not None:
+        common["TORCHINDUCTOR_COMPILE_THREADS"] = str(options.compile_threads)
     return common
 
 

@@ -493,7 +493,7 @@ class WorkerGroup:
             handle = await asyncio.to_thread(revive_supervisor, self._supervisor.handle)
         except OSError as error:
             why = error.strerror or str(error)
-            raise SupervisorLostError(f"the process that holds this node's workers cannot be started: {why}") from error
+            raise SupervisorLostError(f"the parent process of this node's workers cannot be started: {why}") from error
         self._supervisor = SupervisorClient(handle, self._on_supervisor, at_once_s=self._at_once_s)
         self._saver.renew(self._supervisor)
         if self._dashboard is not None:

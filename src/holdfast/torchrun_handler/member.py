@@ -151,7 +151,7 @@ class HandlerMember:
         )
 
     async def live(self) -> None:
-        """Run until this node's part is over."""
+        """Run until this node has finished."""
         self._loop.set_exception_handler(self._crashed)
         try:
             self._feed(Tick())

@@ -22,7 +22,7 @@ from holdfast.diagnosis.causes.sizes import is_noticed, other_sizes
 from holdfast.diagnosis.places import RankActivity, Where, where_is
 from holdfast.protocol.outcome import Evidence, Failure, Verdict
 from holdfast.protocol.rank_progress import Finding, RankStory
-from holdfast.text import listed
+from holdfast.text import listed, plural
 
 LOOKED_AT_MAX = 64
 """Failures that are compared; enough for a job of any size."""
@@ -256,7 +256,7 @@ def verdict_on(evidence: Evidence) -> Verdict:
     | reports that another rank failed                         | the rank that they name, or whose error they repeat  |
     | complaints about peers                                   | waits come before cut connections; the text lists    |
     |                                                          | missing and lagging ranks, and ranks that left with 0|
-    | nothing                                                  | the generation was ended although no worker failed   |
+    | nothing                                                  | the generation ended although no worker failed   |
     """
     own = first_own(evidence.failures)
     if own is not None:
@@ -268,7 +268,7 @@ def verdict_on(evidence: Evidence) -> Verdict:
     if evidence.hang is not None:
         return _hung(evidence, evidence.hang, order)
     if first is None or kind is Blame.STOPPED:
-        return evidence.verdict("HF200", "the generation was ended although no worker failed", None)
+        return evidence.verdict("HF200", "the generation ended although no worker failed", None)
     if kind in COMPLAINTS:
         return _unexplained(evidence, [failure for kind, failure in order if kind in COMPLAINTS])
     return _of_first(evidence, first)
@@ -385,7 +385,7 @@ def _left(evidence: Evidence, victim: Failure) -> Verdict:
         line = f"{_who(victim)} still needed its peers when {gone} had ended with exit code 0"
         return evidence.verdict("HF229", line, victim, advice()["HF229"])
     culprit = evidence.left[0]
-    step = f" in step {culprit.step}" if culprit.step else ""
+    step = f" after {plural(culprit.step, 'step')}" if culprit.step else ""
     more = f", as did {gone} in all" if len(evidence.done) > 1 else ""
     said = [line.strip() for line in culprit.stderr_tail.splitlines() if line.strip()]
     last = f"; its last line was: {said[-1][:SAID_CHARACTERS_MAX]}" if said else ""
@@ -437,9 +437,9 @@ def _lost(evidence: Evidence) -> Verdict:
 
 
 def _where(failure: Failure) -> str:
-    """`, at train.py:18 …, step 7`, as far as known."""
+    """`, at train.py:18 …, after 7 steps`, as far as known."""
     place = ExceptionText(failure).place
-    return (f", at {place}" if place else "") + (f", step {failure.step}" if failure.step else "")
+    return (f", at {place}" if place else "") + (f", after {plural(failure.step, 'step')}" if failure.step else "")
 
 
 def _some(ranks: Sequence[int]) -> str:
