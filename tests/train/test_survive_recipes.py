@@ -25,11 +25,9 @@ EVERYWHERE: Losses = [
     (2, "end of an epoch", 8),
     (1, "between steps", 11),
 ]
-OUTSIDE_OF_THE_STEP: Losses = [(1, "between steps", 3), (2, "end of an epoch", 8), (1, "optimizer", 10)]
 EXACT: dict[str, tuple[dict[str, str], Losses]] = {
     "an average of the weights": ({"recipe": "Averaged"}, EVERYWHERE),
     "SAM, in its first pass": ({"recipe": "Sam"}, [*EVERYWHERE[:2], *EVERYWHERE[3:]]),
-    "LBFGS, outside of its step": ({"recipe": "Closure"}, OUTSIDE_OF_THE_STEP),
     "a sampler of ours with torch's loader": ({"loader": "sampler"}, EVERYWHERE),
     "torchdata's loader": ({"loader": "stateful"}, EVERYWHERE),
 }

@@ -250,7 +250,7 @@ class Survivor:
 
     def _look_for_writes(self) -> None:
         """Whether the program has changed parameters in a way that nobody notices: see unnoticed_writes.py."""
-        if not self._stepping and self._boundary.untouched() and self._probe.changed():
+        if not self._withdrawn and not self._stepping and self._boundary.untouched() and self._probe.changed():
             self.withdraw(
                 "the program changes parameters through .data, or in a CUDA graph, which cannot be noticed when a step "
                 "is interrupted"
@@ -258,6 +258,8 @@ class Survivor:
 
     def withdraw(self, why: str) -> None:
         """From here on this is a plain call."""
+        if self._withdrawn:
+            return
         if self._group.rank == 0:
             sys.stderr.write(f"holdfast: ht.survive: {why}; if a rank is lost, all are started again\n")
         self._leave()

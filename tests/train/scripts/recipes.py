@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,16 +27,24 @@ FOLDER = Path(sys.argv[1])
 LOCAL_RANK = int(os.environ["LOCAL_RANK"])
 CASE = json.loads(sys.argv[2])
 SAMPLES, BATCH, EPOCHS = 48, 2, 2
+ALIVE = [0]
+"""Ranks of the present world."""
 
 Loss = Callable[[], torch.Tensor]
 """Forward and backward pass of one batch."""
 
 
 def reach(where: str, step: int) -> None:
-    for index, fault in enumerate(CASE.get("faults", [])):
-        if fault == [LOCAL_RANK, where, step] and not (mark := FOLDER / f"fault.{index}").exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+    """A place where a rank may be lost. It waits until the others have come there: what they do is not left to chance."""
+    faults = CASE.get("faults", [])
+    for index, fault in enumerate(faults):
+        if fault[1:] == [where, step] and not (FOLDER / f"fault.{index}").exists():
+            (FOLDER / f"there.{index}.{LOCAL_RANK}").touch()
+            if fault[0] == LOCAL_RANK:
+                while len(list(FOLDER.glob(f"there.{index}.*"))) < ALIVE[0]:
+                    time.sleep(0.002)
+                (FOLDER / f"fault.{index}").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
@@ -216,11 +225,13 @@ def loader_of(dataset: Rows, rank: int, world: int) -> tuple[Any, dict[str, Any]
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         sampler = torch.utils.data.DistributedSampler(dataset, world, rank, shuffle=True, seed=7)
-        loader: Any = StatefulDataLoader(dataset, BATCH, sampler=sampler)
+        loader: Any = StatefulDataLoader(dataset, BATCH, sampler=sampler, generator=torch.Generator())
         return loader, {"loader": loader}
     if CASE.get("loader") == "sampler":
         follows = ht.DistributedSampler(dataset, seed=7, batch_size=BATCH)
-        return torch.utils.data.DataLoader(dataset, BATCH, sampler=follows), {"sampler": follows}
+        # torch's loader draws a number when it begins; not from the global generator, if it has one of its own.
+        own = torch.Generator()
+        return torch.utils.data.DataLoader(dataset, BATCH, sampler=follows, generator=own), {"sampler": follows}
     loader = ht.DataLoader(dataset, BATCH, True, seed=7)
     return loader, {"loader": loader}
 
@@ -247,6 +258,7 @@ def main() -> None:
         @ht.survive(snaps)
         def train() -> None:
             worlds.append(pg.world)
+            ALIVE[0] = pg.world
             for epoch in state.epochs(EPOCHS):
                 if CASE.get("loader") == "stateful":
                     loader.sampler.set_epoch(epoch)
