@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 
 from holdfast.cli import main
+from holdfast.dashboard.job_source import ShownJob
+from holdfast.protocol.outcome import Outcome, OutcomeKind
 from holdfast.protocol.rank_progress import Frame, RankStack, StacksView
-from tests.dashboard.test_dashboard_server import STORY, view
+from tests.dashboard.test_dashboard_server import STORY, log_job, view
 from tests.support.limits import until
 from tests.support.pages import MadeUpJob, axe, browsing, served
 
@@ -92,6 +94,14 @@ def told(**more: Any) -> dict[str, Any]:
     }
 
 
+class EndedJob(MadeUpJob):
+    """It has ended, and how is known."""
+
+    def now(self) -> dict[str, Any]:
+        self.outcome = Outcome(kind=OutcomeKind.SUCCEEDED, exit_code=0)
+        return {"at": 1.0, "ended": True}
+
+
 def test_a_tab_that_nobody_sees_gives_its_second_connection_back() -> None:
     """A browser has six for one host: three open pages would leave none for a fourth, nor for a click."""
     states = []
@@ -102,6 +112,54 @@ def test_a_tab_that_nobody_sees_gives_its_second_connection_back() -> None:
             page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
             states.append(page.evaluate("window.page.logs.source.readyState === EventSource.CLOSED"))
     assert states == [True, False]
+
+
+def story_of_logs(folder: Path, **more: Any) -> MadeUpJob:
+    """A job with the logs of ranks 4 and 5 in its first generation."""
+    source = log_job(folder)
+    job = MadeUpJob(view(), told(logs={"1": [4, 5]}, **more))
+    job.add_folder(folder)
+    assert ShownJob.read(job)
+    assert len(job.log_files()) == len(source.log_files()) == 4
+    return job
+
+
+def test_of_stderr_only_errors_are_red_and_colours_are_shown(tmp_path: Path) -> None:
+    job = story_of_logs(tmp_path)
+    lines = ["1 of 3 done", "a.py:1: UserWarning: old", "\x1b[2K\x1b[1;34mblue\x1b[0m <b>", "ValueError: no"]
+    (tmp_path / "attempt_0" / "0" / "stderr.log").write_text("\n".join(lines) + "\n")
+    with served(job) as dashboard, browsing(dashboard.visitor().link) as page:
+        page.wait_for_selector(".log >> text=ValueError: no")
+        shown = page.locator(".log > .stderr").all()
+        classes = [each.get_attribute("class").strip() for each in shown]
+        assert classes == ["stderr", "stderr warning", "stderr", "stderr error"]
+        looks = "each => getComputedStyle(each.lastChild).color"
+        assert len({each.evaluate(looks) for each in shown}) == 3
+        assert page.inner_text(".log .a1.a34") == "blue"
+        assert shown[2].inner_text().split("\n")[-1] == "blue <b>"
+        assert (axe(page), page.problems) == ([], [])
+
+
+def test_the_logs_are_searched_while_a_text_is_typed(tmp_path: Path) -> None:
+    job = story_of_logs(tmp_path)
+    (tmp_path / "attempt_0" / "0" / "stdout.log").write_text("one\ntwo\nthree\n")
+    with served(job) as dashboard, browsing(dashboard.visitor().link) as page:
+        page.wait_for_selector(".log >> text=three")
+        page.type("#logs input[type=search]", "two")
+        until(lambda: page.inner_text(".log").split() == ["generation", "1", "4", "two"], "only that line is shown")
+        texts = [url.rpartition("text=")[2] for url in page.requests if "/logs?" in url]
+        assert texts[-1] == "two"
+        page.keyboard.press("Tab")
+        assert [url.rpartition("text=")[2] for url in page.requests if "/logs?" in url] == texts, "asked once"
+
+
+def test_after_the_end_of_the_job_nothing_is_asked_any_more(tmp_path: Path) -> None:
+    job = EndedJob(view(), told(logs={"1": [4, 5]}, outcome={"kind": "succeeded", "exit_code": 0, "message": ""}))
+    with served(job) as dashboard, browsing(dashboard.visitor().link) as page:
+        page.wait_for_selector("header >> text=ended")
+        until(lambda: page.evaluate("window.page.logs.source.readyState === EventSource.CLOSED"), "the logs are closed")
+        assert "Succeeded" in page.inner_text("#state")
+        assert page.evaluate("window.page.source.readyState === EventSource.CLOSED")
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -18,6 +18,7 @@ from holdfast.dashboard.feed import CURVE_MAX, LAST_BYTES, LINES_MAX, Curve, Log
 from holdfast.dashboard.job_source import PROGRESS_MAX, JournalTail, ShownJob, encoded, now_of
 from holdfast.dashboard.saved_page import render
 from holdfast.protocol.errors import MissingPackageError
+from holdfast.protocol.outcome import Outcome, OutcomeKind
 from holdfast.protocol.rank_progress import GpuLoad, JobView, NodeLoad, NodeView, RankView, Stage, Standing
 from holdfast.supervisor import dashboard_host
 from holdfast.supervisor.node_load import Machine
@@ -295,14 +296,14 @@ def test_logs_are_followed_filtered_and_searched(tmp_path: Path) -> None:
     told = everything.read()
     assert told is not None
     assert (told["generation"], told["left_out"], len(told["lines"])) == (1, 2 * LINES_MAX, LINES_MAX)
-    assert told["lines"][-1] == (5, "stdout", f"step {3 * LINES_MAX - 1}")
+    assert told["lines"][-1] == (5, "stdout", f"step {3 * LINES_MAX - 1}", "")
     assert other.read() is None
     assert everything.read() is None
     with out.open("a") as file:
         file.write("ne\n\x1b[31m<b>\xff")
     found = everything.read()
     assert found is not None
-    assert found["lines"] == [(5, "stdout", "half a line")]
+    assert found["lines"] == [(5, "stdout", "half a line", "")]
     searched = LogLines(source, frozenset(), 1, "STEP 77").read()
     assert searched is not None
     assert {line[2][:7] for line in searched["lines"]} == {"step 77"}
@@ -318,7 +319,7 @@ def test_a_worker_that_writes_faster_than_a_page_reads_is_shown_at_its_newest_li
         file.write("".join(f"{number:09}\n" for number in range(LAST_BYTES // 5)) + "newest\n")
     news = lines.read()
     assert news is not None
-    assert news["lines"][-1] == (5, "stdout", "newest")
+    assert news["lines"][-1] == (5, "stdout", "newest", "")
     assert LAST_BYTES / 2 < news["bytes_left_out"] < 2 * LAST_BYTES
     assert lines.read() is None
 
@@ -370,7 +371,7 @@ def test_whole_logs_are_plain_text(tmp_path: Path) -> None:
         for wrong in ("log/1/4/error", "log/2/4/stdout", "log/1/9/stdout", "log/1/4/..%2f..%2fevents.jsonl"):
             assert visitor.ask("GET", f"{base}/{wrong}")[0] == 404, wrong
         with visitor.stream(f"{base}/logs?ranks=4-5") as lines:
-            assert next(lines)[1]["lines"] == [[4, "stdout", "<script>alert(1)</script>"]]
+            assert next(lines)[1]["lines"] == [[4, "stdout", "<script>alert(1)</script>", ""]]
         assert visitor.ask("GET", f"{base}/logs?ranks=x")[0] == 409
         status, _, body = visitor.ask("GET", "/job/other/events")
         assert status == 404
@@ -404,3 +405,19 @@ def test_profiles_are_listed_and_no_other_file_is_served(tmp_path: Path) -> None
             "p-1/..%2F..%2Fevents.jsonl",
         ):
             assert visitor.ask("GET", f"/job/made-up/profile/{path}")[0] == 404, path
+
+
+def test_an_ended_job_says_that_this_was_all(tmp_path: Path) -> None:
+    source = log_job(tmp_path)
+    (tmp_path / "attempt_0" / "0" / "stdout.log").write_text("last words\n")
+    with served(source) as dashboard:
+        visitor = dashboard.entered()
+        base = f"/job/{source.title}"
+        source.outcome = Outcome(kind=OutcomeKind.SUCCEEDED, exit_code=0)
+        with visitor.stream(f"{base}/events") as events:
+            kinds = []
+            while not kinds or kinds[-1] != "end":
+                kinds.append(next(events)[0])
+        assert {"now", "story"} <= set(kinds)
+        with visitor.stream(f"{base}/logs") as lines:
+            assert [kind for kind, _ in lines] == ["", "end"]

@@ -4,13 +4,14 @@ Each job has one reader, however many browsers look at it. Each browser has a ma
 keeps only the newest message of each kind: who reads slowly sees fewer updates, and costs no more memory. Without a
 browser the job is asked every ten seconds, so that the curves are there for the next browser.
 
-Of logs a page gets the last lines of each file, then new ones as they are written: of so many files, so many bytes of
-each at once, so many lines in a message. What is left out is counted.
+Of logs a page gets the last lines of each file, merged by the times in them (log_text.py), then new ones as they are
+written: of so many files, so many bytes of each at once, so many lines in a message. What is left out is counted.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
 import os
 import time
 from collections import deque
@@ -20,7 +21,9 @@ from typing import Any
 
 import msgspec
 
+from holdfast.cli.logs import LogFile
 from holdfast.dashboard.job_source import Json, ShownJob, encoded, jobs_here
+from holdfast.dashboard.log_text import Levels, plain, tame, times
 from holdfast.protocol.outcome import Outcome
 from holdfast.supervisor.log_fold import LineCutter
 
@@ -32,6 +35,8 @@ STORY_LOAD_MAX = 0.04
 CURVE_MAX = 1200
 """Points; with more, every other one is dropped and the interval doubled."""
 CLIENTS_MAX = 64
+END = "end"
+"""The last message of a job that has ended: after it a page closes its connections."""
 FINISH_S_MAX = 1.0
 """At the end of the job: for browsers to take how it ended."""
 
@@ -94,12 +99,17 @@ class JobFeed:
         self._story_due_s = 0.0
         self._over = False
 
+    @property
+    def ended(self) -> bool:
+        """The pages have everything, and ask no more."""
+        return END in self._newest
+
     async def run(self) -> None:
-        """Read until cancelled."""
+        """Read until cancelled. A job that has ended is asked rarely: another one may get its name."""
         while True:
             await self._turn()
             try:
-                async with asyncio.timeout(EVERY_S if self.clients else IDLE_S):
+                async with asyncio.timeout(EVERY_S if self.clients and not self.ended else IDLE_S):
                     await self._wake.wait()
             except TimeoutError:
                 pass
@@ -108,9 +118,9 @@ class JobFeed:
     async def messages(self) -> AsyncGenerator[bytes, None]:
         """For one browser: what is known, and then what is new."""
         mailbox = Mailbox()
-        for kind, body in self._newest.items():
-            mailbox.put(kind, body)
-        mailbox.put("curve", msgspec.json.encode(self._curve.points))
+        known = self._newest | {"curve": msgspec.json.encode(self._curve.points)}
+        for kind in sorted(known, key=lambda kind: kind == END):  # END is the last one
+            mailbox.put(kind, known[kind])
         self.clients.add(mailbox)
         self._wake.set()
         try:
@@ -130,6 +140,7 @@ class JobFeed:
         self._over = True
         self._put("story", await self._call(self._story), last=True)
         self._put("now", msgspec.json.encode({"at": time.time(), "ended": True}), last=True)
+        self._put(END, b"{}", last=True)
         try:
             async with asyncio.timeout(FINISH_S_MAX):
                 for each in list(self.clients):
@@ -148,6 +159,10 @@ class JobFeed:
             self._put("story", await self._call(self._story))
             took_s = time.monotonic() - began_s
             self._story_due_s = began_s + took_s / STORY_LOAD_MAX
+        if not now.get("ended"):
+            self._newest.pop(END, None)
+        elif self.source.over and not self._dirty and not self.ended:
+            self._put(END, b"{}")
 
     def _story(self) -> bytes:
         return encoded(self.source.story())
@@ -225,13 +240,17 @@ class _Tail:
         self._offset = 0
         self._torn = False
         """The first line is not whole."""
+        self.levels = Levels()
+        self.written_s = 0.0
+        """The last change of the file."""
         self.skipped_bytes = 0
         """Written faster than they were shown."""
 
     def read(self, room: int) -> list[str]:
         """New lines: those of at most this many bytes, the last ones."""
         with open(self._path, "rb") as file:
-            begin = max(self._offset, os.fstat(file.fileno()).st_size - room)
+            state = os.fstat(file.fileno())
+            begin, self.written_s = max(self._offset, state.st_size - room), state.st_mtime
             if begin > self._offset:
                 self.skipped_bytes += begin - self._offset if self._offset else 0
                 self._offset, self._torn, self._cutter = begin, True, LineCutter()
@@ -256,29 +275,36 @@ class LogLines:
         self._tails: dict[Path, _Tail] = {}
 
     def read(self) -> Json | None:
-        """New lines; None: there are none. Blocking: called in a thread."""
+        """New lines, in order of time; None: there are none. Blocking: called in a thread."""
         files = [file for file in self._source.log_files() if not self._ranks or file.rank in self._ranks]
         newest = self._generation or max((file.generation for file in files), default=0)
         wanted = sorted((file for file in files if file.generation == newest), key=lambda file: file[:2])
-        lines: deque[tuple[int, str, str]] = deque(maxlen=LINES_MAX)
-        count, skipped, room = 0, 0, SEARCHED_BYTES if self._text else LAST_BYTES
+        parts: list[list[tuple[float, LogFile, str, str]]] = []
+        count, skipped = 0, 0
         for file in wanted[:FILES_MAX]:
             tail = self._tails.get(file.path) or _Tail(file.path)
             try:
-                new = tail.read(room)
+                found = self._found(tail)
             except OSError:
                 continue  # the file is gone, or the disk has an error: the others can be shown
             self._tails[file.path] = tail
             skipped += tail.skipped_bytes
-            found = [line for line in new if self._text in line.lower()]
             count += len(found)
-            lines += [(file.rank, file.stream, line[:LINE_CHARACTERS_MAX]) for line in found]
+            shown = found[-LINES_MAX:]
+            at = times(shown, tail.written_s)
+            parts.append([(at_s, file, text, tail.levels.of(text).value) for at_s, text in zip(at, shown, strict=True)])
+        lines = deque(heapq.merge(*parts, key=lambda line: line[0]), LINES_MAX)  # equal times: file after file
         if not lines:
             return None
         return {
             "generation": newest,
-            "lines": list(lines),
+            "lines": [(file.rank, file.stream, text[:LINE_CHARACTERS_MAX], level) for _, file, text, level in lines],
             "left_out": count - len(lines),
             "bytes_left_out": skipped,
             "files_left_out": max(0, len(wanted) - FILES_MAX),
         }
+
+    def _found(self, tail: _Tail) -> list[str]:
+        """The new lines of a file in which the text occurs. Raises OSError."""
+        lines = [tame(line) for line in tail.read(SEARCHED_BYTES if self._text else LAST_BYTES)]
+        return [line for line in lines if self._text in plain(line).lower()] if self._text else lines

@@ -49,6 +49,9 @@ NODES_MAX = 64
 SEARCH_S = 10.0
 """Interval of looks for other agents of the job on this machine."""
 
+OUTCOME_S_MAX = 10.0
+"""How long after its end a job may write how it ended."""
+
 Json = dict[str, Any]
 STAGE_LETTERS = {
     Stage.STARTING: "s",
@@ -134,6 +137,7 @@ class ShownJob:
         self.outcome: Outcome | None = None
         """How the job has ended, as far as is known."""
         self._ended = False
+        self._ended_s = 0.0
         for folder in folders:
             self.add_folder(folder)
 
@@ -148,7 +152,8 @@ class ShownJob:
             _, reply = ask_any(self._agents, Question.STATUS)
             return {"whole": reply.whole, **now_of(reply.read(JobView))}
         except NoRunError:
-            self._agents, self._looked_s, self._ended = [], -SEARCH_S, True
+            self._agents, self._looked_s = [], -SEARCH_S
+            self._end()
             return {"at": time.time(), "ended": True}
         except HoldfastError as error:
             return {"at": time.time(), "silent": str(error)}
@@ -183,13 +188,23 @@ class ShownJob:
                 jobs = {each.job for each in entries if each.pid == self._pid}
                 found = [each for each in entries if each.job in jobs]
         except NoRunError:
-            self._ended = True
+            self._end()
         except HoldfastError:
             return  # it is stopped, or another user's: the next look may find it
         if found or self._ended:
             self._agents = found
         for entry in found:
             self.add_folder(entry.folder)
+
+    def _end(self) -> None:
+        if not self._ended:
+            self._ended, self._ended_s = True, time.monotonic()
+
+    @property
+    def over(self) -> bool:
+        """Nothing more is expected: the job has ended, and how is known or was not written in time."""
+        late = self._ended and time.monotonic() - self._ended_s > OUTCOME_S_MAX
+        return self.outcome is not None or late
 
     def profile_file(self, name: str, file: str) -> Path | None:
         """A file of a profile that was taken on this machine. Any text may be asked for."""

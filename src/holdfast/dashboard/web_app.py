@@ -4,8 +4,8 @@ All addresses are relative, so that a proxy may serve them under any prefix.
 
 /                     the only job's page, or the list of jobs (`jobs` is its data)
 job/NAME/             the page of a job
-job/NAME/events       server-sent events: now, story, curve
-job/NAME/logs         server-sent events: lines of logs; ?ranks=0-3&generation=2&text=…
+job/NAME/events       server-sent events: now, story, curve; end: the job has ended, and this was all
+job/NAME/logs         server-sent events: lines of logs; ?ranks=0-3&generation=2&text=…; end: as above
 job/NAME/log/G/R/S    one whole file, as plain text
 job/NAME/profile/P/F  one file of a profile
 job/NAME/act          POST {"do", "host"}: the command of that name: stacks, save, stop, kill, drain, exclude, readmit;
@@ -231,7 +231,7 @@ class Pages:
         if not asked.get("generation", "0").isdecimal():
             raise UsageError("generation: a number")
         lines = LogLines(feed.source, ranks, int(asked.get("generation", "0")), asked.get("text", ""))
-        return EventStream(_log_messages(lines), self._feeds.closing)
+        return EventStream(_log_messages(lines, feed), self._feeds.closing)
 
     async def log(self, request: Request) -> Response:
         feed, wanted = await self._feed(request), request.path_params
@@ -313,9 +313,13 @@ def _first(file: BinaryIO, size_bytes: int) -> Iterator[bytes]:
             yield chunk
 
 
-async def _log_messages(lines: LogLines) -> AsyncGenerator[bytes, None]:
+async def _log_messages(lines: LogLines, feed: JobFeed) -> AsyncGenerator[bytes, None]:
     while True:
+        ended = feed.ended
         news = await asyncio.to_thread(lines.read)
+        if ended and news is None:
+            yield b"event: end\ndata: {}\n\n"
+            return
         yield b"data: " + encoded(news) + b"\n\n" if news is not None else b":\n\n"
         await asyncio.sleep(LOGS_EVERY_S)
 

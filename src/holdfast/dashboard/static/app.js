@@ -1,4 +1,5 @@
-// The pages: the list of jobs, and one job. Data comes as server-sent events: `now` (once a second), `story`, `curve`.
+// The pages: the list of jobs, and one job. Data comes as server-sent events: `now` (once a second), `story`, `curve`;
+// after `end` nothing is asked any more.
 // A page that was written to a file has them in an element, and shows what was known then.
 
 import { Chart } from "./charts.js";
@@ -87,7 +88,7 @@ class JobPage {
       link.textContent = `as of ${date(saved.at)}`;
     } else {
       this.connect();
-      setInterval(() => this.checkLink(), 1000);
+      this.clock = setInterval(() => this.checkLink(), 1000);
     }
   }
 
@@ -133,8 +134,14 @@ class JobPage {
   }
 
   connect() {
-    const source = new EventSource("events");
+    const source = this.source = new EventSource("events");
     for (const kind of ["now", "story", "curve"]) source.addEventListener(kind, (event) => this.take(kind, JSON.parse(event.data)));
+    source.addEventListener("end", () => {
+      source.close();
+      clearInterval(this.clock);
+      this.checkLink();
+      this.logs.over = true;
+    });
     source.onerror = () => {
       if (source.readyState === EventSource.CLOSED && !this.story?.outcome) setTimeout(() => this.connect(), 3000);
     };
@@ -145,7 +152,7 @@ class JobPage {
     const ended = this.now?.ended;
     const lost = !ended && silent > SILENT_S;
     link.classList.toggle("lost", lost);
-    link.textContent = ended ? "" : lost ? `no data for ${duration(silent)}` : this.now ? "live" : "connecting";
+    link.textContent = ended ? "ended" : lost ? `no data for ${duration(silent)}` : this.now ? "live" : "connecting";
     if (lost !== this.lost) {
       this.lost = lost;
       this.showState();
@@ -510,7 +517,7 @@ async function showJobs() {
     }
   };
   await show();
-  setInterval(show, 5000);
+  setInterval(() => document.hidden || show(), 5000);
 }
 
 const saved = document.getElementById("saved");
