@@ -162,6 +162,48 @@ def test_after_the_end_of_the_job_nothing_is_asked_any_more(tmp_path: Path) -> N
         assert page.evaluate("window.page.source.readyState === EventSource.CLOSED")
 
 
+def test_a_failure_leads_to_its_lines_in_the_logs(tmp_path: Path) -> None:
+    worker = {"at_s": 1.0, "what": "worker", "text": "rank 4: no", "generation": 1, "code": "", "groups": [], "rank": 4}
+    failed = {**worker, "what": "failure", "text": "rank 4 failed", "code": "HF201", "advice": "", "rank": -1}
+    job = story_of_logs(tmp_path, incidents=[worker, failed])
+    before = "".join(f"line {number}\n" for number in range(500))
+    (tmp_path / "attempt_0" / "0" / "stderr.log").write_text(
+        f"{before}Traceback (most recent call last):\n  x\nE: no\n{before}"
+    )
+    (tmp_path / "attempt_0" / "1" / "stderr.log").write_text("of another rank\n")
+    with served(job) as dashboard, browsing(dashboard.visitor().link) as page:
+        page.wait_for_selector(".log >> text=of another rank")
+        assert page.locator("#happened button").count() == 2
+        page.click("#happened button >> nth=0")
+        page.wait_for_selector(".log .error")
+        seen = "each => each.getBoundingClientRect().top - each.parentNode.getBoundingClientRect().top"
+        until(lambda: -2 <= page.locator(".log .error").first.evaluate(seen) < 100, "its first line is in view")
+        assert "of another rank" not in page.inner_text(".log")
+        assert (axe(page), page.problems) == ([], [])
+
+
+def test_the_only_host_is_not_drained() -> None:
+    with served(MadeUpJob(view(nodes=1), told())) as dashboard, browsing(dashboard.visitor().link) as page:
+        page.wait_for_selector("#nodes >> text=node0")
+        assert page.locator("#nodes button[aria-label^=Drain], #nodes button[aria-label^=Exclude]").count() == 0
+
+
+def test_the_metrics_of_the_snapshots_and_the_loads_are_curves() -> None:
+    rows = [[float(at), at * 10, 3.0 - at / 10, 0.5] for at in range(5)]
+    job = MadeUpJob(
+        view(), told(metrics={"names": ["accuracy", "loss"], "rows": [[*row[:2], row[3], row[2]] for row in rows]})
+    )
+    with served(job) as dashboard, browsing(dashboard.visitor().link) as page:
+        page.wait_for_selector("#metrics >> text=loss 2.6 at step 40")
+        assert page.locator("#metrics canvas").count() == 1
+        page.select_option("#metrics select", "accuracy")
+        page.wait_for_selector("#metrics >> text=accuracy 0.5 at step 40")
+        page.wait_for_selector("#nodes canvas")
+        page.select_option("#nodes select", "node1")
+        assert page.evaluate("window.page.loadChart.rows[0].slice(1)") == [37, 25, 94]
+        assert (axe(page), page.problems) == ([], [])
+
+
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_a_hang_is_seen_in_one_look(theme: str) -> None:
     job = MadeUpJob(view(hung=3), told(), STACKS)
@@ -375,9 +417,17 @@ def run_folder(folder: Path) -> Path:
 def test_the_first_page_lists_all_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path / "running"))
-    run_folder(tmp_path / "holdfast" / "runs" / "job_k3x0a9zz")
+    for name in ("job_k3x0a9zz", "job_k3x0a900", "job_k3x0a911"):
+        run_folder(tmp_path / "holdfast" / "runs" / name)
     with served() as dashboard, browsing(dashboard.visitor().link) as page:
         page.wait_for_selector("text=HF201: rank 1 on b raised")
+        for name in ("job_k3x0a9zz", "job_k3x0a900", "job_k3x0a911"):
+            page.check(f"input[aria-label='Compare {name}']")
+        page.wait_for_selector("[aria-label='Two runs'] th:has-text('job_k3x0a911')")
+        assert page.locator("input:checked").count() == 2, "the first one has given way"
+        rows = page.locator("[aria-label='Two runs'] tbody tr").all_inner_texts()
+        assert "end\tfailed\tfailed" in rows
+        assert "steps\t9\t9" in rows
         assert axe(page) == []
         page.click("td a")
         page.wait_for_selector("#state >> text=Failed")

@@ -14,8 +14,18 @@ from typing import Any
 import pytest
 
 from holdfast.dashboard import web_app
-from holdfast.dashboard.feed import CURVE_MAX, LAST_BYTES, LINES_MAX, Curve, LogLines, Mailbox
-from holdfast.dashboard.job_source import PROGRESS_MAX, JournalTail, ShownJob, encoded, now_of
+from holdfast.dashboard.feed import (
+    CURVE_MAX,
+    LAST_BYTES,
+    LINES_MAX,
+    LOAD_NODES_MAX,
+    LOAD_POINTS_MAX,
+    Curve,
+    LoadCurves,
+    LogLines,
+    Mailbox,
+)
+from holdfast.dashboard.job_source import METRIC_POINTS_MAX, PROGRESS_MAX, JournalTail, ShownJob, encoded, now_of
 from holdfast.dashboard.saved_page import render
 from holdfast.protocol.errors import MissingPackageError
 from holdfast.protocol.outcome import Outcome, OutcomeKind
@@ -240,6 +250,17 @@ def test_a_curve_of_days_has_a_bounded_number_of_points() -> None:
     assert (curve.points[0][0], curve.points[-1][0] > 190_000) == (0.0, True)
 
 
+def test_loads_of_days_have_a_bounded_number_of_points() -> None:
+    curves = LoadCurves()
+    told = now_of(view(1000, nodes=100))
+    for second in range(0, 40_000, 5):
+        curves.add({**told, "at": float(second)})
+    assert len(curves.nodes) == LOAD_NODES_MAX
+    points = curves.nodes["node0"]
+    assert LOAD_POINTS_MAX / 4 < len(points) <= LOAD_POINTS_MAX
+    assert (points[0], points[-1][0] > 39_000) == ((0.0, 37, 25.0, 94.0), True)
+
+
 # --- what is read -----------------------------------------------------------------------------------------------------
 
 
@@ -357,6 +378,14 @@ def test_an_object_store_is_not_asked_for_each_page(tmp_path: Path) -> None:
     saved = {"event": "snapshot", "path": "s3://bucket/run/step_000000120.0001", "step": 120, "took_s": 1.0}
     (shown,) = job_in(tmp_path, saved).story()["snapshots"]
     assert (shown["folder"], shown["newest"]["step"], shown["count"]) == ("s3://bucket/run", 120, None)
+
+
+def test_metrics_of_many_snapshots_are_a_bounded_curve_that_ends_with_the_newest(tmp_path: Path) -> None:
+    saved = {"event": "snapshot", "path": "s3://bucket/run/step", "took_s": 1.0}
+    events = [{**saved, "step": step, "time": float(step), "metrics": {"loss": 1 / step}} for step in range(1, 3001)]
+    metrics = job_in(tmp_path, {**saved, "step": 0}, *events).story()["metrics"]
+    assert (metrics["names"], metrics["rows"][-1]) == (["loss"], [3000.0, 3000, 1 / 3000])
+    assert METRIC_POINTS_MAX / 4 < len(metrics["rows"]) <= METRIC_POINTS_MAX
 
 
 def test_whole_logs_are_plain_text(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.dashboard.feed import LINES_MAX, LogLines
-from holdfast.dashboard.log_text import LineLevel, Levels, tame, times
+from holdfast.dashboard.log_text import Levels, LineLevel, tame, times
 from tests.dashboard.test_dashboard_server import log_job
 
 TRACEBACK = """\

@@ -34,6 +34,11 @@ STORY_LOAD_MAX = 0.04
 """Part of the time that may go into telling the story again, in a job with long journals."""
 CURVE_MAX = 1200
 """Points; with more, every other one is dropped and the interval doubled."""
+LOADS_EVERY_S = 10.0
+"""Interval of the points of loads; nodes report theirs not more often."""
+LOAD_NODES_MAX = 64
+LOAD_POINTS_MAX = 180
+"""Of each node; with more, every other one is dropped and the interval doubled."""
 CLIENTS_MAX = 64
 END = "end"
 """The last message of a job that has ended: after it a page closes its connections."""
@@ -84,6 +89,31 @@ class Curve:
             self._interval_s = 1.5 * (last - first) / len(self.points) / 2
 
 
+class LoadCurves:
+    """Load of each node over time, in bounded memory: time; processors, memory and GPUs in percent."""
+
+    def __init__(self) -> None:
+        self.nodes: dict[str, list[tuple[float, float, float | None, float | None]]] = {}
+        self._interval_s = LOADS_EVERY_S
+        self._newest_s = -LOADS_EVERY_S
+
+    def add(self, now: Json) -> None:
+        if now["at"] - self._newest_s < self._interval_s:
+            return
+        for node in now.get("nodes", ()):
+            load = node["load"]
+            if load is None or (len(self.nodes) >= LOAD_NODES_MAX and node["host"] not in self.nodes):
+                continue
+            self._newest_s = now["at"]
+            memory = 100 * load["memory_bytes"] / load["memory_total_bytes"] if load["memory_total_bytes"] else None
+            gpus = [each[0] for each in load["gpus"]]
+            mean = sum(gpus) / len(gpus) if gpus else None
+            self.nodes.setdefault(node["host"], []).append((now["at"], load["cpu_percent"], memory, mean))
+        if any(len(points) > LOAD_POINTS_MAX for points in self.nodes.values()):
+            self.nodes = {host: points[::2] for host, points in self.nodes.items()}
+            self._interval_s *= 2
+
+
 class JobFeed:
     """The reader of one job."""
 
@@ -91,6 +121,7 @@ class JobFeed:
         self.source = source
         self.clients: set[Mailbox] = set()
         self._curve = Curve()
+        self._loads = LoadCurves()
         self._newest: dict[str, bytes] = {}
         self._wake = asyncio.Event()
         self._reading = asyncio.Lock()
@@ -118,7 +149,8 @@ class JobFeed:
     async def messages(self) -> AsyncGenerator[bytes, None]:
         """For one browser: what is known, and then what is new."""
         mailbox = Mailbox()
-        known = self._newest | {"curve": msgspec.json.encode(self._curve.points)}
+        curves = {"curve": self._curve.points, "load_curves": self._loads.nodes}
+        known = self._newest | {kind: msgspec.json.encode(each) for kind, each in curves.items()}
         for kind in sorted(known, key=lambda kind: kind == END):  # END is the last one
             mailbox.put(kind, known[kind])
         self.clients.add(mailbox)
@@ -151,6 +183,7 @@ class JobFeed:
     async def _turn(self) -> None:
         now = await self._call(self.source.now)
         self._curve.add(now)
+        self._loads.add(now)
         self._put("now", await asyncio.to_thread(encoded, now))
         self._dirty = await self._call(self.source.read) or self._dirty
         began_s = time.monotonic()

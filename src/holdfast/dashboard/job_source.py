@@ -33,6 +33,8 @@ from holdfast.runtime.running import RunningAgent, ask_any
 from holdfast.snapshots.folder import survey
 from holdfast.text import spans
 
+COMPARED = ("total_s", "effective", "training_s", "startup_s", "down_s", "hung_s", "lost_s", "lost_steps")
+"""Fields of a history in a summary."""
 READ_BYTES_MAX = 16 * 1024 * 1024
 """Of a journal, at once."""
 PROGRESS_MAX = 2000
@@ -42,6 +44,7 @@ EVENTS_MAX = 20_000
 INCIDENTS_MAX = 500
 GENERATIONS_MAX = 300
 PROFILES_MAX = 200
+METRIC_POINTS_MAX = 500
 JOBS_MAX = 50
 """Jobs that have ended in the list of all jobs."""
 NODES_MAX = 64
@@ -255,6 +258,7 @@ class ShownJob:
             "excluded": list(_excluded(events)),
             "actions": list(_actions(events)),
             "snapshots": list(_snapshots(events)),
+            "metrics": _metrics(events),
             "copies": copies_of(journals),
             "profiles": list(_profiles(events)),
             "outcome": msgspec.to_builtins(self.outcome) if self.outcome is not None else None,
@@ -311,6 +315,18 @@ def _profiles(events: Sequence[Event]) -> Iterable[Json]:
         files = [os.path.basename(file) for file in event.get("files", ())]
         told = {name: event.get(name, "") for name in ("name", "rank", "why")}
         yield {"at": event["time"], **told, "files": files}
+
+
+def _metrics(events: Sequence[Event]) -> Json:
+    """The numbers that the script gave to `snaps.step()`, as they were at each snapshot on disk: their names, and rows
+    of time, step and values. Those of the newest snapshot, METRIC_POINTS_MAX rows at most."""
+    saved = [each for each in events if each["event"] == "snapshot" and each.get("metrics")]
+    saved.sort(key=lambda each: each["time"])
+    names = list(saved[-1]["metrics"]) if saved else []
+    while len(saved) > METRIC_POINTS_MAX:
+        saved = saved[::-2][::-1]  # keeps the newest
+    rows = [[each["time"], each.get("step"), *(each["metrics"].get(name) for name in names)] for each in saved]
+    return {"names": names, "rows": rows}
 
 
 def _snapshots(events: Sequence[Event]) -> Iterable[Json]:
@@ -423,6 +439,34 @@ def logs_of(files: Iterable[LogFile]) -> Json:
     for file in files:
         found.setdefault(file.generation, set()).add(file.rank)
     return {str(number): sorted(ranks) for number, ranks in sorted(found.items())[-GENERATIONS_MAX:]}
+
+
+def summary_of(name: str, folder: str) -> Json:
+    """How this run went, in numbers that can be compared with another run's. Reads the journal of this node."""
+    source = ShownJob(name, [folder])
+    while source.read():
+        pass
+    source.outcome = outcome_of(Path(folder))
+    told, end = source.story(), source.outcome
+    past, generations = told["history"] or {}, told["generations"]
+    verdict = end.verdict if end is not None else None
+    values = told["metrics"]["rows"][-1][2:] if told["metrics"]["rows"] else []
+    return {
+        "name": name,
+        "run_id": told["run_id"],
+        "end": end.kind.value if end is not None else "",
+        "code": verdict.code if verdict is not None else "",
+        "cause": verdict.cause if verdict is not None else end.message if end is not None else "",
+        "began": past["stretches"][0]["from_epoch_s"] if past.get("stretches") else None,
+        "steps": told["curve"][-1][1] if told["curve"] else None,
+        "ranks": generations[-1]["world_size"] if generations else None,
+        "generations": len(generations),
+        "restarts": generations[-1]["restart_count"] if generations else None,
+        "start_s": generations[0]["total_s"] if generations else None,
+        "failures": sorted(each["code"] for each in told["incidents"] if each["what"] == "failure"),
+        "metrics": dict(zip(told["metrics"]["names"], values, strict=False)),
+        **{each: past.get(each) for each in COMPARED},
+    }
 
 
 def jobs_here() -> list[Json]:
