@@ -136,6 +136,8 @@ def test_of_stderr_only_errors_are_red_and_colours_are_shown(tmp_path: Path) -> 
         looks = "each => getComputedStyle(each.lastChild).color"
         assert len({each.evaluate(looks) for each in shown}) == 3
         assert page.inner_text(".log .a1.a34") == "blue"
+        own = "each => getComputedStyle(each).color"
+        assert page.locator(".log .a34").evaluate(own) == page.locator("#logs .files a").first.evaluate(own)
         assert shown[2].inner_text().split("\n")[-1] == "blue <b>"
         assert (axe(page), page.problems) == ([], [])
 
