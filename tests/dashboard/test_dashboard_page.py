@@ -167,7 +167,8 @@ def test_after_the_end_of_the_job_nothing_is_asked_any_more(tmp_path: Path) -> N
 def test_a_failure_leads_to_its_lines_in_the_logs(tmp_path: Path) -> None:
     worker = {"at_s": 1.0, "what": "worker", "text": "rank 4: no", "generation": 1, "code": "", "groups": [], "rank": 4}
     failed = {**worker, "what": "failure", "text": "rank 4 failed", "code": "HF201", "advice": "", "rank": -1}
-    job = story_of_logs(tmp_path, incidents=[worker, failed])
+    hang = {**worker, "what": "hang", "text": "rank 5 hangs", "groups": [[[5], "is in fetch"]], "rank": -1}
+    job = story_of_logs(tmp_path, incidents=[worker, failed, hang])
     before = "".join(f"line {number}\n" for number in range(500))
     (tmp_path / "attempt_0" / "0" / "stderr.log").write_text(
         f"{before}Traceback (most recent call last):\n  x\nE: no\n{before}"
@@ -175,8 +176,8 @@ def test_a_failure_leads_to_its_lines_in_the_logs(tmp_path: Path) -> None:
     (tmp_path / "attempt_0" / "1" / "stderr.log").write_text("of another rank\n")
     with served(job) as dashboard, browsing(dashboard.visitor().link) as page:
         page.wait_for_selector(".log >> text=of another rank")
-        assert page.locator("#happened button").count() == 2
-        page.click("#happened button >> nth=0")
+        assert page.locator("#happened button").all_inner_texts() == [f"log of rank {rank}" for rank in (5, 4, 4)]
+        page.click("#happened button >> nth=1")
         page.wait_for_selector(".log .error")
         seen = "each => each.getBoundingClientRect().top - each.parentNode.getBoundingClientRect().top"
         until(lambda: -2 <= page.locator(".log .error").first.evaluate(seen) < 100, "its first line is in view")

@@ -248,6 +248,7 @@ class JobPage {
       fill(this.problem, [now.notices, hung, story], () => [
         h("h2", {}, hung ? "The job hangs" : "Notice"), now.notices.map((text) => h("p", {}, text)),
         hung && story && h("ul", { class: "plain" }, story.groups.map(([ranks, place]) => h("li", {}, placed(ranks, place)))),
+        hung && story && h("p", {}, this.logOf(story)),
         this.advice(hung ? story?.code : this.story?.incidents.findLast((each) => each.what === "straggler")?.code),
       ]);
     } else if (!end && newest && newest.at_s > (now?.at ?? 0) - NEWS_S) {
@@ -266,10 +267,12 @@ class JobPage {
     return h("button", { type: "button", class: "quiet linked", onclick: () => this.logs.jump(rank, generation) }, `log of rank ${rank}`);
   }
 
-  /** The same for an incident: of the worker that it is about, or of the first one that failed in its generation. */
+  /** The same for an incident: of the worker that it is about, of the first one that failed in its generation, or of a
+      rank that hangs. */
   logOf(incident) {
     const failed = incident.what === "failure" ? this.story.incidents.find((each) => each.rank >= 0 && each.generation === incident.generation) : incident;
-    return failed?.rank >= 0 ? this.toLog(failed.rank, failed.generation) : null;
+    const rank = failed?.rank >= 0 ? failed.rank : failed?.groups[0]?.[0][0];
+    return rank === undefined ? null : this.toLog(rank, failed.generation);
   }
 
   advice(code) {
@@ -385,7 +388,7 @@ class JobPage {
     return [h("h3", {}, `Generation ${each.generation}: ${each.why || "start"}`),
       at > 0 && h("div", { class: "bars" }, h("svg", { viewBox: "0 0 1000 30", preserveAspectRatio: "none", role: "img", "aria-label": "Phases of its start" }, blocks),
         h("ul", { class: "keys" }, PHASES.map((name, index) => each.phases_s[name] > 0 && h("li", {}, h("span", { class: `key p${index}` }), `${name.replace("_", " ")} ${each.phases_s[name].toFixed(2)} s`)))),
-      h("ul", { class: "plain small" }, own.map((one) => h("li", {}, `${clock(one.at_s)} ${one.what}: ${one.text}`,
+      h("ul", { class: "plain small" }, own.map((one) => h("li", {}, `${clock(one.at_s)} ${one.what}: ${one.text} `, this.logOf(one),
         one.groups.map(([ranks, place]) => h("div", { class: "dim" }, placed(ranks, place)))))),
       !own.length && h("p", { class: "dim small" }, "No incident.")];
   }
