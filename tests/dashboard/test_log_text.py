@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.dashboard.feed import LINES_MAX, LogLines
+from holdfast.dashboard.feed import LINES_MAX, MARKS_MAX, LogLines, LogSizes
 from holdfast.dashboard.log_text import Levels, LineLevel, tame, times
+from holdfast.supervisor.log_fold import LINE_BYTES_MAX
 from tests.dashboard.test_dashboard_server import log_job
 
 TRACEBACK = """\
@@ -76,15 +77,16 @@ def test_control_sequences_other_than_colours_are_removed() -> None:
 
 def test_a_line_without_a_time_has_the_one_before_it() -> None:
     first, second, third, fourth, fifth = times(
-        ["begins", "2026-11-25T10:00:00Z a", "  of a", "2026-11-25 10:00:05.500+00:00 b", "the end"], 1_800_000_000.0
+        ["begins", "2026-11-25T10:00:00Z a", "  of a", "2026-11-25 10:00:05.500+00:00 b", "the end"],
+        [1_800_000_000.0] * 5,
     )
     assert first == second == third == fourth - 5.5
     assert fifth == 1_800_000_000.0, "the last change of the file"
-    assert times(["a", "b"], 7.0) == [7.0, 7.0]
-    assert times(["2026-13-45 99:00:00 no date"], 7.0) == [7.0]
-    own = times(["[W1122 10:03:24.117 a.cpp:1] x", "[rank0]:[E1122 10:03:25.117 a.cpp:1] y"], 1_800_000_000.0)
+    assert times(["a", "b"], [7.0, 7.0]) == [7.0, 7.0]
+    assert times(["2026-13-45 99:00:00 no date"], [7.0]) == [7.0]
+    own = times(["[W1122 10:03:24.117 a.cpp:1] x", "[rank0]:[E1122 10:03:25.117 a.cpp:1] y"], [1_800_000_000.0] * 2)
     assert own[1] - own[0] == pytest.approx(1.0)
-    backwards = times(["2026-11-25T10:00:05Z a", "2026-11-25T10:00:00Z b"], 0.0)
+    backwards = times(["2026-11-25T10:00:05Z a", "2026-11-25T10:00:00Z b"], [0.0] * 2)
     assert backwards[0] == backwards[1], "the order of a file stays"
 
 
@@ -104,6 +106,39 @@ def test_the_first_page_of_the_logs_is_in_order_of_time(tmp_path: Path) -> None:
         for rank in range(2)
     ]
     assert [text for *_, text, level in told["lines"] if level] == TRACEBACK.splitlines(), "a traceback stays together"
+
+
+def test_lines_without_times_are_ordered_by_when_the_feed_first_saw_them(tmp_path: Path) -> None:
+    source, sizes = log_job(tmp_path), LogSizes()
+    for turn in range(3):
+        for rank in (1, 0):
+            out = tmp_path / "attempt_0" / str(rank) / "stdout.log"
+            with out.open("a") as file:
+                file.write(f"rank {rank} turn {turn}\n" + "x" * turn)
+            os.utime(out, (0.0, 1_000.0 + 10 * turn - rank))
+        sizes.look(source.log_files())
+    told = LogLines(source, frozenset(), 0, "turn", sizes).read()
+    assert told is not None
+    assert [line[2].lstrip("x") for line in told["lines"]] == [
+        f"rank {rank} turn {turn}" for turn in range(3) for rank in (1, 0)
+    ]
+    for size in range(3 * MARKS_MAX):
+        with (tmp_path / "attempt_0" / "0" / "stdout.log").open("a") as file:
+            file.write(f"{size}\n")
+        sizes.look(source.log_files())
+    assert max(map(len, sizes._marks.values())) <= MARKS_MAX
+
+
+def test_a_line_that_is_too_long_is_cut_and_the_others_keep_their_times(tmp_path: Path) -> None:
+    source = log_job(tmp_path)
+    lines = LogLines(source, frozenset(), 0, "x")
+    (tmp_path / "attempt_0" / "0" / "stdout.log").write_bytes(b"x" * 3 * LINE_BYTES_MAX)
+    assert lines.read() is not None
+    with (tmp_path / "attempt_0" / "0" / "stdout.log").open("a") as file:
+        file.write("y\nx\n")
+    told = lines.read()
+    assert told is not None
+    assert told["lines"][-1][2] == "x"
 
 
 def test_what_was_written_last_is_shown_whatever_its_rank(tmp_path: Path) -> None:

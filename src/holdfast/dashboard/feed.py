@@ -4,7 +4,8 @@ Each job has one reader, however many browsers look at it. Each browser has a ma
 keeps only the newest message of each kind: who reads slowly sees fewer updates, and costs no more memory. Without a
 browser the job is asked every ten seconds, so that the curves are there for the next browser.
 
-Of logs a page gets the last lines of each file, merged by the times in them (log_text.py), then new ones as they are
+Of logs a page gets the last lines of each file, merged by the times in them (log_text.py) or else by
+those at which the files had grown so far, then new ones as they are
 written: of so many files, so many bytes of each at once, so many lines in a message. What is left out is counted.
 """
 
@@ -13,9 +14,11 @@ from __future__ import annotations
 import asyncio
 import heapq
 import os
+import re
 import time
+from bisect import bisect_left
 from collections import deque
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -122,6 +125,7 @@ class JobFeed:
         self.clients: set[Mailbox] = set()
         self._curve = Curve()
         self._loads = LoadCurves()
+        self.log_sizes = LogSizes()
         self._newest: dict[str, bytes] = {}
         self._wake = asyncio.Event()
         self._reading = asyncio.Lock()
@@ -186,6 +190,7 @@ class JobFeed:
         self._loads.add(now)
         self._put("now", await asyncio.to_thread(encoded, now))
         self._dirty = await self._call(self.source.read) or self._dirty
+        await self._call(lambda: self.log_sizes.look(self.source.log_files()))
         began_s = time.monotonic()
         if self._dirty and began_s >= self._story_due_s:
             self._dirty = False
@@ -264,6 +269,40 @@ SEARCHED_BYTES = 8 * 1024 * 1024
 """The same when a text is searched for."""
 LINES_MAX = 1000
 LINE_CHARACTERS_MAX = 4000
+NEWLINE = re.compile(rb"\n")
+
+
+MARKS_MAX = 300
+"""Of each file; with more, every other one is dropped."""
+
+
+class LogSizes:
+    """When the logs had grown to which size, as far as the feed has looked: most lines have no times of their own."""
+
+    def __init__(self) -> None:
+        self._marks: dict[Path, list[tuple[int, float]]] = {}
+        """Size, and the last change of the file at that time."""
+
+    def look(self, files: Sequence[LogFile]) -> None:
+        """Note the sizes of the newest generation's logs. Blocking: called in a thread."""
+        newest = max((file.generation for file in files), default=0)
+        found: dict[Path, list[tuple[int, float]]] = {}
+        for file in [file for file in files if file.generation == newest][:FILES_MAX]:
+            marks = found[file.path] = self._marks.get(file.path, [])
+            try:
+                state = os.stat(file.path)
+            except OSError:
+                continue  # it does not exist yet, or the disk has an error
+            if state.st_size > (marks[-1][0] if marks else 0):
+                marks = [*marks, (state.st_size, state.st_mtime)]
+                found[file.path] = marks if len(marks) <= MARKS_MAX else marks[::-2][::-1]
+        self._marks = found
+
+    def times_of(self, path: Path, ends: Sequence[int], written_s: float) -> list[float]:
+        """By each end of a line in this file: when it was first known to be there; `written_s` when that is unknown."""
+        marks = self._marks.get(path, [])
+        places = [bisect_left(marks, (end, 0.0)) for end in ends]
+        return [min(written_s, marks[place][1]) if place < len(marks) else written_s for place in places]
 
 
 class _Tail:
@@ -279,8 +318,8 @@ class _Tail:
         self.skipped_bytes = 0
         """Written faster than they were shown."""
 
-    def read(self, room: int) -> list[str]:
-        """New lines: those of at most this many bytes, the last ones."""
+    def read(self, room: int) -> list[tuple[str, int]]:
+        """New lines and where they end in the file: those of at most this many bytes, the last ones."""
         with open(self._path, "rb") as file:
             state = os.fstat(file.fileno())
             begin, self.written_s = max(self._offset, state.st_size - room), state.st_mtime
@@ -289,8 +328,11 @@ class _Tail:
                 self._offset, self._torn, self._cutter = begin, True, LineCutter()
             file.seek(begin)
             chunk = file.read(room)
+        ends = [begin + found.end() for found in NEWLINE.finditer(chunk)]
         self._offset += len(chunk)
-        lines = self._cutter.feed(chunk).decode(errors="replace").split("\n")[:-1]
+        texts = self._cutter.feed(chunk).decode(errors="replace").split("\n")[:-1]
+        # The cutter cuts lines that are too long: then there are more texts than ends.
+        lines = list(zip(texts, ends + [self._offset] * (len(texts) - len(ends)), strict=True))
         if self._torn and lines:
             self._torn = False
             return lines[1:]
@@ -300,8 +342,11 @@ class _Tail:
 class LogLines:
     """What one page shows. `ranks` empty: all; `generation` 0: the newest, also when another one begins."""
 
-    def __init__(self, source: ShownJob, ranks: frozenset[int], generation: int, text: str) -> None:
+    def __init__(
+        self, source: ShownJob, ranks: frozenset[int], generation: int, text: str, sizes: LogSizes | None = None
+    ) -> None:
         self._source = source
+        self._sizes = sizes or LogSizes()
         self._ranks = ranks
         self._generation = generation
         self._text = text.lower()
@@ -323,8 +368,9 @@ class LogLines:
             self._tails[file.path] = tail
             skipped += tail.skipped_bytes
             count += len(found)
-            shown = found[-LINES_MAX:]
-            at = times(shown, tail.written_s)
+            shown = [text for text, _ in found[-LINES_MAX:]]
+            ends = [end for _, end in found[-LINES_MAX:]]
+            at = times(shown, self._sizes.times_of(file.path, ends, tail.written_s))
             parts.append([(at_s, file, text, tail.levels.of(text).value) for at_s, text in zip(at, shown, strict=True)])
         lines = deque(heapq.merge(*parts, key=lambda line: line[0]), LINES_MAX)  # equal times: file after file
         if not lines:
@@ -337,7 +383,7 @@ class LogLines:
             "files_left_out": max(0, len(wanted) - FILES_MAX),
         }
 
-    def _found(self, tail: _Tail) -> list[str]:
+    def _found(self, tail: _Tail) -> list[tuple[str, int]]:
         """The new lines of a file in which the text occurs. Raises OSError."""
-        lines = [tame(line) for line in tail.read(SEARCHED_BYTES if self._text else LAST_BYTES)]
-        return [line for line in lines if self._text in plain(line).lower()] if self._text else lines
+        lines = [(tame(line), end) for line, end in tail.read(SEARCHED_BYTES if self._text else LAST_BYTES)]
+        return [each for each in lines if self._text in plain(each[0]).lower()] if self._text else lines

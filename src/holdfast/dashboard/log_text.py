@@ -1,7 +1,8 @@
 r"""What one line of a worker's log says about itself: when it was written, and whether it is an error. PURE.
 
 A log file has what the worker wrote and nothing else: no times, and no levels. So both are read from the text. A line
-without a time takes the one of the line before it in its file; `times` says what happens where no line has one.
+without a time takes the one of the line before it in its file. Where no line has one, all that is known is when the
+file had grown so far (`times`).
 
 Colours (`\x1b[31m`) stay in the text, and the page shows the basic ones. All other control sequences are removed.
 """
@@ -77,22 +78,25 @@ class Levels:
         )
 
 
-def times(lines: Sequence[str], written_s: float) -> list[float]:
+def times(lines: Sequence[str], written_s: Sequence[float]) -> list[float]:
     """When each of these lines of one file was written, as far as their text says; never earlier than the line before.
 
-    `written_s`: the last change of the file. What follows the last time in it, and is no continuation of that line, has
-    this time, and so have all lines of a file without times.
+    `written_s`: by each line, the earliest change of the file after which it is known to have been there. What follows
+    the last time in the text, and is no continuation of that line, has this time, and so have all lines of a file
+    without times.
     """
-    year = datetime.fromtimestamp(written_s).year
+    if not lines:
+        return []
+    year = datetime.fromtimestamp(written_s[-1]).year
     own = [_time(plain(line), year) for line in lines]
     known = [each for each in own if each is not None]
-    now_s, left = known[0] if known else written_s, len(known)
+    now_s, left = known[0] if known else written_s[0], len(known)
     found: list[float] = []
-    for line, at_s in zip(lines, own, strict=True):
+    for line, at_s, latest_s in zip(lines, own, written_s, strict=True):
         if at_s is not None:
             now_s, left = max(now_s, at_s), left - 1
         elif not left and line and not line[0].isspace():
-            now_s = max(now_s, written_s)
+            now_s = max(now_s, latest_s)
         found.append(now_s)
     return found
 

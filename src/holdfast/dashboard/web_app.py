@@ -244,7 +244,7 @@ class Pages:
         ranks = frozenset(ranks_of([asked["ranks"]] if asked.get("ranks") else None))
         if not asked.get("generation", "0").isdecimal():
             raise UsageError("generation: a number")
-        lines = LogLines(feed.source, ranks, int(asked.get("generation", "0")), asked.get("text", ""))
+        lines = LogLines(feed.source, ranks, int(asked.get("generation", "0")), asked.get("text", ""), feed.log_sizes)
         return EventStream(_log_messages(lines, feed), self._feeds.closing)
 
     async def log(self, request: Request) -> Response:
