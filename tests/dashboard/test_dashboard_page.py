@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from holdfast.cli import main
 from holdfast.dashboard.job_source import ShownJob
@@ -183,6 +184,18 @@ def test_a_failure_leads_to_its_lines_in_the_logs(tmp_path: Path) -> None:
         until(lambda: -2 <= page.locator(".log .error").first.evaluate(seen) < 100, "its first line is in view")
         assert "of another rank" not in page.inner_text(".log")
         assert (axe(page), page.problems) == ([], [])
+
+
+@pytest.mark.parametrize("counts_job", [True, False])
+def test_steps_that_each_generation_counts_anew_are_shown_as_such(counts_job: bool) -> None:
+    job = MadeUpJob(replace(view(), job_step=0, job_steps=0), told(counts_job=counts_job))
+    with served(job) as dashboard, browsing(dashboard.visitor().link) as page:
+        page.wait_for_selector("#timeline")
+        page.wait_for_selector("#state >> text=steps per second")
+        page.focus("#grid")
+        page.keyboard.press("End")
+        text = "since the start of generation 2"
+        assert [text in page.inner_text(part) for part in ("#state", "#ranks")] == [not counts_job] * 2
 
 
 def test_the_only_host_is_not_drained() -> None:

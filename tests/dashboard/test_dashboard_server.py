@@ -388,6 +388,13 @@ def test_metrics_of_many_snapshots_are_a_bounded_curve_that_ends_with_the_newest
     assert METRIC_POINTS_MAX / 4 < len(metrics["rows"]) <= METRIC_POINTS_MAX
 
 
+@pytest.mark.parametrize(("at", "counts"), [([-1, 7], False), ([7, 7], True)])
+def test_steps_are_those_of_the_job_if_its_script_reports_them(tmp_path: Path, at: list[int], counts: bool) -> None:
+    generation = {"event": "generation", "generation": 1, "restart_count": 0, "rank_base": 0, "nproc": 2}
+    progress = {"event": "progress", "generation": 1, "steps": [5, 5], "began_at": [-1, -1], "at": at}
+    assert job_in(tmp_path, {**generation, "world_size": 2}, progress).story()["counts_job"] is counts
+
+
 def test_whole_logs_are_plain_text(tmp_path: Path) -> None:
     source = log_job(tmp_path)
     (tmp_path / "attempt_0" / "0" / "stdout.log").write_text("<script>alert(1)</script>\n")

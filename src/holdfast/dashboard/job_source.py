@@ -258,6 +258,7 @@ class ShownJob:
             "excluded": list(_excluded(events)),
             "actions": list(_actions(events)),
             "snapshots": list(_snapshots(events)),
+            "counts_job": _counts_job(events),
             "metrics": _metrics(events),
             "copies": copies_of(journals),
             "profiles": list(_profiles(events)),
@@ -315,6 +316,12 @@ def _profiles(events: Sequence[Event]) -> Iterable[Json]:
         files = [os.path.basename(file) for file in event.get("files", ())]
         told = {name: event.get(name, "") for name in ("name", "rank", "why")}
         yield {"at": event["time"], **told, "files": files}
+
+
+def _counts_job(events: Sequence[Event]) -> bool:
+    """Whether steps are those of the whole job, which the script reports; otherwise each generation counts anew."""
+    at = [event["at"] for event in events if event["event"] == "progress" and event.get("at")]
+    return not at or min(at[-1]) >= 0
 
 
 def _metrics(events: Sequence[Event]) -> Json:
@@ -459,6 +466,7 @@ def summary_of(name: str, folder: str) -> Json:
         "cause": verdict.cause if verdict is not None else end.message if end is not None else "",
         "began": past["stretches"][0]["from_epoch_s"] if past.get("stretches") else None,
         "steps": told["curve"][-1][1] if told["curve"] else None,
+        "counts_job": told["counts_job"] or len(generations) < 2,
         "ranks": generations[-1]["world_size"] if generations else None,
         "generations": len(generations),
         "restarts": generations[-1]["restart_count"] if generations else None,

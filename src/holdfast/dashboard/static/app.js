@@ -181,6 +181,7 @@ class JobPage {
     if (!now.ranks || (this.full && !now.world_size)) return;  // the agent's last answer says nothing of the job
     this.full = now;
     this.ranks.hidden = !now.ranks.rank.length;
+    this.grid.since = this.since;
     this.grid.update(now);
     this.showKeys();
     fill(this.node, now.nodes.map((node) => node.host), () => [
@@ -204,6 +205,13 @@ class JobPage {
     fill(this.keys, [this.grid.by, [...new Set(this.grid.now?.ranks.stage)], Object.keys(this.grid.now?.standing ?? {}).length], () => this.grid.keys());
   }
 
+  /** What steps are counted from, where it is not the begin of the job. */
+  get since() {
+    const number = this.full?.generation ?? this.story?.generations.at(-1)?.generation ?? 1;
+    const anew = number > 1 && this.story?.counts_job === false && !this.full?.job_step;
+    return anew ? `since the start of generation ${number}` : "";
+  }
+
   // ------------------------------------------------------------- 1: is it training
 
   showState() {
@@ -218,7 +226,7 @@ class JobPage {
     const last = past?.stretches.length ? past.stretches.at(-1).to_epoch_s - past.stretches[0].from_epoch_s : null;
     const share = now && !ended ? (now.job_s > 0 ? Math.min(1, now.training_s / now.job_s) : null) : past?.effective;
     const rows = [
-      ["step", ended ? story?.curve.at(-1)?.[1] : now?.job_step || now?.step || null],
+      ["step", ended ? story?.curve.at(-1)?.[1] : now?.job_step || now?.step || null, this.since],
       ["of the whole job", !ended && now?.job_steps ? `${Math.floor(100 * Math.min(1, now.job_step / now.job_steps))} %` : null, now?.job_steps ? `${now.job_step} of ${plural(now.job_steps, "step")}` : ""],
       ["time left", !ended && now?.left_s ? duration(now.left_s) : null, "at the present rate"],
       ["steps per second", !ended && now?.steps_s ? +now.steps_s.toPrecision(3) : null],
@@ -570,7 +578,8 @@ const TWO_RUNS = [
   ["end", (run) => run.end || "running, or not known"], ["verdict", (run) => [run.code, run.cause].filter(Boolean).join(": ") || "–"], ["began", (run) => (run.began ? date(run.began) : "–")],
   ["duration", (run) => run.total_s, duration], ["effective training time", (run) => run.effective, (share) => `${Math.round(share * 100)} %`], ["training", (run) => run.training_s, duration],
   ["start-up", (run) => run.startup_s, duration], ["down", (run) => run.down_s, duration], ["hanging", (run) => run.hung_s, duration], ["lost work", (run) => run.lost_s, duration],
-  ["until the first step", (run) => run.start_s, duration], ["steps", (run) => run.steps], ["steps per second of training", (run) => (run.steps && run.training_s ? +(run.steps / run.training_s).toPrecision(3) : null)],
+  ["until the first step", (run) => run.start_s, duration], ["steps", (run) => (run.steps === null || run.counts_job ? run.steps : `${run.steps} since its last restart`)],
+  ["steps per second of training", (run) => (run.steps && run.counts_job && run.training_s ? +(run.steps / run.training_s).toPrecision(3) : null)],
   ["steps lost to restarts", (run) => run.lost_steps], ["ranks", (run) => run.ranks], ["generations", (run) => run.generations], ["restarts", (run) => run.restarts], ["failures", (run) => run.failures.join(", ") || "none"],
 ];
 
