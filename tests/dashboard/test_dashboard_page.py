@@ -188,7 +188,11 @@ def test_a_failure_leads_to_its_lines_in_the_logs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("counts_job", [True, False])
 def test_steps_that_each_generation_counts_anew_are_shown_as_such(counts_job: bool) -> None:
-    job = MadeUpJob(replace(view(), job_step=0, job_steps=0), told(counts_job=counts_job))
+    seen = view()
+    nodes = [
+        replace(each, ranks=tuple(replace(rank, counts_job=counts_job) for rank in each.ranks)) for each in seen.nodes
+    ]
+    job = MadeUpJob(replace(seen, nodes=tuple(nodes), job_step=0, job_steps=0), told())
     with served(job) as dashboard, browsing(dashboard.visitor().link) as page:
         page.wait_for_selector("#timeline")
         page.wait_for_selector("#state >> text=steps per second")
@@ -240,7 +244,9 @@ def test_a_hang_is_seen_in_one_look(theme: str) -> None:
         page.focus("#grid")
         for key in ("End", "Home", "ArrowRight", "ArrowRight", "ArrowRight"):
             page.keyboard.press(key)
-        assert "rank 3 on node1 (local 3) · hung: in time.sleep at data.py:17 · step 100" in page.inner_text("#ranks")
+        assert "rank 3 on node1 (local 3, pid 1003) · hung: in time.sleep at data.py:17 · step 100" in page.inner_text(
+            "#ranks"
+        )
         before = page.evaluate("document.getElementById('grid').toDataURL()")
         for colour in ("lag", "step", "own"):
             page.select_option("#ranks select >> nth=0", colour)

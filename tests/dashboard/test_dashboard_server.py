@@ -63,6 +63,8 @@ def view(ranks: int = 4, *, steps: int = 100, hung: int = -1, nodes: int = 2) ->
             rank=number,
             local_rank=number % 8,
             stage=Stage.STEPPING,
+            pid=1000 + number,
+            counts_job=True,
             steps=steps,
             step_s=0.1 + 0.001 * (number % 7),
             own_s=0.04,

@@ -208,7 +208,7 @@ class JobPage {
   /** What steps are counted from, where it is not the begin of the job. */
   get since() {
     const number = this.full?.generation ?? this.story?.generations.at(-1)?.generation ?? 1;
-    const anew = number > 1 && this.story?.counts_job === false && !this.full?.job_step;
+    const anew = number > 1 && (this.full ?? this.story)?.counts_job === false;
     return anew ? `since the start of generation ${number}` : "";
   }
 
@@ -226,7 +226,7 @@ class JobPage {
     const last = past?.stretches.length ? past.stretches.at(-1).to_epoch_s - past.stretches[0].from_epoch_s : null;
     const share = now && !ended ? (now.job_s > 0 ? Math.min(1, now.training_s / now.job_s) : null) : past?.effective;
     const rows = [
-      ["step", ended ? story?.curve.at(-1)?.[1] : now?.job_step || now?.step || null, this.since],
+      ["step", ended ? story?.curve.at(-1)?.[1] : now?.step || null, this.since],
       ["of the whole job", !ended && now?.job_steps ? `${Math.floor(100 * Math.min(1, now.job_step / now.job_steps))} %` : null, now?.job_steps ? `${now.job_step} of ${plural(now.job_steps, "step")}` : ""],
       ["time left", !ended && now?.left_s ? duration(now.left_s) : null, "at the present rate"],
       ["steps per second", !ended && now?.steps_s ? +now.steps_s.toPrecision(3) : null],

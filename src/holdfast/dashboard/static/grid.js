@@ -62,7 +62,7 @@ export class Grid {
     }
     const ranks = now.ranks, standing = now.standing[ranks.rank[index]];
     this.text.textContent = [
-      `rank ${ranks.rank[index]} on ${now.nodes[ranks.node[index]].host} (local ${ranks.local[index]})`,
+      `rank ${ranks.rank[index]} on ${now.nodes[ranks.node[index]].host} (local ${ranks.local[index]}${ranks.pid[index] ? `, pid ${ranks.pid[index]}` : ""})`,
       standing ? `${standing[0]}${standing[1] ? `: ${standing[1]}` : ""}` : STAGES[ranks.stage[index]],
       `step ${ranks.steps[index]}${this.since ? ` ${this.since}` : ""}`,
       ranks.step_ms[index] ? `${milliseconds(ranks.step_ms[index])} a step, own part ${milliseconds(ranks.own_ms[index])}` : "",
