@@ -8,10 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from holdfast.cli import main
+from holdfast.dashboard.job_source import ShownJob
+from holdfast.protocol.outcome import Outcome, OutcomeKind
 from holdfast.protocol.rank_progress import Frame, RankStack, StacksView
-from tests.dashboard.test_dashboard_server import STORY, view
+from tests.dashboard.test_dashboard_server import STORY, log_job, view
 from tests.support.limits import until
 from tests.support.pages import MadeUpJob, axe, browsing, served
 
@@ -92,6 +95,14 @@ def told(**more: Any) -> dict[str, Any]:
     }
 
 
+class EndedJob(MadeUpJob):
+    """It has ended, and how is known."""
+
+    def now(self) -> dict[str, Any]:
+        self.outcome = Outcome(kind=OutcomeKind.SUCCEEDED, exit_code=0)
+        return {"at": 1.0, "ended": True}
+
+
 def test_a_tab_that_nobody_sees_gives_its_second_connection_back() -> None:
     """A browser has six for one host: three open pages would leave none for a fourth, nor for a click."""
     states = []
@@ -102,6 +113,115 @@ def test_a_tab_that_nobody_sees_gives_its_second_connection_back() -> None:
             page.evaluate("document.dispatchEvent(new Event('visibilitychange'))")
             states.append(page.evaluate("window.page.logs.source.readyState === EventSource.CLOSED"))
     assert states == [True, False]
+
+
+def story_of_logs(folder: Path, **more: Any) -> MadeUpJob:
+    """A job with the logs of ranks 4 and 5 in its first generation."""
+    source = log_job(folder)
+    job = MadeUpJob(view(), told(logs={"1": [4, 5]}, **more))
+    job.add_folder(folder)
+    assert ShownJob.read(job)
+    assert len(job.log_files()) == len(source.log_files()) == 4
+    return job
+
+
+def test_of_stderr_only_errors_are_red_and_colours_are_shown(tmp_path: Path) -> None:
+    job = story_of_logs(tmp_path)
+    lines = ["1 of 3 done", "a.py:1: UserWarning: old", "\x1b[2K\x1b[1;34mblue\x1b[0m <b>", "ValueError: no"]
+    (tmp_path / "attempt_0" / "0" / "stderr.log").write_text("\n".join(lines) + "\n")
+    with served(job) as dashboard, browsing(dashboard.visitor().link) as page:
+        page.wait_for_selector(".log >> text=ValueError: no")
+        shown = page.locator(".log > .stderr").all()
+        classes = [each.get_attribute("class").strip() for each in shown]
+        assert classes == ["stderr", "stderr warning", "stderr", "stderr error"]
+        looks = "each => getComputedStyle(each.lastChild).color"
+        assert len({each.evaluate(looks) for each in shown}) == 3
+        assert page.inner_text(".log .a1.a34") == "blue"
+        own = "each => getComputedStyle(each).color"
+        assert page.locator(".log .a34").evaluate(own) == page.locator("#logs .files a").first.evaluate(own)
+        assert shown[2].inner_text().split("\n")[-1] == "blue <b>"
+        assert (axe(page), page.problems) == ([], [])
+
+
+def test_the_logs_are_searched_while_a_text_is_typed(tmp_path: Path) -> None:
+    job = story_of_logs(tmp_path)
+    (tmp_path / "attempt_0" / "0" / "stdout.log").write_text("one\ntwo\nthree\n")
+    with served(job) as dashboard, browsing(dashboard.visitor().link) as page:
+        page.wait_for_selector(".log >> text=three")
+        page.type("#logs input[type=search]", "two")
+        until(lambda: page.inner_text(".log").split() == ["generation", "1", "4", "two"], "only that line is shown")
+        texts = [url.rpartition("text=")[2] for url in page.requests if "/logs?" in url]
+        assert texts[-1] == "two"
+        page.keyboard.press("Tab")
+        assert [url.rpartition("text=")[2] for url in page.requests if "/logs?" in url] == texts, "asked once"
+
+
+def test_after_the_end_of_the_job_nothing_is_asked_any_more(tmp_path: Path) -> None:
+    job = EndedJob(view(), told(logs={"1": [4, 5]}, outcome={"kind": "succeeded", "exit_code": 0, "message": ""}))
+    with served(job) as dashboard, browsing(dashboard.visitor().link) as page:
+        page.wait_for_selector("header >> text=ended")
+        until(lambda: page.evaluate("window.page.logs.source.readyState === EventSource.CLOSED"), "the logs are closed")
+        assert "Succeeded" in page.inner_text("#state")
+        assert page.evaluate("window.page.source.readyState === EventSource.CLOSED")
+
+
+def test_a_failure_leads_to_its_lines_in_the_logs(tmp_path: Path) -> None:
+    worker = {"at_s": 1.0, "what": "worker", "text": "rank 4: no", "generation": 1, "code": "", "groups": [], "rank": 4}
+    failed = {**worker, "what": "failure", "text": "rank 4 failed", "code": "HF201", "advice": "", "rank": -1}
+    hang = {**worker, "what": "hang", "text": "rank 5 hangs", "groups": [[[5], "is in fetch"]], "rank": -1}
+    job = story_of_logs(tmp_path, incidents=[worker, failed, hang])
+    before = "".join(f"line {number}\n" for number in range(500))
+    (tmp_path / "attempt_0" / "0" / "stderr.log").write_text(
+        f"{before}Traceback (most recent call last):\n  x\nE: no\n{before}"
+    )
+    (tmp_path / "attempt_0" / "1" / "stderr.log").write_text("of another rank\n")
+    with served(job) as dashboard, browsing(dashboard.visitor().link) as page:
+        page.wait_for_selector(".log >> text=of another rank")
+        assert page.locator("#happened button").all_inner_texts() == [f"log of rank {rank}" for rank in (5, 4, 4)]
+        page.click("#happened button >> nth=1")
+        page.wait_for_selector(".log .error")
+        seen = "each => each.getBoundingClientRect().top - each.parentNode.getBoundingClientRect().top"
+        until(lambda: -2 <= page.locator(".log .error").first.evaluate(seen) < 100, "its first line is in view")
+        assert "of another rank" not in page.inner_text(".log")
+        assert (axe(page), page.problems) == ([], [])
+
+
+@pytest.mark.parametrize("counts_job", [True, False])
+def test_steps_that_each_generation_counts_anew_are_shown_as_such(counts_job: bool) -> None:
+    seen = view()
+    nodes = [
+        replace(each, ranks=tuple(replace(rank, counts_job=counts_job) for rank in each.ranks)) for each in seen.nodes
+    ]
+    job = MadeUpJob(replace(seen, nodes=tuple(nodes), job_step=0, job_steps=0), told())
+    with served(job) as dashboard, browsing(dashboard.visitor().link) as page:
+        page.wait_for_selector("#timeline")
+        page.wait_for_selector("#state >> text=steps per second")
+        page.focus("#grid")
+        page.keyboard.press("End")
+        text = "since the start of generation 2"
+        assert [text in page.inner_text(part) for part in ("#state", "#ranks")] == [not counts_job] * 2
+
+
+def test_the_only_host_is_not_drained() -> None:
+    with served(MadeUpJob(view(nodes=1), told())) as dashboard, browsing(dashboard.visitor().link) as page:
+        page.wait_for_selector("#nodes >> text=node0")
+        assert page.locator("#nodes button[aria-label^=Drain], #nodes button[aria-label^=Exclude]").count() == 0
+
+
+def test_the_metrics_of_the_snapshots_and_the_loads_are_curves() -> None:
+    rows = [[float(at), at * 10, 3.0 - at / 10, 0.5] for at in range(5)]
+    job = MadeUpJob(
+        view(), told(metrics={"names": ["accuracy", "loss"], "rows": [[*row[:2], row[3], row[2]] for row in rows]})
+    )
+    with served(job) as dashboard, browsing(dashboard.visitor().link) as page:
+        page.wait_for_selector("#metrics >> text=loss 2.6 at step 40")
+        assert page.locator("#metrics canvas").count() == 1
+        page.select_option("#metrics select", "accuracy")
+        page.wait_for_selector("#metrics >> text=accuracy 0.5 at step 40")
+        page.wait_for_selector("#nodes canvas")
+        page.select_option("#nodes select", "node1")
+        assert page.evaluate("window.page.loadChart.rows[0].slice(1)") == [37, 25, 94]
+        assert (axe(page), page.problems) == ([], [])
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])
@@ -124,7 +244,9 @@ def test_a_hang_is_seen_in_one_look(theme: str) -> None:
         page.focus("#grid")
         for key in ("End", "Home", "ArrowRight", "ArrowRight", "ArrowRight"):
             page.keyboard.press(key)
-        assert "rank 3 on node1 (local 3) · hung: in time.sleep at data.py:17 · step 100" in page.inner_text("#ranks")
+        assert "rank 3 on node1 (local 3, pid 1003) · hung: in time.sleep at data.py:17 · step 100" in page.inner_text(
+            "#ranks"
+        )
         before = page.evaluate("document.getElementById('grid').toDataURL()")
         for colour in ("lag", "step", "own"):
             page.select_option("#ranks select >> nth=0", colour)
@@ -317,9 +439,17 @@ def run_folder(folder: Path) -> Path:
 def test_the_first_page_lists_all_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     monkeypatch.setenv("HOLDFAST_RUNTIME_DIR", str(tmp_path / "running"))
-    run_folder(tmp_path / "holdfast" / "runs" / "job_k3x0a9zz")
+    for name in ("job_k3x0a9zz", "job_k3x0a900", "job_k3x0a911"):
+        run_folder(tmp_path / "holdfast" / "runs" / name)
     with served() as dashboard, browsing(dashboard.visitor().link) as page:
         page.wait_for_selector("text=HF201: rank 1 on b raised")
+        for name in ("job_k3x0a9zz", "job_k3x0a900", "job_k3x0a911"):
+            page.check(f"input[aria-label='Compare {name}']")
+        page.wait_for_selector("[aria-label='Two runs'] th:has-text('job_k3x0a911')")
+        assert page.locator("input:checked").count() == 2, "the first one has given way"
+        rows = page.locator("[aria-label='Two runs'] tbody tr").all_inner_texts()
+        assert "end\tfailed\tfailed" in rows
+        assert "steps\t9\t9" in rows
         assert axe(page) == []
         page.click("td a")
         page.wait_for_selector("#state >> text=Failed")

@@ -14,10 +14,21 @@ from typing import Any
 import pytest
 
 from holdfast.dashboard import web_app
-from holdfast.dashboard.feed import CURVE_MAX, LAST_BYTES, LINES_MAX, Curve, LogLines, Mailbox
-from holdfast.dashboard.job_source import PROGRESS_MAX, JournalTail, ShownJob, encoded, now_of
+from holdfast.dashboard.feed import (
+    CURVE_MAX,
+    LAST_BYTES,
+    LINES_MAX,
+    LOAD_NODES_MAX,
+    LOAD_POINTS_MAX,
+    Curve,
+    LoadCurves,
+    LogLines,
+    Mailbox,
+)
+from holdfast.dashboard.job_source import METRIC_POINTS_MAX, PROGRESS_MAX, JournalTail, ShownJob, encoded, now_of
 from holdfast.dashboard.saved_page import render
 from holdfast.protocol.errors import MissingPackageError
+from holdfast.protocol.outcome import Outcome, OutcomeKind
 from holdfast.protocol.rank_progress import GpuLoad, JobView, NodeLoad, NodeView, RankView, Stage, Standing
 from holdfast.supervisor import dashboard_host
 from holdfast.supervisor.node_load import Machine
@@ -52,6 +63,8 @@ def view(ranks: int = 4, *, steps: int = 100, hung: int = -1, nodes: int = 2) ->
             rank=number,
             local_rank=number % 8,
             stage=Stage.STEPPING,
+            pid=1000 + number,
+            counts_job=True,
             steps=steps,
             step_s=0.1 + 0.001 * (number % 7),
             own_s=0.04,
@@ -239,6 +252,17 @@ def test_a_curve_of_days_has_a_bounded_number_of_points() -> None:
     assert (curve.points[0][0], curve.points[-1][0] > 190_000) == (0.0, True)
 
 
+def test_loads_of_days_have_a_bounded_number_of_points() -> None:
+    curves = LoadCurves()
+    told = now_of(view(1000, nodes=100))
+    for second in range(0, 40_000, 5):
+        curves.add({**told, "at": float(second)})
+    assert len(curves.nodes) == LOAD_NODES_MAX
+    points = curves.nodes["node0"]
+    assert LOAD_POINTS_MAX / 4 < len(points) <= LOAD_POINTS_MAX
+    assert (points[0], points[-1][0] > 39_000) == ((0.0, 37, 25.0, 94.0), True)
+
+
 # --- what is read -----------------------------------------------------------------------------------------------------
 
 
@@ -295,14 +319,14 @@ def test_logs_are_followed_filtered_and_searched(tmp_path: Path) -> None:
     told = everything.read()
     assert told is not None
     assert (told["generation"], told["left_out"], len(told["lines"])) == (1, 2 * LINES_MAX, LINES_MAX)
-    assert told["lines"][-1] == (5, "stdout", f"step {3 * LINES_MAX - 1}")
+    assert told["lines"][-1] == (5, "stdout", f"step {3 * LINES_MAX - 1}", "")
     assert other.read() is None
     assert everything.read() is None
     with out.open("a") as file:
         file.write("ne\n\x1b[31m<b>\xff")
     found = everything.read()
     assert found is not None
-    assert found["lines"] == [(5, "stdout", "half a line")]
+    assert found["lines"] == [(5, "stdout", "half a line", "")]
     searched = LogLines(source, frozenset(), 1, "STEP 77").read()
     assert searched is not None
     assert {line[2][:7] for line in searched["lines"]} == {"step 77"}
@@ -318,7 +342,7 @@ def test_a_worker_that_writes_faster_than_a_page_reads_is_shown_at_its_newest_li
         file.write("".join(f"{number:09}\n" for number in range(LAST_BYTES // 5)) + "newest\n")
     news = lines.read()
     assert news is not None
-    assert news["lines"][-1] == (5, "stdout", "newest")
+    assert news["lines"][-1] == (5, "stdout", "newest", "")
     assert LAST_BYTES / 2 < news["bytes_left_out"] < 2 * LAST_BYTES
     assert lines.read() is None
 
@@ -358,6 +382,21 @@ def test_an_object_store_is_not_asked_for_each_page(tmp_path: Path) -> None:
     assert (shown["folder"], shown["newest"]["step"], shown["count"]) == ("s3://bucket/run", 120, None)
 
 
+def test_metrics_of_many_snapshots_are_a_bounded_curve_that_ends_with_the_newest(tmp_path: Path) -> None:
+    saved = {"event": "snapshot", "path": "s3://bucket/run/step", "took_s": 1.0}
+    events = [{**saved, "step": step, "time": float(step), "metrics": {"loss": 1 / step}} for step in range(1, 3001)]
+    metrics = job_in(tmp_path, {**saved, "step": 0}, *events).story()["metrics"]
+    assert (metrics["names"], metrics["rows"][-1]) == (["loss"], [3000.0, 3000, 1 / 3000])
+    assert METRIC_POINTS_MAX / 4 < len(metrics["rows"]) <= METRIC_POINTS_MAX
+
+
+@pytest.mark.parametrize(("at", "counts"), [([-1, 7], False), ([7, 7], True)])
+def test_steps_are_those_of_the_job_if_its_script_reports_them(tmp_path: Path, at: list[int], counts: bool) -> None:
+    generation = {"event": "generation", "generation": 1, "restart_count": 0, "rank_base": 0, "nproc": 2}
+    progress = {"event": "progress", "generation": 1, "steps": [5, 5], "began_at": [-1, -1], "at": at}
+    assert job_in(tmp_path, {**generation, "world_size": 2}, progress).story()["counts_job"] is counts
+
+
 def test_whole_logs_are_plain_text(tmp_path: Path) -> None:
     source = log_job(tmp_path)
     (tmp_path / "attempt_0" / "0" / "stdout.log").write_text("<script>alert(1)</script>\n")
@@ -370,7 +409,7 @@ def test_whole_logs_are_plain_text(tmp_path: Path) -> None:
         for wrong in ("log/1/4/error", "log/2/4/stdout", "log/1/9/stdout", "log/1/4/..%2f..%2fevents.jsonl"):
             assert visitor.ask("GET", f"{base}/{wrong}")[0] == 404, wrong
         with visitor.stream(f"{base}/logs?ranks=4-5") as lines:
-            assert next(lines)[1]["lines"] == [[4, "stdout", "<script>alert(1)</script>"]]
+            assert next(lines)[1]["lines"] == [[4, "stdout", "<script>alert(1)</script>", ""]]
         assert visitor.ask("GET", f"{base}/logs?ranks=x")[0] == 409
         status, _, body = visitor.ask("GET", "/job/other/events")
         assert status == 404
@@ -404,3 +443,19 @@ def test_profiles_are_listed_and_no_other_file_is_served(tmp_path: Path) -> None
             "p-1/..%2F..%2Fevents.jsonl",
         ):
             assert visitor.ask("GET", f"/job/made-up/profile/{path}")[0] == 404, path
+
+
+def test_an_ended_job_says_that_this_was_all(tmp_path: Path) -> None:
+    source = log_job(tmp_path)
+    (tmp_path / "attempt_0" / "0" / "stdout.log").write_text("last words\n")
+    with served(source) as dashboard:
+        visitor = dashboard.entered()
+        base = f"/job/{source.title}"
+        source.outcome = Outcome(kind=OutcomeKind.SUCCEEDED, exit_code=0)
+        with visitor.stream(f"{base}/events") as events:
+            kinds = []
+            while not kinds or kinds[-1] != "end":
+                kinds.append(next(events)[0])
+        assert {"now", "story"} <= set(kinds)
+        with visitor.stream(f"{base}/logs") as lines:
+            assert [kind for kind, _ in lines] == ["", "end"]

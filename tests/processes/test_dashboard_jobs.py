@@ -126,7 +126,8 @@ def test_a_job_that_fails_while_a_page_watches_tells_why(site: Site) -> None:
         page.wait_for_selector("text=Failed")
         page.wait_for_selector("text=boom <b>in</b> rank 1")
         assert agent.end() == 1
-        page.wait_for_timeout(100)
+        closed = "[page.source, page.logs.source].every((each) => !each || each.readyState === EventSource.CLOSED)"
+        until(lambda: page.evaluate(closed), "nothing more is asked")
         assert "HF201" in page.inner_text("#verdict"), "it is kept when the dashboard has gone"
         assert page.locator("#actions button:enabled").count() == 0
     site.all_gone()

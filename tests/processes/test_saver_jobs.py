@@ -21,6 +21,7 @@ from holdfast.snapshots.saver_client import SaverClient
 from holdfast.snapshots.memory_folder import SaverAddress
 from holdfast.snapshots.flush import rescue_attempt
 SIZE, SNAPS = {SIZE}, os.path.join(os.path.dirname(os.environ["TRAIL"]), "snaps")
+METADATA = {{"metrics": {{"loss": 0.5, "lr": float("nan"), "step": 3}}}}
 place = SaverAddress.find()
 saver = SaverClient(place, rank=RANK, world=WORLD)
 own = saver.slots
@@ -32,7 +33,7 @@ def stage(step, rescue=0):
 
 def persist(step):
     stage(step)
-    saver.persist(SaveRequest(SNAPS, step, begin(SNAPS, step), RANK, WORLD, {{"stall_s": 0.25}}))
+    saver.persist(SaveRequest(SNAPS, step, begin(SNAPS, step), RANK, WORLD, {{"stall_s": 0.25}}, METADATA))
 
 def die():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -85,6 +86,7 @@ def test_what_only_memory_had_is_on_disk_when_the_job_has_failed(site) -> None:
     assert [(each["step"], each.get("stall_s")) for each in saved] == [(20, 0.25), (40, None)], (
         "none waited for a rescue"
     )
+    assert [each.get("metrics") for each in saved] == [{"loss": 0.5, "step": 3.0}, None]
     assert Path(saved[1]["path"]) == site.folder / "snaps" / "step_000000040.600000000"
     assert (site.folder / "snaps" / "step_000000040.600000000").is_dir()
 

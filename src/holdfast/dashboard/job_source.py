@@ -33,6 +33,8 @@ from holdfast.runtime.running import RunningAgent, ask_any
 from holdfast.snapshots.folder import survey
 from holdfast.text import spans
 
+COMPARED = ("total_s", "effective", "training_s", "startup_s", "down_s", "hung_s", "lost_s", "lost_steps")
+"""Fields of a history in a summary."""
 READ_BYTES_MAX = 16 * 1024 * 1024
 """Of a journal, at once."""
 PROGRESS_MAX = 2000
@@ -42,12 +44,16 @@ EVENTS_MAX = 20_000
 INCIDENTS_MAX = 500
 GENERATIONS_MAX = 300
 PROFILES_MAX = 200
+METRIC_POINTS_MAX = 500
 JOBS_MAX = 50
 """Jobs that have ended in the list of all jobs."""
 NODES_MAX = 64
 """Nodes whose own generations are drawn."""
 SEARCH_S = 10.0
 """Interval of looks for other agents of the job on this machine."""
+
+OUTCOME_S_MAX = 10.0
+"""How long after its end a job may write how it ended."""
 
 Json = dict[str, Any]
 STAGE_LETTERS = {
@@ -134,6 +140,7 @@ class ShownJob:
         self.outcome: Outcome | None = None
         """How the job has ended, as far as is known."""
         self._ended = False
+        self._ended_s = 0.0
         for folder in folders:
             self.add_folder(folder)
 
@@ -148,7 +155,8 @@ class ShownJob:
             _, reply = ask_any(self._agents, Question.STATUS)
             return {"whole": reply.whole, **now_of(reply.read(JobView))}
         except NoRunError:
-            self._agents, self._looked_s, self._ended = [], -SEARCH_S, True
+            self._agents, self._looked_s = [], -SEARCH_S
+            self._end()
             return {"at": time.time(), "ended": True}
         except HoldfastError as error:
             return {"at": time.time(), "silent": str(error)}
@@ -183,13 +191,23 @@ class ShownJob:
                 jobs = {each.job for each in entries if each.pid == self._pid}
                 found = [each for each in entries if each.job in jobs]
         except NoRunError:
-            self._ended = True
+            self._end()
         except HoldfastError:
             return  # it is stopped, or another user's: the next look may find it
         if found or self._ended:
             self._agents = found
         for entry in found:
             self.add_folder(entry.folder)
+
+    def _end(self) -> None:
+        if not self._ended:
+            self._ended, self._ended_s = True, time.monotonic()
+
+    @property
+    def over(self) -> bool:
+        """Nothing more is expected: the job has ended, and how is known or was not written in time."""
+        late = self._ended and time.monotonic() - self._ended_s > OUTCOME_S_MAX
+        return self.outcome is not None or late
 
     def profile_file(self, name: str, file: str) -> Path | None:
         """A file of a profile that was taken on this machine. Any text may be asked for."""
@@ -240,6 +258,8 @@ class ShownJob:
             "excluded": list(_excluded(events)),
             "actions": list(_actions(events)),
             "snapshots": list(_snapshots(events)),
+            "counts_job": _counts_job(events),
+            "metrics": _metrics(events),
             "copies": copies_of(journals),
             "profiles": list(_profiles(events)),
             "outcome": msgspec.to_builtins(self.outcome) if self.outcome is not None else None,
@@ -298,6 +318,24 @@ def _profiles(events: Sequence[Event]) -> Iterable[Json]:
         yield {"at": event["time"], **told, "files": files}
 
 
+def _counts_job(events: Sequence[Event]) -> bool:
+    """Whether steps are those of the whole job, which the script reports; otherwise each generation counts anew."""
+    at = [event["at"] for event in events if event["event"] == "progress" and event.get("at")]
+    return not at or min(at[-1]) >= 0
+
+
+def _metrics(events: Sequence[Event]) -> Json:
+    """The numbers that the script gave to `snaps.step()`, as they were at each snapshot on disk: their names, and rows
+    of time, step and values. Those of the newest snapshot, METRIC_POINTS_MAX rows at most."""
+    saved = [each for each in events if each["event"] == "snapshot" and each.get("metrics")]
+    saved.sort(key=lambda each: each["time"])
+    names = list(saved[-1]["metrics"]) if saved else []
+    while len(saved) > METRIC_POINTS_MAX:
+        saved = saved[::-2][::-1]  # keeps the newest
+    rows = [[each["time"], each.get("step"), *(each["metrics"].get(name) for name in names)] for each in saved]
+    return {"names": names, "rows": rows}
+
+
 def _snapshots(events: Sequence[Event]) -> Iterable[Json]:
     """Each snapshot folder of the job: the newest snapshot that its saver reported, and what is there now."""
     newest: dict[str, Event] = {}
@@ -346,6 +384,7 @@ def now_of(view: JobView) -> Json:
         "at": time.time(),
         **msgspec.structs.asdict(view),
         **_pace(ranks),
+        "counts_job": all(rank.counts_job for rank in ranks),
         "median_ms": median(known) if known else None,
         "p99_ms": quantiles(known, n=100, method="inclusive")[98] if len(known) > 1 else None,
         "own_ms": median([rank.own_s * 1e3 for rank in ranks if rank.step_s > 0]) if known else None,
@@ -365,6 +404,7 @@ def now_of(view: JobView) -> Json:
             "rank": [rank.rank for rank in ranks],
             "node": [place for _, place in placed],
             "local": [rank.local_rank for rank in ranks],
+            "pid": [rank.pid for rank in ranks],
             "stage": "".join(STAGE_LETTERS[rank.stage] for rank in ranks),
             "steps": [rank.steps for rank in ranks],
             "step_ms": step_ms,
@@ -408,6 +448,35 @@ def logs_of(files: Iterable[LogFile]) -> Json:
     for file in files:
         found.setdefault(file.generation, set()).add(file.rank)
     return {str(number): sorted(ranks) for number, ranks in sorted(found.items())[-GENERATIONS_MAX:]}
+
+
+def summary_of(name: str, folder: str) -> Json:
+    """How this run went, in numbers that can be compared with another run's. Reads the journal of this node."""
+    source = ShownJob(name, [folder])
+    while source.read():
+        pass
+    source.outcome = outcome_of(Path(folder))
+    told, end = source.story(), source.outcome
+    past, generations = told["history"] or {}, told["generations"]
+    verdict = end.verdict if end is not None else None
+    values = told["metrics"]["rows"][-1][2:] if told["metrics"]["rows"] else []
+    return {
+        "name": name,
+        "run_id": told["run_id"],
+        "end": end.kind.value if end is not None else "",
+        "code": verdict.code if verdict is not None else "",
+        "cause": verdict.cause if verdict is not None else end.message if end is not None else "",
+        "began": past["stretches"][0]["from_epoch_s"] if past.get("stretches") else None,
+        "steps": told["curve"][-1][1] if told["curve"] else None,
+        "counts_job": told["counts_job"] or len(generations) < 2,
+        "ranks": generations[-1]["world_size"] if generations else None,
+        "generations": len(generations),
+        "restarts": generations[-1]["restart_count"] if generations else None,
+        "start_s": generations[0]["total_s"] if generations else None,
+        "failures": sorted(each["code"] for each in told["incidents"] if each["what"] == "failure"),
+        "metrics": dict(zip(told["metrics"]["names"], values, strict=False)),
+        **{each: past.get(each) for each in COMPARED},
+    }
 
 
 def jobs_here() -> list[Json]:

@@ -3,9 +3,10 @@
 All addresses are relative, so that a proxy may serve them under any prefix.
 
 /                     the only job's page, or the list of jobs (`jobs` is its data)
+compare?run=A&run=B   two runs of that list in numbers
 job/NAME/             the page of a job
-job/NAME/events       server-sent events: now, story, curve
-job/NAME/logs         server-sent events: lines of logs; ?ranks=0-3&generation=2&text=…
+job/NAME/events       server-sent events: now, story, curve, load_curves; end: the job has ended, and this was all
+job/NAME/logs         server-sent events: lines of logs; ?ranks=0-3&generation=2&text=…; end: as above
 job/NAME/log/G/R/S    one whole file, as plain text
 job/NAME/profile/P/F  one file of a profile
 job/NAME/act          POST {"do", "host"}: the command of that name: stacks, save, stop, kill, drain, exclude, readmit;
@@ -43,7 +44,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from holdfast.cli.printing import ranks_of
 from holdfast.cli.status import profile_request
 from holdfast.dashboard.feed import CLIENTS_MAX, LAST_BYTES, JobFeed, JobFeeds, LogLines
-from holdfast.dashboard.job_source import ShownJob, encoded, jobs_here
+from holdfast.dashboard.job_source import ShownJob, encoded, jobs_here, summary_of
 from holdfast.protocol.errors import ControlRefusedError, HoldfastError, UsageError
 from holdfast.protocol.questions import OF_A_HOST, Question
 from holdfast.supervisor.dashboard_host import Credentials
@@ -57,6 +58,8 @@ GRACE_S = 1
 """At the end, for requests in progress."""
 LOGS_EVERY_S = 0.5
 BODY_BYTES_MAX = 4096
+COMPARED_MAX = 2
+"""Runs in one comparison."""
 ACTIONS = {question.value: question for question in (Question.SAVE, Question.STOP, Question.KILL, *OF_A_HOST)}
 EXCLUDED_S = 3600.0
 
@@ -149,11 +152,12 @@ class EventStream(Response):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-        if self._closing.is_set():
+        pump = tasks[0]
+        if self._closing.is_set() or (not pump.cancelled() and pump.exception() is None):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(CLOSE_S_MAX):
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
-        if not tasks[0].cancelled() and (error := tasks[0].exception()) and not isinstance(error, OSError):
+        if not pump.cancelled() and (error := pump.exception()) and not isinstance(error, OSError):
             raise error
 
     async def _pump(self, send: Send) -> None:
@@ -187,6 +191,7 @@ class Pages:
             routes=[
                 Route("/", self.first),
                 Route("/jobs", self.jobs),
+                Route("/compare", self.compare),
                 Route("/static/{path:path}", self.static),
                 on_job("", self.page),
                 on_job("events", self.events),
@@ -207,6 +212,15 @@ class Pages:
         if not self._feeds.all_jobs:
             raise HTTPException(404)
         return _json(await asyncio.to_thread(jobs_here))
+
+    async def compare(self, request: Request) -> Response:
+        if not self._feeds.all_jobs:
+            raise HTTPException(404)
+        found = {each["name"]: each["folder"] for each in await asyncio.to_thread(jobs_here)}
+        names = request.query_params.getlist("run")[:COMPARED_MAX]
+        if not names or not all(found.get(name) for name in names):
+            raise HTTPException(404, "no such run on this machine")
+        return _json([await asyncio.to_thread(summary_of, name, found[name]) for name in names])
 
     async def static(self, request: Request) -> Response:
         name = request.path_params["path"]
@@ -230,8 +244,8 @@ class Pages:
         ranks = frozenset(ranks_of([asked["ranks"]] if asked.get("ranks") else None))
         if not asked.get("generation", "0").isdecimal():
             raise UsageError("generation: a number")
-        lines = LogLines(feed.source, ranks, int(asked.get("generation", "0")), asked.get("text", ""))
-        return EventStream(_log_messages(lines), self._feeds.closing)
+        lines = LogLines(feed.source, ranks, int(asked.get("generation", "0")), asked.get("text", ""), feed.log_sizes)
+        return EventStream(_log_messages(lines, feed), self._feeds.closing)
 
     async def log(self, request: Request) -> Response:
         feed, wanted = await self._feed(request), request.path_params
@@ -313,9 +327,13 @@ def _first(file: BinaryIO, size_bytes: int) -> Iterator[bytes]:
             yield chunk
 
 
-async def _log_messages(lines: LogLines) -> AsyncGenerator[bytes, None]:
+async def _log_messages(lines: LogLines, feed: JobFeed) -> AsyncGenerator[bytes, None]:
     while True:
+        ended = feed.ended
         news = await asyncio.to_thread(lines.read)
+        if ended and news is None:
+            yield b"event: end\ndata: {}\n\n"
+            return
         yield b"data: " + encoded(news) + b"\n\n" if news is not None else b":\n\n"
         await asyncio.sleep(LOGS_EVERY_S)
 

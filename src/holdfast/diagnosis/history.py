@@ -407,6 +407,8 @@ class Incident(Struct, frozen=True, kw_only=True):
     """For a hang: ranks at one place, and the place in words."""
     files: tuple[tuple[str, str], ...] = ()
     """For a hang: rank and the file with its stacks."""
+    rank: int = -1
+    """For a worker: whose logs say more."""
 
 
 def incidents(journals: Iterable[Iterable[Event]]) -> list[Incident]:
@@ -454,7 +456,7 @@ def _incident(event: Event) -> Incident | None:
             return here(what="stop", text=f"rank {event['rank']} asked to be requeued (exit code {EXIT_REQUEUE})")
         case "worker_failed" if not event["after_stop"]:
             what = event["message"] or f"exit code {event['exit_code']}"
-            return here(what="worker", text=f"rank {event['rank']}: {what}")
+            return here(what="worker", text=f"rank {event['rank']}: {what}", rank=event["rank"])
         case "coordinator.lost":
             return of_job(what="node lost", text=f"{_host(event)}: {event['reason']}")
         case "coordinator.leaving":

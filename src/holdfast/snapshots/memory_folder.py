@@ -47,7 +47,7 @@ Messages on that socket are those of seqpacket.py:
                      {"do": "prefetch", "states"}                     fetch these before the workers ask for them
     saver → agent    {"is": "up"}                                     it listens
                      {"is": "news", "text"}                           for the user
-                     {"is": "saved", "path", "step", "took_s"}        a snapshot is committed; perhaps "stall_s"
+                     {"is": "saved", "path", "step", "took_s"}        it is committed; perhaps "stall_s", "metrics"
                      {"is": "copy", "step", "rank", "to", "size_bytes", "took_s", "why", "kept"}   to another node
                      {"is": "fetched", "step", "rank", "of", "took_s"}                             from another node
                                                                       perhaps "ahead": before a worker asked for it

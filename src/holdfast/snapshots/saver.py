@@ -27,6 +27,7 @@ Standard library and our snapshots only; for an object store also the worker's p
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import selectors
@@ -35,10 +36,11 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from holdfast import seqpacket
 from holdfast.snapshots import memory_folder, slots
@@ -51,6 +53,8 @@ from holdfast.snapshots.read_back import ReadBacks
 from holdfast.snapshots.remote import adopt, place_of
 
 SAVES_PER_WORKER_MAX = 8  # in flight; there are only three slots, so more is a fault of the caller
+METRICS_MAX = 16  # with each snapshot that the agent gets to know of
+METRIC_CHARACTERS_MAX = 64
 NEWS_MAX = 16  # failures of saves whose worker is gone, kept for the next worker of that rank
 NICENESS = 5
 """Training has priority. Where the kernel schedules by sessions (autogroup), our session has the same share as the
@@ -401,7 +405,8 @@ class Saver:
                 path = os.path.abspath(answer["path"])
                 note = save.request.note
                 stall = {STALL: note[STALL]} if STALL in note else {}  # a rescue has none
-                about = {"path": path, "step": save.request.step, "took_s": round(took_s, 3), **stall}
+                numbers = _numbers_of(save.request.metadata)
+                about = {"path": path, "step": save.request.step, "took_s": round(took_s, 3), **stall, **numbers}
                 self._tell_agent({"is": "saved", **about})
             flights.changed()
             tell(answer)
@@ -462,6 +467,15 @@ class Saver:
 
 def _of_rank(save: Save, text: str) -> str:
     return f"rank {save.request.rank}, before its restart: {text}"
+
+
+def _numbers_of(metadata: Mapping[str, Any]) -> Packet:
+    """The metrics of a save as part of a message; empty: there are none. A number that JSON cannot hold is left out."""
+    metrics = metadata.get("metrics")
+    every = list(metrics.items() if isinstance(metrics, Mapping) else ())
+    known = [(name[:METRIC_CHARACTERS_MAX], value) for name, value in every if isinstance(value, (int, float))]
+    finite = [(name, float(value)) for name, value in known if math.isfinite(value)]
+    return {"metrics": dict(finite[:METRICS_MAX])} if finite else {}
 
 
 def _send(worker: SaverConnection, packet: Packet) -> None:

@@ -396,7 +396,7 @@ class SaverHost:
             if packet["port"] and packet["folder"].isprintable():
                 self._serving[packet["rank"]] = packet
         elif packet.get("is") == "saved":
-            about = {name: packet[name] for name in ("path", "step", "took_s", "stall_s") if name in packet}
+            about = {name: packet[name] for name in ("path", "step", "took_s", "stall_s", "metrics") if name in packet}
             self._journal.write("snapshot", **about)
         elif packet.get("is") == "copy":
             del packet["is"]

@@ -1,4 +1,5 @@
-// The pages: the list of jobs, and one job. Data comes as server-sent events: `now` (once a second), `story`, `curve`.
+// The pages: the list of jobs, and one job. Data comes as server-sent events: `now` (once a second), `story`, `curve`;
+// after `end` nothing is asked any more.
 // A page that was written to a file has them in an element, and shows what was known then.
 
 import { Chart } from "./charts.js";
@@ -12,6 +13,7 @@ const link = document.getElementById("link");
 const SILENT_S = 5;
 const NEWS_S = 900;  // so long a failure that was answered by a restart is shown at the top
 const NODES_MAX = 100;  // rows; those that do not run come first
+const LOADS_S = 10, LOAD_NODES_MAX = 64, LOAD_POINTS_MAX = 400;  // the curves of loads in this page
 const PHASES = ["detect", "stop", "form", "spawn", "import", "store", "process_group", "first_step"];
 const DOING = { startup: "start-up", training: "training", lost: "lost work", hung: "hanging", down: "down", end: "end" };
 
@@ -79,6 +81,7 @@ class JobPage {
     this.now = null;
     this.story = null;
     this.curve = [];
+    this.load_curves = {};
     this.lost = false;
     this.chosen = 0;
     this.make();
@@ -87,7 +90,7 @@ class JobPage {
       link.textContent = `as of ${date(saved.at)}`;
     } else {
       this.connect();
-      setInterval(() => this.checkLink(), 1000);
+      this.clock = setInterval(() => this.checkLink(), 1000);
     }
   }
 
@@ -116,12 +119,16 @@ class JobPage {
     this.colour.addEventListener("change", () => { this.grid.by = this.colour.value; this.grid.draw(); this.showKeys(); });
     this.node.addEventListener("change", () => { this.grid.node = Number(this.node.value); this.grid.draw(); });
     this.steps = onRight("steps", "Step times", h("h2", {}, "Step times"), this.plot = h("div", { class: "chart" }), this.shares = h("div"), this.slowest = h("div"));
+    this.metric = h("select", { onchange: () => this.showMetrics() });
+    this.metrics = onRight("metrics", "Metrics", h("div", { class: "head" }, h("h2", {}, "Metrics"), h("label", {}, "metric", this.metric)), this.newestMetric = h("p"), h("div", { class: "chart" }),
+      h("p", { class: "dim small" }, "As given to snaps.step(), at each snapshot on disk."));
     this.sample = h("button", { type: "button", onclick: () => this.stacks() }, "Sample now");
     this.progress = onLeft("progress", "Progress", h("h2", {}, "Steps done"), h("div", { class: "chart" }));
     this.stacksSection = onRight("stacks", "Stacks", h("div", { class: "head" }, h("h2", {}, "Stacks"), this.sample), this.groups = h("div", {}, h("p", { class: "dim" }, "Where every rank is, equal stacks once.")));
     this.profiles = new Profiles((what, more) => this.act(what, more));
     this.profileSection = onRight("profiles", "Profiles", this.profiles.elements);
-    this.nodes = onLeft("nodes", "Nodes", h("h2", {}, "Nodes"), this.nodeTable = h("div"), this.loadTable = h("div"));
+    this.nodes = onLeft("nodes", "Nodes", h("h2", {}, "Nodes"), this.nodeTable = h("div"), this.loadTable = h("div"), this.loadCourse = h("div", { hidden: true },
+      h("div", { class: "head" }, h("h3", {}, "Load over time"), h("label", {}, "node", this.loadNode = h("select", { onchange: () => this.showLoad() }))), h("div", { class: "chart" })));
     this.opened = new Set();
     this.snapshots = onLeft("snapshots", "Snapshots");
     this.logs = new Logs();
@@ -129,12 +136,18 @@ class JobPage {
     this.trace = h("div");
     this.actions = onLeft("actions", "Actions", h("h2", {}, "Actions"), h("div", { class: "row actions" }, this.buttons()), this.answer = h("p", { role: "status" }), this.trace);
     this.happened = onRight("happened", "What happened");
-    document.addEventListener("theme", () => { this.grid.draw(); this.chart?.repaint(); this.course?.repaint(); });
+    document.addEventListener("theme", () => { this.grid.draw(); for (const each of [this.chart, this.course, this.loadChart, this.metricChart]) each?.repaint(); });
   }
 
   connect() {
-    const source = new EventSource("events");
-    for (const kind of ["now", "story", "curve"]) source.addEventListener(kind, (event) => this.take(kind, JSON.parse(event.data)));
+    const source = this.source = new EventSource("events");
+    for (const kind of ["now", "story", "curve", "load_curves"]) source.addEventListener(kind, (event) => this.take(kind, JSON.parse(event.data)));
+    source.addEventListener("end", () => {
+      source.close();
+      clearInterval(this.clock);
+      this.checkLink();
+      this.logs.over = true;
+    });
     source.onerror = () => {
       if (source.readyState === EventSource.CLOSED && !this.story?.outcome) setTimeout(() => this.connect(), 3000);
     };
@@ -145,7 +158,7 @@ class JobPage {
     const ended = this.now?.ended;
     const lost = !ended && silent > SILENT_S;
     link.classList.toggle("lost", lost);
-    link.textContent = ended ? "" : lost ? `no data for ${duration(silent)}` : this.now ? "live" : "connecting";
+    link.textContent = ended ? "ended" : lost ? `no data for ${duration(silent)}` : this.now ? "live" : "connecting";
     if (lost !== this.lost) {
       this.lost = lost;
       this.showState();
@@ -157,6 +170,7 @@ class JobPage {
     this[kind] = data;
     if (kind === "now") this.takeNow(data);
     if (kind === "curve" && this.chart) this.chart.set(data);
+    if (kind === "load_curves") this.showLoad();
     if (kind === "story") this.showStory();
     this.showState();
     this.showProblem();
@@ -167,6 +181,7 @@ class JobPage {
     if (!now.ranks || (this.full && !now.world_size)) return;  // the agent's last answer says nothing of the job
     this.full = now;
     this.ranks.hidden = !now.ranks.rank.length;
+    this.grid.since = this.since;
     this.grid.update(now);
     this.showKeys();
     fill(this.node, now.nodes.map((node) => node.host), () => [
@@ -181,12 +196,20 @@ class JobPage {
     }
     this.showSteps(now);
     this.showNodes(now);
+    this.addLoads(now);
     this.stacksSection.hidden = this.profileSection.hidden = this.actions.hidden = false;
     this.logs.elsewhere(now);
   }
 
   showKeys() {
     fill(this.keys, [this.grid.by, [...new Set(this.grid.now?.ranks.stage)], Object.keys(this.grid.now?.standing ?? {}).length], () => this.grid.keys());
+  }
+
+  /** What steps are counted from, where it is not the begin of the job. */
+  get since() {
+    const number = this.full?.generation ?? this.story?.generations.at(-1)?.generation ?? 1;
+    const anew = number > 1 && (this.full ?? this.story)?.counts_job === false;
+    return anew ? `since the start of generation ${number}` : "";
   }
 
   // ------------------------------------------------------------- 1: is it training
@@ -203,7 +226,7 @@ class JobPage {
     const last = past?.stretches.length ? past.stretches.at(-1).to_epoch_s - past.stretches[0].from_epoch_s : null;
     const share = now && !ended ? (now.job_s > 0 ? Math.min(1, now.training_s / now.job_s) : null) : past?.effective;
     const rows = [
-      ["step", ended ? story?.curve.at(-1)?.[1] : now?.step || null],
+      ["step", ended ? story?.curve.at(-1)?.[1] : now?.step || null, this.since],
       ["of the whole job", !ended && now?.job_steps ? `${Math.floor(100 * Math.min(1, now.job_step / now.job_steps))} %` : null, now?.job_steps ? `${now.job_step} of ${plural(now.job_steps, "step")}` : ""],
       ["time left", !ended && now?.left_s ? duration(now.left_s) : null, "at the present rate"],
       ["steps per second", !ended && now?.steps_s ? +now.steps_s.toPrecision(3) : null],
@@ -233,16 +256,31 @@ class JobPage {
       fill(this.problem, [now.notices, hung, story], () => [
         h("h2", {}, hung ? "The job hangs" : "Notice"), now.notices.map((text) => h("p", {}, text)),
         hung && story && h("ul", { class: "plain" }, story.groups.map(([ranks, place]) => h("li", {}, placed(ranks, place)))),
+        hung && story && h("p", {}, this.logOf(story)),
         this.advice(hung ? story?.code : this.story?.incidents.findLast((each) => each.what === "straggler")?.code),
       ]);
     } else if (!end && newest && newest.at_s > (now?.at ?? 0) - NEWS_S) {
       this.problem.hidden = false;
-      fill(this.problem, newest, () => [
-        h("h2", {}, `${newest.code}: generation ${newest.generation} ended at ${clock(newest.at_s)}, and was restarted`), h("p", {}, newest.text),
+      fill(this.problem, [newest, this.story.logs[newest.generation]], () => [
+        h("h2", {}, `${newest.code}: generation ${newest.generation} ended at ${clock(newest.at_s)}, and was restarted`), h("p", {}, newest.text, " ", this.logOf(newest)),
         newest.advice ? h("p", { class: "do" }, h("b", {}, "Do: "), newest.advice) : this.advice(newest.code)]);
     } else {
       this.problem.hidden = true;
     }
+  }
+
+  /** Leads to what this rank wrote in this generation; null: its log is not here. */
+  toLog(rank, generation) {
+    if (this.saved || !this.story.logs[generation]?.includes(rank)) return null;
+    return h("button", { type: "button", class: "quiet linked", onclick: () => this.logs.jump(rank, generation) }, `log of rank ${rank}`);
+  }
+
+  /** The same for an incident: of the worker that it is about, of the first one that failed in its generation, or of a
+      rank that hangs. */
+  logOf(incident) {
+    const failed = incident.what === "failure" ? this.story.incidents.find((each) => each.rank >= 0 && each.generation === incident.generation) : incident;
+    const rank = failed?.rank >= 0 ? failed.rank : failed?.groups[0]?.[0][0];
+    return rank === undefined ? null : this.toLog(rank, failed.generation);
   }
 
   advice(code) {
@@ -259,6 +297,7 @@ class JobPage {
       verdict.advice ? h("p", { class: "do" }, h("b", {}, "Do: "), verdict.advice) : this.advice(verdict.code),
       culprit && h("p", { class: "small" }, `${verdict.culprit ? "First" : "Noticed by"}: rank ${culprit.rank} (local ${culprit.local_rank}, pid ${culprit.pid}) on ${culprit.host}, `,
         culprit.exit_code < 0 ? `signal ${-culprit.exit_code}` : `exit code ${culprit.exit_code}`, culprit.started ? `, after ${duration(culprit.lived_s)}` : "", `, generation ${verdict.generation}. `,
+        log && !this.saved && [this.toLog(culprit.rank, verdict.generation), " · "],
         log && !this.saved && h("a", { href: `log/${verdict.generation}/${culprit.rank}/stderr`, target: "_blank", rel: "noopener" }, "its stderr")),
       verdict.lost_nodes?.length ? h("p", { class: "small" }, `Lost: ${verdict.lost_nodes.join(", ")}`) : null,
       verdict.gave_up && h("p", { class: "small" }, `No restart: ${verdict.gave_up}`),
@@ -278,9 +317,9 @@ class JobPage {
     fill(this.generations, [story.generations, this.chosen], () => this.generationTable(story));
     fill(this.telling, [this.chosen, story.generations, story.incidents], () => this.tell(story));
     this.happened.hidden = !story.incidents.length;
-    fill(this.happened, story.incidents, () => [h("h2", {}, "What happened"), table(["when", ["gen", "number"], "what", "details"],
+    fill(this.happened, [story.incidents, story.logs], () => [h("h2", {}, "What happened"), table(["when", ["gen", "number"], "what", "details"],
       story.incidents.toReversed().map((each) => [clock(each.at_s), [each.generation || "", "number"], h("span", {}, each.what, each.code && h("div", { class: "dim" }, each.code)),
-        [h("span", {}, each.text, each.advice && h("div", { class: "dim" }, each.advice),
+        [h("span", {}, each.text, " ", this.logOf(each), each.advice && h("div", { class: "dim" }, each.advice),
           each.files?.map(([rank, path]) => h("div", { class: "dim" }, `stacks of rank ${rank}: ${path}`))), "words"]]), "What happened, newest first")]);
     if (!this.saved) {
       this.logSection.hidden = !Object.keys(story.logs).length;
@@ -289,6 +328,7 @@ class JobPage {
       this.profileSection.hidden &&= !story.profiles?.length;
     }
     this.showSnapshots(story);
+    this.showMetrics();
     fill(this.trace, story.actions, () => (story.actions.length ? [h("ul", { class: "plain small" }, story.actions.toReversed().map((each) => h("li", {}, `${clock(each.at)} ${each.what}: ${each.by}`)))] : [h("p", { class: "dim small" }, "Every action is an event in events.jsonl, with its origin.")]));
     if (story.actions.length) this.actions.hidden = false;
     for (const each of this.actions.querySelectorAll("button")) each.hidden = Boolean(this.saved);
@@ -356,7 +396,7 @@ class JobPage {
     return [h("h3", {}, `Generation ${each.generation}: ${each.why || "start"}`),
       at > 0 && h("div", { class: "bars" }, h("svg", { viewBox: "0 0 1000 30", preserveAspectRatio: "none", role: "img", "aria-label": "Phases of its start" }, blocks),
         h("ul", { class: "keys" }, PHASES.map((name, index) => each.phases_s[name] > 0 && h("li", {}, h("span", { class: `key p${index}` }), `${name.replace("_", " ")} ${each.phases_s[name].toFixed(2)} s`)))),
-      h("ul", { class: "plain small" }, own.map((one) => h("li", {}, `${clock(one.at_s)} ${one.what}: ${one.text}`,
+      h("ul", { class: "plain small" }, own.map((one) => h("li", {}, `${clock(one.at_s)} ${one.what}: ${one.text} `, this.logOf(one),
         one.groups.map(([ranks, place]) => h("div", { class: "dim" }, placed(ranks, place)))))),
       !own.length && h("p", { class: "dim small" }, "No incident.")];
   }
@@ -402,17 +442,60 @@ class JobPage {
 
   showNodes(now) {
     const excluded = (this.story?.excluded ?? []).filter((each) => each.at + each.for_s > now.at);
+    const hosts = new Set(now.nodes.map((node) => node.host));  // to drain the only one would be to stop the job
     this.nodes.hidden = !now.nodes.length;
     const shown = now.nodes.toSorted((one, other) => (one.state === "running") - (other.state === "running")).slice(0, NODES_MAX);
-    fill(this.nodeTable, [shown.map((node) => ({ ...node, load: null, heard_s: Math.round(node.heard_s) })), excluded], () => [
+    fill(this.nodeTable, [hosts.size > 1, shown.map((node) => ({ ...node, load: null, heard_s: Math.round(node.heard_s) })), excluded], () => [
       table(["node", "", "state", "ranks", ["step", "number"], ["steps/s", "number"], ["last step", "number"], ["agent heard", "number"]],
-        shown.map((node) => [node.host, this.hostButtons(node.host), h("span", { class: `tag ${node.state === "running" ? "good" : node.group_rank === null ? "" : "busy"}` }, node.state), node.ranks, [node.step, "number"],
+        shown.map((node) => [node.host, hosts.size > 1 && this.hostButtons(node.host), h("span", { class: `tag ${node.state === "running" ? "good" : node.group_rank === null ? "" : "busy"}` }, node.state), node.ranks, [node.step, "number"],
           [node.steps_s ? +node.steps_s.toPrecision(3) : "", "number"], [node.last_step, "number"], [`${duration(node.heard_s)} ago`, "number"]]), "Nodes"),
       now.nodes.length > shown.length && h("p", { class: "dim small" }, `and ${plural(now.nodes.length - shown.length, "node")} more that run`),
       excluded.map((each) => h("p", {}, h("span", { class: "tag bad" }, "excluded"), ` ${each.host} since ${clock(each.at)}, for ${duration(each.for_s)} `, each.by && h("span", { class: "dim" }, `by ${each.by} `),
         !this.saved && h("button", { type: "button", class: "quiet", onclick: () => this.order(`Readmit ${each.host}`, "readmit", each.host) }, "readmit")))]);
     const loaded = shown.filter((node) => node.load);
     fill(this.loadTable, loaded.map((node) => [node.host, node.load]), () => this.loads(loaded));
+  }
+
+  /** The page goes on with the curves that it got at first. */
+  addLoads(now) {
+    if (now.at - (this.loaded ?? 0) < LOADS_S) return;
+    this.loaded = now.at;
+    const known = this.load_curves;
+    for (const { host, load } of now.nodes) {
+      if (!load || (!known[host] && Object.keys(known).length >= LOAD_NODES_MAX)) continue;
+      const points = (known[host] ??= []), gpus = load.gpus.map(([percent]) => percent);
+      if (points.length && points.at(-1)[0] >= now.at - LOADS_S / 2) continue;
+      points.push([now.at, load.cpu_percent, load.memory_total_bytes ? 100 * load.memory_bytes / load.memory_total_bytes : null, gpus.length ? gpus.reduce((sum, each) => sum + each, 0) / gpus.length : null]);
+      if (points.length > LOAD_POINTS_MAX) known[host] = points.filter((_, index) => index % 2);
+    }
+    this.showLoad();
+  }
+
+  showLoad() {
+    const hosts = Object.keys(this.load_curves);
+    this.loadCourse.hidden = !hosts.length || !window.uPlot;
+    if (this.loadCourse.hidden || this.nodes.hidden) return;
+    fill(this.loadNode, hosts, () => hosts.map((host) => h("option", { value: host, selected: host === this.loadNode.value }, host)));
+    const percent = (value) => `${Math.round(value)} %`;
+    this.loadChart ??= new Chart(this.loadCourse.lastChild, [["processors", "c0", percent], ["memory", "c6", percent], ["GPUs, mean", "c5", percent]]);
+    this.loadChart.set(this.load_curves[this.loadNode.value] ?? []);
+  }
+
+  showMetrics() {
+    const { names, rows } = this.story.metrics ?? { names: [], rows: [] };
+    this.metrics.hidden = !names.length;
+    if (!names.length) return;
+    fill(this.metric, names, () => {
+      const chosen = names.includes(this.metric.value) ? this.metric.value : names.find((name) => name === "loss") ?? names[0];
+      return names.map((name) => h("option", { value: name, selected: name === chosen }, name));
+    });
+    const place = names.indexOf(this.metric.value) + 2, newest = rows.at(-1), number = (value) => String(+value.toPrecision(6));
+    this.newestMetric.textContent = `${this.metric.value} ${number(newest[place])} at step ${newest[1]}`;
+    const points = rows.map((row) => [row[0], row[place]]);
+    if (!window.uPlot || JSON.stringify([place, points]) === this.shownMetric) return;
+    this.shownMetric = JSON.stringify([place, points]);
+    this.metricChart ??= new Chart(this.metrics.querySelector(".chart"), [["value", "c0", number]], false);
+    this.metricChart.set(points);
   }
 
   loads(nodes) {
@@ -491,9 +574,42 @@ class JobPage {
 
 // --- all jobs ----------------------------------------------------------------------------------------------------------
 
+const TWO_RUNS = [
+  ["end", (run) => run.end || "running, or not known"], ["verdict", (run) => [run.code, run.cause].filter(Boolean).join(": ") || "–"], ["began", (run) => (run.began ? date(run.began) : "–")],
+  ["duration", (run) => run.total_s, duration], ["effective training time", (run) => run.effective, (share) => `${Math.round(share * 100)} %`], ["training", (run) => run.training_s, duration],
+  ["start-up", (run) => run.startup_s, duration], ["down", (run) => run.down_s, duration], ["hanging", (run) => run.hung_s, duration], ["lost work", (run) => run.lost_s, duration],
+  ["until the first step", (run) => run.start_s, duration], ["steps", (run) => (run.steps === null || run.counts_job ? run.steps : `${run.steps} since its last restart`)],
+  ["steps per second of training", (run) => (run.steps && run.counts_job && run.training_s ? +(run.steps / run.training_s).toPrecision(3) : null)],
+  ["steps lost to restarts", (run) => run.lost_steps], ["ranks", (run) => run.ranks], ["generations", (run) => run.generations], ["restarts", (run) => run.restarts], ["failures", (run) => run.failures.join(", ") || "none"],
+];
+
+/** Two runs side by side. */
+async function compare(place, names) {
+  const answer = await fetch(`compare?${new URLSearchParams(names.map((name) => ["run", name]))}`);
+  if (!answer.ok) {
+    place.replaceChildren(h("p", {}, "These runs cannot be compared: one of them has no run folder any more."));
+    return;
+  }
+  const runs = await answer.json(), metrics = [...new Set(runs.flatMap((run) => Object.keys(run.metrics)))];
+  const words = (run, [, value, say = String]) => (value(run) === null || value(run) === undefined ? "–" : say(value(run)));
+  const lines = [...TWO_RUNS, ...metrics.map((name) => [`${name}, at the newest snapshot`, (run) => run.metrics[name], (value) => String(+value.toPrecision(6))])];
+  place.replaceChildren(h("h2", {}, "Two runs"), table(["", ...runs.map((run) => run.name)], lines.map((line) => [line[0], ...runs.map((run) => [words(run, line), "words"])]), "Two runs"));
+  place.scrollIntoView({ block: "nearest" });
+}
+
 async function showJobs() {
-  const section = h("section", { "aria-label": "Jobs" });
-  main.append(section);
+  const section = h("section", { "aria-label": "Jobs" }), two = h("section", { "aria-label": "Two runs", hidden: true }), chosen = new Set();
+  main.append(section, two);
+  const choose = (name, taken) => {
+    chosen[taken ? "add" : "delete"](name);
+    if (chosen.size > 2) {  // the one that was chosen first
+      const [oldest] = chosen;
+      chosen.delete(oldest);
+      for (const box of section.querySelectorAll("input")) box.checked = chosen.has(box.value);
+    }
+    two.hidden = chosen.size < 2;
+    if (!two.hidden) compare(two, [...chosen]);
+  };
   document.getElementById("title").textContent = "jobs of this user on this machine";
   document.title = "jobs · holdfast";
   const kinds = { succeeded: "good", failed: "bad", refused: "bad", no_quorum: "bad" };
@@ -501,7 +617,8 @@ async function showJobs() {
     try {
       const jobs = await (await fetch("jobs")).json();
       link.textContent = "";
-      fill(section, jobs, () => [h("h2", {}, "Jobs"), jobs.length ? table(["job", "state", "since", "what"], jobs.map((each) => [
+      fill(section, jobs, () => [h("h2", {}, "Jobs"), jobs.length ? table(["compare", "job", "state", "since", "what"], jobs.map((each) => [
+        each.folder && h("input", { type: "checkbox", "aria-label": `Compare ${each.name}`, value: each.name, checked: chosen.has(each.name), onchange: (event) => choose(each.name, event.target.checked) }),
         h("a", { href: `job/${encodeURIComponent(each.name)}/` }, each.run_id || each.name),
         h("span", { class: `tag ${each.running ? "good" : kinds[each.end] ?? "busy"}` }, each.running ? "running" : each.end), date(each.at),
         [each.running ? each.script : `${each.code ? `${each.code}: ` : ""}${each.cause}`, "words"]]), "Jobs") : h("p", {}, "No job here yet: `holdfast run …` starts one.")]);
@@ -510,7 +627,7 @@ async function showJobs() {
     }
   };
   await show();
-  setInterval(show, 5000);
+  setInterval(() => document.hidden || show(), 5000);
 }
 
 const saved = document.getElementById("saved");

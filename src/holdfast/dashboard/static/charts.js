@@ -6,9 +6,10 @@ const POINTS_MAX = 3000;
 
 export class Chart {
   /** `curves`: name, colour and a function that puts a value into words, in the order of the columns after the time. */
-  constructor(place, curves) {
+  constructor(place, curves, fromZero = true) {
     this.place = place;
     this.curves = curves;
+    this.scales = fromZero ? { y: { range: (_, __, most) => [0, (most || 1) * 1.1] } } : {};
     this.rows = [];
     new ResizeObserver(() => this.plot?.setSize({ width: place.clientWidth, height: 220 })).observe(place);
   }
@@ -39,7 +40,7 @@ export class Chart {
     const axis = { stroke: colour("dim"), grid: { stroke: colour("line"), width: 1 }, ticks: { stroke: colour("line"), width: 1 } };
     this.plot = new window.uPlot({
       width: this.place.clientWidth, height: 220, cursor: { drag: { x: true, y: false } },
-      scales: { y: { range: (_, __, most) => [0, (most || 1) * 1.1] } },
+      scales: this.scales,
       axes: [{ ...axis, space: 80, values: (_, values) => values.map(clock) }, { ...axis, size: 66, values: (_, values) => values.map(this.curves[0][2]) }],
       series: [{ label: "time", value: (_, value) => (value ? clock(value) : "–") },
         ...this.curves.map(([label, name, words], index) => ({

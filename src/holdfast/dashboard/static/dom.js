@@ -58,7 +58,7 @@ export const colour = (name) => getComputedStyle(document.documentElement).getPr
 
 /** Rows of a table. A cell is text, an element, or [text or element, class]. */
 export function table(headings, rows, label) {
-  const cell = (tag, content) => (Array.isArray(content) ? h(tag, { class: content[1] }, content[0]) : h(tag, {}, content));
+  const cell = (tag, content) => (!content && content !== 0 ? h(tag) : Array.isArray(content) ? h(tag, { class: content[1] }, content[0]) : h(tag, {}, content));
   return h("div", { class: "scroll", tabindex: 0, role: "region", "aria-label": label },
     h("table", {},
       h("thead", {}, h("tr", {}, headings.map((each) => cell("th", each)))),

@@ -19,6 +19,7 @@ export class Grid {
     this.node = -1;
     this.at = -1;
     this.pointed = -1;
+    this.since = "";  // what steps are counted from, in words
     canvas.addEventListener("pointermove", (event) => this.point(this.under(event)));
     canvas.addEventListener("pointerdown", (event) => this.point(this.under(event)));
     canvas.addEventListener("pointerleave", () => this.point(-1));
@@ -61,9 +62,9 @@ export class Grid {
     }
     const ranks = now.ranks, standing = now.standing[ranks.rank[index]];
     this.text.textContent = [
-      `rank ${ranks.rank[index]} on ${now.nodes[ranks.node[index]].host} (local ${ranks.local[index]})`,
+      `rank ${ranks.rank[index]} on ${now.nodes[ranks.node[index]].host} (local ${ranks.local[index]}${ranks.pid[index] ? `, pid ${ranks.pid[index]}` : ""})`,
       standing ? `${standing[0]}${standing[1] ? `: ${standing[1]}` : ""}` : STAGES[ranks.stage[index]],
-      `step ${ranks.steps[index]}`,
+      `step ${ranks.steps[index]}${this.since ? ` ${this.since}` : ""}`,
       ranks.step_ms[index] ? `${milliseconds(ranks.step_ms[index])} a step, own part ${milliseconds(ranks.own_ms[index])}` : "",
       `last step ${ranks.age_s[index]} s ago`,
     ].filter(Boolean).join(" · ");
