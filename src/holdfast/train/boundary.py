@@ -51,13 +51,14 @@ class Boundary:
         self._options: list[dict[str, Any]] = []
         self._buffers = Buffers(tracker.models)
         self._parameters = WatchedTensors(each for model in tracker.models for each in model.parameters())
-        self.objects = OwnObjects(tracker.others, place)
+        self.objects = OwnObjects(tracker.others, place, tracker.loaded)
         self._scalers = [each for each in tracker.others.values() if isinstance(each, GradScaler) and each.is_enabled()]
         self._scales: list[list[torch.Tensor | None]] = []
         self._has_more = bool(self._followers or self._scalers)
 
-    def mark(self, state: TrainState) -> None:
-        """The step that the state counts is complete."""
+    def mark(self, state: TrainState, *, begins: bool = False) -> None:
+        """The step that the state counts is complete. `begins`: the training function was not called since this state
+        was made or taken."""
         step = self.step = state.step
         self.epoch = state.epoch
         self._random.read()
@@ -73,7 +74,7 @@ class Boundary:
         if self._has_more:
             self._mark_more()
         if self.objects.any:
-            self.objects.mark(step)
+            self.objects.mark(step, begins=begins)
 
     def _mark_more(self) -> None:
         try:

@@ -60,11 +60,12 @@ class KeptState:
         """Whether `state` is still that of the moment."""
         return self._watched.intact()
 
-    def give_back(self, owner: Any) -> None:
+    def give_back(self, owner: Any) -> Any:
         """To the object's `load_state_dict()`. The object may change what it gets: nothing of it is shared with this
-        one but large tensors, which an object may copy onto themselves."""
+        one but large tensors, which an object may copy onto themselves. Returns a copy of the state."""
         owner.load_state_dict(_kept(self._tree, []))
         self._watched.note()
+        return _kept(self._tree, [])
 
 
 def _kept(value: Any, large: list[torch.Tensor]) -> Any:

@@ -65,8 +65,9 @@ def unknown_objects(others: Mapping[str, Any]) -> dict[str, Any]:
 class OwnObjects:
     """The objects of one rank, and their states after its newest step."""
 
-    def __init__(self, others: Mapping[str, Any], place: str) -> None:
-        """`place`: a folder in memory that outlives this process; empty: there is none."""
+    def __init__(self, others: Mapping[str, Any], place: str, loaded: Mapping[str, Any] | None = None) -> None:
+        """`place`: a folder in memory that outlives this process; empty: there is none. `loaded`: states that the
+        objects were given by a resume, by name."""
         self._objects = unknown_objects(others)
         self.any = bool(self._objects)
         self._step = -1
@@ -76,10 +77,22 @@ class OwnObjects:
         self._digests: Digests = {}
         self._record = _StateRecord.at(place) if self.any else None
         self._data = [name for name, each in self._objects.items() if is_data(each)]
+        self._given = {name: state for name, state in (loaded or {}).items() if name in self._data}
+        """States that data were given, and from which nothing was read since."""
 
-    def mark(self, step: int) -> None:
-        """This step is complete."""
-        states = {name: each.state_dict() for name, each in self._objects.items()}
+    def mark(self, step: int, *, begins: bool = False) -> None:
+        """This step is complete. `begins`: the training function was not called since the objects got their states.
+
+        Data are not asked for their position then: torchdata's loader begins to read when it is asked, and in which
+        order, the function has not said yet (`sampler.set_epoch`)."""
+        states = {}
+        for name, each in self._objects.items():
+            if not (begins and name in self._data):
+                states[name] = each.state_dict()
+            elif name in self._given:
+                states[name] = self._given[name]
+        if not begins:
+            self._given.clear()
         self._kept = {name: KeptState(state) for name, state in states.items()}
         texts = _texts(states)
         before = self._digests if step == self._step + 1 else {}
@@ -97,8 +110,8 @@ class OwnObjects:
             self._record.write(step, _texts(states), complete=False)
 
     def intact(self) -> bool:
-        """Whether the kept states are still those of that moment."""
-        return all(each.intact() for each in self._kept.values())
+        """Whether the states of that moment are known, and nothing has changed them."""
+        return self._kept.keys() == self._objects.keys() and all(each.intact() for each in self._kept.values())
 
     def digests(self) -> Digests:
         return self._digests
@@ -108,7 +121,10 @@ class OwnObjects:
         self._interrupted = {name: KeptState(each.state_dict()) for name, each in self._objects.items()}
         for name, kept in self._kept.items():
             if kept.intact():
-                kept.give_back(self._objects[name])
+                self._give_back(name, kept)
+
+    def _give_back(self, name: str, kept: KeptState) -> None:
+        self._given[name] = kept.give_back(self._objects[name])
 
     def check_world(self, *, same_places: bool) -> None:
         """Raises ProcessGroupError where data cannot follow into the world of this size."""
@@ -136,21 +152,21 @@ class OwnObjects:
         recorded = {} if survived or self._record is None else self._record.read(step)
         before = {} if survived or self._record is None else self._record.read(step - 1)
         for name, each in self._objects.items():
-            if survived and step == self._step and self._kept[name].intact():
-                self._kept[name].give_back(each)
+            if survived and step == self._step and name in self._kept and self._kept[name].intact():
+                self._give_back(name, self._kept[name])
                 continue
             if survived and step == self._step + 1 and name in self._data:
-                self._interrupted[name].give_back(each)
+                self._give_back(name, self._interrupted[name])
                 continue
             if name in recorded:
-                each.load_state_dict(recorded[name].state)
+                self._give_back(name, KeptState(recorded[name].state))
                 continue
             if survived and step == self._step + 1:
-                last = self._digests[name][0]
+                last = self._digests.get(name, [""])[0]
             else:
                 last = before[name].digest if name in before else ""
-            were_equal = name not in self._data and (last == theirs[name][1] if last else name in alike)
-            if not were_equal or len({digests[name][0] for digests in survivors}) > 1:
+            were_equal = name not in self._data and (last == theirs.get(name, ["", ""])[1] if last else name in alike)
+            if not were_equal or len({digests.get(name, [""])[0] for digests in survivors}) > 1:
                 raise ProcessGroupError(f"{name} has a state of its own on each rank, and nobody has that of this rank")
             each.load_state_dict(states[name])
 

@@ -218,6 +218,8 @@ class Tracker:
     others: dict[str, Any] = field(default_factory=dict)
     """Objects that are neither models nor torch's optimizers, by name."""
     _kept: _Parts | None = None
+    loaded: dict[str, Any] = field(default_factory=dict)
+    """The positions that `restore` has given to data that are no loaders of ours."""
     _resumed: dict[str, dict[str, Any]] = field(default_factory=dict)
     """Positions of the loaders that were restored, until the training begins."""
     chosen: tuple[str, ...] | None = None
@@ -437,6 +439,8 @@ class Tracker:
                 state = codec.decode(text["others"][name], saved.fresh)
                 if name in fit.optional:
                     done.before[name] = copy.deepcopy(each.state_dict())
+                if is_data(each):
+                    self.loaded[name] = copy.deepcopy(state)
                 try:
                     each.load_state_dict(state)
                 except Exception as error:
@@ -464,6 +468,7 @@ class Tracker:
     def put_back(self, name: str, done: Restored) -> None:
         """Give this object back the state that it had: on some rank it refused the saved one."""
         self.others[name].load_state_dict(done.before[name])
+        self.loaded.pop(name, None)
         self._resumed.pop(name, None)
 
 

@@ -193,7 +193,7 @@ class Survivor:
             if self._joined:  # what this process has drawn since resume() its rank has not drawn
                 self._boundary.restore_random(self._boundary.step, survived=True)
             self._joined = False
-            self._boundary.mark(self._snaps.state)
+            self._boundary.mark(self._snaps.state, begins=True)
             self._probe.begin_step()
             self._reducers.mark()
             while True:
@@ -354,7 +354,7 @@ class Survivor:
         try:
             self._boundary.rewind(self._snaps.state)
             handed = self._go_on(step=self._boundary.step, clean=not self._stepping and self._boundary.untouched())
-            self._boundary.mark(self._snaps.state)
+            self._boundary.mark(self._snaps.state, begins=True)
             self._probe.begin_step()
             self._stepping = False
             self._news = {
@@ -422,7 +422,7 @@ class Survivor:
             raise
         except Exception as error:  # noqa: BLE001 - whatever it is, all ranks restart
             self._refuse(error)
-        self._boundary.mark(self._snaps.state)
+        self._boundary.mark(self._snaps.state, begins=True)
         self._joined = True
         return step
 
