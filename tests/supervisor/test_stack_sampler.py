@@ -18,6 +18,7 @@ from holdfast.protocol.rank_progress import KernelWait, RankSample
 from holdfast.supervisor import processes
 from holdfast.supervisor import stack_sampler as stack_sampler_module
 from holdfast.supervisor.board import Board
+from holdfast.supervisor.kernel_wait import is_connecting
 from holdfast.supervisor.stack_sampler import FIRST_LOOKS_MAX, LATER_LOOKS_MAX, StackFiles, StackSampler, Tally
 from tests.supervisor.looks import (
     HOLDS_THE_LOCK,
@@ -94,6 +95,33 @@ def test_one_that_is_stopped_is_not_asked(board: Board, start: Start, tmp_path: 
     assert not processes.signals(process.pid).pending(LOOK_SIGNAL), "it would answer all of them when it goes on"
     process.send_signal(signal.SIGCONT)
     until(lambda: bool(look(board, process)[0].frames), "the worker to be where it stays")
+
+
+def test_one_that_connects_is_not_interrupted(board: Board, start: Start) -> None:
+    """As torch's client of the store does it, in native code: a signal ended that poll, and the job with it."""
+    source = """
+import ctypes, socket
+full = socket.socket()
+full.bind(('127.0.0.1', 0))
+full.listen(0)
+held = []
+while True:  # until nobody takes the connection
+    one = socket.socket()
+    one.setblocking(False)
+    one.connect_ex(full.getsockname())
+    held.append(one)
+    entry = (ctypes.c_int * 2)(one.fileno(), 4)
+    if not ctypes.CDLL(None).poll(entry, 1, 200):
+        break
+print('up')
+ended = ctypes.CDLL(None).poll(entry, 1, 20_000)
+raise SystemExit(f'poll returned {ended}')
+"""
+    process = start(source)
+    until(lambda: is_connecting(process.pid, process.pid), "it connects")
+    (sample,) = look(board, process)
+    assert (sample.frames, process.poll()) == ((), None)
+    assert is_connecting(process.pid, process.pid)
 
 
 def test_one_that_has_become_another_program(board: Board, start: Start) -> None:

@@ -100,3 +100,34 @@ def _of_file(pid: int, fd: int, connections: Container[int]) -> Wait:
         inode = int(name.strip("[]"))
         return Wait(KernelWait.SOCKET, inode) if inode in connections else Wait(KernelWait.OTHER)
     return Wait(KernelWait.OTHER)
+
+
+_CONNECTING = b"02"
+"""SYN_SENT in /proc/net/tcp."""
+
+
+def is_connecting(pid: int, task: int) -> bool:
+    """Whether this thread polls for a connection that is being made. A signal ends that poll, also one whose handler
+    restarts system calls, and torch raises it as an error of the connection: such a thread is not asked for its
+    stack."""
+    known = _CALLS.get(os.uname().machine)
+    try:
+        with open(f"/proc/{pid}/task/{task}/syscall") as file:
+            number, *words = file.read().split()
+        if known is None or int(number) not in known[2] or int(words[1], 16) != 1:
+            return False
+        _, _, name = os.readlink(f"/proc/{pid}/fd/{_polled(pid, int(words[0], 16))}").partition(":")
+    except (OSError, ValueError, IndexError):
+        return False
+    inode = name.strip("[]").encode()
+    return any(_state_of(f"/proc/{pid}/net/{table}", inode) == _CONNECTING for table in ("tcp", "tcp6"))
+
+
+def _state_of(table: str, inode: bytes) -> bytes:
+    """The state of the connection with this inode, as the kernel's table of the process's network shows it."""
+    with contextlib.suppress(OSError), open(table, "rb") as file:
+        for line in file:
+            fields = line.split()
+            if len(fields) > 9 and fields[9] == inode:
+                return fields[3]
+    return b""

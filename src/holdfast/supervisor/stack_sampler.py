@@ -49,7 +49,7 @@ from holdfast.protocol.rank_progress import (
 from holdfast.runtime.driver import run_detached
 from holdfast.supervisor import processes
 from holdfast.supervisor.attached import attached
-from holdfast.supervisor.kernel_wait import wait_of, waits_of_others
+from holdfast.supervisor.kernel_wait import is_connecting, wait_of, waits_of_others
 
 if TYPE_CHECKING:
     from holdfast.supervisor.board import Board
@@ -499,6 +499,8 @@ def _ask(look: _RankLook) -> None:
         look.signum, look.task = LOOK_SIGNAL, processes.idle_thread(look.pid, LOOK_SIGNAL)
     elif signals.blocks(LOOK_MAIN_SIGNAL):
         return
+    if look.task == look.pid and is_connecting(look.pid, look.pid):
+        return  # the signal would end the attempt to connect
     if not signals.catches(look.signum) or signals.pending(look.signum) or not processes.has_open(look.pid, look.fd):
         return  # the signal would kill it, or its handler would write elsewhere
     os.truncate(look.fd, 0)
