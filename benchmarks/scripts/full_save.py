@@ -26,7 +26,7 @@ dist.init_process_group("gloo")
 torch.manual_seed(0)
 model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-snaps = ht.Snapshots(disk / "snapshots", every=ht.steps(int(sys.argv[2]) if len(sys.argv) > 2 else 4))
+snaps = ht.Snapshots(disk / "snapshots", every=f"{sys.argv[2] if len(sys.argv) > 2 else 4} steps")
 state = snaps.track(model=model, optimizer=optimizer)
 snaps.resume()
 for _ in state.epochs(1):

@@ -25,7 +25,7 @@ torch.set_num_threads(1)
 model = nn.Linear(300, 300)
 optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
 keep = ht.Keep(last=2) if sys.argv[3] == "some" else None
-snaps = ht.Snapshots(sys.argv[1], every=ht.steps(2), memory_every=1, keep=keep, failures_max=10_000)
+snaps = ht.Snapshots(sys.argv[1], every="2 steps", memory_every=1, keep=keep, options=ht.SnapshotOptions(failed_saves_max=10_000))
 state = snaps.track(model=model, optimizer=optimizer)
 resumed = snaps.resume()
 note("resumed", step=resumed and resumed.step, source=resumed and resumed.source)
