@@ -179,15 +179,19 @@ class FakeAgent:
 
     def await_said(self, local_ranks: Collection[int], what: str, **fields: object) -> None:
         """Wait until each of these workers has sent such a message."""
-        self.until(lambda: set(local_ranks) <= self.said(what, **fields), f"{what} {fields} of {local_ranks}")
+        self.until(
+            lambda: set(local_ranks) <= self.said(what, **fields),
+            f"{what} {fields} of {local_ranks}",
+            may_refuse=what == "refuse",
+        )
 
-    def until(self, reached: Callable[[], bool], what: str) -> None:
+    def until(self, reached: Callable[[], bool], what: str, *, may_refuse: bool = False) -> None:
         refused = len(self.said("refuse"))
 
         def looked() -> bool:
             self._receive()
             done = reached()
-            if not done and len(self.said("refuse")) > refused:  # nothing comes any more
+            if not (done or may_refuse) and len(self.said("refuse")) > refused:  # nothing comes any more
                 raise AssertionError(f"refused while waiting for {what}; heard {self.heard}\n{self.logs()}")
             return done
 

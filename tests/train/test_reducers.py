@@ -62,7 +62,7 @@ LOSSES = [
 ]
 """The first is not in the first two passes: then a loss shows in the last bit of a static graph's sums."""
 
-UNSYNCED = (0, "backward accumulating", 8, "wait")
+UNSYNCED = (0, "forward accumulating", 8, "wait")
 """Rank 0 is interrupted in no_sync(), after which DDP does not broadcast buffers; the others are beyond it."""
 
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import random
 import warnings
+from collections import UserDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 import holdfast.train as ht
 from holdfast.protocol.errors import ProcessGroupError, TrackingError
@@ -19,8 +22,8 @@ from holdfast.train.carrying import PlainCall, Why, check_function, why_plain
 from holdfast.train.group import GroupConnection, ProcessGroup
 from holdfast.train.guards import GuardWarning
 from holdfast.train.kept import SMALL_BYTES, KeptState
-from holdfast.train.own_objects import OwnObjects
-from holdfast.train.pending import CALLS_MAX
+from holdfast.train.own_objects import OwnObjects, is_data
+from holdfast.train.pending import CALLS_MAX, PendingGradients
 from holdfast.train.random_numbers import equal_parts, random_state, seed_random
 from holdfast.train.reading import Saved, parts_of_slot
 from holdfast.train.save import image
@@ -93,6 +96,39 @@ def test_gradients_that_are_added_up_by_hand_hold_up_the_save(training: Training
     assert training.saved() == [4, 8]
 
 
+def test_many_batches_that_are_added_up_by_hand_are_known_after_the_first_step(training: Training) -> None:
+    count = CALLS_MAX + 6
+
+    def optimizer_step() -> None:
+        for _ in range(count - 1):
+            training.backward()
+            training.snaps.step()
+        training.backward()
+        training.optimizer.step()
+        training.optimizer.zero_grad()
+        training.snaps.step()
+
+    with pytest.warns(RuntimeWarning, match=f"called {CALLS_MAX} times"):
+        optimizer_step()
+    before = training.saved()
+    optimizer_step()
+    optimizer_step()
+    assert training.saved() == [*before, 2 * count, 3 * count]
+
+
+def test_all_ranks_count_again_in_another_world() -> None:
+    """They were interrupted after different batches of a step that is given up."""
+    model = nn.Linear(3, 2)
+    pending = PendingGradients()
+    pending.watch(torch.optim.SGD(model.parameters(), lr=0.1))
+    model(torch.ones(3)).sum().backward()
+    for _ in range(CALLS_MAX - 2):
+        assert pending.at_step()
+    pending.begin_again()
+    for _ in range(CALLS_MAX - 1):
+        assert pending.at_step()
+
+
 def test_a_step_that_a_scaler_skips_is_a_step(training: Training) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     for factor in (1.0, float("inf"), 1.0):
@@ -117,30 +153,46 @@ def test_an_accumulation_that_nobody_finishes_holds_up_one_save(training: Traini
     assert training.saved() == [2]
 
 
-@pytest.mark.parametrize("inside", [True, False], ids=["within the block", "after it"])
-def test_an_optimizer_that_steps_between_micro_batches_is_refused(inside: bool) -> None:
-    """`if micro.last:` was forgotten: with one micro-batch that does no harm."""
-    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
-    optimizer, another = (torch.optim.SGD(each.parameters(), lr=0.1) for each in (model, other))
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A process group of one rank."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
 
-    def batch(count: int) -> None:
-        with ht.accumulate(model, count) as micro:
-            micro.backward(model(torch.randn(4, 3)).square().mean())
-            if inside:
-                optimizer.step()
-        if not inside:
-            optimizer.step()
 
-    batch(1)
-    another.step()
-    if not inside:
-        with pytest.raises(ProcessGroupError, match=r"if micro\.last: optimizer\.step\(\)"):
-            batch(2)
-    else:
-        batch(2)  # within the first one's block nobody knows yet
-        with pytest.raises(ProcessGroupError, match=r"if micro\.last: optimizer\.step\(\)"):
-            batch(2)
+class Accumulating:
+    """A loop in which `if micro.last:` was forgotten."""
+
+    def __init__(self) -> None:
+        self.model = DistributedDataParallel(nn.Linear(3, 2))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+
+    def batch(self, count: int, *, step: bool = True) -> None:
+        with ht.accumulate(self.model, count) as micro:
+            micro.backward(self.model(torch.randn(4, 3)).square().mean())
+        if step:
+            self.optimizer.step()
+
+
+@pytest.mark.usefixtures("alone")
+def test_an_optimizer_that_steps_between_micro_batches_is_refused() -> None:
+    """With one micro-batch that does no harm."""
+    loop, other = Accumulating(), nn.Linear(3, 2)
+    another = torch.optim.SGD(other.parameters(), lr=0.1)
+    loop.batch(1)
+    with pytest.raises(ProcessGroupError, match=r"if micro\.last: optimizer\.step\(\)"):
+        loop.batch(2)
     another.step()  # of another model, which has no micro-batches
+
+
+@pytest.mark.usefixtures("alone")
+def test_the_rest_of_an_accumulation_that_was_given_up_is_no_mistake() -> None:
+    loop = Accumulating()
+    loop.batch(4, step=False)
+    loop.optimizer.zero_grad()
+    loop.model(torch.randn(4, 3)).square().mean().backward()
+    loop.optimizer.step()
 
 
 # --- what is tracked goes back ----------------------------------------------------------------------------------------
@@ -309,12 +361,13 @@ def tracker_of(**objects: Any) -> Tracker:
     return tracker
 
 
-def test_an_object_with_a_state_that_the_function_uses_has_to_be_tracked() -> None:
+def test_a_schedule_that_the_function_uses_has_to_be_tracked() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1)
     teacher, validation = nn.Linear(2, 2), ht.DataLoader(Rows(), 4)
     off = torch.amp.GradScaler("cpu", enabled=False)
+    gathers = Gathers(model, optimizer)
 
     def train() -> None:
         def inner() -> None:
@@ -325,31 +378,57 @@ def test_an_object_with_a_state_that_the_function_uses_has_to_be_tracked() -> No
         off.update()
         list(validation)
         teacher(model(torch.ones(2)))
+        gathers.state_dict()
 
     with pytest.raises(
-        TrackingError, match=r"schedule \(a StepLR\) has a state, train\(\) uses it.*\n.*track\(schedule="
+        TrackingError, match=r"train\(\) uses schedule \(a StepLR\), which is not tracked\n.*track\(schedule="
     ):
         check_function(train, tracker_of(model=model, optimizer=optimizer))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_function(train, tracker_of(model=model, optimizer=optimizer, schedule=schedule))
-
-    class Trainer:
-        def __init__(self) -> None:
-            self.schedule = schedule
-
-        def fit(self) -> None: ...
-
+    trainer = Trainer(schedule)
     with pytest.raises(TrackingError, match=r"self\.schedule \(a StepLR\).*\n.*track\(schedule="):
-        check_function(Trainer().fit, tracker_of(model=model))
+        check_function(trainer.fit, tracker_of(model=model))
+    check_function(trainer.warm_up, tracker_of(model=model))
 
 
-def test_a_variable_of_its_surroundings_that_the_function_assigns_is_named() -> None:
-    best = 0.0
+class Gathers:
+    """As a program has for torch.distributed.checkpoint."""
+
+    def __init__(self, *parts: Any) -> None:
+        self.model, self.optimizer = parts
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Trainer:
+    def __init__(self, schedule: Any) -> None:
+        self.schedule = schedule
+
+    def fit(self) -> None:
+        self.schedule.step()
+
+    def warm_up(self) -> None: ...
+
+
+def test_an_average_of_the_weights_has_to_be_tracked() -> None:
+    model = nn.Linear(2, 2)
+    average = torch.optim.swa_utils.AveragedModel(model)
+    with pytest.raises(TrackingError, match=r"average \(a AveragedModel\)"):
+        check_function(lambda: average.update_parameters(model), tracker_of(model=model))
+
+
+def test_what_the_function_changes_and_nobody_tracks_is_named() -> None:
+    best, counting = 0.0, Counting()
 
     def train() -> None:
         nonlocal best
         best = max(best, 1.0)
+        counting.count += 1
         own = [best]
 
         def inner() -> None:
@@ -357,7 +436,9 @@ def test_a_variable_of_its_surroundings_that_the_function_assigns_is_named() -> 
 
         inner()
 
-    with pytest.warns(GuardWarning, match=r"train\(\) assigns best, not variables of its own"):
+    with pytest.warns(
+        GuardWarning, match=r"train\(\) uses or assigns counting, best, with a state that is not tracked"
+    ):
         check_function(train, tracker_of(model=nn.Linear(2, 2)))
 
 
@@ -369,6 +450,44 @@ class Data:
         return {"position": 3}
 
     def load_state_dict(self, state: dict[str, int]) -> None: ...
+
+
+class Schedules:
+    """Several of them in one object, as torchtitan has."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+    def step(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("each", "data"), [(Data(), True), (Schedules(), False), (UserDict(), False), (Counting(), False)]
+)
+def test_what_is_data(each: Any, data: bool) -> None:
+    assert is_data(each) == data
+
+
+def test_a_wrapper_of_an_optimizer_that_is_tracked_is_enough(tmp_path: Path) -> None:
+    class Noam:
+        def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+            self.optimizer = optimizer
+
+        def state_dict(self) -> dict[str, Any]:
+            return {}
+
+        def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.Adam(model.parameters())
+    snaps = ht.Snapshots(tmp_path, every=None, memory_every=None)
+    snaps.track(model=model, noam=Noam(optimizer))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(torch.ones(3)).sum().backward()
+        optimizer.step()
+        snaps.step()
+    snaps.close()
 
 
 class FollowingData(Data):

@@ -79,8 +79,6 @@ class _Accumulation:
     def __init__(self, model: nn.Module) -> None:
         self.done = 0
         """Micro-batches of this optimizer step that are done."""
-        self.count = 1
-        """Micro-batches of this optimizer step, done or not."""
         self.begun = 0
         """Micro-batches of all optimizer steps."""
         plain = torch_private.uncompiled(model)  # torch.compile's wrapper
@@ -94,6 +92,9 @@ class _Accumulation:
         self._weight = 0.0
         self._exchange: tuple[torch.Tensor, Any] | None = None
         """The sum over all ranks, and torch's handle to wait for it."""
+        self._parameter: weakref.ref[nn.Parameter] | None = None
+        self._gradient: torch.Tensor | None = None
+        """See `_note_gradient`."""
         self._micro_batches = 1
         """Micro-batches in this optimizer step."""
         self._samples = 0
@@ -121,6 +122,23 @@ class _Accumulation:
             self._micro_batches, self._samples = len(ahead), sum(ahead)
         scale = share.scale * loader._samples_ahead(1)[0] / self._samples
         return min(number, self._micro_batches - 1), self._micro_batches, scale
+
+    def holds_unexchanged(self) -> bool:
+        """Whether there are gradients of micro-batches that other ranks do not have. Not after `zero_grad()`: then the
+        rest of an accumulation was given up, as at the end of an epoch."""
+        if not self.done or not (self._ddp or self._fsdp) or self._parameter is None:
+            return False
+        parameter = self._parameter()
+        return parameter is not None and self._gradient is not None and parameter.grad is self._gradient
+
+    def _note_gradient(self) -> None:
+        """Remember one gradient, the smallest, by which it is known whether these gradients are still there."""
+        self._parameter = self._gradient = None
+        model = self._model()
+        there = [] if model is None or not self.done else [each for each in model.parameters() if each.grad is not None]
+        if there:
+            smallest = min(there, key=torch.Tensor.numel)
+            self._parameter, self._gradient = weakref.ref(smallest), smallest.grad
 
     def _group(self) -> Any:
         """The group over which the gradients' mean is computed."""
@@ -160,7 +178,6 @@ class _Accumulation:
         if maker is not None and self._is_begun_again(maker, number) and (model := self._model()) is not None:
             model.zero_grad()  # the gradients so far are those of micro-batches that come again
         loader: Any = maker if getattr(maker, "_shrinks_on_oom", False) else None
-        self.count = micro_batches
         if number == 0:
             self._sum, self._weight, self._exchange = None, 0.0, None
             self._careful = None if loader is None else self._be_careful()
@@ -175,6 +192,7 @@ class _Accumulation:
             micro.last, self.done, self._sum = False, 0, None
             return
         self.done = 0 if micro.last else number + 1
+        self._note_gradient()
         if micro.last and self._world > 1 and self._sum is not None:
             # Every rank comes here once per step, so this meets no other collective; it runs beside the optimizer.
             total = self._sum.clone()
@@ -338,10 +356,10 @@ def _refuse_early_step(optimizer: Optimizer, *_: Any) -> None:
         return
     stepped = {id(each) for group in optimizer.param_groups for each in group["params"]}
     for model, each in _accumulations.items():
-        if each.done and any(id(parameter) in stepped for parameter in model.parameters()):
+        if each.holds_unexchanged() and any(id(parameter) in stepped for parameter in model.parameters()):
             raise ProcessGroupError(
-                f"the optimizer steps after micro-batch {each.done} of {each.count} of ht.accumulate: gradients would "
-                "be lost, and the ranks' weights would differ\n"
+                f"the optimizer steps after {each.done} micro-batches of ht.accumulate, and the last one is still to "
+                "come: gradients would be lost, and the ranks' weights would differ\n"
                 "step it after the last one: `if micro.last: optimizer.step()`"
             )
 

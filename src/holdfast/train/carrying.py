@@ -14,7 +14,7 @@ import inspect
 import os
 import types
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -22,6 +22,9 @@ from typing import Any
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.swa_utils import AveragedModel
 
 from holdfast.protocol.board_layout import SURVIVE_VARIABLE
 from holdfast.protocol.errors import TrackingError
@@ -86,19 +89,25 @@ def why_plain(group: ProcessGroup | None, tracker: Tracker) -> PlainCall | None:
 
 
 def check_function(function: Callable[..., Any], tracker: Tracker) -> None:
-    """Raise TrackingError for an object with a state that the function uses and nobody tracks; warn of variables of
-    others that it assigns."""
+    """Raise TrackingError for a schedule, scaler, optimizer or averaged model that the function uses and nobody tracks;
+    warn of other objects with a state, and of variables of its surroundings that it assigns."""
     tracked = {id(each) for each in (*tracker.models, *tracker.optimizers, *tracker.others.values())}
+    name_of_function = getattr(function, "__name__", "the training function")
+    moves: list[str] = []
     for name, each in _used(function):
-        if id(each) not in tracked and _has_a_state(each):
+        if id(each) in tracked or not _has_a_state(each, tracked):
+            continue
+        if isinstance(each, _OF_TORCH):
             raise TrackingError(
-                f"ht.survive: {name} (a {type(each).__name__}) has a state, {_name_of(function)}() uses it, and it is "
-                f"not tracked\na step that is given up would stay in it: track({name.rpartition('.')[2]}=…)"
+                f"ht.survive: {name_of_function}() uses {name} (a {type(each).__name__}), which is not tracked\n"
+                "a step that is given up would stay in it, and a replacement would begin with another one: "
+                f"track({name.rpartition('.')[2]}=…)"
             )
-    assigned = sorted(_assigned(function))
-    if assigned and enabled():
+        moves.append(name)
+    moves += sorted(_assigned(function))
+    if moves and enabled():
         warnings.warn(
-            f"holdfast: {_name_of(function)}() assigns {', '.join(assigned)}, not variables of its own. "
+            f"holdfast: {name_of_function}() uses or assigns {', '.join(moves)}, with a state that is not tracked. "
             "When a rank is lost the function is called again, and what the step that is given up did to it stays.\n"
             "Keep such values in an object with state_dict() and load_state_dict(), and track that.",
             GuardWarning,
@@ -106,50 +115,78 @@ def check_function(function: Callable[..., Any], tracker: Tracker) -> None:
         )
 
 
-def _has_a_state(each: Any) -> bool:
+_OF_TORCH = (LRScheduler, GradScaler, Optimizer, AveragedModel)
+"""Classes whose objects change in a training that uses them."""
+
+
+def _has_a_state(each: Any, tracked: Collection[int]) -> bool:
     """Whether it is an object that changes as training goes on: a schedule, a scaler, early stopping. Not modules, of
-    which many are never trained, and not what hands out data: an evaluation's loader needs no state."""
+    which many are never trained; not what hands out data, since an evaluation's loader needs no state; and not an
+    object that gathers tracked ones, as the state for torch.distributed.checkpoint does."""
+    if isinstance(each, AveragedModel):
+        return True
     if isinstance(each, (type, types.ModuleType, nn.Module)) or is_data(each):
         return False
     if isinstance(each, GradScaler) and not each.is_enabled():
         return False
-    return callable(getattr(each, "state_dict", None)) and callable(getattr(each, "load_state_dict", None))
+    try:
+        has_a_state = callable(each.state_dict) and callable(each.load_state_dict)
+        parts = [*vars(each).values()]
+    except Exception:  # noqa: BLE001 - a proxy of somebody's may raise anything
+        return False
+    return has_a_state and (isinstance(each, _OF_TORCH) or not any(id(part) in tracked for part in parts))
 
 
 def _used(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
     """Name and value of what the function uses from outside of it."""
-    plain = inspect.unwrap(function)
-    owner = getattr(plain, "__self__", None)
-    if owner is not None and hasattr(owner, "__dict__"):
-        yield from ((f"self.{name}", each) for name, each in vars(owner).items())
-    plain = getattr(plain, "__func__", plain)
-    if not isinstance(plain, types.FunctionType):
+    plain, owner = _plain(function)
+    if plain is None:
         return
+    attributes = {name for code in _codes(plain.__code__) for name in code.co_names}
+    for name, each in vars(owner).items() if hasattr(owner, "__dict__") else ():
+        if name in attributes:
+            yield f"self.{name}", each
     for name, cell in zip(plain.__code__.co_freevars, plain.__closure__ or (), strict=True):
         try:
             yield name, cell.cell_contents
         except ValueError:
             continue  # assigned later
-    names = {name for code in _codes(plain.__code__) for name in code.co_names}
+    names = {name for operation, name in _operations(plain) if operation in ("LOAD_GLOBAL", "LOAD_NAME")}
     yield from ((name, plain.__globals__[name]) for name in sorted(names & plain.__globals__.keys()))
 
 
 def _assigned(function: Callable[..., Any]) -> set[str]:
     """Variables of its surroundings that the function assigns (`nonlocal`, `global`)."""
-    import dis  # only here: it takes 5 ms to import
-
-    plain = inspect.unwrap(function)
-    plain = getattr(plain, "__func__", plain)
-    if not isinstance(plain, types.FunctionType):
+    plain, _ = _plain(function)
+    if plain is None:
         return set()
     shared = set(plain.__code__.co_freevars)
-    found: set[str] = set()
-    for code in _codes(plain.__code__):
-        for each in dis.get_instructions(code):
-            ours = each.opname == "STORE_DEREF" and each.argval in shared and each.argval in code.co_freevars
-            if ours or each.opname == "STORE_GLOBAL":
-                found.add(str(each.argval))
-    return found
+    operations = _operations(plain)
+    return {
+        name
+        for operation, name in operations
+        if operation == "STORE_GLOBAL" or (operation == "STORE_DEREF" and name in shared)
+    }
+
+
+def _plain(function: Callable[..., Any]) -> tuple[types.FunctionType | None, object]:
+    """The function without decorators, and the object of which it is a method."""
+    unwrapped = inspect.unwrap(function)
+    owner = getattr(unwrapped, "__self__", None)
+    plain = getattr(unwrapped, "__func__", unwrapped)
+    return (plain if isinstance(plain, types.FunctionType) else None), owner
+
+
+def _operations(function: types.FunctionType) -> list[tuple[str, str]]:
+    """The names of operations and of what they are done with, in the function and those within it."""
+    import dis  # only here: it takes 5 ms to import
+
+    return [
+        (each.opname, str(each.argval))
+        for code in _codes(function.__code__)
+        for each in dis.get_instructions(code)
+        if each.opname != "STORE_DEREF" or each.argval in code.co_freevars
+    ]
 
 
 def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
@@ -158,7 +195,3 @@ def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
             yield from _codes(constant)
-
-
-def _name_of(function: Callable[..., Any]) -> str:
-    return getattr(function, "__name__", "the training function")

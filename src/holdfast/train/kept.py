@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections import OrderedDict
 from collections.abc import Iterable
 from typing import Any
 
@@ -31,7 +32,9 @@ class WatchedTensors:
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = list(tensors)
-        self._noted: list[tuple[int, int]] = []
+        # A tensor made in inference mode has no count of changes, and nothing may change it in place outside of it.
+        self._counted = [each for each in self._tensors if not each.is_inference()]
+        self._noted: list[int] = []
 
     def note(self) -> None:
         """What they are now is what they should be."""
@@ -41,9 +44,9 @@ class WatchedTensors:
         """Whether nothing has changed them since `note`."""
         return self._noted == self._now()
 
-    def _now(self) -> list[tuple[int, int]]:
-        # A tensor made in inference mode has no count of changes, and nothing may change it in place outside of it.
-        return [(0 if each.is_inference() else torch_private.version(each), each.data_ptr()) for each in self._tensors]
+    def _now(self) -> list[int]:
+        # No loop: it is called in each step, for all parameters.
+        return [*torch_private.versions(self._counted), *map(torch.Tensor.data_ptr, self._tensors)]
 
 
 class KeptState:
@@ -78,8 +81,8 @@ def _kept(value: Any, large: list[torch.Tensor]) -> Any:
             return value.detach().clone()
         large.append(value)
         return value
-    if kind is dict:
-        return {key: _kept(each, large) for key, each in value.items()}
+    if kind is dict or kind is OrderedDict:  # a module's state is of the second kind
+        return kind((key, _kept(each, large)) for key, each in value.items())
     if kind is list:
         return [_kept(each, large) for each in value]
     if kind is tuple:

@@ -108,7 +108,7 @@ def _reading(step: int, stepped: bool, losses: list[float | torch.Tensor]) -> _R
     here = [each for each in losses if not (isinstance(each, torch.Tensor) and not each.is_cpu)]
     if not away or any(math.isfinite(each) for each in here):
         return _Reading(step, stepped, any(math.isfinite(each) for each in here))
-    finite = torch.stack([torch.isfinite(each).reshape(()) for each in away]).any()
+    finite = torch.stack([torch.isfinite(each).reshape(()).to(away[0].device) for each in away]).any()
     here_soon = torch.empty((), dtype=torch.bool, pin_memory=True)
     here_soon.copy_(finite, non_blocking=True)
     arrived = torch.Event(finite.device)

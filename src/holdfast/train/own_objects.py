@@ -26,7 +26,7 @@ import hashlib
 import os
 import struct
 import zlib
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
 import msgspec
@@ -38,18 +38,24 @@ from torch.optim.lr_scheduler import LRScheduler
 from holdfast.protocol.errors import ProcessGroupError
 from holdfast.train import state_codec as codec
 from holdfast.train.kept import KeptState
+from holdfast.train.replicas import total
 
 RECORDS = 3
 """Steps of which the states are kept for a replacement: see random_numbers.RECORDS."""
-RECORD_BYTES_MAX = 4 << 20
-"""All states of one step together. Larger ones are averages of weights and the like, which are equal on all ranks."""
+RECORD_BYTES_MAX = 256 << 10
+"""Of one state. Larger ones are averages of weights and the like: whether these are equal on all ranks is compared in
+the first steps, and one that is not is known to nobody when its rank is lost."""
 Digests = dict[str, list[str]]
 """By object: of its state after the newest step, and after the step before; empty: not known."""
 
 
 def is_data(each: Any) -> bool:
-    """Whether the object hands out data."""
-    return hasattr(type(each), "__iter__") or hasattr(type(each), "__next__")
+    """Whether the object hands out data: it can be iterated, and is no collection, no optimizer and no schedule, nor
+    several of these in one object."""
+    kind = type(each)
+    if issubclass(kind, (Mapping, Sequence, Set)) or hasattr(kind, "step"):
+        return False
+    return hasattr(kind, "__iter__") or hasattr(kind, "__next__")
 
 
 def unknown_objects(others: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,6 +82,8 @@ class OwnObjects:
         """States when the rank was interrupted."""
         self._digests: Digests = {}
         self._record = _StateRecord.at(place) if self.any else None
+        self._large: set[str] = set()
+        """Objects whose states are too large to be written down after each step."""
         self._data = [name for name, each in self._objects.items() if is_data(each)]
         self._given = {name: state for name, state in (loaded or {}).items() if name in self._data}
         """States that data were given, and from which nothing was read since."""
@@ -94,7 +102,7 @@ class OwnObjects:
         if not begins:
             self._given.clear()
         self._kept = {name: KeptState(state) for name, state in states.items()}
-        texts = _texts(states)
+        texts = self._texts(states)
         before = self._digests if step == self._step + 1 else {}
         self._digests = {
             name: [_digest(texts[name]) if name in texts else "", before.get(name, [""])[0]] for name in states
@@ -107,7 +115,7 @@ class OwnObjects:
         """A forward pass of this step is done: what it needed of the data was handed out."""
         if self._record is not None and self._data:
             states = {name: self._objects[name].state_dict() for name in self._data}
-            self._record.write(step, _texts(states), complete=False)
+            self._record.write(step, self._texts(states), complete=False)
 
     def intact(self) -> bool:
         """Whether the states of that moment are known, and nothing has changed them."""
@@ -115,6 +123,32 @@ class OwnObjects:
 
     def digests(self) -> Digests:
         return self._digests
+
+    def whole_digests(self) -> dict[str, str]:
+        """Of the objects' states now, large ones, too. Reads all of them."""
+        found = {}
+        for name in self._objects.keys() - set(self._data):
+            encoder = codec.Encoder()
+            tree = encoder.encode(self._objects[name].state_dict(), name)
+            found[name] = _digest(codec.dumps(tree)) + (total([*encoder.tensors.values()]) if encoder.tensors else "")
+        return found
+
+    def close(self) -> None:
+        """No step follows."""
+        if self._record is not None:
+            self._record.close()
+            self._record = None
+
+    def _texts(self, states: Mapping[str, Any]) -> dict[str, bytes]:
+        """By name; those of large objects are left out."""
+        texts: dict[str, bytes] = {}
+        for name, state in states.items():
+            text = None if name in self._large else _text(name, state)
+            if text is None:
+                self._large.add(name)  # it stays large: it is not encoded in each step to find that out
+            else:
+                texts[name] = text
+        return texts
 
     def rewind(self) -> None:
         """Go back to the newest step."""
@@ -178,16 +212,14 @@ def _digest(text: bytes) -> str:
 # --- states as bytes --------------------------------------------------------------------------------------------------
 
 
-def _texts(states: Mapping[str, Any]) -> dict[str, bytes]:
-    """By name; large ones are left out."""
-    texts: dict[str, bytes] = {}
-    for name, state in states.items():
-        encoder = codec.Encoder()
-        tree = encoder.encode(state, name)
-        if sum(each.nbytes for each in encoder.tensors.values()) <= RECORD_BYTES_MAX:
-            tensors = {key: _packed(each) for key, each in encoder.tensors.items()}
-            texts[name] = codec.dumps([tree, tensors])
-    return texts
+def _text(name: str, state: Any) -> bytes | None:
+    """None: it is larger than RECORD_BYTES_MAX."""
+    encoder = codec.Encoder()
+    tree = encoder.encode(state, name)
+    if sum(each.nbytes for each in encoder.tensors.values()) > RECORD_BYTES_MAX:
+        return None
+    text = codec.dumps([tree, {key: _packed(each) for key, each in encoder.tensors.items()}])
+    return text if len(text) <= RECORD_BYTES_MAX else None
 
 
 def _packed(tensor: torch.Tensor) -> list[Any]:
@@ -237,6 +269,10 @@ class _StateRecord:
             with contextlib.suppress(OSError):
                 return cls([os.path.join(place, f"{rank}.objects.{number}") for number in range(RECORDS)])
         return None
+
+    def close(self) -> None:
+        for file in self._files:
+            os.close(file)
 
     def write(self, step: int, texts: Mapping[str, bytes], *, complete: bool) -> None:
         """What is written for a step that is not complete the next call replaces."""

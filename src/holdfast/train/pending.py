@@ -29,7 +29,8 @@ class PendingGradients:
         self.stepped = False
         """A tracked optimizer has stepped since the last call of `at_step`."""
         self._optimizers: list[Optimizer] = []
-        self._silent_calls = 0
+        self._silent_calls = self._silent_calls_known = 0
+        """In a row: now, and the most after which an optimizer did step: so many batches are accumulated by hand."""
         self._micro_batches: dict[int, int] = {}
         """Of unfinished steps, at the last call of `at_step`."""
 
@@ -40,7 +41,15 @@ class PendingGradients:
 
     def _note(self, *_: object) -> None:
         self.stepped = True
+        self._silent_calls_known = max(self._silent_calls_known, self._silent_calls)
         self._silent_calls = 0
+
+    def begin_again(self) -> None:
+        """The world has changed, and the step that was under way is given up: all ranks count from 0 again, since
+        what is pending has to be the same on all of them."""
+        self.stepped = False
+        self._silent_calls = 0
+        self._micro_batches = {}
 
     def at_step(self) -> bool:
         """`snaps.step()` was called. Returns whether gradients are pending."""
@@ -52,9 +61,10 @@ class PendingGradients:
         if stepped or not self._has_gradients():
             return False
         self._silent_calls += 1
-        if self._silent_calls == CALLS_MAX:
-            _warn()
-        return self._silent_calls < CALLS_MAX
+        calls_max = max(CALLS_MAX, 2 * self._silent_calls_known)
+        if self._silent_calls == calls_max:
+            _warn(calls_max)
+        return self._silent_calls < calls_max
 
     def _has_gradients(self) -> bool:
         # An optimizer that was skipped, as by a GradScaler, or one without hooks, leaves none after zero_grad().
@@ -62,9 +72,9 @@ class PendingGradients:
         return any(parameter.grad is not None for group in groups for parameter in group["params"])
 
 
-def _warn() -> None:
+def _warn(calls: int) -> None:
     warnings.warn(
-        f"holdfast: snaps.step() was called {CALLS_MAX} times, gradients are there, and no tracked optimizer has "
+        f"holdfast: snaps.step() was called {calls} times, gradients are there, and no tracked optimizer has "
         "stepped. Each call counts as a complete step from here on, and is saved as one.\n"
         "If several calls make one optimizer step, use ht.accumulate, or call snaps.step() once for all of them.",
         RuntimeWarning,

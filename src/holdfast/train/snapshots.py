@@ -161,6 +161,8 @@ class Snapshots:
         self._until_first_step: list[Callable[[], object]] = []  # ends of what only that needs
         self._survivor: Survivor | None = None  # while the training function runs in `ht.survive`
         self._survival_said = False
+        self._not_survived = ""
+        """Why a loss is not survived any more, though it was at first."""
 
     @property
     def state(self) -> TrainState:
@@ -329,7 +331,7 @@ class Snapshots:
         self._saving.regroup(peers, generation, rescue, self._lease)
         self._schedule.follow(schedule)  # all ranks save at the same steps
         self._durable_epoch, self._unsaved = durable
-        self._pending.stepped = False
+        self._pending.begin_again()
         if self._copies is not None:  # the world's next loss finds this step
             self._save(self._saving, durable=False)
 
@@ -353,7 +355,7 @@ class Snapshots:
 
     def _watch_optimizers(self) -> None:
         """Warn after the first step if an optimizer of a tracked model is not tracked."""
-        seen = UntrackedOptimizers(self._tracker.models, self._tracker.optimizers)
+        seen = UntrackedOptimizers(self._tracker.models, self._tracker.optimizers, self._tracker.others.values())
         hook = register_optimizer_step_post_hook(lambda optimizer, *_: seen.note(optimizer))
 
         def look() -> None:

@@ -114,10 +114,12 @@ def _of(snaps: Snapshots, function: Callable[..., Any]) -> Survivor | None:
     """None: it is a plain call."""
     if not snaps.resumed:
         raise TrackingError("ht.survive: call snaps.resume() before the training function")
-    check_function(function, snaps._tracker)
     survivor = snaps._survivor
     if survivor is not None:
+        check_function(function, snaps._tracker)
         return survivor  # a replacement, which has joined in resume()
+    if snaps._not_survived:
+        return None
     group = open_group()
     why = why_plain(group, snaps._tracker)
     channel = AgentChannel.open() if why is None else None
@@ -126,6 +128,7 @@ def _of(snaps: Snapshots, function: Callable[..., Any]) -> Survivor | None:
     _say(group, snaps, why)
     if channel is None or group is None:
         return None
+    check_function(function, snaps._tracker)
     return Survivor(snaps, group, channel)
 
 
@@ -156,7 +159,9 @@ class Survivor:
         """0: the one in which this process was started, whose number it does not know."""
         self._boundary = Boundary(snaps._tracker, snaps.memory_place)
         self._probe = ValueProbe(each for model in snaps._tracker.models for each in model.parameters())
-        self._optimizers = UntrackedOptimizers(snaps._tracker.models, snaps._tracker.optimizers)
+        self._optimizers = UntrackedOptimizers(
+            snaps._tracker.models, snaps._tracker.optimizers, snaps._tracker.others.values()
+        )
         self._reducers = snaps._tracker.reducers
         self._stepping = False
         """An optimizer has begun to step since the last boundary: the state is not that of a completed step."""
@@ -172,6 +177,8 @@ class Survivor:
         """The random generators from which all ranks draw the same numbers; None: not known yet."""
         self._alike: list[str] = []
         """Tracked objects that were equal on all ranks then."""
+        self._compared = False
+        """That is known of this generation."""
         self._facts: SharedFacts | None = None
         """For the ranks' digests of their generators, after the first step of a generation."""
         self._steps = 0
@@ -213,7 +220,7 @@ class Survivor:
                     module.training = mode
 
     def _begin(self) -> None:
-        self._first, self._steps, self._facts = True, 0, None
+        self._first, self._steps, self._facts, self._compared = True, 0, None, False
         self._channel.train(self._cut, lambda: not self._stepping, Released)
         self._channel.say("able", generation=self._generation)
 
@@ -235,6 +242,7 @@ class Survivor:
         with contextlib.suppress(ChannelLostError):
             self._channel.say("unable")
         self._channel.close()
+        self._boundary.objects.close()
 
     def _note_stepping(self, optimizer: Optimizer, *_: Any) -> None:
         if not self._optimizers.note(optimizer):
@@ -260,6 +268,7 @@ class Survivor:
         """From here on this is a plain call."""
         if self._withdrawn:
             return
+        self._snaps._not_survived = why
         if self._group.rank == 0:
             sys.stderr.write(f"holdfast: ht.survive: {why}; if a rank is lost, all are started again\n")
         self._leave()
@@ -282,7 +291,7 @@ class Survivor:
         self._boundary.mark(self._snaps.state)
         self._probe.begin_step()
         self._reducers.mark()
-        if self._equal is None:
+        if not self._compared:
             self._compare_ranks()
         if self._first:
             self._first = False
@@ -299,15 +308,18 @@ class Survivor:
         """Find out which random generators and which tracked objects are equal on all ranks: after a generation's first
         step, which is the same step on all. Waits for nobody."""
         self._steps += 1
+        step = self._boundary.step - self._steps + 1  # the first one, by which the ranks' facts are named
         if self._steps == 1:
             self._facts = SharedFacts(self._group.rank, self._group.world, self._group.store)
-            self._facts.post("random", self._boundary.random_digests())
-            self._facts.post("objects", self._boundary.objects.digests())
-        elif self._facts is not None and (found := self._facts.posted("objects")) is not None:
-            self._equal = sorted(equal_parts(self._facts.posted("random") or []))
+            self._facts.post(f"random/{step}", self._boundary.random_digests())
+            self._facts.post(f"objects/{step}", self._boundary.objects.whole_digests())
+        elif self._facts is not None and (found := self._facts.posted(f"objects/{step}")) is not None:
+            if self._equal is None:  # later the ranks draw what they drew then
+                self._equal = sorted(equal_parts(self._facts.posted(f"random/{step}") or []))
             self._alike = sorted(equal_parts(found))
+            self._compared = True
         elif self._steps == COMPARE_STEPS_MAX:
-            self._equal = []
+            self._compared = True
 
     def _at_safe_point(self) -> None:
         """All ranks were asked to stop after this step. Raises Released when they only regroup."""

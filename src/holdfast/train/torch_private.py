@@ -13,7 +13,8 @@ Knows torch, and nothing of what the names are used for.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -111,10 +112,19 @@ def overlap(tensor: torch.Tensor) -> int:
     return 2 if look is None else int(look(tensor))
 
 
-def version(tensor: torch.Tensor) -> int:
-    """How often it was changed in place, to notice what a forward pass has changed. Where torch does not have it, 0:
-    such a change is then not noticed."""
-    return int(getattr(tensor, "_version", 0))
+def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """How often each was changed in place, to notice what a forward pass has changed. Where torch does not have it, 0:
+    such a change is then not noticed. No loop in Python: it is called in each step, for all parameters."""
+    return [*map(_version, tensors)]
+
+
+def _no_version(_: torch.Tensor) -> int:
+    return 0
+
+
+_version: Callable[[torch.Tensor], int] = (
+    operator.attrgetter("_version") if hasattr(torch.Tensor, "_version") else _no_version
+)
 
 
 def local_part(tensor: DTensor) -> torch.Tensor:

@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from holdfast.train.data.datasets import Seeded
@@ -65,6 +67,12 @@ class _Counted:
         return self.alike >= STEPS
 
 
+def _kinds_of_loaders() -> list[Any]:
+    """torch's class, and torchdata's, which begins a pass by itself, if the program has imported it."""
+    torchdatas = getattr(sys.modules.get("torchdata.stateful_dataloader"), "StatefulDataLoader", None)
+    return [DataLoader] if torchdatas is None else [DataLoader, torchdatas]
+
+
 class UntrackedData:
     """Looks at the first steps of a training."""
 
@@ -74,7 +82,11 @@ class UntrackedData:
         self._live: weakref.WeakSet[_Counted] = weakref.WeakSet()
         self._looks = 0
         self._hooks = contextlib.ExitStack()
-        begin = DataLoader.__iter__
+        for kind in _kinds_of_loaders():
+            self._replace(kind)
+
+    def _replace(self, kind: Any) -> None:
+        begin = kind.__iter__
         note = weakref.WeakMethod(self._note)
 
         @functools.wraps(begin)
@@ -84,7 +96,7 @@ class UntrackedData:
             noted = note()
             return batches if noted is None or isinstance(loader.dataset, Seeded) else noted(loader, batches)
 
-        self._hooks.enter_context(replaced(DataLoader, __iter__=counted))
+        self._hooks.enter_context(replaced(kind, __iter__=counted))
 
     def _note(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
         counted = _Counted(loader, batches)
@@ -97,10 +109,10 @@ class UntrackedData:
             return False
         self._looks += 1
         found = [each.loader() for each in list(self._live) if each.is_in_step()]
-        loader = next((each for each in found if each is not None), None)
-        if loader is not None or self._looks == LOOKS_MAX:
+        loaders = [each for each in found if each is not None]  # several, if the loop is over a zip() of them
+        if loaders or self._looks == LOOKS_MAX:
             self.stop()
-        return loader is not None and not self._is_tracked(loader)
+        return not all(map(self._is_tracked, loaders))
 
     def _is_tracked(self, loader: Any) -> bool:
         """Itself, or what it draws its samples from."""
@@ -123,10 +135,12 @@ class UntrackedData:
 class UntrackedOptimizers:
     """Optimizers that step parameters of some models and are not among those that are tracked."""
 
-    def __init__(self, models: Iterable[nn.Module], tracked: Iterable[Optimizer]) -> None:
+    def __init__(self, models: Iterable[nn.Module], tracked: Iterable[Optimizer], others: Iterable[Any]) -> None:
+        """`others`: further tracked objects, one of which may have an optimizer inside, and its state with its own."""
         self._parameters = {id(each) for model in models for each in model.parameters()}
         # A wrapper, as accelerate's, steps torch's own inside, and has its state.
         self._tracked = {id(each) for one in tracked for each in (one, getattr(one, "optimizer", None))}
+        self._tracked |= {id(each) for one in others for each in _optimizers_in(one)}
         self.found = ""
         """The class of one that has stepped."""
 
@@ -138,3 +152,12 @@ class UntrackedOptimizers:
         if steps and not self.found:
             self.found = type(optimizer).__name__
         return steps
+
+
+def _optimizers_in(each: Any) -> list[Any]:
+    """The optimizers that this object has as attributes, or in lists of them. A schedule only changes its optimizer."""
+    if isinstance(each, LRScheduler):
+        return []
+    values = [*vars(each).values()] if hasattr(each, "__dict__") else []
+    values += [item for value in values if isinstance(value, (list, tuple)) for item in value]
+    return [value for value in values if isinstance(value, Optimizer)]

@@ -20,7 +20,7 @@ from holdfast.snapshots.remote import absolute
 from holdfast.train import state_codec as codec
 from holdfast.train.reading import Saved, opened
 from holdfast.train.state import text_of
-from holdfast.train.tracked import Compared, Shared, TrackedModel, listed_names
+from holdfast.train.tracked import Compared, Shared, TrackedModel, check_tied, listed_names
 
 
 def load_weights(model: nn.Module, folder_or_snapshot: str | os.PathLike[str], *, strict: bool = True) -> int:
@@ -97,5 +97,7 @@ def _notes(found: Compared, name: str) -> list[str]:
 def _load(model: TrackedModel, saved: Saved, models: Mapping[str, Any], missing: set[str]) -> None:
     shared = Shared()
     model.collect(model.live(), shared, codec.Encoder())
+    for name, first in shared.tied.items():
+        check_tied(saved, name, first)
     saved.prepare({name: each for name, each in shared.tensors.items() if name not in missing}).load()
     model.restore_rest(codec.section(models, model.name), saved.fresh)
