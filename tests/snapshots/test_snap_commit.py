@@ -410,3 +410,22 @@ def header(described: object) -> bytes:
 def test_damage_is_told_as_damage(data: bytes) -> None:
     with pytest.raises(SnapshotDamagedError):
         Image.read(data, len(data))
+
+
+def test_a_rank_whose_part_was_committed_before_it_had_synced_has_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 commits as soon as it reads the last record: that renames the folder under the rank that wrote it."""
+    attempt = changes.begin(tmp_path, 5)
+    requests = [SaveRequest(str(tmp_path), 5, attempt, rank=rank, world=2) for rank in (0, 1)]
+    changes.write_rank(requests[0], content(5, 0))
+    sync = disk.sync_folder
+
+    def late(folder: Path) -> None:
+        monkeypatch.setattr(disk, "sync_folder", sync)
+        changes.commit(requests[0])
+        sync(folder)
+
+    monkeypatch.setattr(disk, "sync_folder", late)
+    assert changes.write_rank(requests[1], content(5, 1)).rank == 1
+    assert requests[0].committed_path.exists()

@@ -185,6 +185,7 @@ def write_rank(request: SaveRequest, buffer: bytes | bytearray | memoryview, *, 
     data = memoryview(buffer).cast("B")
     folder = request.attempt_path
     file = folder / rank_file(request.rank)
+    record: RankRecord | None = None
     try:
         if isinstance(folder, RemotePath):
             remote_commit.check_open(folder)  # nobody could keep us from replacing a committed object
@@ -206,6 +207,10 @@ def write_rank(request: SaveRequest, buffer: bytes | bytearray | memoryview, *, 
         if request.rank:  # rank 0 syncs the folder in `commit`, with the manifest in it
             disk.sync_folder(folder)
     except FileNotFoundError as error:
+        # Rank 0 may have read the record, the last one that it waited for, and committed before this rank has synced.
+        committed = request.committed_path
+        if record is not None and not isinstance(committed, RemotePath) and committed.exists():
+            return record
         raise SnapshotIncompleteError(
             f"{folder} is not there: rank 0 gave up this save, or does not share the folder"
         ) from error
