@@ -140,7 +140,10 @@ def test_one_of_two_jobs_is_killed(site: Site) -> None:
     one = job(site, HOLD, "--rdzv-id=alpha", name="one.py", count=1)
     other = job(site, HOLD, "--rdzv-id=beta", name="other.py", count=1)
     until(lambda: len(entries(site)) == 2, "two entries")
-    for command in ("status", "stacks", "stop", "kill"):
+    shown = holdfast("status").stdout
+    assert one.folder.name in shown
+    assert other.folder.name in shown
+    for command in ("stacks", "stop", "kill"):
         assert "HF127: 2 jobs run on this host" in refused(command)
     assert told("kill", other.folder.name)["ended"] is True
     other.end()
@@ -376,7 +379,9 @@ while not os.path.exists("finish"):
 print("last", RANK)
 """
     agent = job(site, script)
-    assert holdfast("logs", "--rank", "1", "--stdout").stdout == "from 1\n"
+    # A thread of the agent moves the output into the files.
+    until(lambda: holdfast("logs", "--rank", "1", "--stdout").stdout == "from 1\n", "the output of rank 1")
+    until(lambda: holdfast("logs", "--rank", "0", "--stdout").stdout == "from 0\n", "the output of rank 0")
     with beside("logs", "--follow", "--grep", "last|from") as following:
         assert {following.stdout.readline(), following.stdout.readline()} == {"0| from 0\n", "1| from 1\n"}
         (site.folder / "finish").touch()
@@ -388,6 +393,30 @@ print("last", RANK)
     assert "no generation 4" in refused("logs", agent.folder, "--generation", "4")
     assert "no such rank" in refused("logs", agent.folder, "--rank", "9")
     assert "HF101" in refused("logs", agent.folder, "--grep", "(")
+
+
+def test_who_waits_for_the_end_is_answered_after_the_log_files_are_written(site: Site) -> None:
+    """So neither `holdfast logs` after `holdfast stop`, nor `holdfast logs -f` misses the last lines. The disk stands
+    still: the file is a pipe without a reader, and the agent gives up after a while, with a message."""
+    script = """
+from pathlib import Path
+meet()
+file = next(Path(".").glob(f"logs*/*/attempt_0/{RANK}/stdout.log"))
+file.unlink()
+os.mkfifo(file)
+note("stalled")
+while not os.path.exists("finish"):
+    time.sleep(0.01)
+print("last")
+"""
+    agent = job(site, script, count=1)
+    site.wait(1, "stalled")
+    with connected(agent) as client:
+        client.sendall(b"{}\n")
+        (site.folder / "finish").touch()
+        assert b"exit_code" in client.makefile("rb").readline()
+        assert "5 bytes of output are not in the log files: the disk stands still" in agent.text
+    assert agent.end() == 0
 
 
 def test_follow_goes_over_to_the_next_generation(site: Site) -> None:

@@ -35,7 +35,7 @@ BAD = [
     ("[]:29400", "no host"),
     ("[]", "no host"),
     ("no de:1", "neither a name nor an address"),
-    ("http://node1:29400", "neither a name nor an address"),
+    ("http://node1:29400", "is a URL; write node1:29400, without http://"),
     ("node1,node2:29400", "neither a name nor an address"),
     ("[fe80::1%eth0]:1", "neither a name nor an address"),
     ("::1", "brackets"),

@@ -14,7 +14,7 @@ from holdfast.cli.hosts import make_spec, read_hosts
 from holdfast.cli.option_table import LAUNCH_OPTIONS, OPTIONS
 from holdfast.launchers.ssh.hosts import LaunchSpec
 from holdfast.launchers.ssh.session import client_line
-from holdfast.protocol.errors import UsageError
+from holdfast.protocol.errors import ScriptError, UsageError
 from tests.support.tables import tables
 
 TABLES = tables(__file__)
@@ -60,7 +60,8 @@ def test_variables_become_flags_and_no_host_starts_hosts_of_its_own() -> None:
     assert made.environ.keys() == {"HOLDFAST_OWN", "HOLDFAST_TOKEN"}
 
 
-def test_what_an_agent_reads_is_what_was_said() -> None:
+def test_what_an_agent_reads_is_what_was_said(folder: Path) -> None:
+    (folder / "pkg").mkdir()
     line = "--hosts a --duplicate-stdout-filters x,,y,z --tee 1 --role 'a b' --monitor-interval 1e-3 -m pkg.mod --m 3"
     told = parse(words(line)[1:], {}, OPTIONS).values
     assert told.duplicate_stdout_filters == ["x,y", "z"]
@@ -114,6 +115,13 @@ def test_with_a_folder_of_their_own_the_script_need_not_be_here(tmp_path: Path) 
     here = order(f"--hosts a --cwd {tmp_path} train.py").expected
     assert here.script
     assert here.interpreter == sys.executable
+
+
+@pytest.mark.parametrize("there", ["--cwd /somewhere/else", "--python /other/bin/python"])
+def test_a_module_of_another_folder_or_another_python_need_not_be_here(there: str) -> None:
+    assert words(f"--hosts a {there} -m nowhere.here")[-2:] == ["--", "nowhere.here"]
+    with pytest.raises(ScriptError, match="no module named 'nowhere'"):
+        words("--hosts a -m nowhere.here")
 
 
 def test_another_python_on_the_hosts() -> None:

@@ -65,6 +65,8 @@ FILE_BYTES_MAX = 1 << 20
 """Limit of a hostfile, and of the compared part of a script."""
 UNKNOWN_ENDPOINT = "first.host:1"
 """A placeholder: the launcher determines the endpoint."""
+UNKNOWN_MODULE = "$module"
+"""A placeholder: only the hosts can tell whether the module exists. Names with variables are not looked for."""
 
 
 def are_named(parsed: Parsed) -> bool:
@@ -239,12 +241,15 @@ def environment(parsed: Parsed, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def resolve_there(parsed: Parsed, words: Sequence[str], environ: Mapping[str, str]) -> RunOptions:
-    """Resolve the line as an agent will. The script is checked only if it has the same path here."""
+    """Resolve the line as an agent will. The script is checked only if it has the same path here, and a module only if
+    the hosts look for it as we would: in this folder, with this Python."""
     there = grammar.parse(words[1:], {}, TABLES[words[0]])
     there = there._replace(notices=parsed.notices)
     if not is_number(there.values.nproc_per_node):
         there.values.nproc_per_node = "1"  # only the hosts know their devices
     script, folder = there.values.training_script, parsed.values.cwd
+    if there.values.module and (folder or parsed.values.python):
+        there.values.training_script = UNKNOWN_MODULE
     if folder and not os.path.isabs(script) and not there.values.no_python and not there.values.module:
         here = os.path.join(folder, script)
         there.values.training_script = here if os.path.exists(here) else "-"

@@ -7,9 +7,6 @@ import json
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-import msgspec
-from msgspec import structs
-
 from holdfast.protocol.errors import UsageError
 
 RANKS_MAX = 1_000_000
@@ -36,6 +33,9 @@ class Parser(argparse.ArgumentParser):
 
 def named(value: Any) -> Any:
     """The value for JSON, each field with its name: also of structs that are arrays in messages."""
+    import msgspec  # lazily, 15 ms: most commands that print tables have no structs
+    from msgspec import structs
+
     if isinstance(value, msgspec.Struct):
         return {name: named(each) for name, each in structs.asdict(value).items()}
     if isinstance(value, list | tuple):

@@ -314,6 +314,8 @@ class AgentService:
                     self._dialing.cancel()
                 await self._rendezvous.close()
                 await worker_group.close(self._outcome())
+                # Before `holdfast stop` and `holdfast logs -f` get their answer: the next command reads the files.
+                await run_detached(self._router.finish_files)
                 await control.close(self._outcome())
         return outcome
 

@@ -377,6 +377,7 @@ class TerminalPump:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._all_finished = threading.Condition(self._lock)
         self._terminals: dict[int, Terminal] = {}
         self._finishing: list[tuple[set[int], Callable[[], None]]] = []
         self._wake_fd = -1
@@ -406,6 +407,11 @@ class TerminalPump:
             open_fds = {each.master_fd for each in terminals if self._terminals.get(each.master_fd) is each}
             self._finishing.append((open_fds, then))
             os.eventfd_write(self._wake_fd, 1)
+
+    def await_finished(self, s_max: float) -> None:
+        """Wait until the rest of all terminals that `finish` was called for is copied, at most for this time."""
+        with self._all_finished:
+            self._all_finished.wait_for(lambda: not self._finishing, s_max)
 
     def resize(self) -> None:
         with self._lock:
@@ -459,5 +465,6 @@ class TerminalPump:
         with self._lock:
             done = [then for fds, then in self._finishing if not fds]
             self._finishing = [(fds, then) for fds, then in self._finishing if fds]
+            self._all_finished.notify_all()
         for then in done:
             then()

@@ -39,6 +39,8 @@ RANK_COLOURS = (b"36", b"33", b"32", b"35", b"34", b"96", b"93", b"92", b"95", b
 
 DISK_STALL_S_MAX = 5.0
 """At the end: a disk that takes nothing of the logs for this long is not waited for."""
+TERMINALS_S_MAX = 5.0
+"""At the end: for the rest of what the workers' terminals hold."""
 
 
 class FilteredFile:
@@ -82,7 +84,7 @@ class LogRouter:
         self._mover = LogMover(console.say)
         self._spools: list[Spool] = []
         """Of the newest attempt."""
-        self._mover_closed = self._limit_said = False
+        self._files_finished = self._limit_said = False
         self._attached = False
         self._pump = TerminalPump()
         self._fds: dict[int, list[int]] = {}
@@ -240,20 +242,26 @@ class LogRouter:
         if groups:
             self._pump.finish(terminals, end)
 
+    def finish_files(self) -> None:
+        """No worker lives, and none will be started: wait until their output is in the files, as far as their disk
+        takes it. The console is not waited for."""
+        self.end_attempt()
+        if not self._files_finished:
+            self._files_finished = True
+            self._pump.await_finished(TERMINALS_S_MAX)
+            self._mover.finish(DISK_STALL_S_MAX)
+
     def close(self, drain_s_max: float) -> bool:
         """Wait until everything is in the files and shown; False if the console did not move for `drain_s_max` (files
         are complete in any case, unless their disk takes nothing).
 
         Also True when the console has no reader any more: then nothing can be shown.
         """
-        self.end_attempt()
+        self.finish_files()
         self._tell_undecided()
         shown = not self._attached or self._console.wait(lambda: self._tail.idle, drain_s_max)
         self._pump.close()
-        if not self._mover_closed:
-            self._mover_closed = True
-            self._mover.finish(DISK_STALL_S_MAX)
-            self._mover.close()
+        self._mover.close()
         self._tail.abandoned = True
         if self._attached:
             # The console's thread closes its tails as soon as it can; `close` does not wait for it where it is stuck.

@@ -356,8 +356,10 @@ class LogMover:
         return True
 
     def close(self) -> None:
-        """End the threads. What is not on the disk by now is lost."""
+        """End the threads. What is not on the disk by now is lost. Calling it again does nothing."""
         with self._news:
+            if self._closed:
+                return
             self._closed = True
             self._news.notify_all()
         if self._threads:
