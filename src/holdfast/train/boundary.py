@@ -37,6 +37,8 @@ class Boundary:
     def __init__(self, tracker: Tracker, place: str) -> None:
         """`place`: a folder in memory that outlives this process; empty: there is none."""
         self.step = self.epoch = 0
+        self.after_forward: Callable[[], object] | None = None
+        """Called at the end of each forward pass."""
         self._tracker = tracker
         self._followers = tracker.followers()
         self._positions: list[dict[str, Any]] | None = []
@@ -105,6 +107,8 @@ class Boundary:
             self._record.write(self._tracker.state.step + 1, self._random.now(), complete=False)
         if self.objects.any:
             self.objects.forward_done(self._tracker.state.step + 1)
+        if self.after_forward is not None:
+            self.after_forward()
 
     def rewind(self, state: TrainState) -> None:
         """Go back to that moment."""

@@ -190,7 +190,7 @@ class Survivor:
             # Of all optimizers: one may step another one, as SAM does, and only the outer one is tracked.
             hooks.callback(register_optimizer_step_pre_hook(self._note_stepping).remove)
             for model in self._snaps._tracker.models:
-                hooks.enter_context(noted_forward(model, self._forward_done))
+                hooks.enter_context(noted_forward(model, self._boundary.forward_done))
             hooks.callback(self._leave)
             hooks.callback(drain.before_stop, None)
             drain.before_stop(self._at_safe_point)
@@ -201,7 +201,7 @@ class Survivor:
                 self._boundary.restore_random(self._boundary.step, survived=True)
             self._joined = False
             self._boundary.mark(self._snaps.state, begins=True)
-            self._probe.begin_step()
+            self._begin_step()
             self._reducers.mark()
             while True:
                 try:
@@ -245,16 +245,16 @@ class Survivor:
         self._boundary.objects.close()
 
     def _note_stepping(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._optimizers.note(optimizer):
+        if id(optimizer) not in self._optimizers.tracked and not self._optimizers.note(optimizer):
             return
         if not self._stepping:
             with self._uninterrupted:
                 self._stepping = True
 
-    def _forward_done(self) -> None:
-        self._boundary.forward_done()
-        if self._probe.looks:
-            self._look_for_writes()
+    def _begin_step(self) -> None:
+        self._probe.begin_step()
+        # Not one more call in each forward pass: most steps are not looked at.
+        self._boundary.after_forward = self._look_for_writes if self._probe.looks else None
 
     def _look_for_writes(self) -> None:
         """Whether the program has changed parameters in a way that nobody notices: see unnoticed_writes.py."""
@@ -289,7 +289,7 @@ class Survivor:
             if self._withdrawn:
                 return
         self._boundary.mark(self._snaps.state)
-        self._probe.begin_step()
+        self._begin_step()
         self._reducers.mark()
         if not self._compared:
             self._compare_ranks()
@@ -367,7 +367,7 @@ class Survivor:
             self._boundary.rewind(self._snaps.state)
             handed = self._go_on(step=self._boundary.step, clean=not self._stepping and self._boundary.untouched())
             self._boundary.mark(self._snaps.state, begins=True)
-            self._probe.begin_step()
+            self._begin_step()
             self._stepping = False
             self._news = {
                 "generation": self._generation,

@@ -139,14 +139,15 @@ class UntrackedOptimizers:
         """`others`: further tracked objects, one of which may have an optimizer inside, and its state with its own."""
         self._parameters = {id(each) for model in models for each in model.parameters()}
         # A wrapper, as accelerate's, steps torch's own inside, and has its state.
-        self._tracked = {id(each) for one in tracked for each in (one, getattr(one, "optimizer", None))}
-        self._tracked |= {id(each) for one in others for each in _optimizers_in(one)}
+        self.tracked = {id(each) for one in tracked for each in (one, getattr(one, "optimizer", None))}
+        self.tracked |= {id(each) for one in others for each in _optimizers_in(one)}
+        """By identity."""
         self.found = ""
         """The class of one that has stepped."""
 
     def note(self, optimizer: Optimizer) -> bool:
         """An optimizer steps. Returns whether it steps parameters of the models."""
-        if id(optimizer) in self._tracked:
+        if id(optimizer) in self.tracked:
             return True
         steps = any(id(each) in self._parameters for group in optimizer.param_groups for each in group["params"])
         if steps and not self.found:
