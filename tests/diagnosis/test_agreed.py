@@ -89,6 +89,18 @@ def test_the_rank_that_the_text_names(says: str) -> None:
     check(*failures, culprit=2, cause=says)
 
 
+def test_the_whole_chain_of_the_rank_that_the_text_names_is_its_own_error() -> None:
+    """As where rank 0 cannot write, and the others report it."""
+    full = f"{HEAD}{FRAME}OSError: [Errno 28] No space left on device: '/data/snapshots'\n"
+    says = "cannot write /data/snapshots: No space left on device"
+    chained = f"{full}{BECAUSE}{HEAD}{FRAME}RuntimeError: a save failed\n"
+    warning = "RuntimeWarning: 4 of 10000 failed saves in a row; training goes on\n"
+    for root, before in ((full, ""), (chained, ""), (full, warning), ("", warning)):
+        culprit = raised(0, f"WriteError: {says}", root=root, before=before)
+        for verdict in verdicts(culprit, raised(1, f"SnapshotError: rank 0: {says}")):
+            assert (verdict.code, named(verdict)) == ("HF214", 0), verdict.cause
+
+
 def test_the_rank_that_a_checkpoint_names() -> None:
     says = f"CheckpointException: CheckpointException ranks:dict_keys([1])\n{HEAD.strip()} (RANK 1)\n{FRAME}ValueError: no plan"
     check(*(raised(rank, says) for rank in range(3)), culprit=1, cause="ValueError: no plan")

@@ -283,7 +283,7 @@ def drawn(seed: int, *rules: type) -> SuccessionCluster:
 
 BROKEN = [
     pytest.param(drawn, (AnswersWithoutAge,), (1, 9, 22), "still runs generation", id="a Pong without age"),
-    pytest.param(drawn, (NeverStepsDown,), (9, 47, 58), "still runs generation", id="no step-down"),
+    pytest.param(drawn, (NeverStepsDown,), (33, 38, 63), "still runs generation", id="no step-down"),
     pytest.param(nemesis, (VotesForOlder,), (65, 120, 225, 227), "counts after", id="a vote for an older charter"),
     pytest.param(duel, (VotesTwice,), (153, 194, 276, 291), "both elected in term", id="two votes in a term"),
     pytest.param(

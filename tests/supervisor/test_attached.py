@@ -71,4 +71,5 @@ def test_all_its_processes_end(tmp_path: Path, killed: bool) -> None:
             until(lambda: not [pid for pid in [between, *noted(pids)] if processes.is_alive(pid)], "the end of all")
         finally:
             process.kill()
-            processes.kill_each([pid for pid in noted(pids) if processes.is_alive(pid)])
+            for pid in filter(processes.is_alive, noted(pids)):
+                os.kill(pid, signal.SIGKILL)

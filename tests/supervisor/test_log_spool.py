@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import signal
@@ -142,25 +143,41 @@ def test_at_the_end_a_disk_that_takes_nothing_is_not_waited_for(path: Path, monk
 
 
 KILLED = """
-import os, signal, sys, time
+import os, signal, sys
 from pathlib import Path
 from holdfast.supervisor.supervisor import fork_supervisor
 handle = fork_supervisor()
+if sys.argv[2] == "suspended":
+    os.kill(handle.pid, signal.SIGSTOP)
+Path(sys.argv[3]).write_text(str(handle.pid))
 from holdfast import seqpacket
 from holdfast.supervisor.log_spool import Spool
 path = Path(sys.argv[1])
-spool = Spool(path)
-worker = spool.writer()
-seqpacket.send(handle.sock, {"do": "logs", "paths": [str(path)], "first": True}, [spool.memory_fd])
-os.write(worker, b"moved\\n")
-spool.move()
-os.write(worker, b"not moved\\n" * 100_000)
+for number, name in enumerate(("stdout.log", "stderr.log")):
+    spool = Spool(path.with_name(name))
+    worker = spool.writer()
+    message = {"do": "logs", "paths": [str(spool.path)], "first": number == 0}
+    seqpacket.send(handle.sock, message, [spool.memory_fd])
+    os.write(worker, b"moved\\n")
+    spool.move()
+    os.write(worker, b"not moved\\n" * 100_000)
+doomed = Path(sys.argv[4])
+doomed.mkdir(mode=0o700)
+seqpacket.send(handle.sock, {"do": "remove", "path": str(doomed)})
 os.kill(os.getpid(), signal.SIGKILL)
 """
+STATES = ("running", "suspended")
+"""Of the supervisor, which was just forked: a suspended one has read no message when the agent is killed."""
 
 
-def test_what_a_killed_agent_has_not_moved_the_supervisor_moves(path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLED, str(path)], timeout=limit_s(30))
+@pytest.mark.parametrize("state", STATES)
+def test_the_supervisor_moves_and_removes_what_a_killed_agent_has_not(path: Path, tmp_path: Path, state: str) -> None:
+    pid, doomed = tmp_path / "pid", tmp_path / "doomed"
+    done = subprocess.run([sys.executable, "-c", KILLED, str(path), state, str(pid), str(doomed)], timeout=limit_s(30))
     assert done.returncode == -signal.SIGKILL
+    with contextlib.suppress(ProcessLookupError):  # where it had come so far, the agent's death has continued it
+        os.kill(int(pid.read_text()), signal.SIGCONT)
     whole = b"moved\n" + b"not moved\n" * 100_000
-    until(lambda: path.read_bytes() == whole, "all of it in the file")
+    for name in ("stdout.log", "stderr.log"):
+        until(lambda name=name: path.with_name(name).read_bytes() == whole, f"all of it in {name}")
+    until(lambda: not doomed.exists(), "the folder is removed")

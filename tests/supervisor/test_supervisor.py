@@ -373,7 +373,8 @@ def test_a_suspended_supervisor_kills_all_when_its_agent_is_killed(tmp_path: Pat
     try:
         until(lambda: not [pid for pid in everyone if processes.is_alive(pid)], "the end of all")
     finally:
-        processes.kill_each([pid for pid in everyone if processes.is_alive(pid)])
+        for pid in filter(processes.is_alive, everyone):
+            os.kill(pid, signal.SIGKILL)
         agent.communicate()
 
 

@@ -178,6 +178,7 @@ def _run(sock: socket.socket, agent: int, ignored: Sequence[int], limit: int) ->
             supervisor.run()
         finally:
             processes.kill_descendants(os.getpid(), limit_s=END_LIMIT_S)
+            supervisor.read_last()
             supervisor.remove_folders()
             supervisor.move_logs()
     except BaseException:  # noqa: BLE001 - nothing may unwind into the agent's frames
@@ -262,6 +263,14 @@ class Supervisor:
                 self._kill_pass(self._kill_deadline)
             self._fork_server.tick()
             self._flush()
+
+    def read_last(self) -> None:
+        """Read what the agent sent before it was killed, for what is done after its end: folders to remove and logs to
+        move. On a busy machine the end of the agent may be noticed while such messages are unread."""
+        with contextlib.suppress(BlockingIOError):
+            while (received := seqpacket.receive(self._sock)) is not None:
+                if received[0]["do"] in ("remove", "logs", "exit"):
+                    self._obey(*received)
 
     def remove_folders(self) -> None:
         """Remove the folders that a killed agent could not remove."""

@@ -51,12 +51,12 @@ def agreed(failures: Sequence[Failure], first: Failure) -> Agreed | None:
     if named is first:
         return None
     if named is not None:
-        own = _only_here(named, [each for each in failures if each is not named])
         own_words = ExceptionText(named)
+        if own_words.text and own_words.text != words.text and not relays(named, own_words):
+            return Agreed(named, named)  # its own exception says more than what it wrote before, such as a warning
+        own = _only_here(named, [each for each in failures if each is not named])
         if own is not None:
             return Agreed(named, own)
-        if own_words.text and own_words.text != words.text and not relays(named, own_words):
-            return Agreed(named, named)
         return Agreed(named, first, _first_line(unwrapped(words.text) or words.last_said))
     alike = [each for each in failures if _end(each) == _end(first)]
     if not relays(first, words) and (len(alike) < 2 or not _on_purpose(first, words)):

@@ -18,6 +18,7 @@ CHAINED = re.compile(
     r"|The above exception was the direct cause of the following exception:)\s*$",
     re.MULTILINE,
 )
+HEAD = "Traceback (most recent call last):"
 DIRECT = "The above exception was the direct cause"
 GROUP = "Exception Group Traceback (most recent call last):"
 FIRST_OF_GROUP = re.compile(r"^\s*\+-\+-+ 1 -+\s*$", re.MULTILINE)
@@ -151,13 +152,16 @@ class ExceptionText:
 
     @cached_property
     def before(self) -> str:
-        """Stderr before the traceback of its own last exception."""
+        """Stderr before the traceback of its own last exception, with its chain."""
         first = self.text.partition("\n")[0][:SOURCE_CHARACTERS_MAX]
         end = self.stderr.rfind(first) if first else len(self.stderr)
         if first and end < 0:
             return self.stderr
-        start = self.stderr.rfind("Traceback (most recent call last):", 0, end) if first else end
-        return self.stderr[: max(0, start)]
+        start = self.stderr.rfind(HEAD, 0, end) if first else end
+        before = self.stderr[: max(0, start)]
+        while (joint := _last(CHAINED, before)) is not None and not before[joint.end() :].strip():
+            before = before[: max(0, before.rfind(HEAD, 0, joint.start()))]
+        return before
 
     @cached_property
     def handled(self) -> str:
@@ -338,11 +342,11 @@ def _last_traceback(stderr: str) -> str:
     """The last traceback with its chain. Exceptions that Python ignored at its exit do not count."""
     stderr = stderr.partition("\nException ignored ")[0]
     blocks = CHAINED.split(stderr)
-    start = blocks[-1].rfind("Traceback (most recent call last):")
+    start = blocks[-1].rfind(HEAD)
     if start < 0:
         return stderr if FRAME.search(blocks[-1]) else ""  # the head of the traceback was cut off
-    if len(blocks) > 1 and blocks[-1].count("Traceback (most recent call last):") == 1:
-        return stderr[stderr.find("Traceback (most recent call last):") :]
+    if len(blocks) > 1 and blocks[-1].count(HEAD) == 1:
+        return stderr[stderr.find(HEAD) :]
     return blocks[-1][start:]
 
 
