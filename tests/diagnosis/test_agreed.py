@@ -135,3 +135,14 @@ def test_an_exit_status_that_a_stop_cannot_cause_is_the_ranks_own(code: int, cul
     late = structs.replace(fails(1, code=code), after_stop=True)
     verdict = verdicts(cut(0), late)[0]
     assert named(verdict) == culprit
+
+
+def test_what_holdfast_raises_on_all_ranks_names_the_rank_on_which_it_began() -> None:
+    """Whatever the ranks have written before, and whichever of them is heard first."""
+    kind = "holdfast.protocol.errors.SnapshotWriteError"
+    says = "cannot write /data/snapshots: No space left on device"
+    warning = "RuntimeWarning: holdfast: rank 0: 4 of 10000 failed saves in a row; training goes on\n"
+    for before in ("", warning):
+        culprit = raised(0, f"{kind}: {says}", before=before)
+        for verdict in verdicts(culprit, raised(1, f"{kind}: rank 0: {says}", before=warning)):
+            assert (verdict.code, named(verdict)) == ("HF214", 0), verdict.cause

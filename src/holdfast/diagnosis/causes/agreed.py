@@ -30,6 +30,8 @@ SAYS_FAILED = re.compile(
 ERROR_LINE = re.compile(
     r"\b\w*(?:Error|Exception)\b|\berror\b|\bfail(?:ed|ure)?\b|\bfatal\b|\bcritical\b", re.IGNORECASE
 )
+OF_HOLDFAST = re.compile(r"holdfast\.protocol\.errors\.\w+: (?:rank (\d+): )?")
+"""An exception that holdfast.train raises on purpose, and the rank on which it began, if that is another one."""
 EQUAL_CHARACTERS_MAX = 200
 
 
@@ -47,6 +49,10 @@ def agreed(failures: Sequence[Failure], first: Failure) -> Agreed | None:
     is unknown which rank is to blame."""
     failures = failures[:LOOKED_AT_MAX]
     words = ExceptionText(first)
+    ours = OF_HOLDFAST.match(words.text)
+    if ours is not None:  # holdfast.train raises on all ranks what went wrong on one, and names it
+        its = next((each for each in failures if ours[1] and each.rank == int(ours[1]) and each is not first), None)
+        return None if its is None or not OF_HOLDFAST.match(ExceptionText(its).text) else Agreed(its, its)
     named = _named(failures, first, words)
     if named is first:
         return None
