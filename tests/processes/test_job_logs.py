@@ -48,7 +48,7 @@ def test_a_pipe_that_nobody_reads_holds_up_nobody(site) -> None:
     script = site.script(LINES + "sys.stdout.flush()\nnote('end')")
     agent, read_end = piped(site, "--nproc-per-node", "2", script)
     site.wait(2, "end")
-    assert [len(written(agent, rank)) for rank in range(2)] == [20000, 20000]
+    until(lambda: [len(written(agent, rank)) for rank in range(2)] == [20000, 20000], "the files are complete")
     with os.fdopen(read_end, "rb") as pipe:
         assert len(pipe.read().splitlines()) == 40000
     assert agent.end() == 0
@@ -102,7 +102,8 @@ def test_all_is_in_the_file_when_the_agent_is_killed(site) -> None:
     site.wait(2, "up")
     agent.signal(signal.SIGKILL)
     agent.end()
-    assert [written(agent, rank) for rank in range(2)] == [["written"]] * 2
+    # Its supervisor writes what the agent had not yet moved.
+    until(lambda: [written(agent, rank) for rank in range(2)] == [["written"]] * 2, "both files have it")
     site.all_gone()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast.snapshots import folder
-from tests.processes.conftest import Agent, Site, holdfast, told
+from tests.processes.conftest import Agent, Site, SmallDisk, holdfast, told
 from tests.processes.test_control_jobs import beside, entries, refused
 from tests.processes.test_dashboard_jobs import place, visitor
 from tests.processes.test_hang_jobs import SCRIPTS
@@ -125,11 +125,12 @@ def test_py_spy_records_where_it_is_and_a_program_without_torch_is_told_so(site:
     site.all_gone()
 
 
-def test_a_full_disk_is_said_and_leaves_no_half_file(site: Site, small_disk: Path) -> None:
-    agent = begun(site, TORCH, 1, "--log-dir", small_disk, "--preload", "torch,torch._dynamo")
-    until(lambda: holdfast("profile", "0", "--steps", "1").returncode == 0, "a small one fits", 60)
+def test_a_full_disk_is_said_and_leaves_no_half_file(site: Site, disk: SmallDisk) -> None:
+    agent = begun(site, TORCH, 1, "--log-dir", disk.path / "logs", "--preload", "torch,torch._dynamo")
+    until(lambda: holdfast("profile", "0", "--steps", "1").returncode == 0, "one fits", 60)
+    disk.fill()
     assert "is the disk full?" in why(holdfast("profile", "0", "--steps", "100", "--json"))
-    (run,) = small_disk.iterdir()
+    (run,) = (disk.path / "logs").iterdir()
     newest = max((run / "profiles").iterdir())
     assert list(newest.iterdir()) == []
     assert told("status")["phase"] == "running", "training goes on"
@@ -142,6 +143,7 @@ import torch
 import holdfast.train as ht
 
 torch.set_num_threads(1)
+torch.manual_seed(0)  # the ranks have the same model
 with ht.process_group(), ht.Snapshots("runs", every=None) as snaps:
     model = torch.nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

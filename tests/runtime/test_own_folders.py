@@ -39,6 +39,8 @@ def is_whole(precious: Path) -> bool:
 
 PLANT = """
 folder, target = sys.argv[1:3]
+for name in (folder + "/sub", folder + "/link"):  # as an exchange has left them
+    os.path.islink(name) and os.unlink(name)
 os.makedirs(folder + "/sub", mode=0o700, exist_ok=True)
 os.path.lexists(folder + "/link") or os.symlink(target, folder + "/link")
 open(folder + "/sub/bait", "w").close()

@@ -241,6 +241,11 @@ def run(screen: Screen, code: str) -> WorkerStreams:
     return streams
 
 
+def comes(file: Path, expected: bytes) -> None:
+    """The output is moved to the file by a thread, some milliseconds after the screen has it."""
+    until(lambda: file.read_bytes() == expected, lambda: f"{file.read_bytes()[-200:]!r} is not all of it")
+
+
 def test_a_worker_sees_a_terminal_and_its_size(screen: Screen) -> None:
     streams = run(
         screen,
@@ -252,15 +257,15 @@ def test_a_worker_sees_a_terminal_and_its_size(screen: Screen) -> None:
     until(lambda: COLOURED + size in screen.shown and b"\x1b[31mred" in screen.shown, "the screen to show it")
     assert streams.stdout_file is not None
     assert streams.stderr_file is not None
-    assert streams.stdout_file.read_bytes() == size
-    assert streams.stderr_file.read_bytes() == b"\x1b[31mred\x1b[0m\n"
+    comes(streams.stdout_file, size)
+    comes(streams.stderr_file, b"\x1b[31mred\x1b[0m\n")
 
 
 def test_every_byte_of_a_worker_that_ends_at_once_is_kept(screen: Screen) -> None:
     streams = run(screen, "import os\nfor n in range(20_000): os.write(1, b'%05d\\n' % n)")
     until(lambda: screen.shown.endswith(b"19999\n"), "the screen to show it")
     assert streams.stdout_file is not None
-    assert streams.stdout_file.read_bytes() == b"".join(b"%05d\n" % number for number in range(20_000))
+    comes(streams.stdout_file, b"".join(b"%05d\n" % number for number in range(20_000)))
 
 
 def test_a_new_size_reaches_the_workers(screen: Screen) -> None:
@@ -291,7 +296,7 @@ def test_a_progress_bar_is_a_transient_last_line(screen: Screen) -> None:
     until(lambda: screen.shown.endswith(b"100%\n"), "the screen to show it")
     assert bytes(screen.shown[at:]) == ERASE + COLOURED + b"100%\n"
     assert streams[0].stderr_file is not None
-    assert streams[0].stderr_file.read_bytes() == b"\r10%\r20%\r100%\n"
+    comes(streams[0].stderr_file, b"\r10%\r20%\r100%\n")
 
 
 def test_a_bar_is_redrawn_at_most_ten_times_a_second(screen: Screen) -> None:
@@ -404,4 +409,4 @@ def test_a_question_is_shown_once_whatever_is_typed_and_whatever_comes_after(
     assert screen.shown.count(b"name? ") == 1
     assert screen.shown.index(b"before") < screen.shown.index(b"name? ") < screen.shown.index(b"meanwhile")
     assert streams[0].stdout_file is not None
-    assert streams[0].stdout_file.read_bytes() == b"before\nname? hi bob\n"
+    comes(streams[0].stdout_file, b"before\nname? hi bob\n")
