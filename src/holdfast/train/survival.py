@@ -21,7 +21,7 @@ has completed its last step exactly. A rank that was interrupted later, between 
 or that has changed parameters before the optimizer's step, takes the state of another.
 
 What cannot be carried over a loss is refused before the first step is complete, or `ht.survive` is a plain call: then a
-loss restarts all processes, as without it. One line at the start says which (`_said`), and carrying.py decides it.
+loss restarts all processes, as without it. One line at the start says which (`_say`), and carrying.py decides it.
 
 Knows torch, the process group and the tracked objects. Knows nothing of nodes and agents: worker/regroup.py talks to
 them.
