@@ -215,6 +215,7 @@ def test_transition(before: Work, after: Work) -> None:
 
 MESSAGES: list[msg.FromCoordinator] = [
     msg.Answer(1, b"{}"),
+    msg.Extended("stacks", b""),
     msg.Quit(drain=True, by="holdfast stop"),
     msg.Quit(drain=False, by="holdfast kill"),
     msg.Joined(6.0, 4.0, 1.0),
@@ -239,7 +240,6 @@ MESSAGES: list[msg.FromCoordinator] = [
             msg.Resume(generation),
             msg.Abandon(generation),
             msg.Look(generation, 1),
-            msg.Profile(generation, 1, "p", (0,), 5, 0.0),
             msg.Stop(generation, msg.StopReason.HUNG, "rank 1 hangs"),
             msg.Regroup(assign(generation), 0, "z was lost"),
             msg.Regroup(assign(generation), 9),

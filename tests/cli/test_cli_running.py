@@ -474,7 +474,7 @@ def test_commands_load_no_torch() -> None:
     import sys
 
     code = (
-        "import sys, holdfast.cli.status, holdfast.cli.logs, holdfast.cli.doctor\n"
+        "import sys, holdfast.extensions.status.command, holdfast.cli.logs, holdfast.cli.doctor\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'numpy', 'rich', 'asyncio'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

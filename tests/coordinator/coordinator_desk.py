@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import msgspec
 
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.coordinator.coordinator_state import (
@@ -11,17 +14,20 @@ from holdfast.coordinator.coordinator_state import (
     Event,
     Heard,
     LinkOpened,
-    SaveAgreed,
     Tell,
 )
 from holdfast.coordinator.ending import Judge
+from holdfast.extensions import EXTENSIONS
 from holdfast.protocol import messages as msg
+from holdfast.protocol.codec import encode_extended
+from holdfast.protocol.extension import CoordinatorHalf
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec, Note, Survive, Tick
 from holdfast.protocol.rank_progress import Examine, RankProgress, Stage
 from tests.support.simulator.nodes import simple_judge
 from tests.support.simulator.stalls import simple_examine
 
+Kind = TypeVar("Kind", bound=msgspec.Struct)
 LIMITS = Limits(
     join_s=60.0,
     settle_s=2.0,
@@ -52,6 +58,7 @@ class Desk:
         judge: Judge = simple_judge,
         examine: Examine = simple_examine,
         limits: Limits = LIMITS,
+        extensions: Sequence[CoordinatorHalf] = EXTENSIONS,
     ) -> None:
         job = JobSpec(
             run_id=run_id,
@@ -67,30 +74,62 @@ class Desk:
         )
         self.nproc = nproc
         self.now = 0.0
-        self.machine = CoordinatorMachine(job, limits, judge, self.now, examine=examine)
+        self.machine = CoordinatorMachine(job, limits, judge, self.now, examine=examine, extensions=extensions)
         self.told: list[tuple[int, msg.FromCoordinator]] = []
         self.dropped: list[int] = []
         self.concluded = 0
         self.notes: list[Note] = []
-        self.saves: list[SaveAgreed] = []
+        self.answers: list[tuple[int, msg.Answer]] = []
+        """The link and the answer."""
+        self.extended: list[tuple[int, msg.Extended]] = []
 
     def give(self, event: Event) -> None:
         for command in self.machine.handle(self.now, event):
             match command:
+                case Tell(link, msg.Answer() as answer):
+                    self.answers.append((link, answer))
+                case Tell(link, msg.Extended() as message):
+                    self.extended.append((link, message))
                 case Tell(link, message):
                     self.told.append((link, message))
                 case DropLink(link):
                     self.dropped.append(link)
                 case Note():
                     self.notes.append(command)
-                case SaveAgreed():
-                    self.saves.append(command)
                 case Conclude():
                     self.concluded += 1
         self.machine.check_invariants()
 
     def say(self, link: int, message: msg.FromAgent) -> None:
         self.give(Heard(link, message))
+
+    def ask(self, question: str, link: int = 1, *, number: int = 1, by: str = "somebody", **about: object) -> None:
+        """A user on the node of this link asks."""
+        self.say(link, msg.Ask(number, question, by, msgspec.json.encode(about)))
+
+    def answer(self, link: int = 1) -> Any:
+        """The only answer to this link so far, which is forgotten."""
+        (found,) = [answer for to, answer in self.answers if to == link]
+        self.answers = [each for each in self.answers if each[0] != link]
+        assert not found.refused, found.refused
+        return msgspec.json.decode(found.body)
+
+    def refusal(self, link: int = 1) -> str:
+        """Why the only question of this link was refused."""
+        (found,) = [answer for to, answer in self.answers if to == link]
+        self.answers = [each for each in self.answers if each[0] != link]
+        assert not found.body
+        return found.refused
+
+    def extend(self, link: int, extension: str, message: msgspec.Struct) -> None:
+        """The half of an extension on this node sends a message."""
+        self.say(link, msg.Extended(extension, encode_extended(message)))
+
+    def ordered(self, link: int, kind: type[Kind]) -> Kind:
+        """The only message of an extension to its half on this node, which is forgotten."""
+        (found,) = [each for to, each in self.extended if to == link]
+        self.extended = [each for each in self.extended if each[0] != link]
+        return msgspec.msgpack.decode(found.body, type=kind)
 
     def both_say(self, message: msg.FromAgent) -> None:
         """The agents on links 1 and 2."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.coordinator.coordinator_state import LinkClosed, LinkOpened, Phase, QuitAsked
+from holdfast.coordinator.coordinator_state import LinkClosed, LinkOpened, Phase
 from holdfast.protocol import messages as msg
 from holdfast.protocol.policy import NodeSpec
 from tests.coordinator.coordinator_desk import LIMITS, Desk, running, two_of_three
@@ -138,7 +138,7 @@ def test_nothing_is_announced_when_a_worker_asked_to_be_requeued() -> None:
 
 def test_nothing_is_announced_when_the_job_is_being_ended() -> None:
     desk = running(max_restarts=1)
-    desk.give(QuitAsked(drain=True, by="a user"))
+    desk.ask("stop")
     desk.fail(2)
     assert isinstance(desk.last(2), msg.Stop)
     assert announced(desk) == {}

@@ -11,19 +11,16 @@ from holdfast.coordinator.coordinator_state import (
     TRANSITIONS,
     Event,
     Heard,
-    HostAsked,
     LinkClosed,
     LinkOpened,
     Phase,
-    QuitAsked,
-    SaveAsked,
 )
 from holdfast.coordinator.formation import FENCE
+from holdfast.extensions import EXTENSIONS
 from holdfast.protocol import messages as msg
 from holdfast.protocol.charter import Charter, CharterPosition, Poll, Seat
 from holdfast.protocol.outcome import Failure, OutcomeKind
 from holdfast.protocol.policy import NodeSpec, Survive, Tick
-from holdfast.protocol.questions import OF_A_HOST, Question
 from holdfast.protocol.rank_progress import RankProgress, Stage
 from tests.coordinator.coordinator_desk import (
     LIMITS,
@@ -212,7 +209,10 @@ MESSAGES: list[msg.FromAgent] = [
     msg.Join(NodeSpec(member="n9#1", host="n9", nproc=1)),
     msg.Join(NodeSpec(member="n1#1", host="n1", nproc=1), 7),
     msg.Ping(3),
-    msg.Ask(1, Question.STATUS),
+    *(msg.Ask(1, question, "a user") for each in EXTENSIONS for question in each.questions),
+    *(msg.Ask(1, question, "a user", b'{"host": "b", "for_s": 60.0}') for question in ("drain", "exclude", "readmit")),
+    msg.Ask(1, "profile", "a user", b'{"ranks": [0], "steps": 5}'),
+    *(msg.Extended(each.name, body) for each in EXTENSIONS for body in (b"", b"\x92\x01\x90")),
     Poll(2, Seat("n9#1", "n9", "10.0.0.9", 1), CharterPosition(1, 1)),
     msg.Supersede(2, "10.0.0.9", 1),
     msg.Recall(Charter(CharterPosition(1, 1), ()), 1, 0.0),
@@ -235,7 +235,6 @@ MESSAGES: list[msg.FromAgent] = [
             msg.Progress(generation, (RankProgress(0, Stage.STEPPING, 9, 0.1), RankProgress(7, Stage.STEPPING, 9))),
             msg.Progress(generation, (RankProgress(0, Stage.MEETING),)),
             msg.Looked(generation, 1),
-            msg.Profiled(generation, 1),
             msg.Able(generation, (0,)),
             msg.ReplacementReady(generation, (0,)),
             msg.ReplacementFailed(generation, (FAILURE,)),
@@ -247,16 +246,12 @@ EVENTS: list[Event] = [
     LinkOpened(9, "10.0.0.9", "10.0.0.1"),
     *(LinkClosed(link, "reset") for link in (1, 2, 9)),
     *(Heard(link, message) for link in (1, 2, 9) for message in MESSAGES),
-    QuitAsked(drain=True, by="holdfast stop"),
-    QuitAsked(drain=False, by="holdfast kill"),
-    *(HostAsked(question, "b", "a user", 60.0) for question in OF_A_HOST),
-    SaveAsked("a user"),
     Tick(),
 ]
 
 
 def test_no_message_is_forgotten() -> None:
-    assert {type(message) for message in MESSAGES} == {*msg.AgentMessage.__subclasses__(), Poll}
+    assert {type(message) for message in MESSAGES} == {*msg.AgentMessage.__subclasses__(), msg.Extended, Poll}
 
 
 @pytest.mark.parametrize("late_s", [0.0, 1000.0])

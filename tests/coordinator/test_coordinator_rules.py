@@ -6,17 +6,14 @@ import pytest
 from msgspec import structs
 
 from holdfast.coordinator.coordinator_state import (
-    HostAsked,
     LinkClosed,
     LinkOpened,
     Phase,
-    QuitAsked,
 )
 from holdfast.diagnosis.causes import judge
 from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import Failure, OutcomeKind
 from holdfast.protocol.policy import Grow, NodeSpec
-from holdfast.protocol.questions import Question
 from holdfast.protocol.rank_progress import RankProgress, Stage
 from tests.coordinator.coordinator_desk import (
     LIMITS,
@@ -394,39 +391,24 @@ def test_every_member_is_told(state, drain: bool) -> None:
     desk: Desk = state()
     links = {member.link for member in desk.machine.members.values()}
     before = len(desk.told)
-    desk.give(QuitAsked(drain, "holdfast stop"))
+    desk.ask("stop" if drain else "kill", next(iter(links)))
     told = [(link, message) for link, message in desk.told[before:] if isinstance(message, msg.Quit)]
     assert {link for link, _ in told} == links
-    assert {message for _, message in told} == {msg.Quit(drain, "holdfast stop")}
+    assert {message for _, message in told} == {msg.Quit(drain, "somebody")}
 
 
 def test_whoever_comes_later_is_sent_home() -> None:
     desk = running()
-    desk.give(QuitAsked(drain=True, by="holdfast stop"))
+    desk.ask("stop")
     desk.join(9)
-    assert [message for link, message in desk.told if link == 9] == [msg.Quit(drain=True, by="holdfast stop")]
+    assert [message for link, message in desk.told if link == 9] == [msg.Quit(drain=True, by="somebody")]
     assert len(desk.machine.members) == 2
-
-
-def test_one_host_is_excluded_until_it_is_readmitted() -> None:
-    desk = two_of_three()  # a third node waits as a spare
-    host = next(member.node.host for member in desk.machine.members.values() if member.link == 2)
-    desk.give(HostAsked(Question.EXCLUDE, host, "somebody", 600.0))
-    assert [link for link, message in desk.told if isinstance(message, msg.Quit)] == [2]
-    (noted,) = desk.noted("excluded")
-    assert (noted["host"], noted["for_s"], noted["by"]) == (host, 600.0, "somebody")
-    assert desk.machine.host_backoff.until_s(host, desk.now) == desk.now + 600.0
-    desk.give(HostAsked(Question.READMIT, host, "somebody"))
-    assert desk.machine.host_backoff.until_s(host, desk.now) == desk.now
-    desk.give(HostAsked(Question.DRAIN, host, "somebody"))
-    assert [desk.noted(event)[0]["by"] for event in ("readmitted", "drain_asked")] == ["somebody"] * 2
-    assert [link for link, message in desk.told if isinstance(message, msg.Quit)] == [2, 2]
 
 
 def test_a_job_that_is_over_ends_as_it_did() -> None:
     desk = over()
     outcome = desk.machine.outcome
-    desk.give(QuitAsked(drain=False, by="holdfast kill"))
+    desk.ask("kill")
     assert (desk.machine.phase, desk.machine.outcome) == (Phase.OVER, outcome)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from holdfast.coordinator.coordinator_state import LinkClosed, Phase, QuitAsked
+from holdfast.coordinator.coordinator_state import LinkClosed, Phase
 from holdfast.protocol.messages import (
     DrainTo,
     Held,
@@ -66,7 +66,7 @@ def test_all_stop_at_the_safe_point_where_the_others_must_not_go_on(options: dic
 
 def test_all_stop_where_the_whole_job_is_to_end() -> None:
     desk = able(least=1)
-    desk.give(QuitAsked(True, "somebody"))
+    desk.ask("stop")
     desk.say(2, Leave("somebody", drain=True))
     desk.both_say(Held(1, 7))
     assert desk.last(1) == DrainTo(1, 8)

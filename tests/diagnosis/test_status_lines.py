@@ -6,12 +6,12 @@ import doctest
 from typing import Any
 
 import msgspec
+from holdfast.runtime.control_handlers import stacks_view
 
 from holdfast import text
 from holdfast.diagnosis import screen
 from holdfast.diagnosis.screen import group, stack_lines, status_lines
 from holdfast.protocol.rank_progress import Frame, JobView, NodeView, RankSample, RankView, Stage, Standing
-from holdfast.runtime.control_handlers import stacks_view
 
 
 def rank(number: int, steps: int = 120, *, stage: Stage = Stage.STEPPING, age_s: float = 0.1) -> RankView:

@@ -231,8 +231,8 @@ def test_the_command_of_another_user_says_whose_it_is(site: Site) -> None:
 
 AS_NOBODY_COMMAND = """
 import locale, os, shutil, sys
-import holdfast.cli, holdfast.cli.status
-holdfast.cli.status.parser().format_help()
+import holdfast.cli, holdfast.extensions.status.command
+holdfast.extensions.status.command.status_parser().format_help()
 os.environ["HOLDFAST_RUNTIME_DIR"] = "/proc"
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 sys.exit(holdfast.cli.main(["status", sys.argv[1]]))

@@ -111,8 +111,8 @@ def broken(*_, **__):
 
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 CoordinatorMachine.view = broken
-from holdfast.runtime.control_handlers import OwnNode
-OwnNode.view = OwnNode.stacks = broken
+from holdfast.runtime.node_extension import Node
+Node.view = broken
 from holdfast.supervisor.stack_sampler import StackSampler
 StackSampler.look = broken
 from holdfast.supervisor import evidence
@@ -133,6 +133,10 @@ meet("stepped")
 """
 
 
+def faults(agent) -> list[dict]:
+    return agent.events("insight_fault") + agent.events("coordinator.insight_fault")
+
+
 def test_a_job_goes_on_whatever_fails_that_only_looks(site, tmp_path: Path) -> None:
     conf = "hang_report=1"
     observed = ("--metrics", "0", "--health", "0", "--event-log-handler", "console", "--rdzv-conf", conf)
@@ -150,7 +154,7 @@ def test_a_job_goes_on_whatever_fails_that_only_looks(site, tmp_path: Path) -> N
             timeout=limit_s(30),
         )
         assert (asked.returncode, b"Traceback" in asked.stderr) != (0, True)
-    until(lambda: {"vitals", "status", "listener", "look", "examine"} <= {each["what"] for each in agent.events("insight_fault")},
+    until(lambda: {"vitals", "status", "listener", "look", "examine"} <= {each["what"] for each in faults(agent)},
           lambda: f"{agent.events('insight_fault')} {agent.text}")  # fmt: skip
     (site.folder / "finish").touch()
     assert agent.end() == 0, agent.text

@@ -708,7 +708,7 @@ class AgentMachine(AgentActs):
             for each in event.ranks
         )
         ping = self._lease.ping(now) if self.revision >= REVISION_OF_PING_IN_PROGRESS else 0
-        self._send(Progress(event.generation, ranks, event.job_step, event.job_steps, event.load, ping))
+        self._send(Progress(event.generation, ranks, event.job_step, event.job_steps, ping))
         return bool(ping)
 
     def _on_look(self, generation: int, number: int, *, store: bool) -> None:

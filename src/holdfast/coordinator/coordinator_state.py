@@ -15,8 +15,7 @@ from holdfast.protocol.charter import Seat
 from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator, StopReason, Supersede
 from holdfast.protocol.outcome import Failure, Outcome
 from holdfast.protocol.policy import HeldStates, NodeSpec, Note, Tick
-from holdfast.protocol.questions import Question
-from holdfast.protocol.rank_progress import Finding, NodeLoad, RankStory
+from holdfast.protocol.rank_progress import Finding, RankStory
 from holdfast.text import is_loopback, listed
 
 
@@ -40,13 +39,6 @@ class LinkClosed(Struct, frozen=True):
 class Heard(Struct, frozen=True):
     link: int
     message: FromAgent
-
-
-class QuitAsked(Struct, frozen=True):
-    """A user on one of the nodes asked for the end of the job."""
-
-    drain: bool
-    by: str
 
 
 class WitnessOpened(Struct, frozen=True):
@@ -81,34 +73,7 @@ class Deposed(Struct, frozen=True):
     """As in Supersede."""
 
 
-class HostAsked(Struct, frozen=True):
-    """A user asks to drain, exclude or readmit one host."""
-
-    question: Question
-    host: str
-    by: str
-    for_s: float = 0.0
-
-
-class SaveAsked(Struct, frozen=True):
-    """A user asks all ranks to save at their next safe point. Ends in SaveAgreed, unless the generation ends first."""
-
-    by: str
-
-
-Event = (
-    LinkOpened
-    | LinkClosed
-    | Heard
-    | QuitAsked
-    | HostAsked
-    | SaveAsked
-    | WitnessOpened
-    | NoWitness
-    | VoterGone
-    | Deposed
-    | Tick
-)
+Event = LinkOpened | LinkClosed | Heard | WitnessOpened | NoWitness | VoterGone | Deposed | Tick
 
 
 class Tell(Struct, frozen=True):
@@ -127,14 +92,6 @@ class Conclude(Struct, frozen=True):
     """The job is over and all agents were informed. Emitted exactly once."""
 
     outcome: Outcome
-
-
-class SaveAgreed(Struct, frozen=True):
-    """Answers SaveAsked: the ranks save at this safe point."""
-
-    safe_point: int
-    refused: str = ""
-    """Why they do not."""
 
 
 class StepDown(Struct, frozen=True):
@@ -161,14 +118,7 @@ class ProveVoterGone(Struct, frozen=True):
     seat: Seat
 
 
-Command = Tell | DropLink | Conclude | SaveAgreed | StepDown | ProveCaller | ProveVoterGone | Note
-
-
-class EndGeneration(Struct, frozen=True):
-    """What a part of the machine may want besides commands: the machine has to stop the running generation."""
-
-    reason: StopReason
-    text: str
+Command = Tell | DropLink | Conclude | StepDown | ProveCaller | ProveVoterGone | Note
 
 
 LEFT_MAX = 8
@@ -247,9 +197,6 @@ class Member:
     """The generation whose worker processes may be alive on this node; 0: none. Changed through Membership."""
     first_started_s: float | None = None
     """When its first workers were started."""
-    load: NodeLoad | None = None
-    loaded_s: float = 0.0
-    """When it reported its load."""
 
     @property
     def name(self) -> str:

@@ -4,12 +4,13 @@ workers of the previous leader must have been fenced. Pure: a function says whet
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.coordinator.coordinator_state import Command, Event
 from holdfast.coordinator.ending import Judge
 from holdfast.coordinator.monitor import cannot_tell
+from holdfast.protocol.extension import CoordinatorHalf
 from holdfast.protocol.policy import JobSpec, Limits
 from holdfast.protocol.rank_progress import Examine
 
@@ -28,10 +29,11 @@ class LeasedCoordinator(CoordinatorMachine):
         floor: int = 0,
         tail_s: float = 0.0,
         examine: Examine = cannot_tell,
+        extensions: Sequence[CoordinatorHalf] = (),
     ) -> None:
         """`floor`: the newest generation that the previous leader may have started. `tail_s`: for how long from now
         its workers may live on nodes that do not report to this coordinator (one fence at most)."""
-        super().__init__(job, limits, judge, now, examine=examine)
+        super().__init__(job, limits, judge, now, examine=examine, extensions=extensions)
         self._holds = holds
         self._floor = floor
         if floor:  # as if an agent of the previous leader joined whose fence ends after tail_s

@@ -11,7 +11,7 @@ its process has ended; and if the workers run in ht.survive, all others too, onc
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from math import inf
 
 from msgspec import structs
@@ -53,7 +53,20 @@ from holdfast.protocol.charter import (
     Seat,
     Succession,
 )
-from holdfast.protocol.messages import Finish, Join, Joined, Moved, Pong, Recall, Resume, Start, Supersede
+from holdfast.protocol.extension import CoordinatorHalf
+from holdfast.protocol.messages import (
+    Answer,
+    Extended,
+    Finish,
+    Join,
+    Joined,
+    Moved,
+    Pong,
+    Recall,
+    Resume,
+    Start,
+    Supersede,
+)
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.protocol.rank_progress import Examine
 
@@ -74,10 +87,11 @@ class ReplicatedCoordinator(CoordinatorMachine):
         succession: Succession,
         *,
         examine: Examine = cannot_tell,
+        extensions: Sequence[CoordinatorHalf] = (),
         places: Iterable[tuple[str, int]] = (),
     ) -> None:
         """`node`: the agent here. `places`: where witnesses may be, by host and port. Each is found or not."""
-        super().__init__(job, limits, judge, now, examine=examine)
+        super().__init__(job, limits, judge, now, examine=examine, extensions=extensions)
         charters = self._charters = Charters(limits, now, node.agent, succession)
         self._regrouping.succeeded = charters.carried_without
         self._elected = succession.charter is not None
@@ -329,7 +343,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
         out: list[Command] = []
         for command in commands:
             match command:
-                case Tell(_, Pong() | Joined() | Moved()):
+                case Tell(_, Pong() | Joined() | Moved() | Answer() | Extended()):
                     out.append(command)
                 case Tell(_, Start() | Resume() | Finish()) | Conclude() if not charters.settled:
                     self._held.append(command)

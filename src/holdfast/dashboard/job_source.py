@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -23,9 +23,9 @@ from holdfast.cli.report import as_json, copies_of, history_as_json
 from holdfast.diagnosis.history import Event, history, incidents, timeline
 from holdfast.diagnosis.reference import everything, read_event
 from holdfast.diagnosis.screen import between, group, last_step, steps_per_s, telling
+from holdfast.extensions.stacks.messages import STACKS_S
 from holdfast.protocol.errors import HoldfastError, NoRunError, SnapshotError
 from holdfast.protocol.outcome import Outcome
-from holdfast.protocol.questions import Question
 from holdfast.protocol.rank_progress import JobView, RankView, StacksView, Stage
 from holdfast.runtime import running
 from holdfast.runtime.run_folder import JOURNAL_NAME, PROFILES
@@ -152,7 +152,7 @@ class ShownJob:
         if not self._agents:
             return {"at": time.time(), "ended": self._ended or self.outcome is not None, "waiting": not self._ended}
         try:
-            _, reply = ask_any(self._agents, Question.STATUS)
+            _, reply = ask_any(self._agents, "status")
             return {"whole": reply.whole, **now_of(reply.read(JobView))}
         except NoRunError:
             self._agents, self._looked_s = [], -SEARCH_S
@@ -163,12 +163,12 @@ class ShownJob:
 
     def stacks(self, by: str = "") -> Json:
         """Where all ranks are now. Raises HoldfastError. May be called in a thread of its own, as `act`."""
-        _, reply = ask_any(self._known(), Question.STACKS, by=by)
+        _, reply = ask_any(self._known(), "stacks", by=by, within_s=STACKS_S)
         return {"at": time.time(), "whole": reply.whole, **stacks_of(reply.read(StacksView))}
 
-    def act(self, question: Question, **more: object) -> Json:
-        """Pass an action on, as the command of its name does. `more`: fields of the request. Raises HoldfastError."""
-        _, reply = ask_any(self._known(), question, **more)
+    def act(self, question: str, about: Mapping[str, object], *, by: str, within_s: float) -> Json:
+        """Pass an action on, as the command of its name does. Raises HoldfastError, also when the job refuses it."""
+        _, reply = ask_any(self._known(), question, about, by=by, within_s=within_s)
         return {"whole": reply.whole, **msgspec.json.decode(reply.body)}
 
     def _known(self) -> list[RunningAgent]:
@@ -382,7 +382,8 @@ def now_of(view: JobView) -> Json:
     known = sorted(each for each in step_ms if each > 0)
     return {
         "at": time.time(),
-        **msgspec.structs.asdict(view),
+        **{name: value for name, value in msgspec.structs.asdict(view).items() if name != "more"},
+        **view.more,
         **_pace(ranks),
         "counts_job": all(rank.counts_job for rank in ranks),
         "median_ms": median(known) if known else None,
@@ -396,7 +397,7 @@ def now_of(view: JobView) -> Json:
                 "heard_s": node.heard_s,
                 "ranks": spans(rank.rank for rank in node.ranks),
                 **_pace(node.ranks),
-                "load": node.load and msgspec.to_builtins(msgspec.structs.asdict(node.load)),
+                **node.more,
             }
             for node in view.nodes
         ],

@@ -8,7 +8,7 @@ agents connect through the Listener; the agent of this process through a LocalLi
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
@@ -22,7 +22,6 @@ from holdfast.coordinator.coordinator_state import (
     Heard,
     LinkClosed,
     LinkOpened,
-    SaveAgreed,
     Tell,
 )
 from holdfast.coordinator.ending import Judge
@@ -38,12 +37,12 @@ from holdfast.protocol.errors import (
     RefusedError,
     RendezvousConfigError,
 )
-from holdfast.protocol.messages import Ask, Finish, FromAgent, FromCoordinator, Looked, Ping, Profiled
+from holdfast.protocol.extension import CoordinatorHalf
+from holdfast.protocol.messages import Finish, FromAgent, FromCoordinator, Ping
 from holdfast.protocol.options import Endpoint, RunOptions
 from holdfast.protocol.outcome import fault_outcome
 from holdfast.protocol.policy import NodeSpec, Note, Tick
 from holdfast.protocol.rank_progress import Examine
-from holdfast.runtime.control_handlers import Answers
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.inherited import raise_limit
 from holdfast.runtime.run_folder import Journal
@@ -79,9 +78,11 @@ class RendezvousClient:
         journal: Journal,
         say: Callable[[str], None],
         examine: Examine = cannot_tell,
+        extensions: Sequence[CoordinatorHalf] = (),
     ) -> None:
         self._options = options
         self._examine = examine
+        self._extensions = extensions
         self._judge = judge
         self._journal = journal
         self._say = say
@@ -161,14 +162,18 @@ class RendezvousClient:
 
             election = election_for(self._options)
             assert election is not None
-            self._elected = ElectedClient(self._options, election, self._judge, self._journal, self._say, self._examine)
+            self._elected = ElectedClient(
+                self._options, election, self._judge, self._journal, self._say, self._examine, self._extensions
+            )
         return await self._elected.connect(node)
 
     async def _connect_to_successor(self, node: NodeSpec) -> CoordinatorLink:
         if self._succeeding is None:
             from holdfast.runtime.succession import SuccessionClient
 
-            self._succeeding = SuccessionClient(self._options, self._judge, self._journal, self._say, self._examine)
+            self._succeeding = SuccessionClient(
+                self._options, self._judge, self._journal, self._say, self._examine, self._extensions
+            )
         return await self._succeeding.connect(node)
 
     async def _host(self, place: Claim | None) -> None:
@@ -181,6 +186,7 @@ class RendezvousClient:
             asyncio.get_running_loop().time(),
             fixed_master=(options.endpoint.host, place.port) if static and place is not None else None,
             examine=self._examine,
+            extensions=self._extensions,
         )
         service = CoordinatorService(machine, self._journal, self._say)
         if place is not None:
@@ -290,7 +296,6 @@ class CoordinatorService:
         self._driver: Driver[Event, Command] = Driver(machine, Tick(), self._execute, on_fault=self._broken)
         self._driver.feed(Tick())
         self.machine = machine
-        self._answers = Answers(machine, self._links, self._driver.feed, journal.fault, journal.write)
         self.proxy: StoreProxy | None = None
 
     async def listen(self, claim: Claim, token: bytes | None, *, static: bool) -> None:
@@ -335,17 +340,10 @@ class CoordinatorService:
             if pong is not None:
                 link.send(pong)
                 return
-        match message:
-            case Ask():
-                self._answers.asked(number, message)
-            case Looked() | Profiled() if self._answers.looked(number, message):
-                pass
-            case _:
-                self._driver.feed(Heard(number, message))
+        self._driver.feed(Heard(number, message))
 
     def link_closed(self, number: int, reason: str) -> None:
         if self._forget(number):
-            self._answers.link_closed(number)
             self._driver.feed(LinkClosed(number, reason))
 
     async def close(self) -> None:
@@ -366,7 +364,6 @@ class CoordinatorService:
     def cut(self, reason: str) -> None:
         """Handle nothing more, and close all links."""
         self._driver.stop()
-        self._answers.close()
         for link in list(self._links.values()):
             link.close(reason)
         self._links.clear()
@@ -405,7 +402,5 @@ class CoordinatorService:
                     link.close(reason)
             case Note(event, fields):
                 self._journal.write(f"coordinator.{event}", **fields)
-            case SaveAgreed():
-                self._answers.save_agreed(command)
             case Conclude(outcome):
                 self._journal.write("coordinator.concluded", kind=outcome.kind.value, exit_code=outcome.exit_code)

@@ -430,7 +430,7 @@ def _serve_agent() -> Callable[[], None]:
         board = _load(os.path.join(os.path.dirname(folder), "protocol", "board_layout.py"))
         _answer_looks(address, board)
         _tell_what_is_handled(address, board)
-        profiled = _take_profiles(address, board, folder)
+        profiled = _take_profiles(address, board, os.path.dirname(folder))
         _load(os.path.join(folder, "progress.py"), layout=board, profiled=profiled).begin(address)
         own_pid = os.getpid()
         return lambda: _tell_of_exception(address, board) if os.getpid() == own_pid else None
@@ -466,7 +466,7 @@ def _open_of_agent(address: str, board: Any, word: int, flags: int) -> int:
     return os.open(f"{os.path.dirname(address)}/{number}", os.O_WRONLY | os.O_CLOEXEC | flags)
 
 
-def _take_profiles(address: str, board: Any, folder: str) -> Callable[[int, bool], bool]:
+def _take_profiles(address: str, board: Any, package: str) -> Callable[[int, bool], bool]:
     """Take profiles on the agent's signal, for orders that do not count steps. Returns what is to be called after a
     step while there is an order: see Profiler.look."""
     profiler: Any = None
@@ -475,7 +475,8 @@ def _take_profiles(address: str, board: Any, folder: str) -> Callable[[int, bool
     def look(order: int, stepped: bool) -> bool:
         nonlocal profiler
         if profiler is None:
-            profiler = _load(os.path.join(folder, "profile.py"), layout=board).Profiler(os.path.dirname(address))
+            path = os.path.join(package, "extensions", "profile", "worker.py")
+            profiler = _load(path, layout=board).Profiler(os.path.dirname(address))
         return bool(profiler.look(order, stepped=stepped))
 
     def signalled(*_: object) -> None:

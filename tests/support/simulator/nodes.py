@@ -17,8 +17,9 @@ from holdfast.agent.agent_machine import AgentMachine
 from holdfast.agent.agent_state import Work
 from holdfast.coordinator import coordinator_state as cstate
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.extensions import EXTENSIONS
 from holdfast.protocol.errors import CoordinatorUnreachableError
-from holdfast.protocol.messages import Assign
+from holdfast.protocol.messages import Answer, Assign, Extended
 from holdfast.protocol.outcome import Evidence, Failure, Outcome, Verdict
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
 from tests.support.simulator.checkers import BrokenPromiseError
@@ -95,7 +96,9 @@ class World:
         return AgentMachine(node, self.limits, self.clock.now)
 
     def coordinator_machine(self) -> CoordinatorMachine:
-        return CoordinatorMachine(self.job, self.limits, simple_judge, self.clock.now, examine=simple_examine)
+        return CoordinatorMachine(
+            self.job, self.limits, simple_judge, self.clock.now, examine=simple_examine, extensions=EXTENSIONS
+        )
 
     def claim(self, host: str) -> None:
         """As before every attempt to reach the coordinator: whoever can bind the endpoint hosts it."""
@@ -125,6 +128,9 @@ class World:
             self.end_coordinator()
         else:
             self.agenda.after(LINGER_S, lambda: self.end_coordinator() if self.coordinator is coordinator else None)
+
+    def answered(self, host: str, answer: Answer) -> None:
+        """The coordinator has answered a question of this host's agent."""
 
     def link_lost(self, host: str) -> None:
         """One end of this host's link has seen it break."""
@@ -309,6 +315,12 @@ class SimAgent(Shell):
         self.handle(ev.Dialed())
 
     def _received(self, message: object) -> None:
+        if isinstance(message, Answer):
+            self.world.answered(self.host, message)
+            return
+        if isinstance(message, Extended):
+            self.extended(message)
+            return
         self.world.trace(self.host, message)
         self.handle(ev.Received(message))  # type: ignore[arg-type]
 
@@ -316,6 +328,9 @@ class SimAgent(Shell):
         self._end = None
         self.world.link_lost(self.host)
         self.handle(ev.LinkLost(reason))
+
+    def extended(self, message: Extended) -> None:
+        """A message for the half of an extension on this node. None is here."""
 
     # ---------------------------------------------------------------- pretend workers
 

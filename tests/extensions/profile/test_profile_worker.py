@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from holdfast.extensions.profile import worker as profile
 from holdfast.protocol import board_layout
-from holdfast.worker import profile
 from tests.support.limits import until
 
 

@@ -10,51 +10,62 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from holdfast.extensions.load.messages import GpuLoad, NodeLoad
 from holdfast.protocol.policy import ITEMS_MAX
-from holdfast.protocol.rank_progress import GpuLoad, NodeLoad
+from holdfast.runtime.node_extension import Node, NodeExtension, Send
+from holdfast.supervisor.board import Repeat
 
 EVERY = 10
-"""Reports of progress for one with the load. Their interval grows with the job, and so does that of the loads."""
+"""Intervals of progress between two loads: it grows with the job, so that the coordinator's work stays bounded."""
 FIRST = 3
-"""The report at which the load is read for the first time: by then the workers' start needs less."""
+"""Intervals until the load is read for the first time: by then the workers' start needs less."""
 FIRST_S = 0.5
 """The first rates are means over this time."""
 
 
-class LoadReader:
-    """Reads the load now and then. Lives on the running loop."""
+class OnNode(NodeExtension):
+    """Reads the load now and then, while workers run."""
 
-    def __init__(self, folder: Path | None, make: Callable[[], Machine] | None = None) -> None:
-        """`folder`: whose disk is reported. `make`: called in the thread."""
+    def __init__(self, node: Node, send: Send, make: Callable[[], Machine] | None = None) -> None:
+        """`make`: called in the thread."""
+        super().__init__(node, send)
         self._loop = asyncio.get_running_loop()
-        self._folder = folder
         self._make = make or Machine
         self._machine: Machine | None = None
-        self._reports = 0
         self._reading = False
-        self._newest: NodeLoad | None = None
+        self._timer: Repeat | None = None
 
-    def newest(self) -> NodeLoad | None:
-        """What to send with this report of progress: a load that was read since the last one, or None."""
-        self._reports += 1
-        if self._reports % EVERY == FIRST and not self._reading:
-            self._reading = True
-            try:
-                threading.Thread(target=self._read, name="holdfast-load", daemon=True).start()
-            except RuntimeError:  # there may be no more threads now: the job does not need the load
-                self._reading = False
-        load, self._newest = self._newest, None
-        return load
+    def started(self, _generation: int, interval_s: float) -> None:
+        self.gone()
+        self._timer = Repeat(self._begin, FIRST * interval_s, inf, EVERY * interval_s)
+
+    def gone(self) -> None:
+        if self._timer is not None:
+            self._timer.stop()
+            self._timer = None
+
+    async def close(self) -> None:
+        self.gone()
+
+    def _begin(self) -> None:
+        if self._reading:
+            return
+        self._reading = True
+        try:
+            threading.Thread(target=self._read, name="holdfast-load", daemon=True).start()
+        except RuntimeError:  # there may be no more threads now: the job does not need the load
+            self._reading = False
 
     def _read(self) -> None:
         try:
             self._machine = self._machine or self._make()
-            load = self._machine.load(self._folder)
+            load = self._machine.load(self.node.folder)
         except Exception:  # noqa: BLE001 - what only looks ends no job; psutil reads what a container may forbid
             load = None
         asked_s = time.monotonic()
@@ -62,7 +73,8 @@ class LoadReader:
 
     def _take(self, load: NodeLoad | None, lag_s: float) -> None:
         self._reading = False
-        self._newest = None if load is None else msgspec.structs.replace(load, lag_ms=round(lag_s * 1e3))
+        if load is not None:
+            self.send(msgspec.structs.replace(load, lag_ms=round(lag_s * 1e3)))
 
 
 def call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:

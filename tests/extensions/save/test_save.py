@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.coordinator.coordinator_state import Phase, SaveAgreed, SaveAsked
+from holdfast.coordinator.coordinator_state import Phase
 from holdfast.protocol import messages as msg
 from tests.coordinator.coordinator_desk import LIMITS, Desk, draining, preparing, running, stopping
 
@@ -14,7 +14,7 @@ from tests.coordinator.coordinator_desk import LIMITS, Desk, draining, preparing
 def saving() -> Desk:
     desk = running()
     desk.told.clear()
-    desk.give(SaveAsked("somebody"))
+    desk.ask("save")
     assert [message for _, message in desk.told] == [msg.Drain(1, "somebody")] * 2
     return desk
 
@@ -22,14 +22,12 @@ def saving() -> Desk:
 def test_all_save_after_the_newest_safe_point_and_go_on() -> None:
     desk = saving()
     desk.say(1, msg.Held(1, 5, saves=True))
-    assert desk.saves == []
+    assert desk.answers == []
     desk.say(2, msg.Held(1, 3, saves=True))
     assert [message for _, message in desk.told if isinstance(message, msg.DrainTo)] == [msg.DrainTo(1, 6, True)] * 2
-    assert (desk.saves, desk.machine.phase, desk.noted("save_asked")[0]["by"]) == (
-        [SaveAgreed(6)],
-        Phase.RUNNING,
-        "somebody",
-    )
+    assert (desk.answer(), desk.machine.phase) == ({"nodes": 2}, Phase.RUNNING)
+    assert desk.noted("save_asked")[0]["by"] == "somebody"
+    assert desk.told[-1][1] == msg.Notice("all ranks save at their next safe point (somebody)")
 
 
 @pytest.mark.parametrize("held", [msg.Held(1, 5), msg.Held(1, 0, saves=True)])
@@ -38,30 +36,39 @@ def test_where_a_rank_does_not_save_nobody_does(held: msg.Held) -> None:
     desk.say(1, msg.Held(1, 0, saves=True))
     desk.say(2, held)
     assert desk.told[-1][1] == msg.DrainTo(1, 0)
-    assert "ht.Snapshots" in desk.saves[0].refused
+    assert "ht.Snapshots" in desk.refusal()
     assert desk.machine.phase is Phase.RUNNING
 
 
 def test_a_node_that_is_silent_or_leaves_ends_no_job_that_is_to_save() -> None:
     desk = saving()
-    desk.wait(LIMITS.drain_s + 1)
-    assert (desk.machine.phase, bool(desk.saves[0].refused)) == (Phase.RUNNING, True)
+    desk.wait(6.0)
+    assert desk.refusal() == "no safe point was agreed within 5 s"
+    desk.wait(LIMITS.drain_s)
+    assert desk.machine.phase is Phase.RUNNING
     desk = saving()
     desk.say(2, msg.Leave("SIGTERM", drain=True))
-    assert "n2 is leaving" in desk.saves[0].refused
+    assert "n2 is leaving" in desk.refusal()
     assert (desk.machine.phase, desk.told[-1][1]) == (Phase.DRAINING, msg.Drain(1, "n2 is leaving (SIGTERM)"))
 
 
 @pytest.mark.parametrize("state", [preparing, stopping, draining])
 def test_what_does_not_run_is_not_saved(state: Callable[[], Desk]) -> None:
     desk = state()
-    desk.give(SaveAsked("somebody"))
-    assert "the job is" in desk.saves[0].refused
+    desk.ask("save")
+    assert "the job is" in desk.refusal()
 
 
-def test_an_older_agent_would_stop_where_the_others_save() -> None:
-    desk = running()
-    desk.machine.members["n2#1"].revision = 3
-    desk.give(SaveAsked("somebody"))
-    assert "n2 has an older holdfast" in desk.saves[0].refused
-    assert desk.machine.phase is Phase.RUNNING
+def test_who_asks_meanwhile_gets_the_same_answer() -> None:
+    desk = saving()
+    desk.ask("save", 2)
+    assert len(desk.noted("save_asked")) == 1
+    desk.both_say(msg.Held(1, 5, saves=True))
+    assert (desk.answer(1), desk.answer(2)) == ({"nodes": 2}, {"nodes": 2})
+
+
+def test_a_generation_that_ends_first_is_not_saved() -> None:
+    desk = saving()
+    desk.fail(2)
+    assert desk.refusal() == "the generation ended before a safe point was agreed"
+    assert desk.machine.phase is Phase.STOPPING

@@ -1,6 +1,6 @@
 """Takes profiles of this node's workers, when a command asks for them.
 
-torch's profiler runs in the worker (worker/profile.py), which gets the order through the board: see PROFILE in
+torch's profiler runs in the worker (worker.py), which gets the order through the board: see PROFILE in
 board_layout.py. Where py-spy is installed, it records a flame graph at the same time. A worker is profiled once at a
 time. What is taken goes to the run folder, into profiles/NAME. Errors become the answer: a profile ends no job.
 """
@@ -13,17 +13,16 @@ import itertools
 import json
 import os
 import signal
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from holdfast.extensions.profile.messages import TAKEN_S_MAX, Operation, Profiles, RankProfile, TakeProfiles
 from holdfast.protocol.board_layout import PROFILE_SIGNAL
-from holdfast.protocol.messages import Profile, Profiled
-from holdfast.protocol.questions import PROFILE_S_MAX
-from holdfast.protocol.rank_progress import Operation, RankProfile
 from holdfast.runtime.driver import run_detached
+from holdfast.runtime.node_extension import Node, NodeExtension, Send
 from holdfast.runtime.run_folder import PROFILES
 from holdfast.supervisor import processes
 from holdfast.supervisor.attached import attached
@@ -45,41 +44,30 @@ SPY_ENDS_S_MAX = 20.0
 """py-spy needs some seconds to write a long record."""
 
 
-class Profiles:
-    """The profiles of one node's workers. `write` gets the journal's event of each."""
+class OnNode(NodeExtension):
+    """The profiles of one node's workers. The journal gets the event `profile` for each."""
 
-    def __init__(self, tasks: asyncio.TaskGroup, folder: Path | None, write: Callable[..., None]) -> None:
-        """`folder`: the run's; None: there are no files, and no profiles."""
-        self._tasks = tasks
-        self._folder = folder
-        self._write = write
-        self._open: set[asyncio.Task[None]] = set()
+    messages = TakeProfiles
+
+    def __init__(self, node: Node, send: Send) -> None:
+        super().__init__(node, send)
         self._numbers = itertools.count(1)
         self._busy: set[int] = set()
         """The workers that are being profiled, by local rank."""
 
-    def order(self, running: RunningGeneration | None, order: Profile, send: Callable[[Profiled], object]) -> None:
-        """`running`: the ordered generation; None: it is over. `send` gets the answer."""
+    def heard(self, message: TakeProfiles) -> None:
+        running = self.node.workers(message.generation)
         if running is None:
-            gone = (RankProfile(rank, why="it is not running") for rank in order.local_ranks)
-            send(Profiled(order.generation, order.number, tuple(gone)))
-            return
-        task = self._tasks.create_task(self._answer(running, order, send))
-        self._open.add(task)
-        task.add_done_callback(self._open.discard)
+            gone = (RankProfile(rank, why="it is not running") for rank in message.local_ranks)
+            self.send(Profiles(message.number, tuple(gone)))
+        else:
+            self.node.start(self._answer(running, message))
 
-    async def close(self) -> None:
-        """Give up what is not finished."""
-        for task in self._open:
-            task.cancel()
-        while self._open:
-            await asyncio.wait(self._open)
-
-    async def _answer(self, running: RunningGeneration, order: Profile, send: Callable[[Profiled], object]) -> None:
+    async def _answer(self, running: RunningGeneration, order: TakeProfiles) -> None:
         taken = await asyncio.gather(*(self._take(running, order, rank) for rank in order.local_ranks))
-        send(Profiled(order.generation, order.number, tuple(taken)))
+        self.send(Profiles(order.number, tuple(taken)))
         for each in taken:
-            self._write(
+            self.node.write(
                 "profile",
                 generation=running.number,
                 name=order.name,
@@ -89,7 +77,7 @@ class Profiles:
                 **({"note": each.note} if each.note else {}),
             )
 
-    async def _take(self, running: RunningGeneration, order: Profile, local_rank: int) -> RankProfile:
+    async def _take(self, running: RunningGeneration, order: TakeProfiles, local_rank: int) -> RankProfile:
         if local_rank in self._busy:
             return RankProfile(local_rank, why="it is being profiled already")
         self._busy.add(local_rank)
@@ -102,16 +90,16 @@ class Profiles:
         finally:
             self._busy.discard(local_rank)
 
-    async def _taken(self, running: RunningGeneration, order: Profile, local_rank: int) -> RankProfile:
+    async def _taken(self, running: RunningGeneration, order: TakeProfiles, local_rank: int) -> RankProfile:
         pid = running.pids().get(local_rank, 0)
         if not pid:
             return RankProfile(local_rank, why="it is not running")
-        if self._folder is None:
+        if self.node.folder is None:
             return RankProfile(local_rank, why="the run has no folder for the files (--log-dir /dev/null)")
         if order.steps and not running.board.steps(local_rank):
             why = "it has made no step of a torch optimizer yet: `--seconds 5` profiles it without steps"
             return RankProfile(local_rank, why=why)
-        folder = self._folder / PROFILES / order.name
+        folder = self.node.folder / PROFILES / order.name
         await run_detached(lambda: folder.mkdir(parents=True, exist_ok=True))
         name = f"rank{running.rank_of(local_rank)}"
         wanted = {"folder": str(folder), "name": name, "steps": order.steps, "for_s": order.for_s}
@@ -159,7 +147,7 @@ class _OrderedProfile:
         loop = asyncio.get_running_loop()
         began_s = loop.time()
         signal_at_s = began_s
-        while loop.time() < began_s + PROFILE_S_MAX:
+        while loop.time() < began_s + TAKEN_S_MAX:
             answers = self._answers()
             if answers and answers[-1].get("is") in ("done", "failed"):
                 return answers[-1]
@@ -174,7 +162,7 @@ class _OrderedProfile:
                     # The next one ends the profile, unless the worker has not seen this one.
                     signal_at_s = loop.time() + (for_s if answers and for_s > SIGNAL_S else SIGNAL_S)
             await asyncio.sleep(LOOK_S)
-        return {"why": f"it did not end within {PROFILE_S_MAX:g} s"}
+        return {"why": f"it did not end within {TAKEN_S_MAX:g} s"}
 
     def _answers(self) -> list[dict[str, Any]]:
         found = []
