@@ -28,6 +28,7 @@ from holdfast.dashboard.feed import (
 )
 from holdfast.dashboard.job_source import METRIC_POINTS_MAX, PROGRESS_MAX, JournalTail, ShownJob, encoded, now_of
 from holdfast.dashboard.saved_page import render
+from holdfast.extensions.load.coordinator import SHOWN_MAX
 from holdfast.extensions.load.messages import GpuLoad, NodeLoad
 from holdfast.extensions.load.node import Machine
 from holdfast.protocol.errors import MissingPackageError
@@ -95,7 +96,7 @@ def view(ranks: int = 4, *, steps: int = 100, hung: int = -1, nodes: int = 2) ->
                 group_rank=place,
                 state="running",
                 heard_s=0.2,
-                more={"load": to_builtins(LOAD)},
+                more={"load": to_builtins(LOAD) if place < SHOWN_MAX else None},
                 ranks=tuple(rank(number) for number in range(place * each, min(ranks, (place + 1) * each))),
             )
             for place in range(nodes)

@@ -129,9 +129,6 @@ class World:
         else:
             self.agenda.after(LINGER_S, lambda: self.end_coordinator() if self.coordinator is coordinator else None)
 
-    def answered(self, host: str, answer: Answer) -> None:
-        """The coordinator has answered a question of this host's agent."""
-
     def link_lost(self, host: str) -> None:
         """One end of this host's link has seen it break."""
 
@@ -316,7 +313,7 @@ class SimAgent(Shell):
 
     def _received(self, message: object) -> None:
         if isinstance(message, Answer):
-            self.world.answered(self.host, message)
+            self.answered(message)
             return
         if isinstance(message, Extended):
             self.extended(message)
@@ -328,6 +325,9 @@ class SimAgent(Shell):
         self._end = None
         self.world.link_lost(self.host)
         self.handle(ev.LinkLost(reason))
+
+    def answered(self, answer: Answer) -> None:
+        """The coordinator has answered a question of a command on this node."""
 
     def extended(self, message: Extended) -> None:
         """A message for the half of an extension on this node. None is here."""

@@ -15,6 +15,7 @@ from holdfast.agent import voter as vote
 from holdfast.coordinator.coordinator_state import Phase
 from holdfast.coordinator.formation import BACK_OFF
 from holdfast.coordinator.replicated import ReplicatedCoordinator
+from holdfast.extensions import EXTENSIONS
 from holdfast.protocol.charter import VOTERS_MIN, Charter, Poll, Polled, Succession
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.policy import NodeSpec, Note
@@ -246,7 +247,15 @@ class SuccessionCluster(SimCluster):
         judge, now = simple_judge, self.clock.now
         places = [(host, ENDPOINT_PORT) for host in (*self.endpoints, *self.witnesses) if host != node.host]
         return self.coordinator_class(
-            self.job, self.limits, judge, now, node, succession, examine=simple_examine, places=places
+            self.job,
+            self.limits,
+            judge,
+            now,
+            node,
+            succession,
+            examine=simple_examine,
+            extensions=EXTENSIONS,
+            places=places,
         )
 
     def new_voter(self, name: str, *, stands: bool) -> vote.Voter:
