@@ -29,6 +29,7 @@ from holdfast.doctor import Folder, Gpu, Interface, LocalFacts, TorchFacts, Torc
 from holdfast.linux import GroupLimits, own_address, read_int, read_text
 from holdfast.protocol.errors import EndpointError, PortInUseError
 from holdfast.protocol.options import Endpoint
+from holdfast.protocol.train_contract import CHECKUP
 from holdfast.rendezvous.bind import claim, who_holds
 from holdfast.runtime.driver import run_detached
 from holdfast.supervisor.attached import attached
@@ -156,7 +157,6 @@ FOLDER_S_MAX = 5.0
 RESOLVE_S_MAX = 10.0
 PYTHON_S_MAX = 10.0
 
-CHECKUP = str(Path(__file__).resolve().parents[1] / "train" / "checkup.py")
 SMI_S_MAX = 15.0
 ERROR_CHARS_MAX = 400
 SMI_FIELDS = "index,name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,uuid"
