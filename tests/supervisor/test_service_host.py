@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from holdfast import memory_folder, seqpacket
+from holdfast.journal import Journal
 from holdfast.memory_folder import SOCKET
 from holdfast.protocol import train_contract
 from holdfast.protocol.policy import HeldStates
-from holdfast.runtime.run_folder import Journal
 from holdfast.supervisor import processes
 from holdfast.supervisor.client import ProcessEnded
 from holdfast.supervisor.service_host import CONTROL_FD, SaverHost, StoreHost

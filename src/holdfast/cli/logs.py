@@ -21,8 +21,8 @@ from typing import Any, NamedTuple
 from holdfast.cli import say
 from holdfast.cli.finding import run_folders, running_job
 from holdfast.cli.printing import Parser, ranks_of
+from holdfast.journal import JOURNAL_NAME as JOURNAL
 from holdfast.protocol.errors import HoldfastError, NoRunError, UsageError
-from holdfast.runtime.run_folder import JOURNAL_NAME as JOURNAL
 from holdfast.runtime.running import Call
 from holdfast.supervisor.log_fold import LineCutter
 from holdfast.supervisor.log_tail import ChangeWatch

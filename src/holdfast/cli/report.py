@@ -22,10 +22,10 @@ from holdfast.cli.finding import newest_ended, outcome_of, run_folders, screen_o
 from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.diagnosis.history import PHASES, Activity, Generation, History, Survival, Timeline, history, timeline
 from holdfast.diagnosis.reference import Explanation, everything, headings, nearest, normal, search
+from holdfast.journal import JOURNAL_NAME as JOURNAL
 from holdfast.protocol.errors import UsageError
 from holdfast.protocol.outcome import Outcome
-from holdfast.runtime.run_folder import JOURNAL_NAME as JOURNAL
-from holdfast.runtime.run_folder import default_log_dir
+from holdfast.run_folder import default_log_dir
 from holdfast.text import duration, plural
 
 HEADINGS = {"process_group": "group", "first_step": "step 1"}

@@ -23,12 +23,13 @@ from holdfast.cli.report import as_json, copies_of, history_as_json
 from holdfast.diagnosis.history import Event, history, incidents, timeline
 from holdfast.diagnosis.reference import everything, read_event
 from holdfast.diagnosis.screen import between, group, last_step, steps_per_s, telling
+from holdfast.journal import JOURNAL_NAME
 from holdfast.protocol.errors import HoldfastError, NoRunError, SnapshotError
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.questions import Question
 from holdfast.protocol.rank_progress import JobView, RankView, StacksView, Stage
+from holdfast.run_folder import PROFILES
 from holdfast.runtime import running
-from holdfast.runtime.run_folder import JOURNAL_NAME, PROFILES
 from holdfast.runtime.running import RunningAgent, ask_any
 from holdfast.text import spans
 from holdfast.train.snapshots.folder import survey

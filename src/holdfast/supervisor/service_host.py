@@ -29,6 +29,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
 
 from holdfast import seqpacket
+from holdfast.journal import Journal
 from holdfast.memory_folder import (
     COPIES,
     KEY,
@@ -42,7 +43,6 @@ from holdfast.memory_folder import (
 )
 from holdfast.protocol.policy import HeldStates
 from holdfast.protocol.train_contract import FINISH_LIMIT_S, SAVER_VARIABLE, STORE_SERVER, saver_argv
-from holdfast.runtime.run_folder import Journal
 from holdfast.supervisor.client import ProcessEnded, SpawnFailed, SupervisorClient, SupervisorEvent
 
 STORE, SAVER = "store", "saver"
