@@ -1,7 +1,8 @@
 """`holdfast report [RUN ...]`: how a run, running or ended, used its time, and how long each part of its starts took.
 `holdfast explain [CODE ...]`: the meaning of a code, the evidence for it, and what to do. Works offline.
 
-Knows the output; runs/ reads the journals, diagnosis/history.py knows what they mean, diagnosis/reference.py what codes do.
+Knows the output; runs/ reads the journals, diagnosis/history.py knows their meaning, diagnosis/reference.py that of
+codes.
 """
 
 from __future__ import annotations
