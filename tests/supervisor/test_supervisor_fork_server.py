@@ -370,7 +370,7 @@ async def importing(site: Any, *later: str, standby: int = 0) -> int:
 
 
 async def replaced(site: Any) -> None:
-    await site.until(lambda: any("for restarts" in text for text in site.told))
+    await site.until(lambda: any(text.endswith(", for restarts") for text in site.told))
 
 
 def forked(site: Any, *keys: str) -> bool:
