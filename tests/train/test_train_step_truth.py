@@ -23,14 +23,16 @@ from holdfast.train.group import GroupConnection, ProcessGroup
 from holdfast.train.guards import GuardWarning
 from holdfast.train.kept import SMALL_BYTES, KeptState
 from holdfast.train.own_objects import OwnObjects, is_data
-from holdfast.train.pending import CALLS_MAX, PendingGradients
+from holdfast.train.pending import CALLS_MAX, Pending, PendingGradients
 from holdfast.train.random_numbers import equal_parts, random_state, seed_random
 from holdfast.train.reading import Saved, parts_of_slot
-from holdfast.train.save import image
+from holdfast.train.save import POSTPONED_MAX, image
 from holdfast.train.state import Tracker
 from holdfast.train.tracked import Choice
 from holdfast.train.unnoticed_writes import ValueProbe
+from tests.warm import Warm
 
+PENDING_RANKS = Path(__file__).parent / "scripts" / "pending_ranks.py"
 pytestmark = [pytest.mark.usefixtures("own_staging"), pytest.mark.xdist_group("torch")]
 
 
@@ -123,10 +125,36 @@ def test_all_ranks_count_again_in_another_world() -> None:
     pending.watch(torch.optim.SGD(model.parameters(), lr=0.1))
     model(torch.ones(3)).sum().backward()
     for _ in range(CALLS_MAX - 2):
-        assert pending.at_step()
+        assert pending.at_step() is Pending.HERE
     pending.begin_again()
     for _ in range(CALLS_MAX - 1):
-        assert pending.at_step()
+        assert pending.at_step() is Pending.HERE
+
+
+@pytest.fixture(scope="module")
+def pending_ranks(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What was said, and saved, in jobs whose ranks complete their steps at different calls."""
+    found: dict[str, Any] = warm.found(PENDING_RANKS, tmp_path_factory.mktemp("pending"))
+    return found
+
+
+def test_ranks_whose_steps_are_not_complete_at_the_same_calls_save_together(pending_ranks: dict[str, Any]) -> None:
+    """A scaler skips steps on rank 1 alone, in the calls 1, 2, 6, 7 and 12: what is due then is saved after it."""
+    found = pending_ranks
+    assert found["4 steps"] == {"said": [[]] * 3, "steps": [4, 8, 13, 16, 20, 24]}
+    assert found["0.001s"]["said"] == [[]] * 3
+    assert not {1, 2, 6, 7, 12} & set(found["0.001s"]["steps"])
+    assert found["stop"] == {"said": ["left with 0"] * 3, "steps": [8]}
+    assert found["save"] == {"said": [[]] * 3, "steps": [8]}
+
+
+def test_ranks_that_never_complete_a_step_at_the_same_call_save_all_the_same(pending_ranks: dict[str, Any]) -> None:
+    found = pending_ranks["in turn"]
+    (told,), others = found["said"]
+    assert found["steps"] == [6 + POSTPONED_MAX]
+    assert f"postponed at {POSTPONED_MAX} calls" in told
+    assert "(rank 1)" in told
+    assert others == []
 
 
 def test_a_step_that_a_scaler_skips_is_a_step(training: Training) -> None:

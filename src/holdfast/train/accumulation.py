@@ -20,7 +20,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -123,10 +123,15 @@ class _Accumulation:
         scale = share.scale * loader._samples_ahead(1)[0] / self._samples
         return min(number, self._micro_batches - 1), self._micro_batches, scale
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether ranks exchange gradients at the end of an optimizer step."""
+        return bool(self._ddp or self._fsdp)
+
     def holds_unexchanged(self) -> bool:
         """Whether there are gradients of micro-batches that other ranks do not have. Not after `zero_grad()`: then the
         rest of an accumulation was given up, as at the end of an epoch."""
-        if not self.done or not (self._ddp or self._fsdp) or self._parameter is None:
+        if not self.done or not self.exchanges or self._parameter is None:
             return False
         parameter = self._parameter()
         return parameter is not None and self._gradient is not None and parameter.grad is self._gradient
@@ -427,6 +432,15 @@ def forget_pending() -> None:
     _accumulations.clear()
 
 
-def unfinished_micro_batches() -> dict[int, int]:
-    """By model that is in the middle of an optimizer step: how many micro-batches it has begun in its life."""
-    return {id(each): each.begun for each in _accumulations.values() if each.done}
+class UnfinishedStep(NamedTuple):
+    """An optimizer step of a model of which not all micro-batches are done."""
+
+    begun: int
+    """Micro-batches that the model has begun in its life."""
+    exchanges: bool
+    """Whether all ranks exchange gradients at its end. Then all of them have the same number of micro-batches."""
+
+
+def unfinished_micro_batches() -> dict[int, UnfinishedStep]:
+    """By model that is in the middle of an optimizer step."""
+    return {id(each): UnfinishedStep(each.begun, each.exchanges) for each in _accumulations.values() if each.done}
