@@ -344,6 +344,29 @@ def test_a_loop_over_a_loader_that_is_not_tracked_is_noticed(training: Training)
     assert torch.utils.data.DataLoader.__iter__ is not begin, "torch's own function is back"
 
 
+def test_a_pass_that_had_begun_before_track_is_noticed(tmp_path: Path) -> None:
+    batches = iter(torch.utils.data.DataLoader(Rows(), 4))
+    following = torch.utils.data.dataloader._BaseDataLoaderIter.__next__
+    next(batches)
+    training = Training(tmp_path / "runs")
+    with pytest.warns(RuntimeWarning, match="a torch DataLoader that is not tracked"):
+        loop(training, batches)
+    assert torch.utils.data.dataloader._BaseDataLoaderIter.__next__ is following, "torch's own function is back"
+    training.snaps.close()
+
+
+def test_one_over_what_is_tracked_is_not(tmp_path: Path) -> None:
+    sampler = ht.DistributedSampler(Rows(), batch_size=4)
+    batches = iter(torch.utils.data.DataLoader(Rows(), 4, sampler=sampler))
+    validation = iter(torch.utils.data.DataLoader(Rows(), 4))
+    training = Training(tmp_path / "runs", sampler=sampler)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(validation)) == 8
+        loop(training, batches)
+    training.snaps.close()
+
+
 def test_loops_over_tracked_data_and_evaluations_are_not(tmp_path: Path) -> None:
     sampler = ht.DistributedSampler(Rows(), batch_size=4)
     training = Training(tmp_path / "runs", sampler=sampler)
