@@ -6,6 +6,7 @@ import random
 import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -594,3 +595,56 @@ def test_generators_that_were_equal_on_all_ranks_get_one_seed() -> None:
     assert equal_parts([before, before]) == frozenset(before)
     assert "torch" not in equal_parts([before, random_state()])
     assert equal_parts([before]) == frozenset(), "one rank alone tells nothing"
+
+
+# --- a pass that begins within an epoch -------------------------------------------------------------------------------
+
+
+def batches_of(training: Training, loader: Any) -> Iterator[torch.Tensor]:
+    """Of two epochs, with a step of the training after each."""
+    for _ in training.state.epochs(2):
+        for rows in loader:
+            yield rows
+            training.backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            training.snaps.step()
+
+
+def drawn_in_steps(folder: Path, make: Callable[[], tuple[Any, Any]], stops: int) -> list[float]:
+    """What a program draws in each step, if it ends after so many and goes on from its snapshot."""
+    torch.manual_seed(5)
+    drawn: list[float] = []
+    for end in (stops, 16):
+        loader, tracked = make()
+        training = Training(folder, data=tracked)
+        for _ in batches_of(training, loader):
+            if training.state.step == end:
+                break
+            drawn.append(torch.rand(1).item())
+        training.snaps.close()
+        torch.manual_seed(6)  # another process
+    return drawn
+
+
+def over_a_sampler() -> tuple[Any, Any]:
+    """The loader, and what is tracked of it."""
+    sampler = ht.DistributedSampler(Rows(), batch_size=4)
+    return torch.utils.data.DataLoader(Rows(), 4, sampler=sampler), sampler
+
+
+def of_torchdata(**options: Any) -> tuple[Any, Any]:
+    loader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader(Rows(), 4, **options)
+    return loader, loader
+
+
+LOADERS = {"sampler": over_a_sampler, "torchdata": of_torchdata, "shuffled": partial(of_torchdata, shuffle=True)}
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+def test_a_pass_that_begins_within_an_epoch_draws_no_number(tmp_path: Path, make: Any) -> None:
+    """In the middle of an epoch, after its first step, and at its end."""
+    whole = drawn_in_steps(tmp_path / "whole", make, 16)
+    assert len(whole) == 16
+    for stops in (1, 3, 8, 11):
+        assert drawn_in_steps(tmp_path / f"resumed {stops}", make, stops) == whole

@@ -43,6 +43,7 @@ from holdfast.snapshots.memory_folder import SAVER_VARIABLE
 from holdfast.snapshots.remote import RemotePath, absolute
 from holdfast.snapshots.saver_client import Tier
 from holdfast.train.agreement import Interval, Peers, Schedule, Timekeeper, check_options
+from holdfast.train.continued_pass import ContinuedPasses
 from holdfast.train.copies import Copies
 from holdfast.train.guards import same_loss, watch
 from holdfast.train.pending import Pending, PendingGradients
@@ -149,6 +150,7 @@ class Snapshots:
         self._pending = PendingGradients()
         self._save_wanted = False
         """`holdfast save` has asked for one, and gradients were pending since then."""
+        self._passes: ContinuedPasses | None = None
         self._untracked: UntrackedData | None = None
         self._beat: Callable[[], object] | None = getattr(worker, "beat", None)
         self._metrics: dict[str, Any] = {}
@@ -204,7 +206,9 @@ class Snapshots:
             watch(model)  # again does nothing
         for optimizer in self._tracker.optimizers[before:]:
             self._pending.watch(optimizer)
-        if self._untracked is None and self._schedule.within_epochs:
+        if self._passes is None:
+            self._passes = ContinuedPasses(self._tracker.others.values)
+        if self._untracked is None and self._schedule.within_epochs:  # on top of it: it goes first
             self._untracked = UntrackedData(self._tracker.others.values)
         return self.state
 
@@ -539,10 +543,7 @@ class Snapshots:
         if self._closed or self._is_child_s:
             return
         self._closed = True
-        self._stop_looking_at_data()
-        while self._until_first_step:  # hooks of a training that made no step
-            self._until_first_step.pop()()
-        atexit.unregister(self._at_exit)
+        self._put_hooks_back()
         if self._pending.stepped and not self._used:
             warnings.warn(
                 "holdfast: the optimizer has stepped and snaps.step() was never called: nothing was saved.\n"
@@ -568,6 +569,14 @@ class Snapshots:
                         raise
                     raise cause from None
 
+    def _put_hooks_back(self) -> None:
+        self._stop_looking_at_data()
+        if self._passes is not None:
+            self._passes.stop()
+        while self._until_first_step:  # hooks of a training that made no step
+            self._until_first_step.pop()()
+        atexit.unregister(self._at_exit)
+
     def _raise_unsaved(self, tier: Tier) -> None:
         """What went wrong and is not made good by a later save."""
         if self._saving is not None:
@@ -585,10 +594,7 @@ class Snapshots:
         if self._life is not None and error is not None:
             self._life.failed(error, self.state.step)
         self._closed = True
-        self._stop_looking_at_data()
-        while self._until_first_step:  # hooks of a training that made no step
-            self._until_first_step.pop()()
-        atexit.unregister(self._at_exit)
+        self._put_hooks_back()
         if self._current_tier is not None:
             self._current_tier.close(ahead=True)
         if self._lease is not None:

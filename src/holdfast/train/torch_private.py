@@ -222,6 +222,17 @@ def kinds_of_passes() -> list[Any]:
     return [] if found is None else [found]
 
 
+MAKER_OF_PASSES = "_get_iterator"
+"""The method of torchdata's loader that makes its iterators. Where it is missing, passes that begin within an epoch
+draw a random number."""
+
+
+def batches_taken(batches: Any) -> int:
+    """How many batches an iterator of a DataLoader has handed out, also before its state was loaded; 0 where torch
+    cannot tell."""
+    return int(getattr(batches, "_num_yielded", 0))
+
+
 def parts_of_pass(batches: Any) -> tuple[Any, Any]:
     """The dataset and the sampler of a DataLoader's iterator; None where torch has other names for them."""
     return getattr(batches, "_dataset", None), getattr(batches, "_index_sampler", None)

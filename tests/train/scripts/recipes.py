@@ -225,13 +225,11 @@ def loader_of(dataset: Rows, rank: int, world: int) -> tuple[Any, dict[str, Any]
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         sampler = torch.utils.data.DistributedSampler(dataset, world, rank, shuffle=True, seed=7)
-        loader: Any = StatefulDataLoader(dataset, BATCH, sampler=sampler, generator=torch.Generator())
+        loader: Any = StatefulDataLoader(dataset, BATCH, sampler=sampler)
         return loader, {"loader": loader}
     if CASE.get("loader") == "sampler":
         follows = ht.DistributedSampler(dataset, seed=7, batch_size=BATCH)
-        # torch's loader draws a number when it begins; not from the global generator, if it has one of its own.
-        own = torch.Generator()
-        return torch.utils.data.DataLoader(dataset, BATCH, sampler=follows, generator=own), {"sampler": follows}
+        return torch.utils.data.DataLoader(dataset, BATCH, sampler=follows), {"sampler": follows}
     loader = ht.DataLoader(dataset, BATCH, True, seed=7)
     return loader, {"loader": loader}
 
