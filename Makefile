@@ -35,7 +35,7 @@ BIN := $(VENV)/bin
 TORCH ?=
 TORCH_VENV := $(if $(TORCH),.venv-torch-$(TORCH),$(VENV))
 # What may depend on the version of torch.
-WITH_TORCH := tests/beside_torchrun tests/clients tests/fork_server tests/integrations tests/torchrun_handler tests/train tests/supervisor/test_service_host.py \
+WITH_TORCH := tests/beside_torchrun tests/clients tests/fork_server tests/torchrun_handler tests/train tests/supervisor/test_service_host.py \
     tests/worker/test_progress.py \
     tests/processes/test_restarts.py tests/processes/test_hang_jobs.py tests/processes/test_hang_ranks.py \
     tests/processes/test_survive_jobs.py
@@ -70,7 +70,7 @@ test-pythons:
 
 test-trainers: $(VENV)/.dev
 	$(PIP) --no-deps torchtitan torch_checkpointing tyro spmd_types docstring_parser
-	$(BIN)/python -m pytest tests/integrations -n $(JOBS) --dist loadgroup
+	$(BIN)/python -m pytest tests/train/integrations -n $(JOBS) --dist loadgroup
 
 record-torchrun: $(TORCH_VENV)/.dev
 	$(TORCH_VENV)/bin/python -m pytest tests/beside_torchrun --torchrun record

@@ -25,7 +25,7 @@ from torch import nn
 
 import holdfast.train as ht
 from holdfast.protocol.board_layout import BOARD_VARIABLE, SAFE_POINT, SAVE_POINT, SLOT_WORDS, WORD_BYTES
-from holdfast.snapshots import folder as folders
+from holdfast.train.snapshots import folder as folders
 
 CALLS = 24
 
