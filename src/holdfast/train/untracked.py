@@ -89,7 +89,7 @@ class UntrackedData:
         self._tracked = tracked
         self._live: weakref.WeakSet[_Counted] = weakref.WeakSet()
         self._known: weakref.WeakSet[Any] = weakref.WeakSet()
-        """torch's iterators within those."""
+        """torch's iterators of passes that have begun since."""
         self._early: weakref.WeakKeyDictionary[Any, _Count] = weakref.WeakKeyDictionary()
         """By torch's iterator: passes that had begun before."""
         self._looks = 0
@@ -106,9 +106,8 @@ class UntrackedData:
         @functools.wraps(begin)
         def counted(loader: Any) -> Iterator[Any]:
             batches = begin(loader)
-            # Loaders of ours are torch's within, and keep their position.
             noted = note()
-            return batches if noted is None or isinstance(loader.dataset, Seeded) else noted(loader, batches)
+            return batches if noted is None else noted(loader, batches)
 
         self._hooks.enter_context(replaced(kind, __iter__=counted))
 
@@ -127,14 +126,16 @@ class UntrackedData:
         self._hooks.enter_context(replaced(kind, __next__=counted))
 
     def _note(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+        self._known.add(batches)
+        if isinstance(loader.dataset, Seeded):  # loaders of ours are torch's within, and keep their position
+            return batches
         counted = _Counted(loader, batches)
         self._live.add(counted)
-        self._known.add(batches)
         return counted
 
     def _note_batch(self, batches: Any) -> None:
         """A pass has handed out a batch."""
-        if batches not in self._known:
+        if batches not in self._known and not isinstance(torch_private.parts_of_pass(batches)[0], Seeded):
             self._early.setdefault(batches, _Count()).taken += 1
 
     def at_step(self) -> bool:
