@@ -35,10 +35,15 @@ from holdfast.train import torch_private
 from holdfast.train.boundary import Buffers
 from holdfast.train.data import HasShare, Share, in_hand
 from holdfast.train.group import is_outlived
-from holdfast.train.guards import watch
+from holdfast.train.guards import GuardWarning, enabled, watch
 
 if TYPE_CHECKING:
     from holdfast.train.data.loader import DataLoader
+
+
+NO_LOSS = torch.tensor(float("nan"))
+"""`micro.loss` in an optimizer step without `micro.backward()`. The watch for losses that are not finite knows it: what
+the program has trained with is not known."""
 
 
 class MicroBatch:
@@ -103,6 +108,7 @@ class _Accumulation:
         self._cut = False
         """The loop's body splits a batch into several micro-batches, so the loader's batches are not micro-batches."""
         self._careful: _CarefulStep | None = None
+        self._warned = False
         self._loader: weakref.ref[HasShare] | None = None
         """Whose micro-batch the last one was, where the loader makes the steps."""
 
@@ -156,7 +162,8 @@ class _Accumulation:
 
     def loss(self) -> torch.Tensor:
         if self._sum is None:
-            return torch.tensor(float("nan"))
+            self._warn_of_no_loss()
+            return NO_LOSS
         if self._exchange is not None:
             (total, work), self._exchange = self._exchange, None
             try:
@@ -168,6 +175,17 @@ class _Accumulation:
             else:
                 self._sum, self._weight = total / self._world, 1.0
         return self._sum / self._weight if self._weight > 0 else self._sum
+
+    def _warn_of_no_loss(self) -> None:
+        if enabled() and not self._warned and self._careful is None:  # a rank without memory may have had no loss
+            self._warned = True
+            warnings.warn(
+                "holdfast: micro.loss was asked for, and micro.backward() was not called in this optimizer step: the "
+                "loss is not known, and is nan.\n"
+                "Inside accumulate() write micro.backward(loss) in place of loss.backward().",
+                GuardWarning,
+                stacklevel=4,
+            )
 
     def _is_begun_again(self, loader: HasShare, number: int) -> bool:
         """Whether this micro-batch is the first one of a step that the same loader had begun, and the loop has left."""
