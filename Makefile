@@ -11,7 +11,7 @@
 #   make test-trainers    the trainers' tests with torchtitan too, installed without most of what it depends on
 #   make test-pythons     what needs no torch, under 3.11, 3.12 and 3.13, where they are found; PYTHONS="3.12 3.13"
 #   make record-torchrun  record again what the installed torchrun does; TORCH=… as above
-#   make bench   holdfast beside torchrun: a table, and a file under benchmarks/results
+#   make bench   holdfast beside torchrun: a table, and a file for each row under benchmarks/results
 #   make soak    simulated jobs (SOAK_SEEDS=50000), then chaos on pretend hosts beside torchrun (SOAK_MINUTES=20,
 #                SOAK_SEED=1, SOAK_LAUNCHERS) and with a script in ht.survive, then patience (SOAK_PATIENCE_MINUTES=60); soak-seeds, soak-chaos and
 #                soak-patience are the parts; the last two need root on Linux
