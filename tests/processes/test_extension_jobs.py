@@ -21,7 +21,7 @@ import sys
 sys.path.append({str(ROOT)!r})
 from holdfast.cli import grammar, run
 from holdfast.cli.option_table import TABLES
-from holdfast.extensions import EXTENSIONS
+from holdfast.extension_list import EXTENSIONS
 from tests.extensions.example import EXAMPLE
 
 parsed = grammar.parse(sys.argv[1:], {{}}, TABLES["run"])

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import sys
 
-from holdfast.extensions import COMMANDS as OF_EXTENSIONS
+from holdfast.extension_list import COMMANDS as OF_EXTENSIONS
 
 TYPE_CHECKING = False  # importing typing would take time in which Ctrl-C shows a traceback
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TypeVar
 
-from holdfast.cli.finding import running_job
+from holdfast.runs.finding import running_job
 from holdfast.runtime.running import ASKED_S, RunningAgent, ask_any
 
 Body = TypeVar("Body")

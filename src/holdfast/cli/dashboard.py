@@ -11,10 +11,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.cli.finding import of_one_job, run_folders
 from holdfast.cli.printing import Parser
 from holdfast.protocol.errors import NoRunError, UsageError
 from holdfast.protocol.options import Endpoint
+from holdfast.runs.finding import of_one_job, run_folders
 from holdfast.runtime import running
 
 SCREENS = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
@@ -29,7 +29,7 @@ def main(argv: Sequence[str]) -> int:
     from threading import Thread
 
     from holdfast.cli.resolve import serving_place
-    from holdfast.metrics import bind
+    from holdfast.listening import bind_named
     from holdfast.supervisor.dashboard_host import Credentials, check_packages, login_link
     from holdfast.text import is_loopback
 
@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
         raise UsageError(f"--port {chosen.port}: {error}") from None
     name, folders, pid = job_of(chosen.run)
     credentials = Credentials.make(once=is_loopback(place.host))
-    with contextlib.closing(bind(place, "--port")) as sock:
+    with contextlib.closing(bind_named(place, "--port")) as sock:
         link = login_link(Endpoint(host=place.host, port=sock.getsockname()[1]), credentials.token)
         print(f"dashboard {link}\n(Ctrl-C ends it; a running job goes on)", flush=True)
         if not chosen.no_open and any(map(os.environ.get, SCREENS)):

@@ -26,6 +26,7 @@ import hmac
 import mimetypes
 import os
 import socket
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -42,13 +43,12 @@ from starlette.responses import FileResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from holdfast.cli.printing import ranks_of
 from holdfast.dashboard.feed import CLIENTS_MAX, LAST_BYTES, JobFeed, JobFeeds, LogLines
 from holdfast.dashboard.job_source import ShownJob, encoded, jobs_here, summary_of
-from holdfast.extensions.profile.command import profile_request
-from holdfast.extensions.profile.messages import ASKED_S_MAX
+from holdfast.extensions.profile.messages import ASKED_S_MAX, NAME, profile_request
 from holdfast.extensions.save.messages import SAVE_S
 from holdfast.protocol.errors import HoldfastError, UsageError
+from holdfast.protocol.ranks_text import ranks_of
 from holdfast.runtime.running import ASKED_S
 from holdfast.supervisor.dashboard_host import Credentials
 
@@ -287,7 +287,9 @@ class Pages:
             raise UsageError(f"{action.do!r} is not an action")
         about: dict[str, object] = {}
         if action.do == "profile":
-            about = profile_request(ranks_of([action.ranks], "ranks"), action.steps, action.for_s or None)
+            about = profile_request(
+                ranks_of([action.ranks], "ranks"), action.steps, action.for_s or None, time.strftime(NAME)
+            )
         elif action.do in ABOUT_A_HOST:
             about = {"host": action.host, "for_s": EXCLUDED_S}
         return _json(await self._ask(feed, action.do, by, about))

@@ -19,14 +19,15 @@ from typing import Annotated, Any
 import msgspec
 
 from holdfast import seqpacket
+from holdfast.detached import run_detached
+from holdfast.journal import Journal
 from holdfast.protocol.errors import ControlRefusedError, ControlSilentError
 from holdfast.protocol.messages import ABOUT_BYTES_MAX, QUESTION_CHARS_MAX
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Outcome
+from holdfast.run_folder import RunFolder
 from holdfast.runtime import running
-from holdfast.runtime.driver import run_detached
 from holdfast.runtime.node_extension import Question
-from holdfast.runtime.run_folder import Journal, RunFolder
 from holdfast.runtime.running import ASKED_S, NodeEnd, Reply
 
 REQUEST_BYTES_MAX = ABOUT_BYTES_MAX

@@ -4,6 +4,6 @@ It is what one has to write for a new question to a running job, and it needs no
 extensions is `EXAMPLE`, which the tests pass to the agents that they start.
 """
 
-from holdfast.extensions import Extension
+from holdfast.extension_list import Extension
 
 EXAMPLE = Extension("example", questions=("where",), package="tests.extensions")

@@ -4,7 +4,7 @@ real job."""
 from __future__ import annotations
 
 from holdfast.coordinator.coordinator_state import LinkClosed
-from holdfast.extensions import EXTENSIONS
+from holdfast.extension_list import EXTENSIONS
 from tests.coordinator.coordinator_desk import running
 from tests.extensions.example import EXAMPLE
 from tests.extensions.example.messages import Said, Say

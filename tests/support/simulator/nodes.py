@@ -17,7 +17,7 @@ from holdfast.agent.agent_machine import AgentMachine
 from holdfast.agent.agent_state import Work
 from holdfast.coordinator import coordinator_state as cstate
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
-from holdfast.extensions import EXTENSIONS
+from holdfast.extension_list import EXTENSIONS
 from holdfast.protocol.errors import CoordinatorUnreachableError
 from holdfast.protocol.messages import Answer, Assign, Extended
 from holdfast.protocol.outcome import Evidence, Failure, Outcome, Verdict

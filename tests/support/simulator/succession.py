@@ -15,7 +15,7 @@ from holdfast.agent import voter as vote
 from holdfast.coordinator.coordinator_state import Phase
 from holdfast.coordinator.formation import BACK_OFF
 from holdfast.coordinator.replicated import ReplicatedCoordinator
-from holdfast.extensions import EXTENSIONS
+from holdfast.extension_list import EXTENSIONS
 from holdfast.protocol.charter import VOTERS_MIN, Charter, Poll, Polled, Succession
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.policy import NodeSpec, Note

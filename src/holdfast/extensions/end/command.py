@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from functools import partial
 
 from holdfast.cli import say
-from holdfast.cli.finding import running_job
 from holdfast.cli.printing import Parser, named, print_json
 from holdfast.diagnosis.screen import how_it_ended
 from holdfast.protocol.errors import ControlSilentError, NoRunError
 from holdfast.protocol.extension import Sent
+from holdfast.runs.finding import running_job
 from holdfast.runtime.running import Call, NodeEnd, Reply, RunningAgent, ask
 from holdfast.text import plural
 

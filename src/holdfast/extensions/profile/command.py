@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from holdfast.cli.asking import ask_job
-from holdfast.cli.printing import Parser, named, print_json, ranks_of
-from holdfast.extensions.profile.messages import ASKED_S_MAX, RANKS_MAX, SECONDS_MAX, STEPS_MAX, ProfileView
+from holdfast.cli.printing import Parser, named, print_json
+from holdfast.extensions.profile.messages import ASKED_S_MAX, NAME, ProfileView, profile_request
 from holdfast.protocol.errors import UsageError
+from holdfast.protocol.ranks_text import ranks_of
 
 EXIT_NOT_PROFILED = 1
 PROFILED_STEPS = 5
@@ -20,26 +21,13 @@ def main_profile(argv: Sequence[str]) -> int:
     if chosen.steps is not None and chosen.seconds is not None:
         raise UsageError("--steps and --seconds: give one of them")
     steps = PROFILED_STEPS if chosen.steps is None else chosen.steps
-    wanted = profile_request(ranks_of([chosen.ranks], "RANKS"), steps, chosen.seconds)
+    wanted = profile_request(ranks_of([chosen.ranks], "RANKS"), steps, chosen.seconds, time.strftime(NAME))
     entry, view = ask_job(chosen.run, "profile", ProfileView, wanted, within_s=ASKED_S_MAX)
     if chosen.json:
         print_json({"run": entry.name, **named(view)})
     else:
         print("\n".join(profile_lines(view)))
     return EXIT_NOT_PROFILED if view.silent or any(rank.why for rank in view.ranks) else 0
-
-
-def profile_request(ranks: Collection[int], steps: int, seconds: float | None) -> dict[str, object]:
-    """What the question is about. Raises UsageError."""
-    if len(ranks) > RANKS_MAX:
-        raise UsageError(f"{len(ranks)} ranks: at most {RANKS_MAX} are profiled at a time")
-    if seconds is not None and not 0 < seconds <= SECONDS_MAX:
-        raise UsageError(f"{seconds:g} seconds: must be more than 0, and {SECONDS_MAX:g} at most")
-    if seconds is None and not 1 <= steps <= STEPS_MAX:
-        raise UsageError(f"{steps} steps: must be 1 to {STEPS_MAX}")
-    return {"ranks": sorted(ranks), "steps": 0 if seconds is not None else steps, "for_s": seconds or 0.0} | {
-        "name": time.strftime("%Y%m%d-%H%M%S")
-    }
 
 
 def profile_lines(view: ProfileView) -> Iterator[str]:

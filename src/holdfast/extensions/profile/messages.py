@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Annotated
 
 from msgspec import Meta, Struct
 
+from holdfast.protocol.errors import UsageError
 from holdfast.protocol.policy import WORKERS_PER_NODE_MAX, Count, LocalRank, Rank, Seconds
 
 RANKS_MAX = 64
@@ -19,8 +21,9 @@ COLLECTED_S_MAX = TAKEN_S_MAX + 40.0
 ASKED_S_MAX = TAKEN_S_MAX + 60.0
 """A command waits this long for the answer."""
 
+NAME = "%Y%m%d-%H%M%S"
+"""Of the folder with a profile's files, for time.strftime; the coordinator adds a number."""
 Name = Annotated[str, Meta(pattern="^[0-9A-Za-z-]{1,64}$")]
-"""Of a folder."""
 
 
 class About(Struct, frozen=True, forbid_unknown_fields=True):
@@ -29,7 +32,18 @@ class About(Struct, frozen=True, forbid_unknown_fields=True):
     """How many; 0: for_s counts."""
     for_s: Annotated[float, Meta(ge=0, le=SECONDS_MAX)] = 0.0
     name: Name = "profile"
-    """Of the folder with the files; a number follows. The coordinator has no wall clock."""
+    """As NAME says. The asker gives it, because the coordinator has no wall clock."""
+
+
+def profile_request(ranks: Collection[int], steps: int, seconds: float | None, name: str) -> dict[str, object]:
+    """What the question is about, as `About`. `seconds` None: the steps count. Raises UsageError."""
+    if len(ranks) > RANKS_MAX:
+        raise UsageError(f"{len(ranks)} ranks: at most {RANKS_MAX} are profiled at a time")
+    if seconds is not None and not 0 < seconds <= SECONDS_MAX:
+        raise UsageError(f"{seconds:g} seconds: must be more than 0, and {SECONDS_MAX:g} at most")
+    if seconds is None and not 1 <= steps <= STEPS_MAX:
+        raise UsageError(f"{steps} steps: must be 1 to {STEPS_MAX}")
+    return {"ranks": sorted(ranks), "steps": 0 if seconds is not None else steps, "for_s": seconds or 0.0, "name": name}
 
 
 class TakeProfiles(Struct, frozen=True, array_like=True):

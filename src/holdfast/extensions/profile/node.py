@@ -19,11 +19,11 @@ from typing import Any
 
 import msgspec
 
+from holdfast.detached import run_detached
 from holdfast.extensions.profile.messages import TAKEN_S_MAX, Operation, Profiles, RankProfile, TakeProfiles
 from holdfast.protocol.board_layout import PROFILE_SIGNAL
-from holdfast.runtime.driver import run_detached
+from holdfast.run_folder import PROFILES
 from holdfast.runtime.node_extension import Node, NodeExtension, Send
-from holdfast.runtime.run_folder import PROFILES
 from holdfast.supervisor import processes
 from holdfast.supervisor.attached import attached
 from holdfast.supervisor.generation import RunningGeneration

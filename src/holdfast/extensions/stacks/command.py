@@ -6,12 +6,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-from holdfast.cli.finding import running_job
-from holdfast.cli.printing import Parser, named, print_json, ranks_of
+from holdfast.cli.printing import Parser, named, print_json
 from holdfast.diagnosis.screen import group, stack_lines
 from holdfast.extensions.stacks.messages import STACKS_S
 from holdfast.protocol.errors import UsageError
 from holdfast.protocol.rank_progress import StacksView
+from holdfast.protocol.ranks_text import ranks_of
+from holdfast.runs.finding import running_job
 from holdfast.runtime.running import ask_any
 
 

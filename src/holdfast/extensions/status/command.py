@@ -13,13 +13,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from holdfast.cli.finding import end_of, ended_run, outcome_of, running_job
+from holdfast.cli import say
 from holdfast.cli.printing import Parser, named, print_json, print_table
-from holdfast.cli.report import COPIES_NEED, copies_of, read_journal, safe_text
+from holdfast.cli.report import safe_text
 from holdfast.diagnosis.screen import progress_line, status_lines
 from holdfast.protocol.errors import ControlRefusedError, ControlSilentError, NoRunError, UsageError
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.rank_progress import JobView
+from holdfast.runs.copies_report import COPIES_NEED, copies_of
+from holdfast.runs.finding import end_of, ended_run, outcome_of, running_job
+from holdfast.runs.journal_reader import read_journal
 from holdfast.runtime import running
 from holdfast.runtime.running import RunningAgent, ask_any
 from holdfast.text import duration
@@ -143,7 +146,7 @@ def copies_here(entries: Sequence[RunningAgent]) -> dict[str, object] | None:
     journals = []
     for entry in entries:
         with contextlib.suppress(UsageError):  # its folder is gone, or it has none
-            journals.append(list(read_journal(Path(entry.folder), tuple(COPIES_NEED))))
+            journals.append(list(read_journal(Path(entry.folder), say, tuple(COPIES_NEED))))
     return copies_of(journals)
 
 
