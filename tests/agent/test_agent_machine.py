@@ -297,7 +297,7 @@ def lawful(desk: Desk, event: ev.Event) -> bool:
 
 def test_nothing_is_forgotten() -> None:
     assert {type(event) for event in EVENTS} == set(ev.Event.__args__)
-    assert {type(message) for message in MESSAGES} == {*msg.CoordinatorMessage.__subclasses__(), Polled}
+    assert {type(message) for message in MESSAGES} == {*msg.CoordinatorMessage.__subclasses__(), msg.Extended, Polled}
     assert {link for state in STATES for link in [state().machine.link]} == set(Link)
 
 

@@ -287,9 +287,8 @@ class Pages:
             raise UsageError(f"{action.do!r} is not an action")
         about: dict[str, object] = {}
         if action.do == "profile":
-            about = profile_request(
-                ranks_of([action.ranks], "ranks"), action.steps, action.for_s or None, time.strftime(NAME)
-            )
+            ranks, name = ranks_of([action.ranks], "ranks"), time.strftime(NAME)
+            about = profile_request(ranks, action.steps, action.for_s or None, name)
         elif action.do in ABOUT_A_HOST:
             about = {"host": action.host, "for_s": EXCLUDED_S}
         return _json(await self._ask(feed, action.do, by, about))
