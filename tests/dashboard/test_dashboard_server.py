@@ -28,8 +28,7 @@ from holdfast.dashboard.feed import (
 )
 from holdfast.dashboard.job_source import METRIC_POINTS_MAX, PROGRESS_MAX, JournalTail, ShownJob, encoded, now_of
 from holdfast.dashboard.saved_page import render
-from holdfast.extensions.load.coordinator import SHOWN_MAX
-from holdfast.extensions.load.messages import GpuLoad, NodeLoad
+from holdfast.extensions.load.messages import SHOWN_MAX, GpuLoad, NodeLoad
 from holdfast.extensions.load.node import Machine
 from holdfast.protocol.errors import MissingPackageError
 from holdfast.protocol.outcome import Outcome, OutcomeKind

@@ -103,7 +103,7 @@ EXTENSION_ROUNDS_MAX = 8
 REVISION_OF_SUSPENSION = 7
 """From this revision of the messages on, an agent suspends workers while the coordinator does not answer."""
 
-FREQUENT = frozenset({Ping, Progress, Prepared, Stopped})
+FREQUENT = frozenset({Ping, Progress, Prepared, Stopped, Extended})
 
 
 def is_frequent(event: Event) -> bool:
@@ -164,6 +164,10 @@ class CoordinatorMachine(CoordinatorActs):
             if self.phase is Phase.RUNNING:
                 self._due_s = min(self._due_s, self._monitor.due_s())
             return True
+        if isinstance(event, Heard) and isinstance(event.message, Extended):
+            due_s = self._extensions.due_s()
+            self._due_s = min(self._due_s, due_s)
+            return due_s > now
         if not self._membership.knows_candidates(now):
             return False
         if isinstance(event, LinkOpened):

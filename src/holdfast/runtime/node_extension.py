@@ -92,17 +92,18 @@ class Node:
         current = self._machine.current
         return current.assign if current is not None else None
 
-    def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Run this beside the agent. It is cancelled when the agent ends; its error goes to the journal."""
-        task = self._tasks.create_task(self._guarded(work))
+    def start(self, extension: str, work: Coroutine[Any, Any, None]) -> None:
+        """Run this beside the agent. It is cancelled when the agent ends; its error goes to the journal, as a fault of
+        this extension."""
+        task = self._tasks.create_task(self._guarded(extension, work))
         self._open.add(task)
         task.add_done_callback(self._open.discard)
 
-    async def _guarded(self, work: Coroutine[Any, Any, None]) -> None:
+    async def _guarded(self, extension: str, work: Coroutine[Any, Any, None]) -> None:
         try:
             await work
         except Exception as error:  # noqa: BLE001 - what an extension does ends no job
-            self._fault("extension", error)
+            self._fault(extension, error)
 
     def quit(self, *, drain: bool, by: str) -> None:
         """End this node's part of the job, as a signal would."""

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.extensions.load.messages import NodeLoad
+from holdfast.extensions.load.messages import SHOWN_MAX, NodeLoad
 from holdfast.extensions.load.node import EVERY, FIRST, Machine, OnNode
 from tests.support.limits import limit_s, settled
 
@@ -34,9 +34,9 @@ class MadeUpMachine(Machine):
 class Reading:
     """The half on a node whose folder does not exist, and what it has sent."""
 
-    def __init__(self, machine: MadeUpMachine) -> None:
+    def __init__(self, machine: MadeUpMachine, group_rank: int = 0) -> None:
         self.sent: list[Any] = []
-        node: Any = SimpleNamespace(folder=None)
+        node: Any = SimpleNamespace(folder=None, place=SimpleNamespace(group_rank=group_rank))
         self.half = OnNode(node, self.sent.append, lambda: machine)
 
 
@@ -68,6 +68,15 @@ async def test_a_driver_that_hangs_costs_one_thread_and_the_figures_alone() -> N
     await settled(lambda: bool(reading.sent))
     await reading.half.close()
     await settled(lambda: not any(each.name == "holdfast-load" for each in threading.enumerate()))
+
+
+async def test_a_node_whose_load_nobody_is_shown_reads_none() -> None:
+    machine = MadeUpMachine(threading.Event())
+    reading = Reading(machine, SHOWN_MAX)
+    reading.half.started(1, INTERVAL_S)
+    await asyncio.sleep(2 * EVERY * INTERVAL_S)
+    await reading.half.close()
+    assert machine.asked == 0
 
 
 async def test_without_room_for_a_thread_the_figures_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:

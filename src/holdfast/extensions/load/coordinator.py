@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.extensions.load.messages import NodeLoad
+from holdfast.extensions.load.messages import SHOWN_MAX, NodeLoad
 from holdfast.protocol.extension import CoordinatorExtension, Figures, Happened, Job, MemberLost, Orders
 
-SHOWN_MAX = 128
-"""Nodes whose load is shown, by group rank: views of large jobs are asked for once a second."""
 SHOWN_S_MAX = 300.0
 """An older load is not shown: a driver or a disk does not answer."""
 

@@ -8,6 +8,9 @@ from msgspec import Meta, Struct
 
 from holdfast.protocol.policy import ITEMS_MAX, Count
 
+SHOWN_MAX = 128
+"""Nodes whose load is shown, by group rank; others do not send it. Views of large jobs are asked for once a second."""
+
 
 class GpuLoad(Struct, frozen=True):
     percent: Count

@@ -16,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.extensions.load.messages import GpuLoad, NodeLoad
+from holdfast.extensions.load.messages import SHOWN_MAX, GpuLoad, NodeLoad
 from holdfast.protocol.policy import ITEMS_MAX
 from holdfast.runtime.node_extension import Node, NodeExtension, Send
 from holdfast.supervisor.board import Repeat
@@ -54,7 +54,8 @@ class OnNode(NodeExtension):
         self.gone()
 
     def _begin(self) -> None:
-        if self._reading:
+        place = self.node.place
+        if self._reading or place is None or place.group_rank >= SHOWN_MAX:
             return
         self._reading = True
         try:

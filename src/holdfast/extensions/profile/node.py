@@ -61,7 +61,7 @@ class OnNode(NodeExtension):
             gone = (RankProfile(rank, why="it is not running") for rank in message.local_ranks)
             self.send(Profiles(message.number, tuple(gone)))
         else:
-            self.node.start(self._answer(running, message))
+            self.node.start("profile", self._answer(running, message))
 
     async def _answer(self, running: RunningGeneration, order: TakeProfiles) -> None:
         taken = await asyncio.gather(*(self._take(running, order, rank) for rank in order.local_ranks))

@@ -12,7 +12,7 @@ class OnNode(NodeExtension):
     messages = TakeSamples
 
     def heard(self, message: TakeSamples) -> None:
-        self.node.start(self._sample(message.number))
+        self.node.start("stacks", self._sample(message.number))
 
     async def _sample(self, number: int) -> None:
         samples = await self.node.samples()
