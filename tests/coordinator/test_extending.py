@@ -13,7 +13,7 @@ from holdfast.coordinator.extending import OPEN_MAX
 from holdfast.protocol import messages as msg
 from holdfast.protocol.extension import (
     Announce,
-    Answered,
+    AnswerRequest,
     CoordinatorExtension,
     Ended,
     EndGeneration,
@@ -23,12 +23,12 @@ from holdfast.protocol.extension import (
     MemberLost,
     Order,
     Orders,
-    Request,
     SafePointAgreed,
     SafePointRefused,
     SaveAtSafePoint,
     Started,
     ToNode,
+    UserRequest,
 )
 from tests.coordinator.coordinator_desk import Desk, gathering, regrouping, running
 
@@ -49,7 +49,7 @@ class Probe(CoordinatorExtension):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self.requests: list[Request] = []
+        self.requests: list[UserRequest] = []
         self.words: list[tuple[str, str]] = []
         self.events: list[Happened] = []
         self.orders: list[Order] = []
@@ -64,7 +64,7 @@ class Probe(CoordinatorExtension):
         given, self.orders = self.orders, []
         return given
 
-    def asked(self, now: float, request: Request) -> Orders:
+    def asked(self, now: float, request: UserRequest) -> Orders:
         self.requests.append(request)
         return self._given("asked")
 
@@ -116,7 +116,7 @@ def test_a_request_is_answered_now_or_later_and_once() -> None:
     desk.ask("probe", 2, number=7, text="why")
     (request,) = probe.requests
     assert (request.question, request.by, request.about, desk.answers) == ("probe", "somebody", About("why"), [])
-    probe.orders = [Answered(request.number, b"[1]"), Answered(request.number, b"[2]")]
+    probe.orders = [AnswerRequest(request.number, b"[1]"), AnswerRequest(request.number, b"[2]")]
     desk.extend(1, "probe", Word("because"))
     assert (probe.words, desk.answers) == ([("n1#1", "because")], [(2, msg.Answer(7, b"[1]"))])
 
@@ -205,7 +205,7 @@ def test_it_is_called_when_it_is_due() -> None:
     number = probe.requests[0].number
     probe.at_s = desk.now + 3.0
     desk.say(1, msg.Extended("probe", b"\x91\xa1x"))
-    probe.orders = [Answered(number, b"3")]
+    probe.orders = [AnswerRequest(number, b"3")]
     desk.wait(2.9)
     assert desk.answers == []
     desk.wait(0.2)

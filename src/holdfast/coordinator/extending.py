@@ -15,7 +15,7 @@ import msgspec
 from holdfast.coordinator.coordinator_state import Command, Member, Tell
 from holdfast.protocol import codec
 from holdfast.protocol.extension import (
-    Answered,
+    AnswerRequest,
     CoordinatorExtension,
     CoordinatorHalf,
     Ended,
@@ -24,14 +24,14 @@ from holdfast.protocol.extension import (
     Job,
     Order,
     Orders,
-    Refused,
-    Request,
+    RefuseRequest,
     SafePointAgreed,
     SafePointRefused,
     SaveAtSafePoint,
     Started,
     ToCore,
     ToNode,
+    UserRequest,
 )
 from holdfast.protocol.messages import Answer, Ask, Extended
 from holdfast.protocol.policy import Note
@@ -120,8 +120,8 @@ class Extensions:
         try:
             about: object = codec.clean(msgspec.json.decode(ask.about, type=extension.questions[ask.question]))
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            return [Refused(number, f"{ask.question} cannot be asked like this: {error}")]
-        return extension.asked(now, Request(number, ask.question, ask.by, about))
+            return [RefuseRequest(number, f"{ask.question} cannot be asked like this: {error}")]
+        return extension.asked(now, UserRequest(number, ask.question, ask.by, about))
 
     def heard(self, now: float, member: Member, message: Extended) -> None:
         """A node has sent something to an extension; nothing happens if this coordinator does not have that one.
@@ -191,9 +191,9 @@ class Extensions:
         orders: tuple[Order, ...] = self._call(name, lambda extension: tuple(call(extension)), ())
         for order in orders:
             match order:
-                case Answered(number, body):
+                case AnswerRequest(number, body):
                     self._answer(number, body, "")
-                case Refused(number, text):
+                case RefuseRequest(number, text):
                     self._answer(number, b"", text)
                 case ToNode(member, message) if member in self._members:
                     self._out.append(Tell(self._members[member].link, Extended(name, codec.encode_extended(message))))

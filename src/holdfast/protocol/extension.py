@@ -76,7 +76,7 @@ class Job(Protocol):
 # --- what it is told --------------------------------------------------------------------------------------------------
 
 
-class Request(Struct, frozen=True):
+class UserRequest(Struct, frozen=True):
     """A question of a user. It stays open until it is answered or refused, or until the link of the asking agent is
     lost."""
 
@@ -123,14 +123,14 @@ Happened = Started | Ended | MemberLost | SafePointAgreed | SafePointRefused
 # --- what it may order ------------------------------------------------------------------------------------------------
 
 
-class Answered(Struct, frozen=True):
+class AnswerRequest(Struct, frozen=True):
     """Ends a request with this JSON."""
 
     number: int
     body: bytes
 
 
-class Refused(Struct, frozen=True):
+class RefuseRequest(Struct, frozen=True):
     """Ends a request: nothing was done. The text says why, and what would help."""
 
     number: int
@@ -195,7 +195,7 @@ class Readmit(Struct, frozen=True):
 
 
 ToCore = Announce | EndGeneration | SaveAtSafePoint | EndJob | SendAway | Exclude | Readmit
-Order = Answered | Refused | ToNode | Note | ToCore
+Order = AnswerRequest | RefuseRequest | ToNode | Note | ToCore
 Orders = Iterable[Order]
 
 # --- the extension ----------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ class CoordinatorExtension:
     def __init__(self, job: Job) -> None:
         self.job = job
 
-    def asked(self, now: float, request: Request) -> Orders:
+    def asked(self, now: float, request: UserRequest) -> Orders:
         """A user asks. The answer may be among the orders, or come later."""
         raise NotImplementedError
 

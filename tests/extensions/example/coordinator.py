@@ -5,14 +5,14 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.protocol.extension import (
-    Answered,
+    AnswerRequest,
     CoordinatorExtension,
     Happened,
     Job,
     MemberLost,
     Orders,
-    Request,
     ToNode,
+    UserRequest,
 )
 from tests.extensions.example.messages import About, Folders, Said, Say
 
@@ -27,7 +27,7 @@ class AtCoordinator(CoordinatorExtension):
         """By request: the host of each member that has not answered."""
         self._found: dict[int, dict[str, str]] = {}
 
-    def asked(self, now: float, request: Request) -> Orders:
+    def asked(self, now: float, request: UserRequest) -> Orders:
         self._awaited[request.number] = {member.name: member.host for member in self.job.members()}
         self._found[request.number] = {}
         return [ToNode(name, Say(request.number)) for name in self._awaited[request.number]]
@@ -44,8 +44,8 @@ class AtCoordinator(CoordinatorExtension):
                 awaited.pop(event.member, None)
         return self._complete()
 
-    def _complete(self) -> list[Answered]:
+    def _complete(self) -> list[AnswerRequest]:
         over = [number for number, awaited in self._awaited.items() if not awaited]
         for number in over:
             del self._awaited[number]
-        return [Answered(number, msgspec.json.encode(Folders(self._found.pop(number)))) for number in over]
+        return [AnswerRequest(number, msgspec.json.encode(Folders(self._found.pop(number)))) for number in over]

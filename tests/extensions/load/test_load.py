@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from holdfast.coordinator.coordinator_state import LinkClosed
+from holdfast.extensions.load.coordinator import SHOWN_S_MAX
 from holdfast.extensions.load.messages import NodeLoad
 from tests.coordinator.coordinator_desk import Desk, running, steps
 
@@ -29,7 +30,7 @@ def test_an_old_load_and_that_of_a_lost_node_are_not_shown() -> None:
     desk = running(max_restarts=1)
     desk.extend(2, "load", load(7))
     for number in range(1, 7):
-        desk.wait(50.0)
+        desk.wait(SHOWN_S_MAX / 6)
         steps(desk, number)
     assert shown(desk) == [None, None]
     desk.extend(2, "load", load(8))

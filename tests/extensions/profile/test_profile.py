@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.coordinator.coordinator_state import LinkClosed
-from holdfast.extensions.profile.messages import Profiles, RankProfile, TakeProfiles
+from holdfast.extensions.profile.messages import COLLECTED_S_MAX, Profiles, RankProfile, TakeProfiles
 from tests.coordinator.coordinator_desk import Desk, running
 
 
@@ -58,5 +58,5 @@ def test_a_node_that_is_lost_gives_no_profile() -> None:
 
 def test_a_node_that_is_silent_is_named() -> None:
     desk, _ = asked()
-    desk.wait(700.0)
+    desk.wait(COLLECTED_S_MAX + 1)
     assert desk.answer()["silent"] == ["n2"]

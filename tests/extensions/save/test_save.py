@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 
 from holdfast.coordinator.coordinator_state import Phase
+from holdfast.extensions.save.coordinator import AGREED_S_MAX
 from holdfast.protocol import messages as msg
 from tests.coordinator.coordinator_desk import LIMITS, Desk, draining, preparing, running, stopping
 
@@ -42,7 +43,7 @@ def test_where_a_rank_does_not_save_nobody_does(held: msg.Held) -> None:
 
 def test_a_node_that_is_silent_or_leaves_ends_no_job_that_is_to_save() -> None:
     desk = saving()
-    desk.wait(6.0)
+    desk.wait(AGREED_S_MAX + 1)
     assert desk.refusal() == "no safe point was agreed within 5 s"
     desk.wait(LIMITS.drain_s)
     assert desk.machine.phase is Phase.RUNNING

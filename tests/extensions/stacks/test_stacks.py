@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from holdfast.coordinator.coordinator_state import LinkClosed
+from holdfast.extensions.stacks.coordinator import SAMPLED_S_MAX
 from holdfast.extensions.stacks.messages import ANSWER_BYTES_MAX, Samples, TakeSamples, body_of, view_of
 from holdfast.protocol.rank_progress import Frame, RankSample, StacksView
 from tests.coordinator.coordinator_desk import Desk, gathering, running
@@ -38,7 +39,7 @@ def test_the_stacks_of_all_nodes_are_one_answer() -> None:
 def test_a_node_that_is_silent_is_not_waited_for() -> None:
     desk, number = asked()
     sampled(desk, 1, number)
-    desk.wait(6.0)
+    desk.wait(SAMPLED_S_MAX + 1)
     view = desk.answer(2)
     assert ([rank["rank"] for rank in view["ranks"]], view["silent"]) == ([0], ["n2"])
 

@@ -17,7 +17,7 @@ from holdfast.extensions.profile.messages import (
     TakeProfiles,
 )
 from holdfast.protocol.extension import (
-    Answered,
+    AnswerRequest,
     CoordinatorExtension,
     Happened,
     Job,
@@ -25,16 +25,16 @@ from holdfast.protocol.extension import (
     NodeSeen,
     Order,
     Orders,
-    Refused,
-    Request,
+    RefuseRequest,
     ToNode,
+    UserRequest,
 )
 from holdfast.protocol.policy import Note
 from holdfast.text import plural, spans
 
 
 @dataclass(slots=True)
-class _Collection:
+class _ProfileCollection:
     """The profiles for one request."""
 
     name: str
@@ -50,23 +50,23 @@ class AtCoordinator(CoordinatorExtension):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._collections: dict[int, _Collection] = {}
+        self._collections: dict[int, _ProfileCollection] = {}
         """By number of the request."""
         self._count = itertools.count(1)
 
-    def asked(self, now: float, request: Request) -> Orders:
+    def asked(self, now: float, request: UserRequest) -> Orders:
         about: About = request.about
         wanted, nodes = set(about.ranks), self.job.nodes()
         running = {node.rank_base + place for node in nodes for place in range(len(node.local_ranks))}
         if not wanted:
-            return [Refused(request.number, "no ranks are named")]
+            return [RefuseRequest(request.number, "no ranks are named")]
         if missing := wanted - running:
             size = plural(self.job.world_size, "rank")
-            return [Refused(request.number, f"no rank {spans(missing)} runs now; there are {size}")]
+            return [RefuseRequest(request.number, f"no rank {spans(missing)} runs now; there are {size}")]
         name = f"{about.name}-{next(self._count)}"
         noted = {"name": name, "ranks": sorted(wanted), "steps": about.steps, "for_s": about.for_s}
         orders: list[Order] = [Note("profile_asked", {"by": request.by, **noted})]
-        collection = self._collections[request.number] = _Collection(name, {}, now + COLLECTED_S_MAX)
+        collection = self._collections[request.number] = _ProfileCollection(name, {}, now + COLLECTED_S_MAX)
         for node in nodes:
             chosen = tuple(each for place, each in enumerate(node.local_ranks) if node.rank_base + place in wanted)
             if chosen:
@@ -108,5 +108,5 @@ class AtCoordinator(CoordinatorExtension):
             ranks = tuple(sorted(each.ranks, key=lambda one: one.rank))
             silent = tuple(node.host for node in each.awaited.values())
             view = ProfileView(name=each.name, ranks=ranks, silent=silent)
-            orders.append(Answered(number, msgspec.json.encode(view)))
+            orders.append(AnswerRequest(number, msgspec.json.encode(view)))
         return orders

@@ -12,18 +12,18 @@ import msgspec
 
 from holdfast.extensions.save.messages import About
 from holdfast.protocol.extension import (
-    Answered,
+    AnswerRequest,
     CoordinatorExtension,
     Ended,
     Happened,
     Order,
     Orders,
-    Refused,
-    Request,
+    RefuseRequest,
     SafePointAgreed,
     SafePointRefused,
     SaveAtSafePoint,
     Sent,
+    UserRequest,
 )
 from holdfast.protocol.policy import Note
 
@@ -32,10 +32,10 @@ AGREED_S_MAX = 5.0
 
 class AtCoordinator(CoordinatorExtension):
     questions = {"save": About}
-    _waiting: tuple[Request, ...] = ()
+    _waiting: tuple[UserRequest, ...] = ()
     _due_s = inf
 
-    def asked(self, now: float, request: Request) -> Orders:
+    def asked(self, now: float, request: UserRequest) -> Orders:
         first = not self._waiting
         self._waiting = (*self._waiting, request)
         if not first:
@@ -47,7 +47,7 @@ class AtCoordinator(CoordinatorExtension):
         match event:
             case SafePointAgreed():
                 body = msgspec.json.encode(Sent(len(self.job.members())))
-                return [Answered(each.number, body) for each in self._taken()]
+                return [AnswerRequest(each.number, body) for each in self._taken()]
             case SafePointRefused(text):
                 return self._refuse(text)
             case Ended():
@@ -62,8 +62,8 @@ class AtCoordinator(CoordinatorExtension):
         return self._refuse(f"no safe point was agreed within {AGREED_S_MAX:g} s")
 
     def _refuse(self, text: str) -> list[Order]:
-        return [Refused(each.number, text) for each in self._taken()]
+        return [RefuseRequest(each.number, text) for each in self._taken()]
 
-    def _taken(self) -> tuple[Request, ...]:
+    def _taken(self) -> tuple[UserRequest, ...]:
         waiting, self._waiting, self._due_s = self._waiting, (), inf
         return waiting

@@ -10,7 +10,7 @@ from math import inf
 
 from holdfast.extensions.stacks.messages import About, Samples, TakeSamples, body_of, view_of
 from holdfast.protocol.extension import (
-    Answered,
+    AnswerRequest,
     CoordinatorExtension,
     Happened,
     Job,
@@ -18,8 +18,8 @@ from holdfast.protocol.extension import (
     NodeSeen,
     Order,
     Orders,
-    Request,
     ToNode,
+    UserRequest,
 )
 from holdfast.protocol.policy import Note
 from holdfast.protocol.rank_progress import RankSample
@@ -29,7 +29,7 @@ SAMPLED_S_MAX = 5.0
 
 
 @dataclass(slots=True)
-class _Collection:
+class _SampleCollection:
     """The samples for one request."""
 
     generation: int
@@ -47,13 +47,13 @@ class AtCoordinator(CoordinatorExtension):
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self._collections: dict[int, _Collection] = {}
+        self._collections: dict[int, _SampleCollection] = {}
         """By number of the request."""
 
-    def asked(self, now: float, request: Request) -> Orders:
+    def asked(self, now: float, request: UserRequest) -> Orders:
         number, job = request.number, self.job
         awaited = {node.member: node for node in job.nodes()}
-        self._collections[number] = _Collection(job.generation, job.world_size, awaited, now + SAMPLED_S_MAX)
+        self._collections[number] = _SampleCollection(job.generation, job.world_size, awaited, now + SAMPLED_S_MAX)
         orders: list[Order] = [Note("stacks_asked", {"by": request.by})]
         orders += [ToNode(member, TakeSamples(number)) for member in awaited]
         return [*orders, *self._complete()]
@@ -87,5 +87,5 @@ class AtCoordinator(CoordinatorExtension):
             del self._collections[number]
             silent = tuple(node.host for node in each.awaited.values())
             view = view_of(self.job.run_id, each.generation, each.world_size, each.seen, silent)
-            orders.append(Answered(number, body_of(view)))
+            orders.append(AnswerRequest(number, body_of(view)))
         return orders

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from holdfast.extensions.status.messages import About, body_of
-from holdfast.protocol.extension import Answered, CoordinatorExtension, Orders, Request
+from holdfast.protocol.extension import AnswerRequest, CoordinatorExtension, Orders, UserRequest
 
 
 class AtCoordinator(CoordinatorExtension):
     questions = {"status": About}
 
-    def asked(self, now: float, request: Request) -> Orders:
-        return [Answered(request.number, body_of(self.job.view(now)))]
+    def asked(self, now: float, request: UserRequest) -> Orders:
+        return [AnswerRequest(request.number, body_of(self.job.view(now)))]
