@@ -38,7 +38,6 @@ from holdfast.coordinator.replicated import ReplicatedCoordinator
 from holdfast.protocol.charter import NO_CHARTER, Renew, Renewed, Seat, Succession
 from holdfast.protocol.codec import decode_from_coordinator
 from holdfast.protocol.messages import (
-    REVISION,
     Assign,
     FromAgent,
     FromCoordinator,
@@ -133,7 +132,7 @@ class LightAgent:
         self._held = NO_CHARTER
 
     def join(self) -> None:
-        self._send(Join(self._node, revision=REVISION, port=AGENT_PORT))
+        self._send(Join(self._node, port=AGENT_PORT))
 
     def hear(self, message: FromCoordinator) -> None:
         traffic = self._crowd.traffic

@@ -107,7 +107,7 @@ class Desk:
         for link in links:
             self.give(LinkOpened(link, f"{address}{link}", "10.0.0.9"))
             node = NodeSpec(member=f"n{link}#1", host=f"n{link}", nproc=self.nproc, versions=versions or {})
-            self.say(link, msg.Join(node, last_generation, revision=msg.REVISION))
+            self.say(link, msg.Join(node, last_generation))
 
     def join_running(self, *links: int, generation: int = 7, of: int = 2, restart_count: int = 0) -> None:
         """They come from another coordinator, link n with group rank n-1."""

@@ -311,7 +311,7 @@ def test_the_state_is_examined_once_for_many_messages_that_wait_for_the_last(mon
     desk.give(Tick())
     assert examinations(lambda link: LinkOpened(link, f"10.0.0.{link}", "10.0.0.9"), Phase.GATHERING) == 0
     specs = {link: NodeSpec(member=f"n{link}#1", host=f"n{link}", nproc=1) for link in links}
-    joins = {link: msg.Join(specs[link], revision=msg.REVISION) for link in links}
+    joins = {link: msg.Join(specs[link]) for link in links}
     assert examinations(lambda link: Heard(link, joins[link]), Phase.GATHERING) == 8
     prepared = {link: msg.Prepared(1, 40_000 if link == 1 else None) for link in links}
     assert examinations(lambda link: Heard(link, prepared[link]), Phase.PREPARING) == 1

@@ -101,7 +101,7 @@ class Desk:
         for link in links:
             local = link == self.own
             self.give(LinkOpened(link, "127.0.0.1" if local else f"10.0.0.{link}", f"10.0.0.{self.own}", local=local))
-            about = last, 0.0, running, "", msg.REVISION, 7000, term
+            about = last, 0.0, running, "", True, 7000, term
             self.give(Heard(link, msg.Join(node(link), *about)))
 
     def prepare(self, *links: int) -> None:

@@ -150,8 +150,8 @@ def test_a_job_goes_on_whatever_fails_that_only_looks(site, tmp_path: Path) -> N
             timeout=limit_s(30),
         )
         assert (asked.returncode, b"Traceback" in asked.stderr) != (0, True)
-    until(lambda: {"vitals", "status", "listener", "look", "examine"} <= {each["what"] for each in agent.events("insight_fault")},
-          lambda: f"{agent.events('insight_fault')} {agent.text}")  # fmt: skip
+    until(lambda: {"vitals", "status", "listener", "look", "examine"} <= {each["what"] for each in agent.events("observer_fault")},
+          lambda: f"{agent.events('observer_fault')} {agent.text}")  # fmt: skip
     (site.folder / "finish").touch()
     assert agent.end() == 0, agent.text
     assert "Traceback" not in agent.text
@@ -162,7 +162,7 @@ def test_a_failure_is_told_in_few_words_where_nobody_finds_better_ones(site) -> 
         7, "--standalone", "--max-restarts", "1", site.script("sys.exit(7)"), program=site.changed(BROKEN_VIEWS)
     )
     assert "holdfast: failed, exit code 7: rank 0 on" in agent.text
-    faults = [each["what"] for each in agent.events("insight_fault")]
+    faults = [each["what"] for each in agent.events("observer_fault")]
     assert faults.count("judge") >= 2
     assert faults[-1] == "render"
 

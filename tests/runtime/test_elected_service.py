@@ -7,7 +7,6 @@ from collections.abc import Callable
 
 from holdfast.coordinator.leased import LeasedCoordinator
 from holdfast.protocol.messages import (
-    REVISION,
     Assign,
     FromAgent,
     FromCoordinator,
@@ -79,7 +78,7 @@ async def test_a_generation_announced_with_stop_starts_when_its_number_is_writte
         return await say()
 
     failure = Failure(rank=0, local_rank=0, host="a", pid=1, exit_code=1)
-    await say(Join(NodeSpec(member="a#1", host="a", nproc=1), revision=REVISION))
+    await say(Join(NodeSpec(member="a#1", host="a", nproc=1)))
     assert isinstance(await written(), Assign)
     assert isinstance(await say(Prepared(1, 40_001)), Start)
     stop = await say(WorkersFailed(1, (failure,)))

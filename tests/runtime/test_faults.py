@@ -14,7 +14,7 @@ import pytest
 
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
 from holdfast.protocol.errors import BindingError, HoldfastError, InternalError, PlatformError
-from holdfast.protocol.messages import REVISION, FromAgent, FromCoordinator, Join, Joined, Leave, Ping, Pong
+from holdfast.protocol.messages import FromAgent, FromCoordinator, Join, Joined, Leave, Ping, Pong
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.driver import SAID_INTERVAL_S, Driver, Troubles, as_error, fault_of
@@ -101,7 +101,7 @@ async def test_a_broken_coordinator_answers_no_ping(tmp_path: Path, monkeypatch:
         await asyncio.sleep(0)
         return [type(each) for each in received]
 
-    assert Joined in await answers(Join(NodeSpec(member="a#1", host="a", nproc=1), revision=REVISION))
+    assert Joined in await answers(Join(NodeSpec(member="a#1", host="a", nproc=1)))
     assert await answers(Ping(1)) == [Pong]
     monkeypatch.setattr(machine, "_on_message", lambda now, link, message: 1 // 0)
     with pytest.raises(InternalError):

@@ -13,7 +13,7 @@ from holdfast.agent.voter import AskVote, PolledCame, PollFailed, Unlinked, Vote
 from holdfast.coordinator.coordinator_state import Deposed, Phase
 from holdfast.protocol.charter import Charter, CharterPosition, Poll, Polled, Renew, Seat
 from holdfast.protocol.errors import CoordinatorUnreachableError, PortInUseError, RefusedError
-from holdfast.protocol.messages import REVISION, FromCoordinator, Join, Joined, Moved, Supersede
+from holdfast.protocol.messages import FromCoordinator, Join, Joined, Moved, Supersede
 from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.rendezvous.bind import claim
@@ -64,7 +64,7 @@ class Agent:
     async def join(self) -> None:
         self.link = await self.client.connect(self.node)
         self.link.start(self.heard.append, self.lost.append)
-        self.link.send(Join(self.node, revision=REVISION, port=self.client.port, term=self.client.term))
+        self.link.send(Join(self.node, port=self.client.port, term=self.client.term))
         await settled(lambda: any(isinstance(each, Joined) for each in self.heard))
 
     @property
@@ -250,7 +250,7 @@ async def test_who_joins_a_coordinator_in_its_process_that_steps_down_follows_no
         link = await a.client.connect(a.node)
         link.start(a.heard.append, a.lost.append)
         assert a.client.service is not None
-        link.send(Join(a.node, revision=REVISION, port=a.client.port))
+        link.send(Join(a.node, port=a.client.port))
         asyncio.get_running_loop().call_soon(a.client.service.deposed, Deposed(9, "", 0))
         await settled(lambda: bool(a.lost))
         assert any(isinstance(message, Joined) for message in a.heard)

@@ -32,8 +32,6 @@ from holdfast.text import listed
 
 RENEWALS_OPEN_MAX = 16
 """Renews of one voter without an answer. An answer to an older one counts for nothing."""
-REVISION_OF_VOTES = 3
-"""From this revision of the messages on, an agent can be a voter."""
 
 
 @dataclass(slots=True)
@@ -396,7 +394,7 @@ def voters_of(
     own = seat_of(local, members) or known
     seats = {own.name: own} if own is not None else {}
     names = [seat.name for seat in present]
-    able = [m for m in members if m.port and m.revision >= REVISION_OF_VOTES and m is not local]
+    able = [m for m in members if m.port and m is not local]
     for member in sorted(able, key=lambda m: (bool(m.leaving), m.node.agent not in names)):  # stable
         if (seat := seat_of(member, members)) is not None:
             seats.setdefault(seat.name, seat)

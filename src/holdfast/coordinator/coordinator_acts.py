@@ -236,7 +236,7 @@ class CoordinatorActs:
         self.job_uid = self.job_uid or world.order[0]  # names an agent's join, which happens once
         self._enter(now, Phase.PREPARING)
         for name, assign in formation.places.items():
-            if announced is None or not self.members[name].revision:
+            if announced is None:
                 self._tell(self.members[name], assign)
         self._note("assigned", generation=self.generation, world_size=world.size, order=list(world.order))
 
@@ -361,7 +361,7 @@ class CoordinatorActs:
         self._enter(now, Phase.STOPPING)
         hung = world.hung.rank if world.hung is not None and reason is StopReason.HUNG else None
         for member in [self.members[name] for name in world.order if name in self.members]:
-            place = announced.places[member.name] if announced is not None and member.revision else None
+            place = announced.places[member.name] if announced is not None else None
             self._tell(member, Stop(world.generation, reason, text, place, hung))
         self._note("stopping", generation=world.generation, reason=reason.value, text=text)
 

@@ -50,7 +50,6 @@ from holdfast.coordinator.formation import (
 from holdfast.coordinator.regrouping import Plan, how
 from holdfast.protocol.errors import NodesError
 from holdfast.protocol.messages import (
-    REVISION,
     Able,
     CannotRegroup,
     DrainTo,
@@ -78,16 +77,13 @@ from holdfast.protocol.messages import (
 )
 from holdfast.protocol.outcome import Outcome, OutcomeKind
 from holdfast.protocol.policy import Grow, Survive
-from holdfast.protocol.questions import REVISION_OF_PROFILES, Question
+from holdfast.protocol.questions import Question
 from holdfast.text import spans
 
 NO_SAVES = (
     "not every rank asks at a safe point whether to save: "
     "`snaps.step()` of ht.Snapshots does, and holdfast.worker.should_save()"
 )
-
-REVISION_OF_SUSPENSION = 7
-"""From this revision of the messages on, an agent suspends workers while the coordinator does not answer."""
 
 FREQUENT = frozenset({Ping, Progress, Prepared, Stopped})
 
@@ -314,10 +310,10 @@ class CoordinatorMachine(CoordinatorActs):
         match decision:
             case Admit(link, join):
                 member = self._membership.add(link, join.node, now=now, heard_s=decision.heard_s)
-                member.revision, member.port = join.revision, join.port
+                member.port = join.port
                 self._gathering.last_arrival_s = now
                 joined = self._joined()
-                member.suspend_s = joined.suspend_s if join.revision >= REVISION_OF_SUSPENSION else 0.0
+                member.suspend_s = joined.suspend_s if join.suspends else 0.0
                 self._tell(member, joined)
                 self._note("joined", member=member.name, address=member.address, nproc=member.node.nproc)
                 self._compare(member)
@@ -342,7 +338,6 @@ class CoordinatorMachine(CoordinatorActs):
             limits.lease_s,
             limits.fence_s,
             limits.ping_interval_of(agents),
-            REVISION,
             age_s=self._authority_age_s(),
             suspend_s=limits.suspend_of(self.job.max_nodes) if self.job.survive is not Survive.OFF else 0.0,
         )
@@ -524,12 +519,7 @@ class CoordinatorMachine(CoordinatorActs):
         if self.phase is not Phase.RUNNING or world is None:
             self._out.append(SaveAgreed(0, f"no generation runs: the job is {self.phase.value}"))
             return
-        old = [self.members[name] for name in world.order if name in self.members]
-        old = [member for member in old if member.revision < REVISION_OF_PROFILES]
-        if old:
-            self._out.append(SaveAgreed(0, f"{names(old)} has an older holdfast, which knows no save on demand"))
-        else:
-            self._drain(now, StopReason.MEMBER_LEFT, by, saves=True)
+        self._drain(now, StopReason.MEMBER_LEFT, by, saves=True)
 
     def _advance_saving(self, now: float, world: World, drain: Draining) -> None:
         leaving = next((m for m in self.members.values() if m.leaving and self._in_world(m)), None)
@@ -727,7 +717,7 @@ class CoordinatorMachine(CoordinatorActs):
         text = f"node{'' if len(newcomers) == 1 else 's'} {names(newcomers)} joined"
         if self._regrouping.settling or self._regrouping.may_admit_later(world):
             self._gather_until_s = now + self.limits.gather_s
-        elif all(self._regrouping.admits(world, member) for member in newcomers):
+        elif self._regrouping.admits(world):
             self._admit(newcomers)
         elif self.job.grow is Grow.DRAIN:
             self._drain(now, StopReason.MEMBER_JOINED, text)

@@ -235,14 +235,12 @@ class Member:
     last_heard_s: float
     leaving: str = ""
     """Why it leaves; empty while it does not."""
-    revision: int = 0
-    """The REVISION of messages that the agent understands."""
     port: int = 0
     """Where the agent listens; 0: it does not."""
     suspend_s: float = 0.0
-    """As in Joined, for an agent that knows it; else 0."""
+    """As in Joined, for an agent that suspends its workers; else 0."""
     suspends: bool = False
-    """It has reported on this link that its workers are able to go on: it knows `suspend_s`, and goes by it."""
+    """It has reported on this link that its workers are able to go on: it goes by `suspend_s`."""
     busy_generation: int = 0
     """The generation whose worker processes may be alive on this node; 0: none. Changed through Membership."""
     first_started_s: float | None = None

@@ -285,5 +285,5 @@ class Endings:
         try:
             return self._judge(evidence)
         except Exception as error:  # noqa: BLE001
-            self._note("insight_fault", what="judge", error=f"{type(error).__name__}: {error}")
+            self._note("observer_fault", what="judge", error=f"{type(error).__name__}: {error}")
             return plain_verdict(evidence)

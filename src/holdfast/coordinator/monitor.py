@@ -239,7 +239,7 @@ class Monitor:
         try:
             return self._examine(stories)
         except Exception as error:  # noqa: BLE001
-            self._note("insight_fault", what="examine", error=f"{type(error).__name__}: {error}")
+            self._note("observer_fault", what="examine", error=f"{type(error).__name__}: {error}")
             return cannot_tell(stories)
 
     def _look(self, now: float, *, store: bool) -> None:

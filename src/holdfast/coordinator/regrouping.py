@@ -42,10 +42,6 @@ ATTEMPTS_MAX = 3
 """So many generations in a row may be formed of running workers without that one of them is started."""
 PAST_MAX = 8
 """The evidence of failures in so many earlier generations is expected."""
-REVISION_NEEDED = 2
-"""From this revision of the messages on, a node can belong to a generation without a worker in it."""
-REVISION_OF_PARTING = 5
-"""From this revision on, its running workers come to the gate all the same."""
 
 
 class Plan(Struct, frozen=True):
@@ -156,8 +152,6 @@ class Regrouping:
         if world.done_count:
             return f"rank {spans(world.done_ranks())} has ended"
         leaving = [members[name] for name in self.leaving(world)]
-        if old := next((each for each in leaving if each.revision < REVISION_OF_PARTING), None):
-            return f"{old.node.host} is leaving, and has an older holdfast"
         led = next((each for each in leaving if each.node.hosts_coordinator), None)
         if led is not None and not self.succeeded([each.node.agent for each in leaving]):
             return f"{led.node.host} is leaving, it has the coordinator, and no other node can take over"
@@ -427,13 +421,12 @@ class Regrouping:
 
     # ---------------------------------------------------------------- nodes that arrive
 
-    def admits(self, world: World, member: Member) -> bool:
-        """Whether this node may join the running generation without a worker in it, and start its workers there."""
+    def admits(self, world: World) -> bool:
+        """Whether a node may join the running generation without a worker in it, and start its workers there."""
         return (
             self.job.survive is not Survive.OFF
             and self.job.grow is Grow.DRAIN
             and world.all_able
-            and member.revision >= REVISION_NEEDED
             and world.master[1] > 0
         )
 

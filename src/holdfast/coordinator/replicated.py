@@ -16,7 +16,7 @@ from math import inf
 
 from msgspec import structs
 
-from holdfast.coordinator.charters import REVISION_OF_VOTES, Charters, OlderJob, parts_of, voters_of
+from holdfast.coordinator.charters import Charters, OlderJob, parts_of, voters_of
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine, is_frequent
 from holdfast.coordinator.coordinator_state import (
     Command,
@@ -352,8 +352,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
         if not (self._elected or self.forms) and charters.term <= self._older.term:  # it continues after them
             charters.take_term(self._older.term + 1)
             for member in self.members.values():
-                if member.revision >= REVISION_OF_VOTES:
-                    self._tell(member, Renew(self.term, 0, founded=True))
+                self._tell(member, Renew(self.term, 0, founded=True))
         if self._state(world) == self._written and self._may_reseat() is None:
             return
         while charters.propose(now, self._content(now), self._seats()):
@@ -447,8 +446,7 @@ class ReplicatedCoordinator(CoordinatorMachine):
     def _observe_previous_leader(self, now: float, member: Member, join: Join) -> None:
         self._reseat = True
         agent = member.node.agent
-        if join.revision >= REVISION_OF_VOTES:
-            self._charters.linked(agent, member.link)
+        self._charters.linked(agent, member.link)
         if member.node.hosts_coordinator:
             self._local_name = member.name
         if self.forms:

@@ -9,8 +9,6 @@ from msgspec import Struct
 
 from holdfast.protocol.rank_progress import Frame, JobView, Operation, RankSample, RankStack, StacksView
 
-REVISION_OF_PROFILES = 4
-"""From this revision of the messages on, an agent takes profiles, and its workers save at a safe point and go on."""
 PROFILED_RANKS_MAX = 64
 PROFILED_STEPS_MAX = 1000
 ANSWER_BYTES_MAX = 3 * 1024 * 1024
