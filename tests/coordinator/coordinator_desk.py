@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.authority.sole import Sole
+from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.coordinator.coordinator_state import (
     Conclude,
     DropLink,
@@ -67,7 +68,7 @@ class Desk:
         )
         self.nproc = nproc
         self.now = 0.0
-        self.machine = CoordinatorMachine(job, limits, judge, self.now, examine=examine)
+        self.machine = Coordinator(job, limits, judge, self.now, Sole(limits, self.now), examine=examine)
         self.told: list[tuple[int, msg.FromCoordinator]] = []
         self.dropped: list[int] = []
         self.concluded = 0

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.coordinator.coordinator_state import (
     TRANSITIONS,
     Event,
@@ -290,13 +290,13 @@ def test_left_alone_it_ends_or_waits_for_workers(phase: Phase) -> None:
 def test_the_state_is_examined_once_for_many_messages_that_wait_for_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten thousand agents send each of them, and to examine all transitions costs as much as the rest of a message."""
     examined: list[float] = []
-    advance = CoordinatorMachine._advance
+    advance = Coordinator._advance
 
-    def count(machine: CoordinatorMachine, now: float) -> None:
+    def count(machine: Coordinator, now: float) -> None:
         examined.append(now)
         advance(machine, now)
 
-    monkeypatch.setattr(CoordinatorMachine, "_advance", count)
+    monkeypatch.setattr(Coordinator, "_advance", count)
     desk, links = Desk(least=8, most=8, max_restarts=1), range(1, 9)
 
     def examinations(event: Callable[[int], Event], phase: Phase) -> int:

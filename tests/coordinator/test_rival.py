@@ -26,7 +26,7 @@ def stand(desk: Desk, seconds: float, every_s: float = 2.0) -> None:
     """Node 4 asks node 2 for its vote, again and again."""
     until = desk.now + seconds
     while desk.now < until and not desk.machine.stepped_down:
-        desk.give(Heard(2, Renewed(desk.machine.term, 0, desk.machine.charter.position, rival=True)))
+        desk.give(Heard(2, Renewed(desk.voters.term, 0, desk.voters.charter.position, rival=True)))
         desk.wait(every_s)
 
 

@@ -40,7 +40,7 @@ machine.{kind}.handle = broken
 
 
 @pytest.mark.parametrize("calls", [1, 4, 8])
-@pytest.mark.parametrize(("part", "kind"), [("agent", "AgentMachine"), ("coordinator", "CoordinatorMachine")])
+@pytest.mark.parametrize(("part", "kind"), [("agent", "AgentMachine"), ("coordinator", "Coordinator")])
 def test_a_broken_invariant_ends_the_agent(site, part: str, kind: str, calls: int) -> None:
     script = site.script("child()\nmeet()\nhold()")
     program = site.changed(BROKEN.format(part=part, kind=kind, calls=calls))
@@ -74,14 +74,14 @@ POISONED = """
 from holdfast.coordinator import coordinator_machine as machine
 from holdfast.protocol.messages import Leave
 
-handle = machine.CoordinatorMachine.handle
+handle = machine.Coordinator.handle
 
 def poisoned(self, now, event):
     if isinstance(getattr(event, "message", None), Leave):
         raise OverflowError("int too big to convert")
     return handle(self, now, event)
 
-machine.CoordinatorMachine.handle = poisoned
+machine.Coordinator.handle = poisoned
 """
 
 
@@ -109,8 +109,8 @@ BROKEN_VIEWS = """
 def broken(*_, **__):
     raise RuntimeError("the test broke it")
 
-from holdfast.coordinator.coordinator_machine import CoordinatorMachine
-CoordinatorMachine.view = broken
+from holdfast.coordinator.coordinator_machine import Coordinator
+Coordinator.view = broken
 from holdfast.runtime.control_handlers import OwnNode
 OwnNode.view = OwnNode.stacks = broken
 from holdfast.supervisor.stack_sampler import StackSampler

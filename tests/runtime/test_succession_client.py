@@ -306,9 +306,9 @@ async def test_a_founder_hears_of_an_older_job_and_is_joined_when_its_voters_hav
                 with pytest.raises(CoordinatorUnreachableError):
                     await b.client.connect(b.node)
                 assert a.client.service is not None
-                machine = a.client.service.replicated
-                assert (machine.older, machine.founded, machine.budget.used) == (older, True, 2)
-            await settled(lambda: not machine.founded)
+                machine, voters = a.client.service.machine, a.client.service.voters
+                assert (voters.older, voters.founded, machine.budget.used) == (older, True, 2)
+            await settled(lambda: not voters.founded)
             await b.join()
             assert b.client.service is None
         finally:
@@ -355,12 +355,12 @@ async def test_a_founder_waits_for_a_slow_witness_before_it_forms_a_generation()
             for each in made:
                 await each.join()
             assert made[0].client.service is not None
-            machine = made[0].client.service.replicated
+            machine, voters = made[0].client.service.machine, made[0].client.service.voters
             assert len(machine.members) == JOB.max_nodes
-            assert (machine.phase, machine.older) == (Phase.GATHERING, None)
+            assert (machine.phase, voters.older) == (Phase.GATHERING, None)
             arrives.set()
-            await settled(lambda: machine.older is not None)
-            assert (machine.older, machine.generation, machine.budget.used) == (older, 0, 2)
+            await settled(lambda: voters.older is not None)
+            assert (voters.older, machine.generation, machine.budget.used) == (older, 0, 2)
         finally:
             arrives.set()
             for each in made:

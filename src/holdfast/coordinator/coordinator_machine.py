@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from math import inf
 
 from holdfast.coordinator.admission import Admit, Deny
+from holdfast.coordinator.authority import Answered, Inherited, NodeEnded, Spares
 from holdfast.coordinator.coordinator_acts import CoordinatorActs
 from holdfast.coordinator.coordinator_state import (
     Command,
@@ -35,13 +36,13 @@ from holdfast.coordinator.coordinator_state import (
     QuitAsked,
     SaveAgreed,
     SaveAsked,
+    StepDown,
     Tell,
     World,
     names,
 )
 from holdfast.coordinator.ending import Restart
 from holdfast.coordinator.formation import (
-    FENCE,
     FormNow,
     NoQuorum,
     WaitUntil,
@@ -93,34 +94,69 @@ def is_frequent(event: Event) -> bool:
     return type(event.message) in FREQUENT if isinstance(event, Heard) else isinstance(event, LinkOpened)
 
 
-class CoordinatorMachine(CoordinatorActs):
+class Coordinator(CoordinatorActs):
     """Decides membership, generations, ranks and the end of one job."""
 
     # ---------------------------------------------------------------- surface
 
     def handle(self, now: float, event: Event) -> list[Command]:
+        """Decide what follows, if this coordinator may decide; the authority releases the orders."""
+        authority = self._authority
+        if self.stepped_down:
+            return []
+        if not authority.decides(now):
+            order = authority.resign()
+            return [] if order is None else self._step_down(order)
         if isinstance(event, Heard) and isinstance(event.message, Ping):
             pong = self.pong(now, event.link, event.message)
             if pong is not None:
                 return [Tell(event.link, pong)]
         self._now = now
-        return self._handle(now, event)
+        if authority.is_quiet(now) and is_frequent(event):
+            commands = self._decide(now, event)
+            if self._due_s > -inf:  # nothing has changed, and nothing is due
+                return commands
+            return authority.release(now, commands)
+        match authority.hears(now, event):
+            case StepDown() as order:
+                return self._step_down(order)
+            case Answered(answers):
+                return list(answers)
+            case Inherited(charter, term):
+                number, generation = charter.position.number, charter.generation
+                self._note("recalled", number=number, term=term, generation=generation)
+                self._inherit(now, charter)
+                self._abandon(self.previous.heard_of(generation))
+            case NodeEnded():
+                self._abandon(self.previous.end())
+            case Spares(parts):
+                self.previous.spare(parts)
+            case None:
+                pass
+        return authority.release(now, self._decide(now, event))
+
+    def _step_down(self, order: StepDown) -> list[Command]:
+        self.stepped_down = True
+        self._note("steps_down", reason=order.reason, term=self._authority.term)
+        out, self._out = self._out, []
+        return [*out, order]
 
     def pong(self, now: float, link: int, ping: Ping) -> Pong | None:
         """The answer to a member's ping if nothing else follows from it, as nearly always: a shell may ask for it
         instead of feeding the event. None: the ping must be handled."""
-        member = self._membership.by_link(link) if self._is_quiet(now) else None
+        quiet = self._is_quiet(now) and self._authority.is_quiet(now) and not self.stepped_down
+        member = self._membership.by_link(link) if quiet else None
         if member is None:
             return None
         self._now = member.last_heard_s = now
-        return Pong(ping.number, self._authority_age_s())
+        return Pong(ping.number, self._authority.age_s(now))
 
     def _is_quiet(self, now: float) -> bool:
         """Whether nothing is due, and no claim waits for a sign of life."""
         return now < self._due_s and not self._admission.claims
 
-    def _handle(self, now: float, event: Event) -> list[Command]:
-        before, quiet = self.phase, CoordinatorMachine._is_quiet(self, now)
+    def _decide(self, now: float, event: Event) -> list[Command]:
+        before, quiet = self.phase, self._is_quiet(now)
         match event:
             case LinkOpened(link, address, reached_at, local):
                 too_many = self._membership.open_link(link, Pending(address, reached_at, local, now))
@@ -135,7 +171,7 @@ class CoordinatorMachine(CoordinatorActs):
                 self._on_host_asked(now, event)
             case SaveAsked(by):
                 self._on_save_asked(now, by)
-            case _:  # a Tick, or an event of succession
+            case _:  # a Tick, or an event of the authority
                 pass
         frequent = quiet and self.phase is before and is_frequent(event)
         if not (frequent and self._nothing_follows(now, event)):
@@ -166,18 +202,21 @@ class CoordinatorMachine(CoordinatorActs):
 
     def _waits_as_before(self, now: float) -> bool:
         """Whether it waits for members, for the same reason as at the last event, and not for a time or a stop."""
-        gathering = self._gathering
+        gathering = self.gathering
         if self.phase is not Phase.GATHERING or self._membership.anybody_busy or now < gathering.not_before_s:
             return False
         return decide(self.job, self.limits, gathering, now).reason == self._reason
 
     def next_deadline(self) -> float | None:
-        """When the next Tick is due; None once the job is over."""
-        if self.phase is Phase.OVER:
+        """When the next Tick is due; None: never, the job is over or goes on elsewhere."""
+        if self.stepped_down:
             return None
-        if self._due_s == -inf:
-            self._due_s = self._find_deadline()
-        return self._due_s
+        due_s = self._authority.due_s(self._now)
+        if self.phase is not Phase.OVER:
+            if self._due_s == -inf:
+                self._due_s = self._find_deadline()
+            due_s = min(due_s, self._due_s)
+        return due_s if due_s < inf else None
 
     def _find_deadline(self) -> float:
         look_s = self._liveness.next_look_s(self._short_lease_s())
@@ -187,7 +226,7 @@ class CoordinatorMachine(CoordinatorActs):
             deadlines.append(self._regrouping.next_change_s(self._now, self._world()))
         if self.phase is Phase.GATHERING:
             deadlines.append(self._waiting_said.at_s)
-            decision = decide(self.job, self.limits, self._gathering, self._now)
+            decision = decide(self.job, self.limits, self.gathering, self._now)
             if isinstance(decision, WaitUntil):
                 deadlines.append(decision.deadline_s)
             deadlines.append(self._membership.next_change_s(self._now))
@@ -207,10 +246,11 @@ class CoordinatorMachine(CoordinatorActs):
 
     def check_invariants(self) -> None:
         """Raises when the state contradicts itself. Cheap enough to run after every event in tests."""
+        self._authority.check_invariants()
         assert self.budget.used <= self.job.max_restarts, "the restart budget is overdrawn"
         assert (self.outcome is not None) == (self.phase is Phase.OVER)
         self._membership.check_invariants()
-        newest = max(self.generation, self._previous_leader.generation)
+        newest = max(self.generation, self.previous.generation)
         assert all(member.busy_generation <= newest for member in self._membership.busy())
         if self.phase not in (Phase.GATHERING, Phase.OVER):
             world = self.world
@@ -248,10 +288,10 @@ class CoordinatorMachine(CoordinatorActs):
             return
         member.last_heard_s = now
         if isinstance(message, Progress) and message.ping:
-            self._tell(member, Pong(message.ping, self._authority_age_s()))
+            self._tell(member, Pong(message.ping, self._authority.age_s(now)))
         match message:
             case Ping(number):
-                self._tell(member, Pong(number, self._authority_age_s()))
+                self._tell(member, Pong(number, self._authority.age_s(now)))
             case Prepared():
                 self._on_prepared(now, member, message)
             case Held(generation, reached, saves):
@@ -298,6 +338,7 @@ class CoordinatorMachine(CoordinatorActs):
 
     def _on_join(self, now: float, link: int, join: Join) -> None:
         if self.outcome is not None:
+            self._authority.came_too_late(join.node.agent, link)
             self._out.append(self._greet_after_end(link, join, self.outcome))
             return
         if self._quit is not None:
@@ -311,13 +352,14 @@ class CoordinatorMachine(CoordinatorActs):
             case Admit(link, join):
                 member = self._membership.add(link, join.node, now=now, heard_s=decision.heard_s)
                 member.port = join.port
-                self._gathering.last_arrival_s = now
-                joined = self._joined()
+                self.gathering.last_arrival_s = now
+                joined = self._joined(now)
                 member.suspend_s = joined.suspend_s if join.suspends else 0.0
                 self._tell(member, joined)
                 self._note("joined", member=member.name, address=member.address, nproc=member.node.nproc)
                 self._compare(member)
-                self._observe_previous_leader(now, member, join)
+                self._authority.joined(member, join)
+                self._observe_previous(now, member, join)
                 wait_s = self.host_backoff.until_s(member.node.host, now) - now
                 if wait_s > 0:
                     why = "is excluded" if self.host_backoff.excludes(member.node.host, now) else "failed too often"
@@ -332,37 +374,32 @@ class CoordinatorMachine(CoordinatorActs):
             case None:
                 pass
 
-    def _joined(self) -> Joined:
+    def _joined(self, now: float) -> Joined:
         limits, agents = self.limits, max(len(self.members), self.job.min_nodes)
         return Joined(
             limits.lease_s,
             limits.fence_s,
             limits.ping_interval_of(agents),
-            age_s=self._authority_age_s(),
+            term=self._authority.term,
+            age_s=self._authority.age_s(now),
             suspend_s=limits.suspend_of(self.job.max_nodes) if self.job.survive is not Survive.OFF else 0.0,
         )
 
-    def _observe_previous_leader(self, now: float, member: Member, join: Join) -> None:
+    def _observe_previous(self, now: float, member: Member, join: Join) -> None:
         """A joining agent may still run a generation of an earlier coordinator; adopt it if all its nodes rejoin."""
+        self.previous.came(member.node.agent)
         if join.running is not None:
             self._membership.set_busy(member, join.running.generation)
         if join.last_generation > self.newest_generation:
-            self._wait_for_fence_previous_leader(min(self._born_s, now - join.unlinked_s), join.last_generation)
+            self._wait_for_fence(self._authority.reported(now, join))
             if join.led_by:
                 self._why = f"lost {join.led_by}, which had the coordinator"
         if self.world is None and not self.job.fixed_ranks:
-            self._abandon(self._previous_leader.observe(member, join))
+            self._abandon(self.previous.observe(member, join))
         else:  # with fixed ranks the workers reached their store through the coordinator that is gone
-            self._previous_leader.generation = max(self._previous_leader.generation, join.last_generation)
+            self.previous.generation = max(self.previous.generation, join.last_generation)
             if join.running is not None:
                 self._abandon([member])
-
-    def _wait_for_fence_previous_leader(self, died_s: float, generation: int) -> None:  # noqa: ARG002
-        """Other agents of that generation may still run its workers. They kill them one fence after that coordinator
-        died, which was before this one started and before the reporting agent lost its link."""
-        gone_s = died_s + self.limits.fence_s + self.limits.kill_s
-        if gone_s > self._gathering.not_before_s:
-            self._gathering.not_before_s, self._gathering.pause = gone_s, FENCE
 
     def _on_prepared(self, now: float, member: Member, message: Prepared) -> None:
         generation = message.generation
@@ -378,7 +415,7 @@ class CoordinatorMachine(CoordinatorActs):
         if member.busy_generation > generation:
             return
         self._membership.set_busy(member, 0)
-        self._abandon(self._previous_leader.lost(member))
+        self._abandon(self.previous.lost(member))
         self._forgo_answer(member)
         current = self._at_work() and self._is_current(member, generation)
         if current and member.name in self._world().parting:
@@ -461,6 +498,7 @@ class CoordinatorMachine(CoordinatorActs):
                 self._out.append(order)
 
     def _on_leave(self, now: float, member: Member, reason: str, *, drain: bool) -> None:
+        self._authority.leaves()
         if not member.leaving:
             member.leaving = reason or "asked to"
             self._membership.changed()
@@ -539,9 +577,10 @@ class CoordinatorMachine(CoordinatorActs):
 
     def _lose(self, now: float, member: Member, reason: str) -> None:
         """Remove a member whose link was closed, whose lease expired, or that was dropped."""
+        self._authority.lost(now, member)
         in_world, was_busy = self._in_world(member), member.busy_generation != 0
         self._membership.remove(member)
-        self._abandon(self._previous_leader.lost(member))
+        self._abandon(self.previous.lost(member))
         if member.leaving and not (self.phase in (Phase.DRAINING, Phase.REGROUPING) and in_world and was_busy):
             self._note("left", member=member.name)
             return
@@ -625,7 +664,7 @@ class CoordinatorMachine(CoordinatorActs):
         others go on without all of them, and a majority confirms this coordinator."""
         short_s, lease_s = self._short_lease_s(), self.limits.lease_s
         silent = self._liveness.silent(self.members.values(), now, short_s)
-        if not silent and short_s < inf and self._authority_age_s() < short_s / 2:
+        if not silent and short_s < inf and self._authority.age_s(now) < short_s / 2:
             world = self._world()
             nodes = [self.members[n] for n in world.order if n in self.members and n not in world.parting]
             silent, lease_s = self._liveness.early(nodes, now, short_s), short_s
@@ -641,15 +680,20 @@ class CoordinatorMachine(CoordinatorActs):
         return self.phase is Phase.OVER
 
     def _advance_gathering(self, now: float) -> None:
-        if self.world is None and self._previous_leader.whole:
+        self.previous.spare(self._authority.gathers(now, self.gathering))
+        if (uid := self._authority.continued_uid) is not None:
+            self.job_uid = uid
+        if self.world is None and self.previous.whole:
             self._resume(now)
+            if self._lost:
+                self._on_lost(now)
             return
         if self._membership.anybody_busy:  # still ending a previous leader's generation: the wait for it is bounded
             patience_s = self._stop_patience_s()
             since_s = self._phase_since_s
             self._drop_busy(now, [m for m in self._membership.busy() if now >= max(since_s, m.joined_s) + patience_s])
             self._count_candidates(now)
-        decision = decide(self.job, self.limits, self._gathering, now)
+        decision = decide(self.job, self.limits, self.gathering, now)
         if isinstance(decision, FormNow) and self._membership.anybody_busy:
             hosts = names(self._membership.busy())
             decision = WaitUntil(inf, f"workers of an earlier generation are still alive on {hosts}")

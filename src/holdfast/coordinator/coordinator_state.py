@@ -11,8 +11,7 @@ from enum import Enum
 
 from msgspec import Struct
 
-from holdfast.protocol.charter import Seat
-from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator, StopReason, Supersede
+from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator, StopReason
 from holdfast.protocol.outcome import Failure, Outcome
 from holdfast.protocol.policy import HeldStates, NodeSpec, Note, Tick
 from holdfast.protocol.questions import Question
@@ -49,36 +48,8 @@ class QuitAsked(Struct, frozen=True):
     by: str
 
 
-class WitnessOpened(Struct, frozen=True):
-    """A witness is connected. Its messages come as Heard, its end as LinkClosed."""
-
-    link: int
-    seat: Seat
-
-
-class NoWitness(Struct, frozen=True):
-    """It was found that there is none at this place of the job now."""
-
-    host: str
-    port: int
-
-
-class VoterGone(Struct, frozen=True):
-    """It was proved that the process of this voter has ended."""
-
-    name: str
-
-
-class Deposed(Struct, frozen=True):
-    """There is another coordinator, of this term."""
-
-    term: int
-    address: str
-    port: int
-    name: str = ""
-    elected: bool = False
-    forms: bool = False
-    """As in Supersede."""
+class AuthorityEvent(Struct, frozen=True):
+    """Concerns the authority alone (`coordinator.authority`): what it means for the coordinator, that one says."""
 
 
 class HostAsked(Struct, frozen=True):
@@ -96,19 +67,7 @@ class SaveAsked(Struct, frozen=True):
     by: str
 
 
-Event = (
-    LinkOpened
-    | LinkClosed
-    | Heard
-    | QuitAsked
-    | HostAsked
-    | SaveAsked
-    | WitnessOpened
-    | NoWitness
-    | VoterGone
-    | Deposed
-    | Tick
-)
+Event = LinkOpened | LinkClosed | Heard | QuitAsked | HostAsked | SaveAsked | AuthorityEvent | Tick
 
 
 class Tell(Struct, frozen=True):
@@ -149,19 +108,11 @@ class StepDown(Struct, frozen=True):
     """There is no newer one yet: this node's voter lets the others stand first."""
 
 
-class ProveCaller(Struct, frozen=True):
-    """Connect to the coordinator that has called. Ends in Deposed if it is there; else in nothing."""
-
-    call: Supersede
+class AuthorityCommand(Struct, frozen=True):
+    """An order of the authority to the shell."""
 
 
-class ProveVoterGone(Struct, frozen=True):
-    """Connect to this voter's port. Ends in VoterGone if nobody listens there, or another process; else in nothing."""
-
-    seat: Seat
-
-
-Command = Tell | DropLink | Conclude | SaveAgreed | StepDown | ProveCaller | ProveVoterGone | Note
+Command = Tell | DropLink | Conclude | SaveAgreed | StepDown | AuthorityCommand | Note
 
 
 class EndGeneration(Struct, frozen=True):

@@ -213,7 +213,7 @@ class Ping(AgentMessage, frozen=True, tag="ping"):
 
 class Supersede(AgentMessage, frozen=True, tag="supersede"):
     """A coordinator calls the job's endpoint, where a node that returned may have started another one: one of the two
-    steps down (`ReplicatedCoordinator`). Answered by Moved if it is the caller."""
+    steps down (`authority.voters`). Answered by Moved if it is the caller."""
 
     term: Count
     address: str

@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from holdfast.agent.agent_machine import AgentMachine
 from holdfast.agent.events import Event, Received
-from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.coordinator.coordinator_state import HostAsked, QuitAsked, SaveAgreed, SaveAsked
 from holdfast.protocol.messages import (
     Answer,
@@ -117,7 +117,7 @@ class Answers:
 
     def __init__(
         self,
-        machine: CoordinatorMachine,
+        machine: Coordinator,
         links: Mapping[int, MemberLink],
         feed: Callable[[QuitAsked | HostAsked | SaveAsked], None],
         fault: Callable[[str, Exception], None],

@@ -13,7 +13,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 from holdfast.agent.events import Dialed, DialFailed
-from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.authority.sole import Sole
+from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.coordinator.coordinator_state import (
     Command,
     Conclude,
@@ -174,11 +175,13 @@ class RendezvousClient:
     async def _host(self, place: Claim | None) -> None:
         options = self._options
         static = options.job.fixed_ranks and options.share_store
-        machine = CoordinatorMachine(
+        now = asyncio.get_running_loop().time()
+        machine = Coordinator(
             options.job,
             options.limits,
             self._judge,
-            asyncio.get_running_loop().time(),
+            now,
+            Sole(options.limits, now),
             fixed_master=(options.endpoint.host, place.port) if static and place is not None else None,
             examine=self._examine,
         )
@@ -275,9 +278,9 @@ class _ToAgent:
 
 
 class CoordinatorService:
-    """Runs a CoordinatorMachine behind the sockets of a claim."""
+    """Runs a Coordinator behind the sockets of a claim."""
 
-    def __init__(self, machine: CoordinatorMachine, journal: Journal, say: Callable[[str], None]) -> None:
+    def __init__(self, machine: Coordinator, journal: Journal, say: Callable[[str], None]) -> None:
         self._journal = journal
         self._say = say
         self._links: dict[int, AgentLink] = {}

@@ -1,7 +1,7 @@
 """Replicates the coordinator's charter to its voters, and measures its authority: since when a majority confirms it.
 Keeps what a founder hears of an older job.
 
-Bookkeeping only: `replicated.py` says what the charter contains, holds orders back until it counts, and steps down.
+Bookkeeping only: `voters.py` says what the charter contains, holds orders back until it counts, and steps down.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from math import inf
 
 from msgspec import structs
 
-from holdfast.coordinator.coordinator_state import Command, Member, ProveVoterGone, Tell, World
+from holdfast.authority.voter_events import ProveVoterGone
+from holdfast.coordinator.coordinator_state import Command, Member, Tell, World
 from holdfast.coordinator.formation import FENCE
 from holdfast.protocol.charter import (
     NO_CHARTER,
