@@ -10,7 +10,8 @@ import pytest
 from msgspec import structs
 
 from holdfast.agent.voter import AskVote, PolledCame, PollFailed, Unlinked, VoterState
-from holdfast.coordinator.coordinator_state import Deposed, Phase
+from holdfast.authority.voter_events import Deposed
+from holdfast.coordinator.coordinator_state import Phase
 from holdfast.protocol.charter import Charter, CharterPosition, Poll, Polled, Renew, Seat
 from holdfast.protocol.errors import CoordinatorUnreachableError, PortInUseError, RefusedError
 from holdfast.protocol.messages import FromCoordinator, Join, Joined, Moved, Supersede
@@ -377,7 +378,7 @@ async def test_a_witness_votes_for_many_jobs_and_knows_their_coordinators() -> N
     a = Agent("a", own)
     try:
         await a.join()
-        await settled(lambda: a.client.service is not None and bool(a.client.service.replicated._witnesses))
+        await settled(lambda: a.client.service is not None and bool(a.client.service.voters._witnesses))
         other = JobSpec(run_id="other", min_nodes=1, max_nodes=2, backend="c10d")
         names = set()
         for job in (JOB, other):

@@ -24,7 +24,7 @@ UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX|HA" + r"CK|st" + r
 # Folders of one person's machine.
 MACHINE_PATH = re.compile(r"(?<![\w.])/(home|root|Users|work)/\w")
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".sh", ".txt", ".yml", ""}
-PURE = ("protocol", "coordinator", "agent")
+PURE = ("protocol", "coordinator", "authority", "agent")
 IMPURE_MODULES = {"asyncio", "socket", "subprocess", "threading", "random", "time"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -228,7 +228,7 @@ def test_limits_grow_with_the_slowness_of_the_machine() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in python_files("tests")
-        if "scripts" not in path.parts and {"agent", "coordinator", "protocol"}.isdisjoint(path.parts)
+        if "scripts" not in path.parts and set(PURE).isdisjoint(path.parts)
         for line in fixed_limits(tree(path))
     ]
     assert found == []
@@ -258,6 +258,29 @@ def test_a_name_means_one_module() -> None:
         if path.name != "__init__.py":
             found.setdefault((len(path.parts), path.name), []).append(place(path))
     assert not {name: places for name, places in found.items() if len(places) > 1}
+
+
+def methods_of(name: str) -> set[str]:
+    """Of the only class of this name."""
+    (found,) = [
+        node
+        for path in python_files("src")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef) and node.name == name
+    ]
+    return {each.name for each in found.body if isinstance(each, Function)}
+
+
+def test_no_method_of_the_coordinator_is_overridden() -> None:
+    """Who may decide is an argument of it (`coordinator/authority.py`): what follows from an event is in one place."""
+    subclasses = [
+        place(path, node.lineno)
+        for path in python_files("src")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef) and "Coordinator" in map(ast.unparse, node.bases)
+    ]
+    assert not subclasses
+    assert not methods_of("Coordinator") & methods_of("CoordinatorActs")
 
 
 RETIRED = re.compile(
