@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 from holdfast.version import __version__
-from tests.snapshots import saves
+from tests.train.snapshots import saves
 
 RECORDED = Path(__file__).parent / "recorded"
 SNAPSHOT_ITEMS = 100

@@ -11,7 +11,7 @@ import pytest
 from holdfast.cli import main
 from holdfast.version import __version__
 from tests.compatibility.record import RECORDED, SNAPSHOT_ITEMS
-from tests.snapshots import saves
+from tests.train.snapshots import saves
 
 VERSIONS = sorted(path.name for path in RECORDED.iterdir())
 
