@@ -158,7 +158,7 @@ class Desk:
         world = self.machine.world
         assert world is not None
         place = world.places[f"n{link}#1"].index(local_rank)
-        rank = world.rank_base(f"n{link}#1") + place
+        rank = world.ranks_of(f"n{link}#1")[place]
         failure = Failure(rank=rank, local_rank=local_rank, host=f"n{link}", pid=100 + rank, exit_code=exit_code)
         self.say(link, msg.WorkersFailed(world.generation, (failure,), evidence_follows=not read))
 

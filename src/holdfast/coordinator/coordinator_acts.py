@@ -32,6 +32,7 @@ from holdfast.coordinator.formation import (
     offers,
     seat,
 )
+from holdfast.coordinator.incident import Incidents
 from holdfast.coordinator.membership import HostBackoff, Liveness, Membership
 from holdfast.coordinator.monitor import Monitor, cannot_tell
 from holdfast.coordinator.previous_generation import PreviousGeneration
@@ -85,7 +86,8 @@ class CoordinatorActs:
         self.phase = Phase.GATHERING
         self.host_backoff = HostBackoff(limits, job.exclude_after)
         self._membership = Membership(self.host_backoff, limits)
-        self._monitor = Monitor(limits, self._membership.members, examine)
+        self._incidents = Incidents()
+        self._monitor = Monitor(limits, self._membership.members, self._incidents, examine)
         self.world: World | None = None
         self.generation = 0
         self.job_uid = ""
@@ -97,7 +99,7 @@ class CoordinatorActs:
         self.budget = Budget(job.max_restarts, limits)
         self._endings = Endings(job, self.budget, self.host_backoff, judge, self._note)
         replacements = Replacements(limits, self.budget, self._membership)
-        self._regrouping = Regrouping(job, limits, self.budget, self._membership, replacements)
+        self._regrouping = Regrouping(job, limits, self.budget, self._membership, replacements, self._incidents)
         self._regrouping.longest_step_s = lambda: self._monitor.longest_step_s
         self._regrouping.succeeded = authority.succeeds_without
         self._lost: list[str] = []
@@ -267,6 +269,7 @@ class CoordinatorActs:
     def _resume(self, now: float) -> None:
         """Every node of the previous leader's generation has joined with living workers: continue that generation."""
         world = self.world = self.previous.world(now)
+        self._incidents.over()
         self.generation = world.generation
         known = max(self.budget.used, self.previous.restart_count)
         self.budget.used = min(known, self.job.max_restarts)
@@ -281,7 +284,7 @@ class CoordinatorActs:
         self._note("resumed", generation=world.generation, order=list(world.order))
         for _, spared in sorted(self.previous.missing.items()):
             node = spared.part.node
-            world.lost(node.member, node.host, spared.reason)
+            self._incidents.lost(node.host, spared.reason, world.ranks_of(node.member))
             self._lost.append(f"{node.host} was lost: {spared.text}")
 
     def _form(self, now: float) -> None:
@@ -292,6 +295,7 @@ class CoordinatorActs:
         elif announced is not None:  # some nodes prepare the announced one: the number must differ
             formation, announced = self._next_formation(announced.world.generation, self.budget.used), None
         world = self.world = formation.world
+        self._incidents.over()
         self.generation = world.generation
         self.job_uid = self.job_uid or world.order[0]  # names an agent's join, which happens once
         self._enter(now, Phase.PREPARING)
@@ -312,11 +316,12 @@ class CoordinatorActs:
     def _announcement(self, world: World, reason: StopReason) -> Formation | None:
         """The generation that follows this stop, where a restart of the same nodes is likely. None: wait for the end of
         the stop, because what is prepared in vain costs a node some work."""
-        failed = reason in (StopReason.WORKER_FAILED, StopReason.HUNG) and not (world.drain or world.lost_nodes)
-        final = any(failure.exit_code in FINAL for failure in world.failures)
+        incident = self._incidents.newest
+        failed = reason in (StopReason.WORKER_FAILED, StopReason.HUNG) and not (world.drain or incident.lost_nodes)
+        final = any(failure.exit_code in FINAL for failure in incident.failures)
         if not failed or final or self._quit or self.job.exclude_after or not self.budget.allows_restart:
             return None
-        formation = self._next_formation(self.generation, self.budget.used + (not world.charged))
+        formation = self._next_formation(self.generation, self.budget.used + (not incident.charged))
         return formation if formation.world.order == world.order else None
 
     def _start(self, now: float, world: World) -> None:
@@ -412,7 +417,6 @@ class CoordinatorActs:
         if self.phase is Phase.STOPPING:
             return
         world.stop_reason, world.stop_text, world.stop_began_s = reason, text, now
-        self._regrouping.judged = True  # by the end of this generation
         announced = self._announced = self._announcement(world, reason)
         self._enter(now, Phase.STOPPING)
         hung = world.hung.rank if world.hung is not None and reason is StopReason.HUNG else None

@@ -48,7 +48,8 @@ from holdfast.coordinator.formation import (
     WaitUntil,
     decide,
 )
-from holdfast.coordinator.regrouping import Plan, how
+from holdfast.coordinator.incident import how
+from holdfast.coordinator.regrouping import Plan
 from holdfast.protocol.errors import NodesError
 from holdfast.protocol.messages import (
     Able,
@@ -250,6 +251,7 @@ class Coordinator(CoordinatorActs):
         assert self.budget.used <= self.job.max_restarts, "the restart budget is overdrawn"
         assert (self.outcome is not None) == (self.phase is Phase.OVER)
         self._membership.check_invariants()
+        self._incidents.newest.check_invariants()
         newest = max(self.generation, self.previous.generation)
         assert all(member.busy_generation <= newest for member in self._membership.busy())
         if self.phase not in (Phase.GATHERING, Phase.OVER):
@@ -447,12 +449,13 @@ class Coordinator(CoordinatorActs):
     def _on_failures(self, now: float, member: Member, message: WorkersFailed) -> None:
         world, failures = self._world(), message.failures
         past = self._regrouping.past.get(message.generation)
-        if past is not None and not message.evidence_follows and past.awaits(failures):
-            past.failed(failures, evidence_follows=False)
+        if past is not None and not message.evidence_follows and past.incident.awaits(failures):
+            for failure in failures:
+                past.incident.read(failure)
             if self._at_work():
-                self._follow(now, self._regrouping.evidence(past, world))
+                self._follow(now, self._regrouping.evidence(past.incident, world))
             return
-        new = world.failed(failures, evidence_follows=message.evidence_follows)
+        new = self._incidents.failed(failures, evidence_follows=message.evidence_follows)
         text = f"rank {failures[0].rank} failed on {member.node.host}"
         if new:
             self._note("workers_failed", member=member.name, ranks=[f.rank for f in failures])
@@ -594,7 +597,7 @@ class Coordinator(CoordinatorActs):
         if member.name in world.parting:
             self._parted(now, member, text)
             return
-        world.lost(member.name, member.node.host, reason)
+        self._incidents.lost(member.node.host, reason, world.ranks_of(member.name))
         self._member_gone(now, StopReason.MEMBER_LOST, text)
 
     def _member_gone(self, now: float, reason: StopReason, text: str) -> None:
@@ -626,8 +629,8 @@ class Coordinator(CoordinatorActs):
         self._close_unjoined(late, f"it did not join within {self.limits.unjoined_s:g} s")
         if self._lost:
             self._on_lost(now)
-        if self._at_work() and (lost := self._regrouping.to_judge(self._world())) is not None:
-            notice, excluded = self._endings.survived(now, lost)
+        if self._at_work() and (past := self._regrouping.to_judge()) is not None:
+            notice, excluded = self._endings.survived(now, past.world, past.incident)
             self._tell_world(self._world(), notice)
             self._exclude(excluded)
         while (decision := self._admission.settle(self.members.values())) is not None:
@@ -706,7 +709,7 @@ class Coordinator(CoordinatorActs):
             case NoQuorum(reason):
                 before = f"; previous generation ended: {self._why}" if self._why else ""
                 text = f"{reason}; here: {self._who_is_here()}{before}"
-                self._finish(self._endings.no_quorum(reason, text, self.generation))
+                self._finish(self._endings.no_quorum(reason, text, self.generation, self._incidents.newest.verdict))
             case WaitUntil():
                 if self._waiting_said.due(now):
                     left = f"; giving up in {decision.deadline_s - now:.0f} s" if decision.gives_up else ""
@@ -811,7 +814,7 @@ class Coordinator(CoordinatorActs):
         if self._membership.anybody_busy:
             return
         world = self._world()
-        match self._endings.stopped(now, world):
+        match self._endings.stopped(now, world, self._incidents.newest):
             case Restart(backoff_s, notice, excluded):
                 if notice is not None:
                     self._tell_world(world, notice)

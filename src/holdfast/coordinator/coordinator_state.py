@@ -274,19 +274,6 @@ class World:
     """Since when no rank was lost, if that is longer ago: workers that join do not count as a disturbance."""
     stepped: bool = False
     """A rank has reported that it made a step."""
-    failures: list[Failure] = field(default_factory=list)
-    """In the order in which they were reported."""
-    unread: set[tuple[int, int]] = field(default_factory=set)
-    """(Rank, process) of each failure that was reported, but not its evidence yet."""
-    judged: bool = False
-    """The verdict on all losses so far was given."""
-    charged: bool = False
-    """These failures have been charged to the restart budget: the others went on without the ranks that failed."""
-    covered: bool = False
-    """By a charge for an earlier loss: the job would have been restarted once for both."""
-    lost_nodes: list[str] = field(default_factory=list)
-    lost_hosts: list[str] = field(default_factory=list)
-    lost_ranks: list[int] = field(default_factory=list)
     able: dict[str, set[int]] = field(default_factory=dict)
     """Local ranks that can go on in another generation, by member. Changed by `set_able`."""
     able_count: int = 0
@@ -354,38 +341,10 @@ class World:
         self.order = tuple(name for name in self.order if name != member)
         self.prepared.discard(member)
 
-    def failed(self, failures: Sequence[Failure], *, evidence_follows: bool) -> bool:
-        """Add failures. True if any of them is new, and not the evidence of a failure that was reported before."""
-        new = False
-        for failure in failures:
-            key = failure.rank, failure.pid
-            if key in self.unread and not evidence_follows:
-                self.unread.discard(key)
-                place = next(n for n, each in enumerate(self.failures) if (each.rank, each.pid) == key)
-                self.failures[place] = failure
-                continue
-            new = True
-            self._begin_anew()
-            self.failures.append(failure)
-            if evidence_follows:
-                self.unread.add(key)
-        return new
-
-    def _begin_anew(self) -> None:
-        """Another loss gets a verdict of its own, if those before it have theirs."""
-        if self.judged:
-            self.judged, self.covered, self.failures, self.unread = False, self.charged, [], set()
-            self.lost_nodes, self.lost_hosts, self.lost_ranks = [], [], []
-
     def lived_s(self, until_s: float) -> float:
         """For how long its workers ran, those of the generations without a loss before it included."""
         since_s = self.started_s if self.undisturbed_s is None else self.undisturbed_s
         return 0.0 if since_s is None else until_s - since_s
-
-    def awaits(self, failures: Sequence[Failure]) -> bool:
-        """Whether these are the evidence of failures that were reported before."""
-        known = self.unread.intersection((each.rank, each.pid) for each in self.failures)  # the next world has more
-        return all((failure.rank, failure.pid) in known for failure in failures)
 
     def done_ranks(self) -> tuple[int, ...]:
         """All ranks that ended with 0."""
@@ -397,16 +356,10 @@ class World:
             base += len(places)
         return tuple(ranks)
 
-    def rank_base(self, member: str) -> int:
-        """The first rank of this member."""
-        return sum(len(self.places[name]) for name in self.order[: self.order.index(member)])
-
-    def lost(self, member: str, host: str, reason: str) -> None:
-        self._begin_anew()
-        self.lost_nodes.append(f"{host} ({reason})")
-        self.lost_hosts.append(host)
-        base = self.rank_base(member)
-        self.lost_ranks += range(base, base + len(self.places[member]))
+    def ranks_of(self, member: str) -> range:
+        """The ranks of this member."""
+        base = sum(len(self.places[name]) for name in self.order[: self.order.index(member)])
+        return range(base, base + len(self.places[member]))
 
     @property
     def drain_agreed(self) -> bool:
