@@ -12,8 +12,8 @@ from holdfast.coordinator.coordinator_state import Heard, LinkOpened, Phase
 from holdfast.protocol import messages as msg
 from holdfast.protocol.charter import CharterPosition
 from holdfast.protocol.outcome import Outcome, OutcomeKind
+from tests.authority.test_voters import WITNESS, Desk, charter_of, recalled
 from tests.coordinator.coordinator_desk import LIMITS
-from tests.coordinator.test_replicated import WITNESS, Desk, charter_of, recalled
 
 
 def test_the_founder_waits_for_the_voters_of_an_older_job_and_continues_it() -> None:

@@ -7,8 +7,8 @@ from msgspec import structs
 from holdfast.coordinator.coordinator_state import Heard, LinkClosed, Phase
 from holdfast.protocol import messages as msg
 from holdfast.protocol.charter import Charter, LedFrom, Succession
+from tests.authority.test_voters import Desk, charter_of, node
 from tests.coordinator.coordinator_desk import LIMITS
-from tests.coordinator.test_replicated import Desk, charter_of, node
 
 SHORT_S = LIMITS.short_lease_of(LIMITS.suspend_of(4))
 SILENT_S = 2.4

@@ -5,8 +5,8 @@ from __future__ import annotations
 from holdfast.coordinator.coordinator_state import Heard, LinkClosed, Phase, StepDown
 from holdfast.protocol.charter import Renewed
 from holdfast.protocol.messages import Stopped
+from tests.authority.test_voters import Desk
 from tests.coordinator.coordinator_desk import LIMITS
-from tests.coordinator.test_replicated import Desk
 
 ASIDE = StepDown("too few nodes reach it, and another node wants to be the coordinator", aside=True)
 
