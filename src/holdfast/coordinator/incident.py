@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from holdfast.protocol.outcome import Failure, Verdict
 
@@ -62,18 +62,16 @@ class Incident:
             return ""
         return f"rank {own.rank} ran out of memory" if own.out_of_memory else f"rank {own.rank} exited"
 
-    def joined_by(self, failures: Iterable[Failure]) -> Incident:
-        """The same incident after replacements have failed as well, for which survivors were waiting: the restart that
-        follows is charged."""
-        return replace(
-            self,
-            failures=[*self.failures, *failures],
-            unread=set(self.unread),
-            lost_nodes=list(self.lost_nodes),
-            lost_hosts=list(self.lost_hosts),
-            lost_ranks=list(self.lost_ranks),
-            charged=False,
-            covered=False,
+    def joined_by(self, failures: Iterable[Failure], *, charged: bool) -> Incident:
+        """The same incident with these failures too, and without a verdict. Evidence of those that it had already goes
+        to the present one alone."""
+        return Incident(
+            [*self.failures, *failures],
+            set(self.unread),
+            list(self.lost_nodes),
+            list(self.lost_hosts),
+            list(self.lost_ranks),
+            charged,
         )
 
     def check_invariants(self) -> None:
@@ -112,6 +110,17 @@ class Incidents:
         incident.lost_nodes.append(f"{host} ({reason})")
         incident.lost_hosts.append(host)
         incident.lost_ranks += ranks
+
+    def carried_on(self) -> None:
+        """The next generation is formed before all ranks were able to go on from this incident. A loss in it belongs to
+        this one, also if that has had a verdict: a restart would be for both (seed 67 of the simulator)."""
+        if self.newest.verdict is not None:
+            self.newest = self.newest.joined_by((), charged=self.newest.charged)
+
+    def replacements_failed(self, failures: Iterable[Failure]) -> None:
+        """Survivors were waiting for replacements, and no more of these may be started. The restart that follows is
+        charged, whatever the loss itself has cost."""
+        self.newest = self.newest.joined_by(failures, charged=False)
 
     def reopen(self, incident: Incident) -> None:
         """Evidence shows that the others cannot go on after this one. Nodes that were lost since then are lost by the

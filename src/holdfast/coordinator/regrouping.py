@@ -220,6 +220,7 @@ class Regrouping:
             self.began_s = now
         self.settling, self.plan = True, plan
         self.past[before.generation] = PastGeneration(before, self.incidents.newest)
+        self.incidents.carried_on()
         self.past.pop(before.generation - PAST_MAX, None)
         self.arriving.clear()
         world = World(generation, plan.order, plan.places)
@@ -350,7 +351,7 @@ class Regrouping:
         if not self.waits(world):
             left = f"no restart is left: {self._go_on(world.size)}"
             return [note, *self._tell_world(world, Notice(f"{what}; {left}"))]
-        self.incidents.newest = self.incidents.newest.joined_by(failures)
+        self.incidents.replacements_failed(failures)
         return [note, EndGeneration(StopReason.WORKER_FAILED, what)]
 
     # ---------------------------------------------------------------- replacements
