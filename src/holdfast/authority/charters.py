@@ -79,7 +79,8 @@ class Charters:
         """Agents without a vote that do not know the present voters, one of which may be the next coordinator, and
         witnesses without a vote that do not know the newest charter."""
         self._witnesses: set[str] = set()
-        """Those with a link. Without a vote they keep the charter, too: a node that founds the job again asks them."""
+        """Those with a link. Without a vote they keep the charter, too: a node that founds the job again asks them.
+        Else the numbers of generations went back when the last of two nodes was lost (seeds 56 and 65 of `pair`)."""
         self._rival_since_s, self._rival_s = inf, -inf
         """From when until when another voter has asked for the votes, with no pause longer than a lease."""
         self._number = 0
@@ -104,7 +105,8 @@ class Charters:
         """inf: its own vote is a majority, or nobody else has one."""
         if not self.elects:
             return inf
-        # While the voters change, nobody is elected without a majority of those before.
+        # While the voters change, nobody is elected without a majority of those before ("only the new voters" in
+        # `test_each_rule_is_needed`).
         voters = self.charter.before or self.charter.voters
         times = {seat.name: inf if seat.name == self.name else self._voters[seat.name].confirmed_s for seat in voters}
         for time_s in sorted(set(times.values()), reverse=True):
@@ -275,7 +277,8 @@ class Charters:
 
     def _count(self) -> None:
         position = self.charter.position
-        # The voter in this process holds it only once it has said so: it outlives a coordinator that steps down.
+        # The voter in this process holds it only once it has said so: it outlives a coordinator that steps down, and
+        # may be asked for its vote then.
         holders = [name for name, voter in self._voters.items() if voter.held >= position or not self.elects]
         self.counts = self.charter.carried_by(holders, self._gone)
         self.settled = self.settled or self.counts

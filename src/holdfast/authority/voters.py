@@ -137,7 +137,9 @@ class Voters:
 
     @property
     def forms(self) -> bool:
-        """It was elected by nobody and has formed nothing."""
+        """It was elected by nobody and has formed nothing: it has to be told of every earlier start. That is another
+        question than `founded`: also a founder that has proved that no older voter can elect has to hear of restarts
+        that were used (succession seed 2665)."""
         return not self._elected and self._facts.newest_generation == 0
 
     @property
@@ -149,10 +151,15 @@ class Voters:
         """Not without authority: this process may have slept, and there may be a successor."""
         return now < self._charters.authority_s(now) + self._limits.fence_s
 
+    # Each of the rules of `decides`, `age_s`, `release` and `gathers` is needed: `test_each_rule_is_needed` in
+    # tests/simulation/test_succession.py leaves out one after the other and names seeds that break a promise then.
+
     def resign(self) -> StepDown:
         return self._step_down(StepDown(f"no majority of the nodes has answered for {self._limits.fence_s:g} s"))
 
     def age_s(self, now: float) -> float:
+        # Also at a start: a coordinator that heard all nodes, and that none of them heard, started a generation whose
+        # fence its own agent counted from too late a time (succession seed 10807).
         return now - self._charters.authority_s(now)
 
     def succeeds_without(self, agents: Collection[str]) -> bool:
@@ -215,12 +222,14 @@ class Voters:
 
     def _on_renewed(self, now: float, link: int, renewed: Renewed) -> StepDown | None:
         if renewed.term > self.term and link in self._witnesses and not self._charters.confirmed_by(link):
-            # The witness of another job, which ended here before: its voters do not elect for this one.
+            # It is the witness of another job, of the same name: its term says nothing about this one.
             self._do_without(link, now)
         elif renewed.term > self.term:
             text = f"the voters have elected another one (term {renewed.term})"
             return self._step_down(StepDown(text, renewed.term))
         self._charters.renewed(link, renewed, now)
+        # Voters that hear a coordinator vote for nobody else. One that its voters hear, and most nodes do not, would
+        # block the job as long as the network is like that (succession seed 16911).
         few = self._facts.phase is Phase.GATHERING and self._facts.gathering.quorum_s is None
         if few and renewed.rival and self._charters.rivalled:
             return self._step_down(
@@ -245,7 +254,7 @@ class Voters:
         self._charters.linked(agent, member.link)
         if member.node.hosts_coordinator:
             self._local_name = member.name
-        if self.forms:
+        if self.forms:  # as in `_witnessed`
             self._older.term = max(self._older.term, join.term)
         self._nodes.came(agent)
 
@@ -336,7 +345,9 @@ class Voters:
 
     def _witnessed(self, now: float, polled: Polled) -> Inherited | None:
         charter, limits = polled.charter, self._limits
-        self._older.term = max(self._older.term, polled.term)  # a witness keeps that of a job that is over, too
+        # A witness keeps the term of a job that is over, too. A founder that began before that term got no vote from
+        # it: its charters looked older (succession seed 8155).
+        self._older.term = max(self._older.term, polled.term)
         if charter is None or charter.outcome is not None:
             return None
         left_s = limits.elect_s if polled.follows else max(0.0, limits.elect_s - polled.silent_s)
@@ -389,7 +400,10 @@ class Voters:
     def _propose(self, now: float) -> list[Command]:
         """Bring the charter up to date."""
         charters, world, out = self._charters, self._facts.world, list[Command]()
-        if not (self._elected or self.forms) and charters.term <= self._older.term:  # it continues after them
+        # A founder takes a term after all that it knows, without a vote. Another one may be elected in that term at the
+        # same moment, so Renew says that nobody has voted: a voter of the other one does not confirm it (succession
+        # seed 456).
+        if not (self._elected or self.forms) and charters.term <= self._older.term:
             charters.take_term(self._older.term + 1)
             renew = Renew(self.term, 0, founded=True)
             out += [Tell(member.link, renew) for member in self._facts.members.values()]
@@ -408,6 +422,7 @@ class Voters:
         """What shows whether the charter has to be written again; cheap, since every message asks."""
         budget = self._facts.budget
         # The number of the next generation may be known, and the same nodes, before it is known who has workers in it.
+        # A charter that left out such a node let a successor start beside its workers (succession seed 1821).
         formed = None if world is None else (world.generation, world.order)
         spent = budget.used, budget.streak, budget.identical, budget.last_signature
         about = (
