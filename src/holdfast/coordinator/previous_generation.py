@@ -14,7 +14,8 @@ from msgspec import Struct
 from holdfast.coordinator.coordinator_state import Member, World
 from holdfast.protocol.charter import LedFrom
 from holdfast.protocol.messages import Join, Running
-from holdfast.protocol.policy import JobSpec, NodeSpec, Survive
+from holdfast.protocol.policy import JobSpec, NodeSpec
+from holdfast.protocol.train_contract import Survive
 
 
 class Spared(Struct, frozen=True):

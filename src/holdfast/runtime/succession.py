@@ -29,6 +29,7 @@ from holdfast.authority.voters import Voters
 from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.coordinator.coordinator_state import StepDown
 from holdfast.coordinator.ending import Judge
+from holdfast.journal import Journal
 from holdfast.protocol.charter import VOTERS_MIN, Poll, Polled, Renew, Seat, Succession
 from holdfast.protocol.errors import (
     CoordinatorUnreachableError,
@@ -41,11 +42,10 @@ from holdfast.protocol.messages import FromCoordinator, Moved, Supersede
 from holdfast.protocol.options import Endpoint, RunOptions
 from holdfast.protocol.policy import NodeSpec
 from holdfast.protocol.rank_progress import Examine
-from holdfast.rendezvous.bind import Claim, open_port
+from holdfast.rendezvous.bind import Claim, claim_endpoint, open_port
 from holdfast.runtime.connection import Connection, dial, dial_agent, nobody_listens, seen_from_here
-from holdfast.runtime.rendezvous_client import CoordinatorLink, claim_endpoint
+from holdfast.runtime.coordinator_service import CoordinatorLink
 from holdfast.runtime.replicated_service import Outgoing, ReplicatedService, WatchedLink
-from holdfast.runtime.run_folder import Journal
 from holdfast.runtime.voter_service import Errands, Reception, VoterService
 from holdfast.text import is_loopback
 

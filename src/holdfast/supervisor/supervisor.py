@@ -43,8 +43,8 @@ from math import inf
 from typing import Any, NamedTuple, NoReturn
 
 from holdfast import own_folders, seqpacket
+from holdfast.inherited import forget_secrets, raise_limit, restore_limit, soft_limit
 from holdfast.protocol.errors import PlatformError
-from holdfast.runtime.inherited import forget_secrets, raise_limit, restore_limit, soft_limit
 from holdfast.supervisor import fork_server_client as fork_server
 from holdfast.supervisor import processes
 from holdfast.supervisor.fence import Fence

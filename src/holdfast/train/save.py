@@ -37,10 +37,10 @@ from holdfast.train.snapshots.changes import Keep, SaveRequest, Verified
 from holdfast.train.snapshots.in_process import InProcessStaging, warn_of_disk
 from holdfast.train.snapshots.layout import FINITE
 from holdfast.train.snapshots.lease import FOLDER_ID, FolderLease
-from holdfast.train.snapshots.memory_folder import STALL
 from holdfast.train.snapshots.read_back import READ_BACK
 from holdfast.train.snapshots.remote import Place, RemotePath
 from holdfast.train.snapshots.saver_client import SaverClient, Tier
+from holdfast.train.snapshots.saver_connection import STALL
 from holdfast.train.state import Collected, Tracker
 
 TEXT_ROOM = 1.25

@@ -35,6 +35,8 @@ from holdfast.protocol.errors import (
     SnapshotWriteError,
     TrackingError,
 )
+from holdfast.protocol.train_contract import SAVER_VARIABLE
+from holdfast.train.agent_channel import is_replacement
 from holdfast.train.agreement import Interval, Peers, Schedule, Timekeeper, check_options
 from holdfast.train.copies import Copies
 from holdfast.train.guards import same_loss, watch
@@ -47,13 +49,11 @@ from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots import lease as leases
 from holdfast.train.snapshots.changes import Keep
 from holdfast.train.snapshots.in_process import open_tier
-from holdfast.train.snapshots.memory_folder import SAVER_VARIABLE
 from holdfast.train.snapshots.remote import RemotePath, absolute
 from holdfast.train.snapshots.saver_client import Tier
 from holdfast.train.state import Tracker, TrainState
 from holdfast.train.tracked import Choice
 from holdfast.train.untracked import UntrackedData, UntrackedOptimizers
-from holdfast.worker.regroup import is_replacement
 
 if TYPE_CHECKING:
     from holdfast.train.survival import Survivor
