@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 from msgspec import structs
 
 from holdfast.coordinator.incident import Incident, Incidents
 from holdfast.protocol.outcome import Failure, Verdict
+from tests.coordinator.test_regrouping import able
 
 BARE = Failure(rank=2, local_rank=0, host="b", pid=7, exit_code=-9)
 READ = structs.replace(BARE, message="killed")
@@ -86,6 +89,20 @@ def test_evidence_of_an_earlier_loss_makes_that_one_the_reason_and_keeps_the_nod
     incidents.reopen(first)
     assert incidents.newest is first
     assert first.lost_nodes == ["c (silent)"]
+
+
+def test_two_worlds_share_nothing_that_changes() -> None:
+    desk = able()
+    desk.kill_worker(1, 0)
+    desk.kill_worker(1, 1)
+    newest = desk.machine.world
+    assert newest is not None
+    past = [each.world for each in desk.machine._regrouping.past.values()]
+    assert len(past) == 2
+    for before in past:
+        for field in fields(newest):
+            value = getattr(newest, field.name)
+            assert value is not getattr(before, field.name) or not isinstance(value, list | dict | set), field.name
 
 
 def test_only_a_death_by_a_signal_is_no_fault_that_a_replacement_would_repeat() -> None:

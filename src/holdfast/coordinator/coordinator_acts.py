@@ -84,18 +84,25 @@ class CoordinatorActs:
         """It has no authority any more, and never will: it ignores every event."""
         self._fixed_master = fixed_master
         self.phase = Phase.GATHERING
+        """Changed by `_enter` only, along TRANSITIONS."""
         self.host_backoff = HostBackoff(limits, job.exclude_after)
         self._membership = Membership(self.host_backoff, limits)
         self._incidents = Incidents()
+        """What was lost last. No world has a part of it."""
         self._monitor = Monitor(limits, self._membership.members, self._incidents, examine)
         self.world: World | None = None
+        """The newest generation, also after its end; None: this coordinator has formed or continued none. It has the
+        number `generation` in every phase but GATHERING and OVER."""
         self.generation = 0
+        """The newest number of a generation that was formed; it only grows. 0: none was."""
         self.job_uid = ""
         """As in Start; empty until the first generation is formed."""
         self._announced: Formation | None = None
         """The next generation, announced with the stop of the present one; None: there was no announcement."""
         self.previous = PreviousGeneration()
+        """Every generation that is formed has a larger number than this one."""
         self.outcome: Outcome | None = None
+        """Set when the phase becomes OVER, and never changed."""
         self.budget = Budget(job.max_restarts, limits)
         self._endings = Endings(job, self.budget, self.host_backoff, judge, self._note)
         replacements = Replacements(limits, self.budget, self._membership)
@@ -108,21 +115,28 @@ class CoordinatorActs:
         self._versions = Versions()
         self._admission = Admission(job, self._versions.other_line)
         self._job_began_s = now
+        """Earlier than this coordinator if it is a successor."""
         self._now = now
+        """Of the newest event that was decided."""
         self._due_s: float = -inf
         """The next deadline; -inf: not computed since the last event."""
         self.gathering = Gathering(
             present=0, began_s=now, last_arrival_s=now, quorum_s=None, not_before_s=now, regroup=False
         )
+        """Input of the rule that forms a generation. Means something in GATHERING."""
         self._gather_until_s: float | None = None
+        """While a generation runs: when the newcomers are taken in, so that several come in at one time; None: there is
+        none."""
         self._phase_since_s = now
         self._waiting_said = Pauses.begin(now, limits.say_interval_s)
         self._quit: Quit | None = None
         """A user asked for the end of the job: an agent that joins now is refused, and ends."""
         self._reason = ""
+        """Why no generation was formed at the newest event, as it was noted last."""
         self._why = ""
         """Why the last generation ended."""
         self._out: list[Command] = []
+        """The commands of this event. Empty between two events."""
         before = authority.begin(self)
         if before is not None:
             self._follow_leader(now, before)

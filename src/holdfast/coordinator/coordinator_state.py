@@ -269,7 +269,9 @@ class World:
     left: list[Failure] = field(default_factory=list)
     """How the first LEFT_MAX of these ended."""
     done_count: int = 0
+    """The number of ranks in `done`."""
     started_s: float | None = None
+    """None: Start was not sent."""
     undisturbed_s: float | None = None
     """Since when no rank was lost, if that is longer ago: workers that join do not count as a disturbance."""
     stepped: bool = False
@@ -277,13 +279,16 @@ class World:
     able: dict[str, set[int]] = field(default_factory=dict)
     """Local ranks that can go on in another generation, by member. Changed by `set_able`."""
     able_count: int = 0
+    """The number of ranks in `able`."""
     short_lease_s: float = 0.0
     """A member is lost after this silence, in seconds, if the others can go on without it: its workers are suspended
     by then. 0: not before its lease expires."""
     gone: dict[str, set[int]] = field(default_factory=dict)
-    """Local ranks that failed, by member."""
+    """Local ranks that failed, by member. Never empty sets: `all_able` asks whether there is one."""
     master: tuple[str, int] = ("", 0)
+    """As in Start; port 0: it was not sent by this coordinator."""
     drain: Draining | None = None
+    """Set by a drain, and not taken back unless the workers are let go."""
     stop_reason: StopReason | None = None
     stop_text: str = ""
     stop_began_s: float = 0.0

@@ -224,7 +224,7 @@ class Regrouping:
         self.incidents.carried_on()
         self.past.pop(before.generation - PAST_MAX, None)
         self.arriving.clear()
-        world = World(generation, plan.order, plan.places)
+        world = World(generation, plan.order, dict(plan.places))
         for name in self.leaving(before):
             gone = before.gone.get(name, set()) | before.done.get(name, set())
             world.parting[name] = tuple(each for each in before.workers_of(name) if each not in gone)
