@@ -96,7 +96,7 @@ class Charters:
         return len(self._voters) > (self.name in self._voters)
 
     def authority_s(self, now: float) -> float:
-        """Since when a majority confirms this coordinator, at the latest."""
+        """The latest time at which a majority had confirmed this coordinator."""
         if self._confirmed_s is None:
             self._confirmed_s = self._find_confirmed_s()
         return min(now, self._confirmed_s)

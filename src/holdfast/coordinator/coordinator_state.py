@@ -265,7 +265,7 @@ class World:
     states: dict[str, HeldStates] = field(default_factory=dict)
     """By member, when it was prepared."""
     done: dict[str, set[int]] = field(default_factory=dict)
-    """Local ranks that ended with 0, by member. Renewed when the member is lost."""
+    """Local ranks that ended with 0, by member."""
     left: list[Failure] = field(default_factory=list)
     """How the first LEFT_MAX of these ended."""
     done_count: int = 0

@@ -41,9 +41,9 @@ from holdfast.protocol.train_contract import Survive
 from holdfast.text import listed, plural, spans
 
 ATTEMPTS_MAX = 3
-"""So many generations in a row may be formed of running workers without that one of them is started."""
+"""Give up regrouping after this many attempts in a row that never started."""
 PAST_MAX = 8
-"""The evidence of failures in so many earlier generations is expected."""
+"""Evidence of failures is taken for this many earlier generations."""
 
 
 class Plan(Struct, frozen=True):
@@ -73,7 +73,7 @@ class PastGeneration:
 
 @dataclass(slots=True)
 class Regrouping:
-    """What lies between two generations of the same workers."""
+    """State of a regroup: the next generation is formed of running workers."""
 
     job: JobSpec
     limits: Limits
@@ -98,6 +98,7 @@ class Regrouping:
     _wanted: int = 0
     """With --survive wait: the number of ranks without which the next generation is not started."""
     _attempts: int = 0
+    """Generations formed of running workers since the last one that was started."""
     _rejoin_by_s: float = inf
     """When all workers must have gone on in the newest generation."""
     _went_on: set[tuple[str, int]] = field(default_factory=set)

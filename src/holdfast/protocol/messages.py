@@ -236,7 +236,7 @@ class Recall(AgentMessage, frozen=True, tag="recall"):
     lost_s: Seconds
     """How long ago it lost its coordinator."""
     patience_s: Seconds = 0.0
-    """For so long it does not join."""
+    """The sender waits this long before it joins."""
 
 
 class Ask(AgentMessage, frozen=True, tag="ask"):
