@@ -59,20 +59,23 @@ class Charters:
         self.term = succession.term
         self._founded = succession.charter is None
         self.charter = succession.charter or Charter(NO_CHARTER, ())
+        """The newest one. Its position only grows."""
         self.counts = succession.charter is None
         """A majority holds the newest charter. The empty one of a founder needs none."""
         self.settled = self.counts
-        """A majority holds what it says, but perhaps not yet its voters."""
+        """A majority holds what it says, but perhaps not yet its voters. True whenever `counts` is."""
         self._limits = limits
         self.name = name
         self._since_s = now - succession.asked_s
         """The voters gave their votes after this time."""
         self._voters: dict[str, VoterRecord] = {seat.name: VoterRecord(seat) for seat in self.charter.seats}
+        """One for each of the charter's seats, by name."""
         self._links: dict[str, int] = {}
         """Links of agents and witnesses, voters or not, by name."""
         self._names: dict[int, str] = {}
         """The same, by link."""
         self._gone: set[str] = set()
+        """Voters whose process was proved to have ended. None of them has a link."""
         self._confirmed_s: float | None = None
         """As in `authority_s`, which every message asks for; None: it has to be found again."""
         self._uninformed: set[str] = set()
@@ -84,7 +87,9 @@ class Charters:
         self._rival_since_s, self._rival_s = inf, -inf
         """From when until when another voter has asked for the votes, with no pause longer than a lease."""
         self._number = 0
+        """Of the newest Renew."""
         self._send_at_s = now
+        """When the next Renews are due."""
         if succession.charter is not None:  # its own term's first charter: it counts only with a majority for this term
             self.charter = structs.replace(self.charter, position=CharterPosition(self.term, self._next_number()))
 
