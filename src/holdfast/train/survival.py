@@ -257,7 +257,11 @@ class Survivor:
 
     def _look_for_writes(self) -> None:
         """Whether the program has changed parameters in a way that nobody notices: see unnoticed_writes.py."""
-        if not self._withdrawn and not self._stepping and self._boundary.untouched() and self._probe.changed():
+        if self._withdrawn or self._stepping:
+            return
+        if not self._probe.changed():
+            self._boundary.moved()
+        elif self._boundary.untouched():
             self.withdraw(
                 "the program changes parameters through .data, or in a CUDA graph, which cannot be noticed when a step "
                 "is interrupted"
@@ -268,8 +272,11 @@ class Survivor:
         if self._withdrawn:
             return
         self._snaps._not_survived = why
-        if self._group.rank == 0:
-            sys.stderr.write(f"holdfast: ht.survive: {why}; if a rank is lost, all are started again\n")
+        group = self._group
+        # One rank alone may have found the reason. If all have, the first one of them says it.
+        if SharedFacts(group.rank, group.world, group.store).count("survive/withdrawn", 1) <= 1:
+            seen = f", as rank {group.rank} has found" if group.world > 1 else ""
+            sys.stderr.write(f"holdfast: ht.survive: {why}{seen}; if a rank is lost, all are started again\n")
         self._leave()
         drain.before_stop(None)
 

@@ -366,6 +366,11 @@ class Position:
         self._behind = False
         """The epoch that was asked for had been trained to its end before the loaded state was saved."""
 
+    @property
+    def begins_epoch(self) -> bool:
+        """Nothing of the epoch that was asked for is trained."""
+        return self.cursor == 0 and not self._behind
+
     def begin(self) -> bool:
         """A pass over the rest of the epoch begins. Returns False if the epoch is finished."""
         self.in_hand = None
