@@ -148,7 +148,7 @@ def read_job(parsed: Parsed, line: CommandLine, notices: list[str]) -> Kubernete
         image=checked(parsed, "image", words.image),
         least=least,
         most=most,
-        words=run_words(parsed, line, processes, alone=most == 1),
+        run_options=run_words(parsed, line, processes, alone=most == 1),
         args=(line.script or "", *line.args),
         namespace=checked(parsed, "namespace", words.label),
         jobset=given.jobset,
