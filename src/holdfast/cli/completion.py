@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
 def commands() -> list[Command]:
     """All commands, from their own tables and parsers."""
     from holdfast.cli import doctor, submit, submit_k8s
-    from holdfast.diagnosis.reference import everything
+    from holdfast.diagnosis.reference import explanations
 
     sbatch = [Word(("--" + name,), "as for sbatch", takes_value=True) for name in sorted(submit.VALUES)]
     sbatch += [Word(("--" + name,), "as for sbatch") for name in sorted(submit.FLAGS)]
@@ -91,7 +91,7 @@ def commands() -> list[Command]:
         elif parser is None:  # this command itself
             found.append(Command(name, text, (), NOTHING, SHELLS))
         elif name == "explain":
-            found.append(Command(name, text, words_of_parser(parser), NOTHING, tuple(sorted(everything()))))
+            found.append(Command(name, text, words_of_parser(parser), NOTHING, tuple(sorted(explanations()))))
         else:
             found.append(Command(name, text, words_of_parser(parser), FILE, tuple(sub_parsers(parser))))
     return found

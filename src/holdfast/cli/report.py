@@ -21,7 +21,7 @@ from holdfast.cli import say
 from holdfast.cli.finding import newest_ended, outcome_of, run_folders, screen_of
 from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.diagnosis.history import PHASES, Activity, Generation, History, Survival, Timeline, history, timeline
-from holdfast.diagnosis.reference import Explanation, everything, headings, nearest, normal, search
+from holdfast.diagnosis.reference import Explanation, explanations, headings, nearest_codes, normal_code, search
 from holdfast.protocol.errors import UsageError
 from holdfast.protocol.outcome import Outcome
 from holdfast.runtime.run_folder import JOURNAL_NAME as JOURNAL
@@ -356,10 +356,10 @@ WIDTH = 100
 def main_explain(argv: Sequence[str]) -> int:
     """Run `holdfast explain` with these arguments; returns the exit status. Raises HoldfastError."""
     chosen = explain_parser().parse_args(argv)
-    known = everything()
-    if len(chosen.codes) > 1 and normal(chosen.codes[0]) not in known:
+    known = explanations()
+    if len(chosen.codes) > 1 and normal_code(chosen.codes[0]) not in known:
         chosen.codes = [" ".join(chosen.codes)]  # words without quotes
-    if len(chosen.codes) == 1 and normal(chosen.codes[0]) not in known and (found := search(chosen.codes[0])):
+    if len(chosen.codes) == 1 and normal_code(chosen.codes[0]) not in known and (found := search(chosen.codes[0])):
         return show_found(found, as_json=chosen.json)
     wanted = [explanation_of(code, known) for code in chosen.codes] or list(known.values())
     if chosen.json:
@@ -401,9 +401,9 @@ def explain_parser() -> argparse.ArgumentParser:
 
 def explanation_of(code: str, known: dict[str, Explanation]) -> Explanation:
     """The explanation of a code. Raises UsageError that names the nearest code."""
-    found = known.get(normal(code))
+    found = known.get(normal_code(code))
     if found is None:
-        near = ", ".join(f"{each} ({known[each].name})" for each in nearest(code))
+        near = ", ".join(f"{each} ({known[each].name})" for each in nearest_codes(code))
         raise UsageError(f"no code {code!r}; " + (f"did you mean {near}?" if near else "`holdfast explain` lists all"))
     return found
 
