@@ -32,8 +32,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def named(value: Any) -> Any:
-    """The value for JSON, each field with its name: also of structs that are arrays in messages."""
-    import msgspec  # lazily, 15 ms: most commands that print tables have no structs
+    """Convert a value for JSON. Each field has its name, also of structs that are arrays in messages."""
+    import msgspec  # here, since it takes 15 ms, and most commands that print tables have no structs
     from msgspec import structs
 
     if isinstance(value, msgspec.Struct):
@@ -67,6 +67,7 @@ def ranks_of(texts: Sequence[str] | None, option: str = "--rank") -> set[int]:
     for text in texts or ():
         for part in text.split(","):
             first, dash, last = part.partition("-")
+            # The bound keeps a typing error from filling the memory.
             if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) - int(first) >= RANKS_MAX:
                 raise UsageError(f"{option} {text}: write ranks like 3, 0-7 or 1,5")
             found |= set(range(int(first), int(last or first) + 1))

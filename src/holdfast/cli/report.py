@@ -1,5 +1,7 @@
-"""`holdfast report [RUN ...]`: how a run, running or ended, used its time, and how long each part of its starts took.
-`holdfast explain [CODE ...]`: the meaning of a code, the evidence for it, and what to do. Works offline.
+"""`holdfast report [RUN ...]` and `holdfast explain [CODE ...]`.
+
+The first shows how a run, running or ended, used its time, and the duration of each part of its starts; the second the
+meaning of a code, the evidence for it, and what to do. Both work offline.
 
 Knows the output; diagnosis/history.py knows the meaning of journals, diagnosis/reference.py that of codes.
 """
@@ -33,7 +35,7 @@ MIB = 2**20
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `holdfast report` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast report` with these arguments. Returns the exit status. Raises HoldfastError."""
     chosen = parser().parse_args(argv)
     folders = [folder for run in chosen.runs for folder in folders_of(run)] or [newest_run()]
     journals = [list(read_journal(folder)) for folder in folders]
@@ -77,9 +79,11 @@ def newest_run() -> Path:
 
 
 def read_journal(folder: Path, only: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """The events of a run; `only`: of these names, and perhaps others. Leaves out a last line that is still being
-    written. Other lines that are torn (a full disk, a power failure) or of another version are left out too, and
-    counted on stderr. Raises UsageError."""
+    """The events of a run. With `only`, those of these names, and perhaps others: most lines are not parsed then.
+
+    A last line that is still being written is left out. Other lines that are torn (a full disk, a power failure) or of
+    another version are left out too, and counted on stderr. Raises UsageError.
+    """
     from holdfast.diagnosis.reference import read_event
 
     try:
@@ -88,6 +92,7 @@ def read_journal(folder: Path, only: Sequence[str] = ()) -> Iterator[dict[str, A
         raise UsageError(f"{folder} is no run folder: {JOURNAL} in it: {error.strerror}") from error
     if lines and not lines[-1].endswith(b"\n"):
         lines.pop()
+
     left_out = 0
     wanted = [f'"event": "{name}"'.encode() for name in only]
     for line in lines:
@@ -98,11 +103,12 @@ def read_journal(folder: Path, only: Sequence[str] = ()) -> Iterator[dict[str, A
             yield event
         else:
             left_out += 1
+
     if left_out and left_out == len(lines):
         raise UsageError(f"{folder / JOURNAL} contains no events of holdfast")
     if left_out:
-        words = "1 line is" if left_out == 1 else f"{left_out} lines are"
-        say(f"{folder / JOURNAL}: {words} torn or of another version, and left out")
+        count = "1 line is" if left_out == 1 else f"{left_out} lines are"
+        say(f"{folder / JOURNAL}: {count} torn or of another version, and left out")
 
 
 def as_json(course: Timeline) -> dict[str, Any]:
@@ -130,7 +136,7 @@ def as_json(course: Timeline) -> dict[str, Any]:
 
 
 def history_as_json(past: History | None) -> dict[str, Any] | None:
-    """The history as plain data. None: the journals are of a version that did not record it."""
+    """The history as plain data; None: no generation was started on these nodes."""
     if past is None:
         return None
     return {
@@ -162,7 +168,7 @@ def history_as_json(past: History | None) -> dict[str, Any] | None:
 
 def write_page(place: str, folders: Sequence[Path]) -> None:
     """Write the page of --html. Raises UsageError when the file cannot be written."""
-    # By name: the dashboard builds upon the commands. It needs no package for this.
+    # Imported by name, since the dashboard imports the commands. This part of it needs no further package.
     page = import_module("holdfast.dashboard.saved_page").render(folders)
     if place == "-":
         print(page, end="")
@@ -186,7 +192,8 @@ def print_history(course: Timeline, past: History) -> None:
 
 
 def survival_text(each: Survival, why: str) -> str:
-    """
+    """A line about a loss after which others went on.
+
     >>> survival_text(Survival(2, 7, 0.21, 0, 11.2), "rank 3 on b was lost (killed by SIGKILL)")
     'rank 3 on b was lost (killed by SIGKILL): 7 ranks went on after 0.21 s; 0 steps lost; replaced after 11 s'
     """
@@ -221,11 +228,11 @@ COPIES_NEED = {
     "snapshot_copy": {"step", "rank", "size_bytes", "why"},
     "snapshot_fetched": {"step", "took_s"},
 }
-"""Events about copies, and the fields that are read."""
+"""Events about copies, and the fields that are read: events without them are left out."""
 
 
 def copies_of(journals: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any] | None:
-    """What became of the copies of states in memory on other nodes; None: there were none."""
+    """The copies of states in memory on other nodes: sent, skipped, failed, and used; None: there were none."""
     journals = [
         [each for each in journal if COPIES_NEED.get(each["event"], {""}) <= each.keys()] for journal in journals
     ]
@@ -250,7 +257,7 @@ def copies_of(journals: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any] | 
 
 
 def fetches(journals: Sequence[Sequence[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Each generation that began from states that were fetched from other nodes."""
+    """The generations that began from states that were fetched from other nodes."""
     found: dict[tuple[int, int], list[float]] = {}
     for journal in journals:
         generation = 0
@@ -264,8 +271,12 @@ def fetches(journals: Sequence[Sequence[dict[str, Any]]]) -> Iterator[dict[str, 
 
 
 def survivable_step(journals: Sequence[Sequence[dict[str, Any]]]) -> tuple[int | None, int]:
-    """The newest step whose copies arrived for all ranks of the generation that runs now, and how many steps were
-    skipped after it. None: not known, as at its beginning; its first copies need the journals of all nodes."""
+    """The newest step whose copies arrived for all ranks of the generation that runs now, and the number of steps that
+    were skipped after it.
+
+    The step is None if it is unknown, as at the generation's beginning. Its first copies need the journals of all
+    nodes.
+    """
     now: list[tuple[int, list[dict[str, Any]]]] = []
     newest = 0
     for journal in journals:
@@ -281,7 +292,8 @@ def survivable_step(journals: Sequence[Sequence[dict[str, Any]]]) -> tuple[int |
         world = events[0]["world_size"]
         copies = [each for each in events if each["event"] == "snapshot_copy"]
         own = {each["step"] for each in copies if not each["why"]}
-        # What it resumed from is kept as well, but a newcomer need not have a copy of it.
+        # An event names the newest step that all ranks have copied before. It may also be the state from which the
+        # generation resumed, of which a node that has just joined need not have a copy: so it must be one of `own`.
         known |= own & {each.get("kept") for each in copies}
         skipped += [each["step"] for each in copies if each["rank"] < 0]
         for each in copies:
@@ -308,7 +320,8 @@ def print_copies(copies: dict[str, Any] | None, course: Timeline) -> None:
 
 
 def resumed_text(fetched: dict[str, Any], why: str) -> str:
-    """
+    """A line about a generation that began from copies.
+
     >>> resumed_text({"generation": 2, "step": 40, "states": 2, "slowest_s": 1.25}, "node b was lost")
     'node b was lost: resumed from copies on other nodes at step 40; 2 states fetched, the slowest in 1.25 s'
     """
@@ -318,7 +331,8 @@ def resumed_text(fetched: dict[str, Any], why: str) -> str:
 
 
 def safe_text(copies: dict[str, Any]) -> str:
-    """
+    """A line about the step from which training would go on.
+
     >>> safe_text({"survivable_step": 40, "skipped_since": 2})
     'if a node is lost now, training goes on from step 40; 2 steps not copied since'
     """
@@ -354,7 +368,7 @@ WIDTH = 100
 
 
 def main_explain(argv: Sequence[str]) -> int:
-    """Run `holdfast explain` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast explain` with these arguments. Returns the exit status. Raises HoldfastError."""
     chosen = explain_parser().parse_args(argv)
     known = explanations()
     if len(chosen.codes) > 1 and normal_code(chosen.codes[0]) not in known:

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 
-from holdfast.cli.finding import kept_runs, outcome_of, run_id_of, running_job
+from holdfast.cli.finding import outcome_of, recorded_runs, run_id_of, running_job
 from holdfast.cli.logs import LogFile, files_named
 from holdfast.cli.report import as_json, copies_of, history_as_json
 from holdfast.diagnosis.history import Event, history, incidents, timeline
@@ -517,7 +517,7 @@ def jobs_here() -> list[Json]:
             "script": entry.script,
             "running": True,
         }
-    kept = kept_runs()
+    kept = recorded_runs()
     for folder in sorted(kept, key=lambda folder: -kept[folder])[:JOBS_MAX]:
         if folder.name in found:
             continue

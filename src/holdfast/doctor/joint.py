@@ -292,8 +292,8 @@ class CheckClient:
         if self._claimed is not None:
             return self._claimed.addresses
         seen = self._connection.local_address
-        # The others come to another address than the one seen here: --local-addr, or this node is behind a proxy on
-        # loopback.
+        # The others come to another address than the one seen here: --local-addr is another, or the endpoint's name
+        # leads to loopback on its own machine.
         if self._asked.local_addr or (ip_address(seen).is_loopback and not is_loopback(self._asked.endpoint.host)):
             return ("0.0.0.0",)
         return (seen,)

@@ -89,7 +89,7 @@ def claim(endpoint: Endpoint, *, standalone: bool = False, is_host: bool | None 
         if endpoint.port == 0:
             raise EndpointError(f"the endpoint {endpoint} has port 0 (any free port), but is not on this machine")
         return _connect(endpoint, f"{endpoint.host} is not an address of this machine")
-    # The endpoint names another address of this machine, such as that of a load balancer in front of it.
+    # The endpoint's address is not bound here, but leads here, such as that of a load balancer.
     listening = _listen_on(_WILDCARD, endpoint.port)
     if not listening:
         raise _in_use(endpoint)

@@ -168,7 +168,7 @@ TEMPORARY = (
 )
 """Parts of messages about temporary problems: the server is full, or it is starting or stopping.
 
-Text decides here because the gateway passes etcd's errors on as text, with HTTP status 500 or 503 for most of them.
+Text decides here, because text is all that the client's exceptions have.
 """
 
 

@@ -363,8 +363,7 @@ def _last_traceback(stderr: str) -> str:
 def _exception(block: str) -> str:
     """The exception's own lines in one traceback: from the first line that is not indented after the last frame.
 
-    Lines that follow an exception on stderr look like a part of its message. They do no harm: rules search for texts
-    that no other line contains.
+    Lines that follow an exception on stderr look like a part of its message. They do no harm.
     """
     last_frame = _last(FRAME, block)
     lines = block[last_frame.end() if last_frame else 0 :].splitlines()
