@@ -11,7 +11,7 @@
 #   make test-trainers    the trainers' tests with torchtitan too, installed without most of what it depends on
 #   make test-pythons     what needs no torch, under 3.11, 3.12 and 3.13, where they are found; PYTHONS="3.12 3.13"
 #   make record-torchrun  record again what the installed torchrun does; TORCH=… as above
-#   make bench   holdfast beside torchrun: a table, and a file under benchmarks/results
+#   make bench   holdfast beside torchrun: a table, and a file for each row under benchmarks/results
 #   make soak    simulated jobs (SOAK_SEEDS=50000), then chaos on pretend hosts beside torchrun (SOAK_MINUTES=20,
 #                SOAK_SEED=1, SOAK_LAUNCHERS) and with a script in ht.survive, then patience (SOAK_PATIENCE_MINUTES=60); soak-seeds, soak-chaos and
 #                soak-patience are the parts; the last two need root on Linux
@@ -35,7 +35,7 @@ BIN := $(VENV)/bin
 TORCH ?=
 TORCH_VENV := $(if $(TORCH),.venv-torch-$(TORCH),$(VENV))
 # What may depend on the version of torch.
-WITH_TORCH := tests/beside_torchrun tests/clients tests/fork_server tests/integrations tests/torchrun_handler tests/train tests/supervisor/test_service_host.py \
+WITH_TORCH := tests/beside_torchrun tests/clients tests/fork_server tests/torchrun_handler tests/train tests/supervisor/test_service_host.py \
     tests/worker/test_progress.py \
     tests/processes/test_restarts.py tests/processes/test_hang_jobs.py tests/processes/test_hang_ranks.py \
     tests/processes/test_survive_jobs.py
@@ -70,7 +70,7 @@ test-pythons:
 
 test-trainers: $(VENV)/.dev
 	$(PIP) --no-deps torchtitan torch_checkpointing tyro spmd_types docstring_parser
-	$(BIN)/python -m pytest tests/integrations -n $(JOBS) --dist loadgroup
+	$(BIN)/python -m pytest tests/train/integrations -n $(JOBS) --dist loadgroup
 
 record-torchrun: $(TORCH_VENV)/.dev
 	$(TORCH_VENV)/bin/python -m pytest tests/beside_torchrun --torchrun record

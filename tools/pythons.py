@@ -32,7 +32,7 @@ FOLDERS = [
     "supervisor",
     "scenarios",
     "simulation",
-    "snapshots",
+    "train/snapshots",
     "worker",
 ]
 

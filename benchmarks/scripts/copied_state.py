@@ -34,7 +34,7 @@ import torch
 import torch.distributed as dist
 from train_state import Copies, build, timed, train
 
-from holdfast.snapshots import disk
+from holdfast.train.snapshots import disk
 
 FIRST, SAVES = 4, 32
 """Even numbers: the last save has its copy. The first ones take memory, and are not counted."""

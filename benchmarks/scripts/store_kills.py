@@ -13,9 +13,9 @@ import os
 import random
 import sys
 
-from holdfast.snapshots import folder, remote
-from holdfast.snapshots.changes import Keep, prune
-from tests.snapshots.saves import content, load
+from holdfast.train.snapshots import folder, remote
+from holdfast.train.snapshots.changes import Keep, prune
+from tests.train.snapshots.saves import content, load
 from tests.support.object_store import BUCKET, ObjectStore, Saves
 
 ITEMS = 3_000_000

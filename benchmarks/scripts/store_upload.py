@@ -13,9 +13,9 @@ import time
 
 import fsspec
 
-from holdfast.snapshots import changes
-from holdfast.snapshots.changes import SaveRequest
-from holdfast.snapshots.remote import place_of
+from holdfast.train.snapshots import changes
+from holdfast.train.snapshots.changes import SaveRequest
+from holdfast.train.snapshots.remote import place_of
 from tests.support.object_store import BUCKET, ObjectStore
 
 SIZE_BYTES = 256 << 20

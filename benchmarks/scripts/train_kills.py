@@ -30,13 +30,13 @@ import torch._dynamo
 from torch import nn
 
 import holdfast.train as ht
-from holdfast.snapshots import changes
-from holdfast.snapshots.changes import PHASES
-from holdfast.snapshots.in_process import InProcessStaging
-from holdfast.snapshots.saver_client import SaverClient
-from holdfast.snapshots.slots import Slots
+from holdfast.train.snapshots import changes
+from holdfast.train.snapshots.changes import PHASES
+from holdfast.train.snapshots.in_process import InProcessStaging
+from holdfast.train.snapshots.saver_client import SaverClient
+from holdfast.train.snapshots.slots import Slots
 
-from holdfast.train import save as saving, sharding, snapshots
+from holdfast.train import save as saving, sharding, snapshots_api
 
 RUN_ID = f"kills{os.getpid()}"
 STEPS_MAX = 5000
@@ -104,7 +104,7 @@ def arm(point: str, folder: Path, chance: random.Random) -> None:
         reach = lambda phase: reached() if phase == where else None  # noqa: E731
         for name in ("begin", "write_rank", "commit"):
             setattr(changes, name, partial(getattr(changes, name), at=reach))
-        snapshots.open_tier = lambda **_: InProcessStaging()
+        snapshots_api.open_tier = lambda **_: InProcessStaging()
     elif who == "saver":
         threading.Thread(target=_watch, args=(where, folder, reached), daemon=True).start()
     elif where == "half copied":

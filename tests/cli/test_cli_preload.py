@@ -17,7 +17,7 @@ from holdfast.protocol.options import CommandKind, Preload, WorkerCommand
 
 REDUCES = ("numpy", "torch")
 TRAINS = ("numpy", "torch", "torch._dynamo")
-OURS = (*TRAINS, "holdfast.train.snapshots", "holdfast.train.data.loader", "holdfast.train.survival")
+OURS = (*TRAINS, "holdfast.train.snapshots_api", "holdfast.train.data.loader", "holdfast.train.survival")
 
 
 @pytest.fixture(autouse=True)

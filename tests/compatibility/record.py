@@ -22,7 +22,7 @@ import msgspec
 from holdfast.protocol import charter, codec, session
 from holdfast.protocol import messages as protocol
 from holdfast.version import __version__
-from tests.snapshots import saves
+from tests.train.snapshots import saves
 
 RECORDED = Path(__file__).parent / "recorded"
 HANDSHAKE = (session.Hello, session.Challenge, session.Proof, session.Accepted)

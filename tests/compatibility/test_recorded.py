@@ -15,7 +15,7 @@ from holdfast.protocol import codec, session
 from holdfast.protocol import messages as protocol
 from holdfast.version import __version__
 from tests.compatibility.record import RECORDED, SNAPSHOT_ITEMS, messages, plain
-from tests.snapshots import saves
+from tests.train.snapshots import saves
 
 VERSIONS = sorted(path.name for path in RECORDED.iterdir())
 WIRE = [(version, row) for version in VERSIONS for row in json.loads((RECORDED / version / "wire.json").read_text())]

@@ -13,12 +13,12 @@ import sys
 import time
 from pathlib import Path
 
-from holdfast.snapshots import copy_connection
-from holdfast.snapshots.changes import SaveRequest
-from holdfast.snapshots.copy_connection import CopyPaths
-from holdfast.snapshots.copy_service import CopyService, fetch
-from holdfast.snapshots.mapping import Mappings
-from holdfast.snapshots.slots import COUNT_MAX, SlotOwner, Slots, lend
+from holdfast.train.snapshots import copy_connection
+from holdfast.train.snapshots.changes import SaveRequest
+from holdfast.train.snapshots.copy_connection import CopyPaths
+from holdfast.train.snapshots.copy_service import CopyService, fetch
+from holdfast.train.snapshots.mapping import Mappings
+from holdfast.train.snapshots.slots import COUNT_MAX, SlotOwner, Slots, lend
 
 KEY = b"k" * 32
 SIZE = 3 << 20

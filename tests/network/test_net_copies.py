@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.snapshots.memory_folder import COPIES
-from holdfast.snapshots.slots import committed_slots
+from holdfast.train.snapshots.memory_folder import COPIES
+from holdfast.train.snapshots.slots import committed_slots
 from tests.network.hosts import Host, PretendHosts, Program, why_not
 from tests.support.limits import limit_s, until
 

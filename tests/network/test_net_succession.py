@@ -53,7 +53,7 @@ def test_every_process_of_the_coordinators_node_is_killed(fleet) -> None:
 TAKES_THE_FOLDER = """
 import os
 
-from holdfast.snapshots import lease
+from holdfast.train.snapshots import lease
 
 if os.environ["RANK"] == "0":
     waits = []

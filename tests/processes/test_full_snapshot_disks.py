@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.snapshots import folder
+from holdfast.train.snapshots import folder
 from tests.processes.conftest import LACKS, Agent, Site, SmallDisk
 from tests.support.limits import until
 

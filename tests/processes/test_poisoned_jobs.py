@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.snapshots import folder
+from holdfast.train.snapshots import folder
 from tests.processes.conftest import Agent, Site
 from tests.processes.test_survive_jobs import agent_server  # noqa: F401 - a fixture
 

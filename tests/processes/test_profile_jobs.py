@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.snapshots import folder
+from holdfast.train.snapshots import folder
 from tests.processes.conftest import Agent, Site, SmallDisk, holdfast, told
 from tests.processes.test_control_jobs import beside, entries, refused
 from tests.processes.test_dashboard_jobs import place, visitor

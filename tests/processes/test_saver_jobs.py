@@ -9,17 +9,17 @@ from pathlib import Path
 import pytest
 
 from tests.processes.conftest import children, is_alive
-from tests.snapshots.saves import savers
 from tests.support.limits import until
+from tests.train.snapshots.saves import savers
 
 ONE = ("--standalone", "--nproc-per-node", "1")
 SIZE = 1 << 20
 SAVES = f"""
 from holdfast.protocol.errors import SnapshotError
-from holdfast.snapshots.changes import SaveRequest, begin
-from holdfast.snapshots.saver_client import SaverClient
-from holdfast.snapshots.memory_folder import SaverAddress
-from holdfast.snapshots.flush import rescue_attempt
+from holdfast.train.snapshots.changes import SaveRequest, begin
+from holdfast.train.snapshots.saver_client import SaverClient
+from holdfast.train.snapshots.memory_folder import SaverAddress
+from holdfast.train.snapshots.flush import rescue_attempt
 SIZE, SNAPS = {SIZE}, os.path.join(os.path.dirname(os.environ["TRAIL"]), "snaps")
 METADATA = {{"metrics": {{"loss": 0.5, "lr": float("nan"), "step": 3}}}}
 place = SaverAddress.find()

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.snapshots import folder
+from holdfast.train.snapshots import folder
 from tests.processes.conftest import c10d
 
 pytestmark = [pytest.mark.xdist_group("torch jobs"), pytest.mark.timeout(240)]

@@ -246,7 +246,7 @@ def steps_of(site: Site, rank: int) -> list[list[Any]]:
 
 
 def saver_of(agent: Agent) -> psutil.Process:
-    return psutil.Process(until(lambda: agent.find_below("holdfast.snapshots.saver"), "a saver", LIMIT_S))
+    return psutil.Process(until(lambda: agent.find_below("holdfast.train.snapshots.saver"), "a saver", LIMIT_S))
 
 
 def test_a_newcomer_s_saver_may_die_while_it_fetches(site: Site, endpoint: str) -> None:

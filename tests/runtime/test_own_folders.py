@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import own_folders
-from holdfast.snapshots import disk, memory_folder
+from holdfast.train.snapshots import disk, memory_folder
 from tests.support.second_user import OTHER_UID, as_other, everybodys_folder, exchanging, needs_root
 
 ROUNDS = 300

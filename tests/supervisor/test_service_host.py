@@ -16,12 +16,12 @@ import pytest
 from holdfast import seqpacket
 from holdfast.protocol.policy import HeldStates
 from holdfast.runtime.run_folder import Journal
-from holdfast.snapshots import memory_folder
-from holdfast.snapshots.memory_folder import SOCKET
-from holdfast.snapshots.slots import SlotOwner, Slots
 from holdfast.supervisor import processes
 from holdfast.supervisor.client import ProcessEnded
 from holdfast.supervisor.service_host import CONTROL_FD, SaverHost, StoreHost
+from holdfast.train.snapshots import memory_folder
+from holdfast.train.snapshots.memory_folder import SOCKET
+from holdfast.train.snapshots.slots import SlotOwner, Slots
 from tests.support.limits import limit_s
 
 # One client process for all generations: torch takes seconds to load. Each line is evaluated, its result printed.

@@ -19,8 +19,8 @@ from torch.distributed import TCPStore
 
 from holdfast import seqpacket
 from holdfast.protocol.board_layout import BOARD_VARIABLE, REPLACEMENT_VARIABLE, channel_name
-from holdfast.snapshots import memory_folder
-from holdfast.snapshots.memory_folder import MemoryFolder
+from holdfast.train.snapshots import memory_folder
+from holdfast.train.snapshots.memory_folder import MemoryFolder
 from tests.support.limits import until
 from tests.warm_jobs import Started, WarmJobs
 

@@ -17,7 +17,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from holdfast.snapshots.remote import place_of
+from holdfast.train.snapshots.remote import place_of
 from tests.support.limits import limit_s, until
 from tests.support.ports import free_port
 
@@ -241,9 +241,9 @@ def forget_connections() -> None:
 SAVES = """
 import json, os, signal, sys
 import s3fs  # once for all children; not used before they are forked
-from holdfast.snapshots import remote
-from holdfast.snapshots.remote import RemotePath
-from tests.snapshots import saves
+from holdfast.train.snapshots import remote
+from holdfast.train.snapshots.remote import RemotePath
+from tests.train.snapshots import saves
 remote.PART_BYTES = 5 << 20
 def save(url, step, phase, items):
     parts = 0

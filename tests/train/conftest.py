@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.snapshots.in_process import InProcessStaging
+from holdfast.train.snapshots.in_process import InProcessStaging
 from tests.warm import Warm
 
 SCRIPTS = Path(__file__).parent / "scripts"
@@ -16,7 +16,7 @@ SCRIPTS = Path(__file__).parent / "scripts"
 @pytest.fixture
 def own_staging(monkeypatch: pytest.MonkeyPatch) -> None:
     """No saver process: what is staged stays in this one."""
-    monkeypatch.setattr("holdfast.train.snapshots.open_tier", lambda **_: InProcessStaging())
+    monkeypatch.setattr("holdfast.train.snapshots_api.open_tier", lambda **_: InProcessStaging())
 
 
 def damage(file: Path) -> None:

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import pytest
 from torch.distributed import TCPStore
 
-from holdfast.snapshots.slots import committed_slots
+from holdfast.train.snapshots.slots import committed_slots
 from tests.support.fake_agent import FakeAgent
 from tests.warm import Warm
 from tests.warm_jobs import WarmJobs
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.xdist_group("torch survivors"), pytest.mark.timeout(24
 @pytest.fixture(scope="module")
 def jobs(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmJobs]:
     TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # a process's first one opens what stays open
-    modules = ("holdfast.train.survival", "holdfast.train.snapshots", "holdfast.train.guards")
+    modules = ("holdfast.train.survival", "holdfast.train.snapshots_api", "holdfast.train.guards")
     with WarmJobs(warm, tmp_path_factory.mktemp("jobs"), *modules) as made:
         yield made
 

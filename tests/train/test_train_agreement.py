@@ -24,15 +24,15 @@ from holdfast.protocol.errors import (
     SnapshotWriteError,
     StateMismatchError,
 )
-from holdfast.snapshots import changes
-from holdfast.snapshots.in_process import InProcessStaging
-from holdfast.snapshots.lease import owner
 from holdfast.train import tracked
 from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper
 from holdfast.train.guards import GuardWarning
 from holdfast.train.quarantine import Patience
 from holdfast.train.resuming import Resumer, take_folder
 from holdfast.train.save import Saving
+from holdfast.train.snapshots import changes
+from holdfast.train.snapshots.in_process import InProcessStaging
+from holdfast.train.snapshots.lease import owner
 from holdfast.train.state import Tracker
 from holdfast.train.tracked import Choice, Compared
 from tests.support.limits import limit_s
@@ -428,7 +428,7 @@ def test_at_the_end_the_cause_may_have_been_reported_before() -> None:
 def test_a_snapshot_folder_that_is_not_shared_is_noticed_before_training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, blind: int
 ) -> None:
-    monkeypatch.setattr("holdfast.snapshots.lease.SEEN_S", 0.1)
+    monkeypatch.setattr("holdfast.train.snapshots.lease.SEEN_S", 0.1)
 
     def talk(peers: Peers) -> tuple[str, str]:
         own = tmp_path / ("local" if peers.rank == blind else "shared")

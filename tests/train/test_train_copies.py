@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from holdfast.protocol.errors import IntervalError
-from holdfast.snapshots.changes import SaveRequest
-from holdfast.snapshots.saver_client import SaverClient
 from holdfast.train import copies
 from holdfast.train.copies import Copies, CopyPlan, CopyReport, failure_domain, lonely, own_addresses, partners
-from holdfast.train.snapshots import Snapshots
-from tests.snapshots.saves import Bench
+from holdfast.train.snapshots.changes import SaveRequest
+from holdfast.train.snapshots.saver_client import SaverClient
+from holdfast.train.snapshots_api import Snapshots
+from tests.train.snapshots.saves import Bench
 from tests.warm import Warm
 
 COPIED_NODES = Path(__file__).parent / "scripts" / "copied_nodes.py"

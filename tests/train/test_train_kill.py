@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 
-from holdfast.snapshots import folder, memory_folder
-from holdfast.snapshots.changes import SaveRequest
-from holdfast.snapshots.flush import rescue_attempt
-from holdfast.snapshots.memory_folder import SaverAddress
-from holdfast.snapshots.saver_client import SaverClient
-from holdfast.snapshots.slots import SlotOwner, Slots
+from holdfast.train.snapshots import folder, memory_folder
+from holdfast.train.snapshots.changes import SaveRequest
+from holdfast.train.snapshots.flush import rescue_attempt
+from holdfast.train.snapshots.memory_folder import SaverAddress
+from holdfast.train.snapshots.saver_client import SaverClient
+from holdfast.train.snapshots.slots import SlotOwner, Slots
 from tests.conftest import alive
-from tests.snapshots.saves import savers
 from tests.support.limits import until
+from tests.train.snapshots.saves import savers
 from tests.warm import Warm
 
 SCRIPTS = Path(__file__).parent / "scripts"

@@ -11,7 +11,7 @@ from torch import nn
 
 import holdfast.train as ht
 from holdfast.protocol.errors import ProcessGroupError
-from holdfast.snapshots import folder
+from holdfast.train.snapshots import folder
 from tests.warm import Warm
 from tests.warm_jobs import WarmJobs
 

@@ -13,10 +13,10 @@ from torch import nn
 
 import holdfast.train as ht
 from holdfast.protocol.errors import NotFiniteError
-from holdfast.snapshots import folder as folders
-from holdfast.snapshots.changes import Keep
-from holdfast.snapshots.in_process import InProcessStaging
 from holdfast.train.loss_watch import BAD_STEPS_MAX, SKIPPED_STEPS_MAX, LossWatch, _Reading, is_watched
+from holdfast.train.snapshots import folder as folders
+from holdfast.train.snapshots.changes import Keep
+from holdfast.train.snapshots.in_process import InProcessStaging
 from tests.train.conftest import damage
 
 pytestmark = pytest.mark.xdist_group("torch lives")
@@ -109,7 +109,7 @@ def committed(folder: Path) -> dict[int, bool | None]:
 
 @pytest.fixture
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("holdfast.train.snapshots.open_tier", lambda **_: InProcessStaging())
+    monkeypatch.setattr("holdfast.train.snapshots_api.open_tier", lambda **_: InProcessStaging())
 
 
 @pytest.mark.usefixtures("plain")

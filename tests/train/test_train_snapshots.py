@@ -28,12 +28,12 @@ from holdfast.protocol.errors import (
     SnapshotWriteError,
     TrackingError,
 )
-from holdfast.snapshots import disk, in_process
-from holdfast.snapshots import folder as folders
-from holdfast.snapshots.memory_folder import STALL
-from holdfast.train import snapshots
+from holdfast.train import snapshots_api
 from holdfast.train.agreement import Interval, Schedule, Timekeeper, crossed
 from holdfast.train.reservation import foreseen_bytes
+from holdfast.train.snapshots import disk, in_process
+from holdfast.train.snapshots import folder as folders
+from holdfast.train.snapshots.memory_folder import STALL
 from tests.train.conftest import damage
 
 pytestmark = pytest.mark.usefixtures("own_staging")
@@ -286,7 +286,7 @@ def test_no_room_in_memory_is_one_warning(tmp_path: Path, monkeypatch: pytest.Mo
         pass
 
     setattr(Small, when, reserving if when == "reserving" else small)
-    monkeypatch.setattr(snapshots, "open_tier", lambda **_: Small())
+    monkeypatch.setattr(snapshots_api, "open_tier", lambda **_: Small())
     job = Job(tmp_path)
     job.train(1)
     monkeypatch.undo()
@@ -304,7 +304,7 @@ def test_the_end_waits_only_for_what_is_being_written(tmp_path: Path, monkeypatc
         def wait(self) -> None:
             pytest.fail("nothing is being written")
 
-    monkeypatch.setattr(snapshots, "open_tier", lambda **_: Stopped())
+    monkeypatch.setattr(snapshots_api, "open_tier", lambda **_: Stopped())
     job = Job(tmp_path, resume=False)
     job.train(2)
     job.snaps.close()

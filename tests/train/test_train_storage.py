@@ -17,8 +17,8 @@ from torch.distributed.checkpoint import load as dcp_load
 
 import holdfast.train as ht
 from holdfast.protocol.errors import NoValidSnapshotError, ShardingError, SnapshotDamagedError, StateTypeError
-from holdfast.snapshots import folder
 from holdfast.train import export
+from holdfast.train.snapshots import folder
 from tests.train.conftest import damage
 from tests.warm import Warm
 
@@ -240,7 +240,7 @@ import os, signal, sys, time
 from pathlib import Path
 import torch
 import holdfast.train as ht
-from holdfast.snapshots import folder as folders
+from holdfast.train.snapshots import folder as folders
 
 KINDS = "safetensors", "checked"
 
@@ -258,7 +258,7 @@ folders.verify = verify
 def saver():
     for path in Path("/proc").glob("[0-9]*/cmdline"):
         line = path.read_bytes()
-        if b"holdfast.snapshots.saver" in line and line.split(b"\\0")[-2] == str(os.getpid()).encode():
+        if b"holdfast.train.snapshots.saver" in line and line.split(b"\\0")[-2] == str(os.getpid()).encode():
             return int(path.parent.name)
     raise SystemExit("there is no saver")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.snapshots import folder
+from holdfast.train.snapshots import folder
 from tests.support.limits import until
 from tests.support.object_store import BUCKET, SECRET, ObjectStore, forget_connections, running_store, variables
 from tests.warm import Warm
@@ -77,7 +77,7 @@ def jobs(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmJ
     folder = tmp_path_factory.mktemp("jobs")
     (folder / "job.py").write_text(JOB)
     (folder / "poisoned.py").write_text(POISONED)
-    with WarmJobs(warm, folder, "holdfast.train.snapshots", "s3fs") as made:
+    with WarmJobs(warm, folder, "holdfast.train.snapshots_api", "s3fs") as made:
         yield made
 
 

@@ -11,10 +11,10 @@ from torch import nn
 
 import holdfast.train as ht
 from holdfast.protocol.errors import ShardingError, StateTypeError, TrackingError
-from holdfast.snapshots import folder
-from holdfast.snapshots.folder import RankFile
 from holdfast.train import export
 from holdfast.train.resuming import Resumed
+from holdfast.train.snapshots import folder
+from holdfast.train.snapshots.folder import RankFile
 from tests.warm import Warm
 
 SCRIPT = Path(__file__).parent / "scripts" / "snapshot_ranks.py"

@@ -1,6 +1,6 @@
 """`holdfast snaps ls|verify|prune|unmark|export`: manages a snapshot folder, with or without a job that writes to it.
 
-Knows the options and the output; holdfast.snapshots knows the snapshots. torch is not imported: the export is a
+Knows the options and the output; holdfast.train.snapshots knows the snapshots. torch is not imported: the export is a
 separate process.
 """
 
@@ -18,13 +18,13 @@ from typing import Any
 
 from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotGoneError, UsageError
-from holdfast.snapshots import changes, disk, folder, lease, lives, memory_folder
-from holdfast.snapshots.changes import Keep, Pruned
-from holdfast.snapshots.copy_service import all_slots
-from holdfast.snapshots.folder import Snapshot, Survey
-from holdfast.snapshots.layout import MANIFEST
-from holdfast.snapshots.remote import Place, RemotePath, place_of
 from holdfast.text import duration
+from holdfast.train.snapshots import changes, disk, folder, lease, lives, memory_folder
+from holdfast.train.snapshots.changes import Keep, Pruned
+from holdfast.train.snapshots.copy_service import all_slots
+from holdfast.train.snapshots.folder import Snapshot, Survey
+from holdfast.train.snapshots.layout import MANIFEST
+from holdfast.train.snapshots.remote import Place, RemotePath, place_of
 
 EXIT_DAMAGED = 1
 FORMATS = ("torch", "dcp", "safetensors")

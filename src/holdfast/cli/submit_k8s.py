@@ -52,7 +52,7 @@ from holdfast.protocol.errors import (
 )
 from holdfast.rendezvous.conf import parse_conf
 from holdfast.runtime.inherited import TOKEN_VARIABLE, draw_token
-from holdfast.snapshots.memory_folder import FINISH_LIMIT_S
+from holdfast.train.snapshots.memory_folder import FINISH_LIMIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

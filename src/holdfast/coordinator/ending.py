@@ -147,7 +147,7 @@ def restart_text(again: Again, budget: Budget, *, charged: bool) -> str:
 
 
 def previous_end(verdict: Verdict, *, charged: bool, hung: bool) -> str:
-    """How a generation ended, for the workers of the next one (snapshots/lives.py).
+    """How a generation ended, for the workers of the next one (train/snapshots/lives.py).
 
     `failed STEP TEXT`: by a fault of the training itself, at this step (0: unknown); `hung STEP`. Else `lost`: nodes
     were lost, came or left, or a process was killed from outside.

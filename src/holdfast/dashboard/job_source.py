@@ -30,8 +30,8 @@ from holdfast.protocol.rank_progress import JobView, RankView, StacksView, Stage
 from holdfast.runtime import running
 from holdfast.runtime.run_folder import JOURNAL_NAME, PROFILES
 from holdfast.runtime.running import RunningAgent, ask_any
-from holdfast.snapshots.folder import survey
 from holdfast.text import spans
+from holdfast.train.snapshots.folder import survey
 
 COMPARED = ("total_s", "effective", "training_s", "startup_s", "down_s", "hung_s", "lost_s", "lost_steps")
 """Fields of a history in a summary."""

@@ -310,7 +310,7 @@ class NodeSpec(Struct, frozen=True, kw_only=True):
 
 
 class HeldStates(Struct, frozen=True, array_like=True):
-    """States in memory that a node's saver gives to other nodes (snapshots/copy_service.py)."""
+    """States in memory that a node's saver gives to other nodes (train/snapshots/copy_service.py)."""
 
     host: str
     """The node's addresses, separated by blanks."""

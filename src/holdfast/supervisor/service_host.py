@@ -10,11 +10,11 @@ handed over with it. The server is forked from the fork server where torch is pr
 itself, so it is started at once if the script imports torch. Each generation gets a new store: no key of an earlier one
 can be read.
 
-The saver (snapshots/saver.py) writes to disk what workers leave in memory slots. The agent makes a folder in /dev/shm
-and listens there; the connection that starts the saver waits in the backlog, and the saver accepts it. When the saver
-dies, the next connection starts another one. It is also started to fetch states for a node that has none. When the
-agent ends, it waits for saves in flight, at most FINISH_LIMIT_S. When the agent is killed, the supervisor kills the
-saver and removes its folder; if the supervisor was killed too, the next start removes the folder.
+The saver (train/snapshots/saver.py) writes to disk what workers leave in memory slots. The agent makes a folder in
+/dev/shm and listens there; the connection that starts the saver waits in the backlog, and the saver accepts it. When
+the saver dies, the next connection starts another one. It is also started to fetch states for a node that has none.
+When the agent ends, it waits for saves in flight, at most FINISH_LIMIT_S. When the agent is killed, the supervisor
+kills the saver and removes its folder; if the supervisor was killed too, the next start removes the folder.
 
 Knows sockets and the supervisor; must not know torch, nor what a snapshot is.
 """
@@ -32,9 +32,9 @@ from pathlib import Path
 from holdfast import seqpacket
 from holdfast.protocol.policy import HeldStates
 from holdfast.runtime.run_folder import Journal
-from holdfast.snapshots import memory_folder
-from holdfast.snapshots.memory_folder import FINISH_LIMIT_S, SOCKET, MemoryFolder, clean
 from holdfast.supervisor.client import ProcessEnded, SpawnFailed, SupervisorClient, SupervisorEvent
+from holdfast.train.snapshots import memory_folder
+from holdfast.train.snapshots.memory_folder import FINISH_LIMIT_S, SOCKET, MemoryFolder, clean
 
 STORE, SAVER = "store", "saver"
 SERVER = str(Path(__file__).resolve().parents[1] / "train" / "store_server.py")
@@ -278,7 +278,9 @@ class SaverHost:
         """What the saver here gives to other nodes; None: nothing."""
         if self._memory_folder is None or not self._serving:
             return None
-        from holdfast.snapshots.slots import ranks_with_states  # lazily: an agent that starts at once needs no slots
+        from holdfast.train.snapshots.slots import (
+            ranks_with_states,
+        )  # lazily: an agent that starts at once needs no slots
 
         ranks = set(self._serving).union(ranks_with_states(self._memory_folder.path / memory_folder.COPIES))
         said = list(self._serving.values())[-1]

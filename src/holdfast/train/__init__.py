@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from holdfast.train.data.sampler import DistributedSampler
     from holdfast.train.group import ddp, process_group
     from holdfast.train.guards import GuardWarning
-    from holdfast.train.snapshots import Keep, SnapshotOptions, Snapshots
+    from holdfast.train.snapshots_api import Keep, SnapshotOptions, Snapshots
     from holdfast.train.storage import SnapshotReader, SnapshotWriter
     from holdfast.train.survival import survive
     from holdfast.train.weights import load_weights
@@ -45,12 +45,12 @@ _HOMES = {
     "DataLoader": "data.loader",
     "DistributedSampler": "data.sampler",
     "GuardWarning": "guards",
-    "Keep": "snapshots",
+    "Keep": "snapshots_api",
     "ShardedDataset": "data.datasets",
-    "SnapshotOptions": "snapshots",
+    "SnapshotOptions": "snapshots_api",
     "SnapshotReader": "storage",
     "SnapshotWriter": "storage",
-    "Snapshots": "snapshots",
+    "Snapshots": "snapshots_api",
     "accumulate": "accumulation",
     "ddp": "group",
     "load_weights": "weights",

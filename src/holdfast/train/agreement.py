@@ -36,10 +36,10 @@ from holdfast.protocol.errors import (
     SnapshotError,
     SnapshotIncompleteError,
 )
-from holdfast.snapshots.changes import Keep
 from holdfast.text import seconds_of
 from holdfast.train import torch_private
 from holdfast.train.guards import GuardWarning, enabled
+from holdfast.train.snapshots.changes import Keep
 
 Reports = Sequence[Sequence[str]]
 """The failures of one rank: code and text of each."""
@@ -268,7 +268,7 @@ class Peers:
         """The peers of the default process group; a world of one when there is none."""
         if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
             return cls(0, 1)
-        store = dist.PrefixStore(f"holdfast.snapshots/{next(_numbers)}", torch_private.default_store())
+        store = dist.PrefixStore(f"holdfast.train.snapshots/{next(_numbers)}", torch_private.default_store())
         return cls.meeting(store, dist.get_rank(), dist.get_world_size())
 
     @classmethod

@@ -30,10 +30,10 @@ from holdfast.protocol.errors import (
     SnapshotError,
     SnapshotWriteError,
 )
-from holdfast.snapshots import folder as folders
-from holdfast.snapshots.folder import Snapshot
-from holdfast.snapshots.remote import Place, place_of
 from holdfast.train.reading import opened
+from holdfast.train.snapshots import folder as folders
+from holdfast.train.snapshots.folder import Snapshot
+from holdfast.train.snapshots.remote import Place, place_of
 from holdfast.train.storage import is_dcp, load_all, load_nested
 
 

@@ -15,13 +15,13 @@ from dataclasses import dataclass, field, replace
 from typing import NoReturn
 
 from holdfast.protocol.errors import EXIT_NO_PROGRESS, IntervalError, SnapshotError
-from holdfast.snapshots import folder as folders
-from holdfast.snapshots import lives
-from holdfast.snapshots.layout import Key
-from holdfast.snapshots.lives import JobHistory, LifeFailure
-from holdfast.snapshots.remote import Place
 from holdfast.text import plural
 from holdfast.train.loss_watch import BAD_STEPS_MAX, LossWatch
+from holdfast.train.snapshots import folder as folders
+from holdfast.train.snapshots import lives
+from holdfast.train.snapshots.layout import Key
+from holdfast.train.snapshots.lives import JobHistory, LifeFailure
+from holdfast.train.snapshots.remote import Place
 
 PREVIOUS_END = "HOLDFAST_PREVIOUS_END"
 """In a worker's environment: how the workers before it ended (`coordinator.ending.previous_end`)."""

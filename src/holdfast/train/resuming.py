@@ -27,16 +27,6 @@ from holdfast.protocol.errors import (
     SnapshotGoneError,
     StateMismatchError,
 )
-from holdfast.snapshots import folder as folders
-from holdfast.snapshots import lease as leases
-from holdfast.snapshots.copy_service import State, is_copy
-from holdfast.snapshots.flush import rescue_attempt
-from holdfast.snapshots.folder import RankFile, Survey
-from holdfast.snapshots.layout import MANIFEST, FolderKind, Key, parse_name
-from holdfast.snapshots.lease import FOLDER_ID, FolderLease
-from holdfast.snapshots.remote import LOOK_S, Place, RemotePath, place_of
-from holdfast.snapshots.saver_client import Tier
-from holdfast.snapshots.slots import Slot
 from holdfast.train.agreement import Peers
 from holdfast.train.copies import Copies, Sources
 from holdfast.train.quarantine import Judged, Patience, end_without_progress, judged
@@ -44,6 +34,16 @@ from holdfast.train.random_numbers import seed_random
 from holdfast.train.reading import ReadPlan, Saved, opened, parts_of_slot
 from holdfast.train.reducers import Order
 from holdfast.train.replicas import first_not_finite
+from holdfast.train.snapshots import folder as folders
+from holdfast.train.snapshots import lease as leases
+from holdfast.train.snapshots.copy_service import State, is_copy
+from holdfast.train.snapshots.flush import rescue_attempt
+from holdfast.train.snapshots.folder import RankFile, Survey
+from holdfast.train.snapshots.layout import MANIFEST, FolderKind, Key, parse_name
+from holdfast.train.snapshots.lease import FOLDER_ID, FolderLease
+from holdfast.train.snapshots.remote import LOOK_S, Place, RemotePath, place_of
+from holdfast.train.snapshots.saver_client import Tier
+from holdfast.train.snapshots.slots import Slot
 from holdfast.train.state import Restored, Tracker
 from holdfast.train.tracked import Choice, Compared, Fit, Targets, together, trained
 

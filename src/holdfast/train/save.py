@@ -26,21 +26,21 @@ from holdfast.protocol.errors import (
     SnapshotMemoryError,
     SnapshotWriteError,
 )
-from holdfast.snapshots import changes, disk
-from holdfast.snapshots.changes import Keep, SaveRequest, Verified
-from holdfast.snapshots.in_process import InProcessStaging, warn_of_disk
-from holdfast.snapshots.layout import FINITE
-from holdfast.snapshots.lease import FOLDER_ID, FolderLease
-from holdfast.snapshots.memory_folder import STALL
-from holdfast.snapshots.read_back import READ_BACK
-from holdfast.snapshots.remote import Place, RemotePath
-from holdfast.snapshots.saver_client import SaverClient, Tier
 from holdfast.train import replicas, sharding
 from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper, node_key
 from holdfast.train.copies import Copies
 from holdfast.train.reading import Saved
 from holdfast.train.reservation import MemoryReservation, foreseen_bytes
 from holdfast.train.sharding import TEXT, Layout, Places
+from holdfast.train.snapshots import changes, disk
+from holdfast.train.snapshots.changes import Keep, SaveRequest, Verified
+from holdfast.train.snapshots.in_process import InProcessStaging, warn_of_disk
+from holdfast.train.snapshots.layout import FINITE
+from holdfast.train.snapshots.lease import FOLDER_ID, FolderLease
+from holdfast.train.snapshots.memory_folder import STALL
+from holdfast.train.snapshots.read_back import READ_BACK
+from holdfast.train.snapshots.remote import Place, RemotePath
+from holdfast.train.snapshots.saver_client import SaverClient, Tier
 from holdfast.train.state import Collected, Tracker
 
 TEXT_ROOM = 1.25

@@ -29,11 +29,11 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from torch.distributed.tensor import DTensor
 
 from holdfast.protocol.errors import ShardingError, SnapshotDamagedError
-from holdfast.snapshots.layout import ALIGNMENT_BYTES, Image, TensorEntry
 from holdfast.train import torch_private
 from holdfast.train.agreement import Peers
 from holdfast.train.copying import copy_alike
 from holdfast.train.replicas import ReplicaGroup
+from holdfast.train.snapshots.layout import ALIGNMENT_BYTES, Image, TensorEntry
 
 CODES = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.uint16: "U16",

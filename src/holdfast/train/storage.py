@@ -39,16 +39,16 @@ from holdfast.protocol.errors import (
     SnapshotGoneError,
     TrackingError,
 )
-from holdfast.snapshots import changes
-from holdfast.snapshots import folder as folders
-from holdfast.snapshots.changes import SaveRequest
-from holdfast.snapshots.folder import Snapshot
-from holdfast.snapshots.layout import FolderKind, check_step, parse_name
-from holdfast.snapshots.remote import Place, absolute
 from holdfast.train import state_codec as codec
 from holdfast.train import torch_private
 from holdfast.train.reading import Saved, opened
 from holdfast.train.sharding import OWN, TEXT, Layout, Piece, Places, image_of
+from holdfast.train.snapshots import changes
+from holdfast.train.snapshots import folder as folders
+from holdfast.train.snapshots.changes import SaveRequest
+from holdfast.train.snapshots.folder import Snapshot
+from holdfast.train.snapshots.layout import FolderKind, check_step, parse_name
+from holdfast.train.snapshots.remote import Place, absolute
 
 _T = TypeVar("_T")
 

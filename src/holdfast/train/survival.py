@@ -67,7 +67,7 @@ from holdfast.worker import drain
 from holdfast.worker.regroup import WHY_CHARACTERS_MAX, AgentChannel, ChannelLostError, Go
 
 if TYPE_CHECKING:
-    from holdfast.train.snapshots import Snapshots
+    from holdfast.train.snapshots_api import Snapshots
 
 P = ParamSpec("P")
 T = TypeVar("T")

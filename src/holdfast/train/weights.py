@@ -13,12 +13,12 @@ from typing import Any
 from torch import nn
 
 from holdfast.protocol.errors import NoValidSnapshotError, StateMismatchError
-from holdfast.snapshots import folder as folders
-from holdfast.snapshots.folder import Snapshot
-from holdfast.snapshots.layout import FolderKind, parse_name
-from holdfast.snapshots.remote import absolute
 from holdfast.train import state_codec as codec
 from holdfast.train.reading import Saved, opened
+from holdfast.train.snapshots import folder as folders
+from holdfast.train.snapshots.folder import Snapshot
+from holdfast.train.snapshots.layout import FolderKind, parse_name
+from holdfast.train.snapshots.remote import absolute
 from holdfast.train.state import text_of
 from holdfast.train.tracked import Compared, Shared, TrackedModel, check_tied, listed_names
 

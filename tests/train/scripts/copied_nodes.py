@@ -24,7 +24,7 @@ import node_kills
 from node_kills import LIMIT_S, NODES, RUN_ID, STEPS, build, calm, end, fingerprint, kill, lines, savers, start, train
 
 import holdfast.train as ht
-from holdfast.snapshots import folder as folders
+from holdfast.train.snapshots import folder as folders
 
 EVERY = 4
 

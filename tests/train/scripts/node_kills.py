@@ -32,8 +32,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import holdfast.train as ht
-from holdfast.snapshots import folder as folders
 from holdfast.train import save as saving
+from holdfast.train.snapshots import folder as folders
 
 NODES = 2
 STEPS = 150
@@ -146,7 +146,7 @@ def savers(node: int) -> list[int]:
     for path in glob.glob("/proc/[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
             line = Path(path).read_bytes()
-            if b"holdfast.snapshots.saver" in line and f"-{RUN_ID}-{node}-".encode() in line:
+            if b"holdfast.train.snapshots.saver" in line and f"-{RUN_ID}-{node}-".encode() in line:
                 found.append(int(Path(path).parent.name))
     return found
 

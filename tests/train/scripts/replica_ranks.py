@@ -21,9 +21,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import holdfast.train as ht
-from holdfast.snapshots import folder as folders
-from holdfast.snapshots.folder import RankFile
-from holdfast.train import snapshots  # noqa: F401 - before the fork
+from holdfast.train import snapshots_api  # noqa: F401 - before the fork
+from holdfast.train.snapshots import folder as folders
+from holdfast.train.snapshots.folder import RankFile
 
 
 class Mixed(nn.Module):

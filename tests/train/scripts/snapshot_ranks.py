@@ -27,9 +27,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 import holdfast.train as ht
-from holdfast.snapshots import folder as folders
-from holdfast.snapshots.folder import RankFile
-from holdfast.train import snapshots  # noqa: F401 - before the fork
+from holdfast.train import snapshots_api  # noqa: F401 - before the fork
+from holdfast.train.snapshots import folder as folders
+from holdfast.train.snapshots.folder import RankFile
 
 LIMIT_S = limit_s(60)
 

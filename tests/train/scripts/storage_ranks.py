@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 
 import holdfast.train as ht
 from holdfast.protocol.errors import TrackingError
-from holdfast.snapshots import disk
+from holdfast.train.snapshots import disk
 
 warnings.simplefilter("ignore")
 EXTRA: dict[str, Any] = {

@@ -1,0 +1,365 @@
+"""Files for snapshots: durable when a call returns, read with bounds, and their digests. Knows nothing of snapshots.
+What is written to and read from an object store goes to remote.py.
+
+**Writing** goes past the page cache: it takes the same time whatever else is in the cache, and leaves the cache to the
+data loader.
+
+**The digest** is sha256 over chunks of 4 MiB, and sha256 over their digests. So all cores take part, hashing continues
+while the disk writes, and a reader that needs a part of a file (another world size) checks only what it reads. A rank's
+record holds the digests of the chunks, the manifest their root. Every flipped bit, zeroed page, lost end or exchanged
+file changes the root. docs/internals/decisions.md has the measurements behind both choices.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from pathlib import Path
+from typing import ParamSpec, TypeVar
+
+from holdfast import own_folders
+from holdfast.protocol import errors
+from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotFolderError, SnapshotWriteError
+from holdfast.train.snapshots.remote import Place, RemotePath
+
+try:
+    from zlib_ng import zlib_ng as fast
+except ImportError:  # it is in the extra `train`; the bytes are the same
+    import zlib as fast  # type: ignore[no-redef]
+
+ALGORITHM = "sha256-4MiB"
+CHUNK_BYTES = 4 << 20
+HASH_THREADS_MAX = 8
+"""More threads would be faster than any disk."""
+
+_Given = ParamSpec("_Given")
+_Made = TypeVar("_Made")
+
+
+def hash_threads() -> int:
+    """The number of hashing threads: one for each available core."""
+    return min(HASH_THREADS_MAX, len(os.sched_getaffinity(0)))
+
+
+def submit(
+    pool: ThreadPoolExecutor, work: Callable[_Given, _Made], *given: _Given.args, **named: _Given.kwargs
+) -> Future[_Made]:
+    """Let the pool do the work. Where there is no thread for it, it is done when this returns.
+
+    An interpreter that is ending accepts no work for its pools, but exit functions and a running save still need it.
+    `work` may then be done twice: here, and by a thread of the pool that started late.
+    """
+    try:
+        return pool.submit(work, *given, **named)
+    except RuntimeError:
+        done: Future[_Made] = Future()
+        try:
+            done.set_result(work(*given, **named))
+        except Exception as error:  # noqa: BLE001 - raised when the result is read
+            done.set_exception(error)
+        return done
+
+
+def chunk_digest(chunk: bytes | bytearray | memoryview) -> str:
+    """The digest of one chunk, as hex. Releases the interpreter's lock."""
+    return hashlib.sha256(chunk).hexdigest()
+
+
+def chunk_crc(chunk: memoryview) -> str:
+    """A cheap digest of one chunk, as hex, where nobody forges one. Releases the interpreter's lock.
+
+    zlib-ng makes 10 GB/s or more, zlib 2 to 6; sha256 with SHA instructions has 2."""
+    return f"{fast.crc32(chunk):08x}"
+
+
+def chunk_begins(size_bytes: int) -> range:
+    """Where the chunks of a file begin, in bytes from its start."""
+    return range(0, size_bytes, CHUNK_BYTES)
+
+
+def root_digest(size_bytes: int, chunks: Sequence[str]) -> str:
+    """The digest of a file from those of its chunks."""
+    return hashlib.sha256("\n".join([ALGORITHM, str(size_bytes), *chunks]).encode()).hexdigest()
+
+
+class ChunkDigests:
+    """The digests of the chunks of `data`, made by threads between `start` and `results`. Use it as a context manager:
+    the threads have ended when the body is left."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._pool = data, ThreadPoolExecutor(hash_threads(), "holdfast-digest")
+        self._begins = chunk_begins(len(data))
+        self._shares: list[Future[list[str]]] = []
+        self._stopped = False
+
+    def start(self) -> None:
+        """Start the threads. Each gets one share: a task for each chunk would keep the interpreter's lock busy, which
+        the writer also needs."""
+        count = hash_threads()
+        self._shares = [submit(self._pool, self._digest, self._begins[first::count]) for first in range(count)]
+
+    def results(self) -> tuple[str, ...]:
+        """The digests of all chunks, in their order. Call it after `start`."""
+        shares = [share.result() for share in self._shares]
+        return tuple(shares[number % len(shares)][number // len(shares)] for number in range(len(self._begins)))
+
+    def __enter__(self) -> ChunkDigests:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped = True
+        self._pool.shutdown(cancel_futures=True)
+
+    def _digest(self, begins: Iterable[int]) -> list[str]:
+        return [chunk_digest(self._data[begin : begin + CHUNK_BYTES]) for begin in begins if not self._stopped]
+
+
+FIRST_BYTES = 16 << 20
+"""Written before parallel work starts."""
+WRITE_BYTES_MAX = 256 << 20
+"""The disk is idle between two writes: larger pieces are faster."""
+BLOCK_BYTES = 4096
+"""Lengths and offsets with O_DIRECT are multiples of this, on every known file system."""
+
+DAMAGE = (errno.EIO, errno.ENOENT, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.EILSEQ, errno.EUCLEAN)
+"""The kernel's errors for files that are lost. Other errors (permissions, no memory, no server) may be temporary."""
+
+
+def write_all(path: Place, data: memoryview, beside: Callable[[], None]) -> None:
+    """Make the file, which must not exist, with these bytes; they are on the disk when this returns.
+
+    `beside` starts parallel work. It is called when the disk has begun, so that the disk does not wait for it. OSError;
+    FileNotFoundError when the file was removed or replaced meanwhile."""
+    if isinstance(path, RemotePath):
+        beside()
+        return path.upload(data)
+    file = _create(path)
+    try:
+        _write(file, data[:FIRST_BYTES])
+        beside()
+        _write(file, data, FIRST_BYTES)
+        os.fsync(file)
+        if not os.path.samestat(os.stat(path), os.fstat(file)):
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+    finally:
+        os.close(file)
+    return None
+
+
+def write_atomically(path: Place, text: str) -> None:
+    """Make or replace a small file, all or nothing. Its name is durable once its folder is synced. OSError."""
+    if isinstance(path, RemotePath):
+        return path.put(text.encode())
+    beside = path.with_name(path.name + ".part")
+    # What is left of a killed writer is removed, not opened: in a folder that others share it may be a link of theirs.
+    beside.unlink(missing_ok=True)
+    file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    try:
+        _write(file, memoryview(text.encode()))
+        os.fsync(file)
+    finally:
+        os.close(file)
+    os.rename(beside, path)
+    return None
+
+
+def make_folder(path: Place) -> None:
+    """Make a folder, with those above it, unless it is there; their names are durable when this returns. OSError."""
+    if isinstance(path, RemotePath):
+        return  # an object store has none
+    missing = []
+    at = path
+    while not at.exists():
+        missing.append(at)
+        at = at.parent
+    path.mkdir(parents=True, exist_ok=True)
+    for each in missing:
+        sync_folder(each.parent)
+
+
+def sync_folder(path: Place) -> None:
+    """Names in the folder are on the disk when this returns. OSError."""
+    if isinstance(path, RemotePath):
+        return  # an object is durable when its upload is answered
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(folder)
+    finally:
+        os.close(folder)
+
+
+def names(folder: Place) -> list[str]:
+    """The names in a folder. OSError; FileNotFoundError when there is no folder, or nothing under a URL."""
+    found = listed(folder)
+    if not found and isinstance(folder, RemotePath):
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(folder))
+    return found
+
+
+def is_read_only(folder: Path) -> bool:
+    """Whether its disk is mounted read-only. OSError."""
+    return bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
+
+
+def listed(folder: Place) -> list[str]:
+    """As `names`; none when there is nothing under a URL."""
+    return list(folder.sizes()) if isinstance(folder, RemotePath) else os.listdir(folder)
+
+
+def size(path: Place) -> int:
+    """Bytes of a file. OSError."""
+    return path.size() if isinstance(path, RemotePath) else path.stat().st_size
+
+
+def delete(path: Place) -> None:
+    """Delete a file, if there is one. OSError."""
+    if isinstance(path, RemotePath):
+        path.delete()
+    else:
+        path.unlink(missing_ok=True)
+
+
+def remove(path: Place, *, keep: str = "") -> None:
+    """Delete a folder with its files, as far as the disk allows; but not, in an object store, the object `keep`."""
+    if not isinstance(path, RemotePath):
+        with suppress(OSError):
+            own_folders.remove(path)
+        return
+    with suppress(OSError):
+        path.abort_uploads()
+        for name in sorted(path.sizes(), reverse=True):  # MANIFEST.json, which says what it is, after the pieces
+            if name != keep:
+                (path / name).delete()
+
+
+def read_text(path: Place, bytes_max: int) -> str:
+    """A small file. OSError; SnapshotDamagedError when it is too large or not UTF-8."""
+    if isinstance(path, RemotePath):
+        data = path.read(0, bytes_max + 1)
+    else:
+        with path.open("rb") as file:
+            data = file.read(bytes_max + 1)
+    if len(data) > bytes_max:
+        raise SnapshotDamagedError(f"{path}: longer than {bytes_max} bytes")
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        raise SnapshotDamagedError(f"{path}: not text") from None
+
+
+def vanished(folder: Place) -> SnapshotFolderError:
+    """The error for a running job that has lost its snapshot folder."""
+    return SnapshotFolderError(
+        f"{folder} has vanished: it was removed, renamed or unmounted while this job used it\n"
+        "no new folder is made in its place; put it back, or end the job and start it with another folder"
+    )
+
+
+def write_error(error: OSError, path: Place, size_bytes: int = 0) -> SnapshotWriteError:
+    """The error for a snapshot that cannot be written."""
+    need = f" (it needs {size_bytes / 1e6:.0f} MB)" if size_bytes >= 10**6 else ""
+    text = f"cannot write {path}{need}: {error.strerror or error}"
+    if error.errno in (errno.ENOSPC, errno.EDQUOT) and isinstance(path, Path):
+        with suppress(OSError):
+            there = path if path.is_dir() else path.parent  # its parent may be on another disk
+            text += f"; {shutil.disk_usage(there).free / 1e6:.0f} MB are free there"
+    if error.errno == errno.EFBIG:
+        text += "; is there a limit on file sizes (ulimit -f)?"
+    return SnapshotWriteError(text)
+
+
+def _create(path: Path) -> int:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+    try:
+        return os.open(path, flags | os.O_DIRECT, 0o666)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+    # A file system without O_DIRECT. Some have made the file nevertheless.
+    with suppress(FileNotFoundError):
+        path.unlink()
+    return os.open(path, flags, 0o666)
+
+
+def _is_direct(file: int) -> bool:
+    return bool(fcntl.fcntl(file, fcntl.F_GETFL) & os.O_DIRECT)
+
+
+def _write(file: int, data: memoryview, begin: int = 0) -> None:
+    """From `begin` on. Whole blocks go directly to the disk where that is possible, the rest through the page cache."""
+    direct = _is_direct(file)
+    whole = len(data) - len(data) % BLOCK_BYTES
+    while begin < len(data):
+        if direct and begin >= whole:
+            direct = leave_direct(file)
+        end = min(begin + WRITE_BYTES_MAX, whole if direct else len(data))
+        try:
+            written = os.pwrite(file, data[begin:end], begin)
+        except OSError as error:
+            if not direct or error.errno != errno.EINVAL:
+                raise
+            # The buffer does not begin at a multiple of the block, or the file system does not keep its promise.
+            direct = leave_direct(file)
+            continue
+        begin += written
+        if direct and begin % BLOCK_BYTES:
+            direct = leave_direct(file)
+
+
+class OpenFile:
+    """A file, or an object, to read from. Methods raise OSError."""
+
+    def __init__(self, path: Place) -> None:
+        self._object = path if isinstance(path, RemotePath) else None
+        self._fd = -1
+        if not isinstance(path, RemotePath):
+            self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            os.posix_fadvise(self._fd, 0, 0, os.POSIX_FADV_SEQUENTIAL)
+
+    def read_into(self, into: memoryview, begin: int) -> int:
+        """As os.preadv with one buffer. If reading past the page cache fails, read through it."""
+        if self._object is not None:
+            data = self._object.read(begin, begin + len(into))
+            into[: len(data)] = data
+            return len(data)
+        try:
+            return os.preadv(self._fd, [into], begin)
+        except OSError as error:
+            if error.errno != errno.EINVAL or not _is_direct(self._fd):
+                raise
+        leave_direct(self._fd)
+        return os.preadv(self._fd, [into], begin)
+
+    def go_direct(self) -> None:
+        """From now on read past the page cache, whole blocks into whole pages, if the file system can."""
+        with suppress(OSError, ValueError):
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, fcntl.fcntl(self._fd, fcntl.F_GETFL) | os.O_DIRECT)
+
+    def leave_direct(self) -> None:
+        """From now on use the page cache."""
+        if self._fd >= 0:
+            leave_direct(self._fd)
+
+    def close(self) -> None:
+        """Close the file. May be called again."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def leave_direct(file: int) -> bool:
+    """From now on use the page cache. Returns False, the new value of "direct"."""
+    fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) & ~os.O_DIRECT)
+    return False
+
+
+def error_of(code: str, text: str) -> SnapshotError:
+    """The error as it was raised elsewhere: in the saver, or by another rank."""
+    kinds = (kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, SnapshotError))
+    return next((kind(text) for kind in kinds if kind.code == code), SnapshotWriteError(text))

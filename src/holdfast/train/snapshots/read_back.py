@@ -1,0 +1,243 @@
+"""Reading back: the process that wrote a rank's file compares it with what was saved; retention counts on that.
+
+    rank_00003.checked        beside rank 3's file, with its digest: its writer has read it back, past the page cache
+
+So each node reads what it wrote, and no node reads everything. It begins when the file and its record are durable,
+gives way to whatever stages or writes a state on this node, and holds up no commit. A chunk is compared with the memory
+slot that it was written from while that still holds the state, which costs a third of a digest, otherwise with its
+digest.
+
+Rank 0's process needs all of them before retention counts the snapshot. It waits for those of a snapshot that it has
+committed itself; what has not come in time (its node was lost), or says anything else than the digest, it reads itself.
+Nobody who loads a snapshot looks at these files, and they alone come into a folder after its commit.
+
+Knows the snapshot's files and bytes, and the header of slots. Must not know why a snapshot is kept or deleted. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from holdfast.protocol.errors import SnapshotError
+from holdfast.train.snapshots import changes, disk, slots
+from holdfast.train.snapshots.changes import SaveRequest
+from holdfast.train.snapshots.disk import CHUNK_BYTES
+from holdfast.train.snapshots.folder import RankFile, Snapshot, being_written, confirm, unreadable
+from holdfast.train.snapshots.layout import RankRecord, rank_file
+from holdfast.train.snapshots.remote import Place, RemotePath
+
+READ_BACK = "read_back"
+"""In the note of a request to save: the writer shall read its file back, since retention will ask for that."""
+GIVE_WAY_S_MAX = 60.0
+OTHERS_S = 60.0
+"""How long rank 0's process waits for the next rank that has read its file back. All read equally much."""
+LOOK_S_MIN, LOOK_S_MAX = 0.02, 1.0
+CHECKED_BYTES_MAX = 4096
+
+
+def checked_file(rank: int) -> str:
+    """Name of the file that says that this rank's file was read back."""
+    return f"rank_{rank:05d}.checked"
+
+
+class GiveWay:
+    """Called before each piece of background work: returns when no rank of this node stages or writes a state.
+
+    Waits at most GIVE_WAY_S_MAX in all, because a worker that died while staging leaves a slot that looks busy.
+    """
+
+    def __init__(self, is_busy: Callable[[], bool]) -> None:
+        self._is_busy = is_busy
+        self._left_s = GIVE_WAY_S_MAX
+
+    def __call__(self) -> None:
+        while self._left_s > 0 and self._is_busy():
+            time.sleep(LOOK_S_MIN)
+            self._left_s -= LOOK_S_MIN
+
+
+class Original:
+    """The bytes of a memory slot, as long as it holds the state of this sequence number."""
+
+    def __init__(self, slot_fd: int, sequence: int) -> None:
+        """`slot_fd` stays the caller's. Its lock is not needed: the slot may be staged into at any time."""
+        self._fd, self._sequence = os.dup(slot_fd), sequence
+        self._room = bytearray(CHUNK_BYTES)
+
+    def holds(self, begin: int, data: memoryview) -> bool:
+        """Whether these bytes of the file are in the slot. False also when the state is not there any more."""
+        room = memoryview(self._room)[: len(data)]
+        with contextlib.suppress(OSError):
+            # Not by a mapping: the slot's file may be made smaller meanwhile. The number is looked at after the bytes,
+            # too: who stages clears it before the first of them changes. `startswith` is memcmp.
+            return (
+                self._is_there()
+                and os.preadv(self._fd, [room], slots.HEADER_BYTES + begin) == len(data)
+                and self._is_there()
+                and self._room.startswith(data)
+            )
+        return False
+
+    def _is_there(self) -> bool:
+        return slots.committed_sequence(self._fd) == self._sequence
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+class OwnFile(RankFile):
+    """A rank's file that this process wrote, opened under whatever name its folder has."""
+
+    def __init__(self, folder: Path, record: RankRecord, original: Original | None) -> None:
+        """OSError."""
+        self.path = folder / rank_file(record.rank)
+        self.size_bytes, self.record = record.size_bytes, record
+        self._original = original
+        self._file = disk.OpenFile(self.path)
+
+    def _is_saved(self, number: int, data: memoryview) -> bool:
+        if self._original is not None and self._original.holds(number * CHUNK_BYTES, data):
+            return True
+        return super()._is_saved(number, data)
+
+
+class Written:
+    """A file that was just written, to be read back; the folder may be renamed meanwhile, which commits it."""
+
+    def __init__(self, folder_fd: int, record: RankRecord, original: Original | None = None) -> None:
+        """`folder_fd` stays the caller's; `original` is closed with this. OSError."""
+        self.record = record
+        self._original = original
+        # Not a duplicate: that would share its lock, which says that the file is being written.
+        self._folder_fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder_fd)
+        self._folder = Path(f"/proc/self/fd/{self._folder_fd}")  # follows renames
+        self._note = self._folder / f"{checked_file(record.rank)}.part"
+        with contextlib.suppress(OSError):
+            # Room for the note, now: a disk that is full later must not keep rank 0 waiting for it, since that delays
+            # the deletion that would make room.
+            self._note.write_bytes(b" " * CHECKED_BYTES_MAX)
+
+    def check(self, give_way: Callable[[], object]) -> None:
+        """Read it, and leave a file that says so; or why it is not what was saved: rank 0's process looks itself."""
+        text = self.record.digest
+        try:
+            with OwnFile(self._folder, self.record, self._original) as file:
+                file.check(give_way)
+        except (SnapshotError, OSError) as error:
+            text = str(error)[: CHECKED_BYTES_MAX // 4]
+        self.leave(text)
+
+    def leave(self, text: str) -> None:
+        """Leave this in place of the digest, if there is still a folder."""
+        with contextlib.suppress(OSError):
+            note = os.open(self._note, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            try:
+                data = text.encode()
+                os.pwrite(note, data, 0)
+                os.ftruncate(note, len(data))
+                os.fsync(note)
+            finally:
+                os.close(note)
+            self._note.rename(self._folder / checked_file(self.record.rank))
+
+    def close(self) -> None:
+        with contextlib.suppress(OSError):
+            self._note.unlink(missing_ok=True)
+        os.close(self._folder_fd)
+        if self._original is not None:
+            self._original.close()
+
+
+def write(request: SaveRequest, data: memoryview, slot: tuple[int, int] | None = None) -> Written | None:
+    """As `changes.write_rank`; returns what shall be read back, if the request says so and there is a folder. `slot`:
+    the descriptor and the sequence number of the memory slot that holds the data."""
+    with being_written(request.attempt_path) as folder_fd:
+        record = changes.write_rank(request, data)
+        if READ_BACK in request.note and folder_fd >= 0:
+            with contextlib.suppress(OSError):  # then rank 0's process reads it
+                return Written(folder_fd, record, None if slot is None else Original(*slot))
+    return None
+
+
+class ReadBacks:
+    """All reading back of one process. For any thread."""
+
+    def __init__(self, is_busy: Callable[[], bool]) -> None:
+        """`is_busy`: whether a state is being staged or written."""
+        self._is_busy = is_busy
+        self._lock = threading.Lock()
+        self._due: dict[int, Written] = {}
+        """By rank: the newest one alone, since saves may come faster than they can be read."""
+        self._reading = False
+        self._committed: set[Place] = set()
+        """By this process: the other ranks' writers are about to read them, too."""
+
+    def committed(self, path: Place) -> None:
+        """This process has just committed it, and all ranks' writers read their files back."""
+        self._committed.add(path)
+
+    def own(self, written: Written) -> None:
+        """Read it back, and close it; or leave that to a thread that is at it: one thread reads, whatever the number of
+        ranks."""
+        with self._lock:
+            before = self._due.pop(written.record.rank, None)
+            self._due[written.record.rank] = written
+            leave, self._reading = self._reading, True
+        if before is not None:
+            with contextlib.closing(before):
+                before.leave("not read: a newer one came first")
+        for each in () if leave else self._each_due():
+            with contextlib.closing(each):
+                each.check(GiveWay(self._is_busy))
+
+    def _each_due(self) -> Iterator[Written]:
+        while True:
+            with self._lock:
+                if not self._due:
+                    self._reading = False
+                    return
+                written = self._due.pop(next(iter(self._due)))
+            yield written
+
+    def rest(self, snapshot: Snapshot) -> None:
+        """Wait for all ranks' read-backs of a committed snapshot, and read what has none. Does not wait where this
+        process has not committed it. SnapshotDamagedError names the file; SnapshotGoneError; SnapshotError."""
+        if isinstance(snapshot.path, RemotePath):
+            return confirm(snapshot)
+        awaited = snapshot.path in self._committed
+        self._committed.discard(snapshot.path)
+        checked = _checked(snapshot, OTHERS_S if awaited else 0.0)
+        for rank in range(snapshot.manifest.world):
+            with RankFile(snapshot, rank) as file:
+                if rank not in checked:
+                    file.check(GiveWay(self._is_busy))
+        return None
+
+
+def _checked(snapshot: Snapshot, patience_s: float) -> set[int]:
+    """The ranks whose files were found good by their writers; waits so long for the next one."""
+    entries, found, bad = snapshot.manifest.ranks, set[int](), set[int]()
+    pause_s, deadline = LOOK_S_MIN, time.monotonic() + patience_s
+    while True:
+        try:
+            names = set(disk.names(snapshot.path))
+            new = [each for each in entries if each.rank not in found | bad and checked_file(each.rank) in names]
+            for entry in new:
+                text = disk.read_text(snapshot.path / checked_file(entry.rank), CHECKED_BYTES_MAX)
+                (found if text == entry.digest else bad).add(entry.rank)
+        except OSError as error:
+            raise unreadable(snapshot.path, error) from error
+        if len(found) + len(bad) == len(entries):
+            return found
+        if new:
+            pause_s, deadline = LOOK_S_MIN, time.monotonic() + patience_s
+        if time.monotonic() >= deadline:
+            return found
+        time.sleep(pause_s)
+        pause_s = min(2 * pause_s, LOOK_S_MAX)

@@ -1,0 +1,506 @@
+"""The saver: a process that writes memory slots to disk, so that the death of a worker never aborts a save.
+
+    python -I -S -c … FOLDER LISTENING CONTROL ANCHOR         as memory_folder.saver_argv builds it
+
+FOLDER is the shared-memory folder. LISTENING is a socket on which workers connect. CONTROL is a socket to the agent, or
+-1: then this process detaches itself, and the job ends with the process ANCHOR (torchrun, or the only worker).
+
+Its promises:
+- A save whose packet was sent is carried out, even when the sender dies: the packet waits in the socket, with the
+  descriptor whose lock keeps the slot from being staged into.
+- When a worker of this node has died without "bye" and no other worker of its generation is left, the saver also writes
+  the newest step that all ranks of the job have in memory, for each snapshot folder, if it is newer than the disk
+  (flush.py).
+- Where retention needs it, a save is then read back, which nobody waits for but rank 0's (read_back.py).
+- On "finish" from the agent it completes the saves in flight and ends. The agent waits memory_folder.FINISH_LIMIT_S.
+- Where the workers ask for it, it sends their slots to another node's saver, and receives others' (copy_service.py).
+- Where the agent orders it, it fetches slots from other nodes before the workers ask for them (copy_service.py).
+- When the agent is gone without "finish", it ends at once, and a save in flight stays an uncommitted attempt.
+- Without an agent it ends, and removes the shared-memory folder, when the anchor is gone, no worker is left and no save
+  is in flight.
+
+One thread handles sockets and processes; each save has its own thread, which can block on the disk. Signals that end
+whole sessions are ignored, because the saver's work is finite.
+Standard library and our snapshots only; for an object store also the worker's packages (remote.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import queue
+import selectors
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from holdfast import seqpacket
+from holdfast.train.snapshots import memory_folder, slots
+from holdfast.train.snapshots.changes import SaveRequest
+from holdfast.train.snapshots.copy_service import CopyService, Prefetch
+from holdfast.train.snapshots.flush import Save, carry_out, pending_flush, read_back
+from holdfast.train.snapshots.mapping import Mappings
+from holdfast.train.snapshots.memory_folder import FINISH_LIMIT_S, STALL, Packet, Tell
+from holdfast.train.snapshots.read_back import ReadBacks
+from holdfast.train.snapshots.remote import adopt, place_of
+
+SAVES_PER_WORKER_MAX = 8  # in flight; there are only three slots, so more is a fault of the caller
+METRICS_MAX = 16  # with each snapshot that the agent gets to know of
+METRIC_CHARACTERS_MAX = 64
+NEWS_MAX = 16  # failures of saves whose worker is gone, kept for the next worker of that rank
+NICENESS = 5
+"""Training has priority. Where the kernel schedules by sessions (autogroup), our session has the same share as the
+worker's and is not lowered: a save that is too slow makes the next one wait for a slot."""
+
+
+@dataclass(eq=False)
+class SaverConnection:
+    """A worker's connection."""
+
+    sock: socket.socket
+    pidfd: int = -1
+    """Becomes readable when the worker dies, even if a data loader that it forked keeps the socket open; -1: none."""
+    local_rank: int = -1
+    """-1: it has not sent "hello"."""
+    generation: int = 0
+    left: bool = False  # it has sent "bye"
+    failures: list[str] = field(default_factory=list)
+    """Failures that were sent to it; if it dies, it may not have read them."""
+
+
+@dataclass
+class InFlight:
+    """Unfinished saves of one local rank, and the calls that wait until none is being written."""
+
+    saves: int = 0
+    writing: int = 0
+    """How many of them still write, and do not wait for other ranks."""
+    waiting: list[Callable[[], None]] = field(default_factory=list)
+
+    def when_written(self, call: Callable[[], None]) -> None:
+        """Call it when none is being written."""
+        self.waiting.append(call)
+        self.changed()
+
+    def changed(self) -> None:
+        """Some saves may be finished, or written."""
+        if not self.writing:
+            due, self.waiting = self.waiting, []
+            for call in due:
+                call()
+
+
+class Saver:
+    """One node's saver. Everything except `carry_out` runs in one thread."""
+
+    def __init__(
+        self, folder: Path, listening: socket.socket, control: socket.socket | None, anchor_fd: int | None = None
+    ) -> None:
+        """`control`: the agent's socket; None: there is no agent. `anchor_fd`: pidfd of the anchor; None: it is gone
+        already."""
+        self._folder = folder
+        self._listening = listening
+        self._control = control
+        self._selector = selectors.DefaultSelector()
+        self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        """Calls for this thread, from the threads that save."""
+        self._woken, self._wake = socket.socketpair()
+        self._workers: set[SaverConnection] = set()
+        self._gone: dict[int, int] = {}
+        """Local rank -> generation, of workers that left or died since the last rescue."""
+        self._crashed = False
+        self._mappings = Mappings()
+        self._copies = CopyService(folder, self._mappings)
+        self._prefetch = Prefetch(folder, self._in_thread)
+        self._read_backs = ReadBacks(self._is_busy)
+        self._flushes: dict[str, threading.Event] = {}
+        """By snapshot folder: ends the wait of rescues for other nodes."""
+        self._in_flight: dict[int, InFlight] = {}
+        self._newest_asked: dict[tuple[str, int], int] = {}
+        """Snapshot folder, local rank -> newest step that was handed over since the last rescue, and did not fail."""
+        self._news: dict[int, list[str]] = {}
+        self._finishing = control is None and anchor_fd is None
+        self._ended = False
+        for sock in (listening, self._woken, *([control] if control is not None else [])):
+            sock.setblocking(False)
+        self._watch(listening, self._accept)
+        self._watch(self._woken, self._settle)
+        if control is not None:
+            self._watch(control, partial(self._obey, control))
+            self._tell_agent({"is": "up"})
+        if anchor_fd is not None:
+            self._watch(anchor_fd, partial(self._anchor_gone, anchor_fd))
+
+    def run(self) -> None:
+        """Serve until there will be no more work."""
+        while not self._ended and not (self._finishing and self._idle()):
+            for key, _ in self._selector.select():
+                key.data()
+            if self._gone and not self._is_beside():
+                self._accept_all()  # a pending connection counts, too
+                if not self._is_beside():
+                    self._all_gone()
+
+    def _idle(self) -> bool:
+        """Whether no worker has more work for the saver. The agent ends its workers before it asks."""
+        self._accept_all()
+        return not any(each.saves for each in self._in_flight.values()) and (
+            self._control is not None or not self._workers
+        )
+
+    def _watch(self, what: socket.socket | int, ready: Callable[[], object]) -> None:
+        self._selector.register(what, selectors.EVENT_READ, ready)
+
+    # --- the agent, or the anchor -------------------------------------------------------------------------------------
+
+    def _obey(self, control: socket.socket) -> None:
+        got = seqpacket.receive(control)
+        if got is None:  # the agent was killed: the supervisor ends this process too
+            self._ended = True
+            return
+        if got[0].get("do") == "prefetch":
+            self._prefetch.begin(got[0])
+        elif got[0].get("do") == "finish":
+            self._accept_all()
+            for worker in list(self._workers):
+                if worker.pidfd < 0 or seqpacket.is_readable(worker.pidfd):
+                    self._worker_gone(worker)
+            self._finishing = True
+
+    def _anchor_gone(self, anchor_fd: int) -> None:
+        self._selector.unregister(anchor_fd)
+        self._finishing = True
+
+    # --- workers ------------------------------------------------------------------------------------------------------
+
+    def _accept_all(self) -> None:
+        while self._accept():
+            pass
+
+    def _accept(self) -> bool:
+        """Accept one connection; False: there is none."""
+        try:
+            sock, _ = self._listening.accept()
+        except OSError:
+            return False
+        pid, uid = seqpacket.peer(sock)
+        if uid != os.geteuid():
+            sock.close()
+            return True
+        sock.setblocking(False)
+        worker = SaverConnection(sock)
+        self._workers.add(worker)
+        self._watch(sock, partial(self._read, worker))
+        if pid:
+            try:
+                worker.pidfd = os.pidfd_open(pid)
+            except ProcessLookupError:
+                self._worker_gone(worker)  # it died before its connection was handled
+            else:
+                self._watch(worker.pidfd, partial(self._worker_gone, worker))
+        return True
+
+    def _read(self, worker: SaverConnection) -> bool:
+        """Read one packet. False: the connection has ended, or has no packet now."""
+        if worker not in self._workers:
+            return False  # dropped by another event of the same round
+        try:
+            got = seqpacket.receive(worker.sock)
+            if got is not None:
+                self._serve(worker, *got)
+                return True
+        except BlockingIOError:
+            return False
+        except ValueError as error:
+            self._news_to_agent(f"the saver got a request that it does not understand: {error}")
+        self._drop(worker)
+        return False
+
+    def _serve(self, worker: SaverConnection, packet: Packet, fds: list[int]) -> None:
+        try:
+            match packet.get("do"):
+                case "hello":
+                    before = worker.generation if worker.local_rank >= 0 else None
+                    if "packages" in packet:
+                        adopt(
+                            memory_folder.field(packet, "packages", list), memory_folder.field(packet, "environ", dict)
+                        )
+                    worker.local_rank = memory_folder.field(packet, "local_rank", int)
+                    worker.generation = memory_folder.field(packet, "generation", int)
+                    if before is None:
+                        self._tell_news(worker)
+                    elif before < worker.generation:
+                        self._regrouped(worker.generation)
+                case "persist" if fds and worker.local_rank >= 0:
+                    self._persist(worker, packet, fds)
+                case "serve":
+                    self._flushes.pop(memory_folder.field(packet, "folder", str), threading.Event()).set()
+                    answer = self._copies.served(packet)
+                    _send(worker, answer)
+                    self._tell_agent({**packet, **answer})
+                case "prefetched":
+                    self._prefetch.when_over(worker.local_rank, partial(_send, worker))
+                case "copy" if fds:
+                    self._copy(worker, packet, fds)
+                case "tell":
+                    self._tell_agent(memory_folder.field(packet, "packet", dict))
+                case "forget":
+                    above_step = memory_folder.field(packet, "above_step", int)
+                    self._in_thread(partial(self._copies.forget, above_step), tell=partial(_send, worker))
+                case "wait":
+                    idle = partial(_send, worker, {"is": "idle", "id": packet.get("id")})
+                    self._flights(worker.local_rank).when_written(idle)
+                case "read back":
+                    path = place_of(memory_folder.field(packet, "path", str))
+                    # If the saver ends first, the requester checks the snapshot itself.
+                    self._in_thread(partial(read_back, path, self._read_backs), tell=partial(_send, worker))
+                case "bye":
+                    worker.left = True
+                case other:
+                    raise ValueError(f"do: {other!r}"[:200])
+        finally:
+            for fd in fds:
+                os.close(fd)
+
+    def _persist(self, worker: SaverConnection, packet: Packet, fds: list[int]) -> None:
+        number = memory_folder.field(packet, "id", int)
+        if self._flights(worker.local_rank).saves >= SAVES_PER_WORKER_MAX:
+            raise ValueError(f"more than {SAVES_PER_WORKER_MAX} saves at once")
+        sequence = memory_folder.field(packet, "sequence", int)
+        patience_s = memory_folder.field(packet, "patience_s", float)
+        request = SaveRequest.from_json(memory_folder.field(packet, "request", dict))
+        stage = str(packet.get("stage", ""))
+        save = Save(fds.pop(), sequence, request, patience_s, worker.local_rank, self._mappings, stage=stage)
+        self._begin(save, lambda answer: self._answer(worker, save, {**answer, "id": number}))
+
+    def _copy(self, worker: SaverConnection, packet: Packet, fds: list[int]) -> None:
+        """Send this slot to another node, in a thread."""
+        number = memory_folder.field(packet, "id", int)
+        work = self._copies.sending(packet, fds)
+
+        def told(copy: Packet) -> None:
+            _send(worker, {"is": "copied", "id": number, "text": copy["why"]})
+            self._tell_agent(copy)
+
+        self._in_thread(work, tell=told)
+
+    def _answer(self, worker: SaverConnection, save: Save, answer: Packet) -> None:
+        if worker in self._workers:
+            _send(worker, answer)
+            if answer["is"] == "failed":
+                worker.failures.append(_of_rank(save, answer["text"]))
+        else:
+            self._report(save, answer)
+
+    def _worker_gone(self, worker: SaverConnection) -> None:
+        """A worker died. Its earlier packets are read first."""
+        while self._read(worker):
+            pass
+        if worker in self._workers:
+            self._drop(worker)
+
+    def _drop(self, worker: SaverConnection) -> None:
+        self._workers.discard(worker)
+        self._selector.unregister(worker.sock)
+        worker.sock.close()
+        if worker.pidfd >= 0:
+            self._selector.unregister(worker.pidfd)
+            os.close(worker.pidfd)
+        if worker.local_rank >= 0:
+            self._gone[worker.local_rank] = worker.generation
+        if worker.local_rank >= 0 and not worker.left:
+            self._crashed = True
+            for text in worker.failures[-1:]:  # it has asked for another save since the earlier ones, and got them
+                self._news_to_agent(text)
+            self._keep_news(worker.local_rank, *worker.failures)
+
+    def _regrouped(self, generation: int) -> None:
+        """Workers go on in this generation without those that died: what these have left is not needed any more."""
+        self._gone = {rank: theirs for rank, theirs in self._gone.items() if theirs >= generation}
+        self._crashed = self._crashed and bool(self._gone)
+
+    # --- after a crash ------------------------------------------------------------------------------------------------
+
+    def _is_beside(self) -> bool:
+        """Whether another worker of the ending generation is left. A worker that connects later belongs to the next
+        one: a restart, or a job that has closed one snapshot folder and opens another."""
+        generation = max(self._gone.values())
+        return any(
+            worker.local_rank < 0 or (worker.generation <= generation and worker.local_rank not in self._gone)
+            for worker in self._workers
+        )
+
+    def _all_gone(self) -> None:
+        """The last worker of a generation has left or died."""
+        if self._crashed:
+            try:
+                self._rescue()
+            except (OSError, ValueError) as error:
+                self._news_to_agent(f"the newest state in memory was not saved: {error}")
+        self._crashed = False
+        self._gone.clear()
+        # The next life may resume from an older step: its steps are new though their numbers are not.
+        self._newest_asked.clear()
+
+    def _rescue(self) -> None:
+        """Write the newest step of each snapshot folder that all ranks have in memory, if it is newer than the disk."""
+        generation = max(self._gone.values())
+        ranks = [rank for rank, theirs in self._gone.items() if theirs == generation]
+        by_rank = {
+            rank: [
+                (slot, slot.request)
+                for slot in slots.committed_slots(self._folder, rank)
+                if slot.request is not None and slot.generation == generation
+            ]
+            for rank in ranks
+        }
+        for each in pending_flush(by_rank, self._newest_asked):
+            slot, request = each.held[each.alone or max(each.held)]
+            save = Save(
+                slots.lend(slot),
+                slot.sequence,
+                request,
+                FINISH_LIMIT_S,
+                slot.local_rank,
+                self._mappings,
+                each,
+                needless=self._flushes.setdefault(request.folder, threading.Event()),
+            )
+            self._begin(save, partial(self._report, save))
+
+    # --- saving -------------------------------------------------------------------------------------------------------
+
+    def _flights(self, local_rank: int) -> InFlight:
+        return self._in_flight.setdefault(local_rank, InFlight())
+
+    def _begin(self, save: Save, tell: Tell) -> None:
+        flights = self._flights(save.local_rank)
+        # On several nodes a rescue may wait in vain for the others before it writes anything.
+        writing = save.pending_flush is None or save.pending_flush.alone is not None
+        flights.saves += 1
+        flights.writing += writing
+        asked = (save.request.folder, save.local_rank)
+        before = self._newest_asked.get(asked, -1)
+        self._newest_asked[asked] = max(before, save.request.step)
+        began_s = time.monotonic()
+
+        def told(answer: Packet) -> None:
+            nonlocal writing
+            flights.writing -= writing
+            writing = False
+            if answer["is"] != "written":
+                flights.saves -= 1
+            if answer["is"] == "failed" and self._newest_asked.get(asked) == save.request.step:
+                self._newest_asked[asked] = before
+            if answer["is"] == "saved" and answer["path"]:
+                took_s = time.monotonic() - began_s
+                path = os.path.abspath(answer["path"])
+                note = save.request.note
+                stall = {STALL: note[STALL]} if STALL in note else {}  # a rescue has none
+                numbers = _numbers_of(save.request.metadata)
+                about = {"path": path, "step": save.request.step, "took_s": round(took_s, 3), **stall, **numbers}
+                self._tell_agent({"is": "saved", **about})
+            flights.changed()
+            tell(answer)
+
+        self._in_thread(partial(carry_out, save, self._read_backs), tell=told)
+
+    def _is_busy(self) -> bool:
+        """For any thread: whether a state is being staged or written, which has priority."""
+        if any(each.writing for each in list(self._in_flight.values())):
+            return True
+        return slots.is_any_staged(self._folder, {worker.local_rank for worker in list(self._workers)})
+
+    def _in_thread(self, work: Callable[[Tell], None], *, tell: Tell) -> None:
+        """Run the work in its own thread, since the disk may block it for ever. `tell` is called in the main thread."""
+
+        def in_main(answer: Packet) -> None:
+            self._done.put(partial(tell, answer))
+            self._wake.send(b"!")
+
+        threading.Thread(target=work, args=(in_main,), daemon=True).start()
+
+    def _settle(self) -> None:
+        self._woken.recv(4096)
+        while True:
+            try:
+                call = self._done.get_nowait()
+            except queue.Empty:
+                return
+            call()
+
+    def _report(self, save: Save, answer: Packet) -> None:
+        """Report a failure to which no living worker is waiting."""
+        if answer["is"] == "failed" and not answer["made_good"]:
+            said = _of_rank(save, answer["text"])
+            self._news_to_agent(said)
+            self._keep_news(save.local_rank, said)
+
+    def _keep_news(self, local_rank: int, *texts: str) -> None:
+        """Keep the texts for the next worker of this rank, which may be connected already."""
+        news = self._news.setdefault(local_rank, [])
+        news.extend(texts[: NEWS_MAX - len(news)])
+        for worker in self._workers:
+            if worker.local_rank == local_rank:
+                self._tell_news(worker)
+
+    def _tell_news(self, worker: SaverConnection) -> None:
+        for text in self._news.pop(worker.local_rank, []):
+            _send(worker, {"is": "news", "text": text})
+
+    def _news_to_agent(self, text: str) -> None:
+        self._tell_agent({"is": "news", "text": text})
+
+    def _tell_agent(self, packet: Packet) -> None:
+        if self._control is not None:
+            with contextlib.suppress(OSError):
+                seqpacket.send(self._control, packet)
+
+
+def _of_rank(save: Save, text: str) -> str:
+    return f"rank {save.request.rank}, before its restart: {text}"
+
+
+def _numbers_of(metadata: Mapping[str, Any]) -> Packet:
+    """The metrics of a save as part of a message; empty: there are none. A number that JSON cannot hold is left out."""
+    metrics = metadata.get("metrics")
+    every = list(metrics.items() if isinstance(metrics, Mapping) else ())
+    known = [(name[:METRIC_CHARACTERS_MAX], value) for name, value in every if isinstance(value, (int, float))]
+    finite = [(name, float(value)) for name, value in known if math.isfinite(value)]
+    return {"metrics": dict(finite[:METRICS_MAX])} if finite else {}
+
+
+def _send(worker: SaverConnection, packet: Packet) -> None:
+    """Send to a worker. Errors are ignored: it is gone, or does not read."""
+    with contextlib.suppress(OSError):
+        seqpacket.send(worker.sock, packet)
+
+
+def main() -> None:
+    """Run the saver. See the top of this file for its arguments."""
+    folder, listening_fd, control_fd, anchor = Path(sys.argv[1]), *map(int, sys.argv[2:5])
+    anchor_fd = None
+    if control_fd < 0:
+        with contextlib.suppress(ProcessLookupError):
+            anchor_fd = os.pidfd_open(anchor)
+    with contextlib.suppress(OSError), open("/proc/self/comm", "w") as file:
+        file.write("holdfast-saver")
+    for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(signum, signal.SIG_IGN)
+    os.nice(NICENESS)
+    control = socket.socket(fileno=control_fd) if control_fd >= 0 else None
+    saver = Saver(folder, socket.socket(fileno=listening_fd), control, anchor_fd)
+    saver.run()
+    if control is None:
+        with contextlib.suppress(OSError):
+            memory_folder.remove_folder(folder)
+    sys.stdout.flush()
+    os._exit(os.EX_OK)  # threads that are blocked on a disk are not joined

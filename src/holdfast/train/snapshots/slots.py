@@ -1,0 +1,500 @@
+"""Slots per local rank in /dev/shm: the newest states of a worker, which outlive it and cost one memory copy.
+
+    slots = Slots(place)
+    for _ in slots.reserving(size_bytes): ...      # once: memory is taken and mapped, or SnapshotMemoryError
+    memory = slots.stage(step, size_bytes)         # None: the saver still writes both slots out
+    ...copy into memory...
+    slot = slots.commit()                          # from here on a restarted worker finds it
+
+A slot is a file: a header of HEADER_BYTES, then the bytes of the rank's snapshot file (layout.py). Its memory is taken
+at once, so a full /dev/shm is an error then and never a SIGBUS later, mapped with its pages present, and used again.
+
+**A slot is valid** if its commit word is set. The word is zeroed before the first byte of a slot changes, and set to
+the slot's sequence number after the last one. So the death of a process cannot make a torn slot look whole. The commit
+word does not detect writes after `commit()`: a copy from a GPU that was not waited for, or a stray write. Against those
+the header carries a CRC of itself and one of a sample: SAMPLES places at equal distances and the body's last bytes.
+Damage to a hundredth of the body is always found, smaller damage by the digests of the snapshot on disk. A checksum of
+all bytes would make a save several times as slow.
+
+**Locks.** A process that stages a slot holds an exclusive lock (flock) on its file, one that writes it out a shared
+lock. The lock travels with a descriptor through the saver's socket, so there is no gap during the handover, and the
+kernel drops it when its holder dies. `stage` takes the older slot, unless it is being written out. So the newest
+committed slot is overwritten only while the other one, also committed, is being saved. When both are being saved there
+is none: the caller skips, or waits for the saver. A third slot, with copies on other nodes, keeps the state that all
+of them have (`hold`). A second process with the same local rank (a launcher inside a worker
+passes its environment on) is refused by a lock that belongs to one process.
+
+Knows files, locks and bytes. Must not know tensors, or where snapshots go. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import json
+import os
+import re
+import shutil
+import sys
+import threading
+import time
+import zlib
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from holdfast.linux import check_memory
+from holdfast.protocol.errors import SnapshotMemoryError
+from holdfast.train.snapshots.changes import SaveRequest
+from holdfast.train.snapshots.mapping import GrowingFile, Mappings
+from holdfast.train.snapshots.memory_folder import claim, open_for_writing, unclaim
+
+HEADER_BYTES = 64 * 1024
+NOTE_BYTES_MAX = HEADER_BYTES - 4096  # bytes of a slot's header for JSON, which holds the request to save it
+MAGIC = 0x0002_544F_4C53_4648  # "HFSLOT", version 2
+COUNT, COUNT_MAX = 2, 3  # slots per local rank
+SAMPLES = 128
+SAMPLE_BYTES = 1024
+HUGE_PAUSE = 3.0  # pause until the next huge page is made, in multiples of the time for one
+STAGING_S = 0.02  # the typical time of a copy
+
+# The header's first words, of 8 bytes in the machine's own order; the JSON follows.
+_MAGIC, _COMMIT, _SEQUENCE, _NOTE = range(4)  # _NOTE: length of the JSON in the upper half, its CRC in the lower
+_WORD_BYTES = 8
+_WORDS_BYTES = 4 * _WORD_BYTES
+_NAME = re.compile(r"(\d{1,6})\.([012])")
+
+
+class Slot(NamedTuple):
+    """A committed slot."""
+
+    step: int
+    data: memoryview  # the bytes of the rank's snapshot file; good until the slot is staged into again
+    sequence: int  # order of staging: the newest has the highest number, whatever its step
+    generation: int
+    rank: int
+    world: int
+    local_rank: int
+    request: SaveRequest | None  # how the saver writes it if the worker dies before its own request; None: not at all
+    path: Path | None = None  # the slot's file, where it was committed here or read by its name
+    unix_s: float = 0.0  # when it was committed
+
+    @property
+    def number(self) -> int:
+        """0, 1 or 2."""
+        assert self.path is not None
+        return int(self.path.suffix[1:])
+
+
+class SlotOwner(NamedTuple):
+    """The worker that stages: equal in every slot of one life of a worker."""
+
+    local_rank: int
+    rank: int = 0
+    world: int = 1
+    generation: int = 0
+
+
+class Slots:
+    """The slots of one local rank. Use it in one thread; a forked child must not use it."""
+
+    def __init__(self, folder: Path, owner: SlotOwner, count: int = COUNT) -> None:
+        """`folder`: the shared-memory folder. Nothing is made before the first `reserving` or `stage`."""
+        self._folder = folder
+        self.owner = owner
+        self._files = [_File(slot_path(folder, owner.local_rank, index)) for index in range(count)]
+        self._sequence = max(file.sequence for file in self._files)
+        self._staging: _Staging | None = None
+        self._claim = -1  # holds this process's lock, once it has staged
+        self._unfinished: dict[int, tuple[int, int]] = {}  # files that grow: size and sequence number before
+        self._held: list[int] = []  # descriptors that protect slots
+
+    def regroup(self, rank: int, world: int, generation: int) -> None:
+        """This worker goes on as this rank of another generation."""
+        self.owner = self.owner._replace(rank=rank, world=world, generation=generation)
+
+    def reserving(self, size_bytes: int) -> Generator[int, None, None]:
+        """Take and map memory for all slots, of this size, so that no `stage` has to; piece by piece, by any threads in
+        turn. Yields how many slots have room; the one that is staged next is the first. SnapshotMemoryError when there
+        is too little memory; `close` gives back what nobody has staged into. Called again, it uses what was taken."""
+        with self._errors(size_bytes):
+            need_bytes = sum(max(0, file.missing_bytes(size_bytes)) for file in self._files)
+            check_memory(need_bytes)
+            if need_bytes > _free_bytes(self._folder) > 0:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        for ready, index in enumerate(self._oldest_first()):
+            file = self._files[index]
+            too_large = not file.sequence and file.missing_bytes(size_bytes) < 0  # foreseen so, and nobody has staged
+            held = self._lock(index) if too_large or file.room_bytes < size_bytes else None
+            if held is not None:
+                try:
+                    self._unfinished.setdefault(index, (os.fstat(held).st_size, file.sequence))
+                    if too_large:
+                        file.shrink(file.whole_bytes(size_bytes))
+                    with self._errors(size_bytes):
+                        for _ in file.growing(size_bytes):
+                            yield ready
+                finally:
+                    release(held)
+            elif file.missing_bytes(size_bytes) <= 0:  # it is held: its pages are there, and have to be mapped
+                for _ in file.growing(size_bytes):
+                    yield ready
+            yield ready + 1
+        self._unfinished.clear()
+
+    def _give_back(self) -> None:
+        for index, (before_bytes, sequence) in self._unfinished.items():
+            file = self._files[index]
+            unused = file.sequence == sequence and (self._staging is None or self._staging.number != index)
+            if unused and (held := self._lock(index)) is not None:
+                file.shrink(before_bytes)
+                release(held)
+        self._unfinished.clear()
+
+    @property
+    def has_room(self) -> bool:
+        return all(file.room_bytes for file in self._files)
+
+    def _oldest_first(self) -> list[int]:
+        """A slot that was never committed is older than any."""
+        return sorted(range(len(self._files)), key=lambda each: self._files[each].sequence)
+
+    def make_huge(self, stop: threading.Event) -> None:
+        """Put the slots into huge pages gradually, in a separate thread, until `stop` is set."""
+        for file in self._files:
+            for took_s in () if file.mapped is None else file.mapped.make_huge():
+                if stop.wait(HUGE_PAUSE * took_s):
+                    return
+                while self._staging is not None:  # no save waits for this thread then
+                    if stop.wait(STAGING_S):
+                        return
+
+    def stage(self, step: int, size_bytes: int) -> memoryview | None:
+        """Memory for the rank's next snapshot, which is valid only after `commit`; drops a staged one that was not
+        committed. None: the saver is still writing out all slots. Raises SnapshotMemoryError when the slot has to grow
+        and cannot."""
+        number, held = self._lock_next()
+        if held is None:
+            return None
+        file = self._files[number]
+        try:
+            with self._errors(size_bytes):
+                for _ in file.growing(size_bytes):
+                    pass
+        except BaseException:  # of an interruption, too (worker/regroup.py): the slot would stay locked
+            release(held)
+            raise
+        self._invalidate(number, held)
+        self._staging = _Staging(number, held, step, size_bytes)
+        return file.body(size_bytes)
+
+    @contextlib.contextmanager
+    def writing(self, step: int, size_bytes: int) -> Iterator[Callable[[int, memoryview], None]]:
+        """`stage`, for a caller that has the bytes elsewhere, where the slot's memory is not mapped yet: a function
+        that writes some of them at their place, for any threads. `commit` comes after the block. SnapshotMemoryError,
+        also when the saver is still writing out all slots; what the slot held is lost then."""
+        number, held = self._lock_next()
+        if held is None:
+            raise SnapshotMemoryError("the memory slots are in use.")
+        try:
+            self._invalidate(number, held)
+            with self._errors(size_bytes), self._files[number].filling(size_bytes) as write:
+                yield write
+        except BaseException:
+            release(held)
+            raise
+        self._staging = _Staging(number, held, step, size_bytes)
+
+    def _lock_next(self) -> tuple[int, int | None]:
+        """The slot that is staged next, and its lock; None: there is none."""
+        self.abandon()
+        for number in self._oldest_first():
+            held = self._lock(number)
+            if held is not None or not self._files[number].sequence:
+                break
+        return number, held
+
+    def _invalidate(self, number: int, held: int) -> None:
+        """Before the first byte of it changes, or to drop it."""
+        os.pwrite(held, bytes(_WORD_BYTES), _COMMIT * _WORD_BYTES)
+        self._files[number].slot = None
+
+    def commit(self, request: SaveRequest | None = None) -> Slot:
+        """Make the staged bytes valid. All copies into the slot must be complete.
+
+        `request`: how the saver writes it if this worker dies before a newer state is on the disk; None: not at all.
+        Raises ValueError when it exceeds NOTE_BYTES_MAX.
+        """
+        staging = self._staging
+        if staging is None:
+            raise RuntimeError("commit() without stage()")
+        file = self._files[staging.number]
+        data = file.memory[HEADER_BYTES : HEADER_BYTES + staging.size_bytes]
+        note = {
+            "step": staging.step,
+            "size_bytes": staging.size_bytes,
+            "sample": sample(data),
+            "unix_s": time.time(),
+            **self.owner._asdict(),
+            "request": None if request is None else request.to_json(),
+        }
+        encoded = json.dumps(note).encode()
+        if len(encoded) > NOTE_BYTES_MAX:
+            raise ValueError(f"the request takes {len(encoded)} bytes, at most {NOTE_BYTES_MAX} are allowed")
+        self._sequence = sequence = self._sequence + 1
+        file.memory[_WORDS_BYTES : _WORDS_BYTES + len(encoded)] = encoded
+        words = file.memory[:_WORDS_BYTES].cast("Q")
+        words[_MAGIC] = MAGIC
+        words[_SEQUENCE] = sequence
+        words[_NOTE] = len(encoded) << 32 | zlib.crc32(encoded, sequence & 0xFFFFFFFF)
+        words[_COMMIT] = sequence
+        self.abandon()  # releases the lock; the committed bytes stay
+        slot = _slot_of(note, data.toreadonly(), sequence, file.path)
+        file.slot = _without_data(slot)
+        return slot
+
+    def abandon(self) -> None:
+        """Drop the staged bytes that were not committed."""
+        if self._staging is not None:
+            release(self._staging.lock)
+            self._staging = None
+
+    def mapped(self, number: int) -> Slot | None:
+        """This slot, from the mapping that this process writes through, whose pages are present. For any thread. None:
+        there is no such mapping, or it is invalid."""
+        file = self._files[number]
+        return read(file.memory, file.path) if len(file.memory) > HEADER_BYTES else None
+
+    def hold(self, *states: tuple[int, int, int] | None) -> None:
+        """Keep the states of these identities (SaveRequest), and no others that were held before."""
+        for fd in self._held:
+            release(fd)
+        self._held = []
+        for slot in (file.slot for file in self._files):  # a look into the files costs 2 to 5 ms, in every save
+            if slot is not None and slot.request is not None and slot.request.identity in states:
+                with contextlib.suppress(ValueError):
+                    self._held.append(lend(slot))
+
+    def committed(self) -> list[Slot]:
+        """All valid slots of this and of previous workers, newest first."""
+        self.abandon()
+        return committed_slots(self._folder, self.owner.local_rank)
+
+    def forget(self, *, above_step: int) -> None:
+        """Drop slots of later steps: the ranks agreed to continue from this step."""
+        for slot in self.committed():
+            if slot.step > above_step and (held := self._lock(slot.number)) is not None:
+                self._invalidate(slot.number, held)
+                release(held)
+
+    def discard(self) -> None:
+        """Remove the files. Who has mapped them keeps the memory."""
+        self.abandon()
+        for file in self._files:
+            file.close()
+            file.path.unlink(missing_ok=True)
+            file.slot = None
+
+    def close(self) -> None:
+        """Release files and memory; removes nothing."""
+        self.abandon()
+        self.hold()
+        self._give_back()
+        for file in self._files:
+            file.close()
+        if self._claim >= 0:
+            unclaim(self._folder, self.owner.local_rank, self._claim)
+            self._claim = -1
+
+    def _lock(self, index: int) -> int | None:
+        """An exclusive lock, for as long as the descriptor is open; None when the saver has the slot.
+
+        Each call opens a new descriptor: a forked data loader that inherits one must not hold a lock for ever.
+        """
+        try:
+            if self._claim < 0:
+                self._claim = claim(self._folder, self.owner.local_rank)
+            fd = open_for_writing(self._files[index].path)
+        except OSError as error:
+            raise SnapshotMemoryError(f"{self._folder} cannot be used: {error.strerror}.") from error
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        return fd
+
+    @contextlib.contextmanager
+    def _errors(self, size_bytes: int) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            free_bytes = _free_bytes(self._folder)
+            raise SnapshotMemoryError(
+                f"{self._folder.parent} has no room for a copy of {size_bytes / 1e6:.0f} MB: {error.strerror} "
+                f"({free_bytes / 1e6:.0f} MB free)."
+            ) from error
+
+
+class _Staging(NamedTuple):
+    number: int
+    lock: int
+    step: int
+    size_bytes: int
+
+
+class _File(GrowingFile):
+    """One slot's file, mapped for writing."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path, HEADER_BYTES)
+        slot = read_file(path)
+        self.slot = None if slot is None else _without_data(slot)  # what is committed
+
+    @property
+    def sequence(self) -> int:
+        """Of its committed bytes; 0: none."""
+        return 0 if self.slot is None else self.slot.sequence
+
+
+def _without_data(slot: Slot) -> Slot:
+    """It keeps no memory in use."""
+    return slot._replace(data=memoryview(b""))
+
+
+def lend(slot: Slot) -> int:
+    """A descriptor that protects the slot against staging while it is open, here or in a process that receives it.
+
+    `slot`: as it was committed, or read by its name. Raises ValueError when it has been staged into since.
+    """
+    assert slot.path is not None
+    try:
+        fd = os.open(slot.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        raise ValueError(f"the slot of step {slot.step} is gone") from None
+    try:
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        committed = committed_sequence(fd)
+    except BlockingIOError:
+        committed = 0
+    if committed != slot.sequence:
+        release(fd)
+        raise ValueError(f"the slot of step {slot.step} was staged into since")
+    return fd
+
+
+def committed_sequence(fd: int) -> int:
+    """The sequence number of the committed bytes in this slot's file; 0: none, or they are being replaced. OSError."""
+    return int.from_bytes(os.pread(fd, _WORD_BYTES, _COMMIT * _WORD_BYTES), sys.byteorder)
+
+
+def release(fd: int) -> None:
+    """Unlock and close it. Closing is not enough: a mapping keeps the file open, and so does a forked child."""
+    fcntl.flock(fd, fcntl.LOCK_UN)
+    os.close(fd)
+
+
+def slot_path(folder: Path, local_rank: int, index: int) -> Path:
+    return folder / f"{local_rank}.{index}"
+
+
+def local_ranks(folder: Path) -> list[int]:
+    """The local ranks that have slots in this folder."""
+    try:
+        found = [_NAME.fullmatch(name) for name in os.listdir(folder)]
+    except OSError:
+        return []
+    return sorted({int(name[1]) for name in found if name is not None})
+
+
+def committed_slots(folder: Path, local_rank: int) -> list[Slot]:
+    """All valid slots of one local rank, newest first; for processes other than its worker."""
+    found = [read_file(slot_path(folder, local_rank, index)) for index in range(COUNT_MAX)]
+    return sorted((slot for slot in found if slot is not None), key=lambda slot: -slot.sequence)
+
+
+def ranks_with_states(folder: Path) -> set[int]:
+    """The local ranks, or for copies the ranks, that have a valid slot in this folder, by their commit words alone."""
+    each = range(COUNT_MAX)
+    return {rank for rank in local_ranks(folder) if any(_commit_word(folder, rank, index) for index in each)}
+
+
+def is_any_staged(folder: Path, local_ranks: Iterable[int]) -> bool:
+    """Whether one of these is staging a state now; a worker that died while staging looks the same."""
+    return any(_commit_word(folder, rank, index) == 0 for rank in local_ranks for index in range(COUNT))
+
+
+def _commit_word(folder: Path, local_rank: int, index: int) -> int | None:
+    """None: no slot."""
+    with contextlib.suppress(OSError), slot_path(folder, local_rank, index).open("rb", buffering=0) as file:
+        words = memoryview(file.read(_WORDS_BYTES)).cast("Q")
+        return words[_COMMIT] if len(words) > _COMMIT and words[_MAGIC] == MAGIC else None
+    return None
+
+
+def read_file(path: Path) -> Slot | None:
+    """The slot in this file; None when there is none, or it is invalid."""
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        return read_descriptor(fd, path=path)
+    finally:
+        os.close(fd)
+
+
+def read_descriptor(fd: int, mappings: Mappings | None = None, path: Path | None = None) -> Slot | None:
+    """The slot in this open file; None when it is invalid. The caller keeps the descriptor."""
+    if os.fstat(fd).st_size < HEADER_BYTES:
+        return None
+    with contextlib.suppress(OSError):
+        return read((mappings or Mappings()).of(fd).memory, path)
+    return None
+
+
+def read(memory: memoryview, path: Path | None) -> Slot | None:
+    """The slot in this memory; None when it is invalid."""
+    words = memory[:_WORDS_BYTES].cast("Q")
+    sequence, length, crc = words[_SEQUENCE], words[_NOTE] >> 32, words[_NOTE] & 0xFFFFFFFF
+    if words[_MAGIC] != MAGIC or not sequence or words[_COMMIT] != sequence or length > NOTE_BYTES_MAX:
+        return None
+    encoded = bytes(memory[_WORDS_BYTES : _WORDS_BYTES + length])
+    if zlib.crc32(encoded, sequence & 0xFFFFFFFF) != crc:
+        return None
+    note = json.loads(encoded)
+    data = memory[HEADER_BYTES : HEADER_BYTES + note["size_bytes"]].toreadonly()
+    if len(data) != note["size_bytes"] or sample(data) != note["sample"]:
+        return None
+    return _slot_of(note, data, sequence, path)
+
+
+def _slot_of(note: Mapping[str, Any], data: memoryview, sequence: int, path: Path | None) -> Slot:
+    request = note["request"]
+    return Slot(
+        note["step"],
+        data,
+        sequence,
+        note["generation"],
+        note["rank"],
+        note["world"],
+        note["local_rank"],
+        None if request is None else SaveRequest.from_json(request),
+        path,
+        note.get("unix_s", 0.0),
+    )
+
+
+def sample(data: memoryview) -> int:
+    """CRC of the last bytes and of the bytes at SAMPLES places. Each place costs a microsecond, whatever the size."""
+    crc = zlib.crc32(data[-SAMPLE_BYTES:])
+    for start in range(0, len(data), max(SAMPLE_BYTES, -(-len(data) // SAMPLES))):
+        crc = zlib.crc32(data[start : start + SAMPLE_BYTES], crc)
+    return crc
+
+
+def _free_bytes(folder: Path) -> int:
+    with contextlib.suppress(OSError):
+        return shutil.disk_usage(folder).free
+    return 0

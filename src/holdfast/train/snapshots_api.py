@@ -1,0 +1,594 @@
+"""Snapshots: the state of a training job, kept in memory every few steps and on the disk every few minutes.
+
+    snaps = ht.Snapshots("runs/a", every="2min", memory_every=20, keep=ht.Keep(last=3, best=("loss", "min")))
+    state = snaps.track(model=model, optimizer=opt, scheduler=sched, loader=loader)
+    resumed = snaps.resume()
+    ...
+        snaps.step(loss=loss)
+
+A save costs the training one copy of this rank's part into a slot, and a message to rank 0 over the store while it has
+no other work: the plan is made once, and the saver writes to the disk (snapshots/saver_client.py). Only the main thread
+talks to other ranks, and only in these methods, which every rank calls equally often.
+
+Knows when, what and where to save; state.py, sharding.py, save.py and resuming.py know how.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from holdfast import worker
+from holdfast.protocol.errors import (
+    IntervalError,
+    SnapshotError,
+    SnapshotWriteError,
+    TrackingError,
+)
+from holdfast.train.agreement import Interval, Peers, Schedule, Timekeeper, check_options
+from holdfast.train.copies import Copies
+from holdfast.train.guards import same_loss, watch
+from holdfast.train.pending import PendingGradients
+from holdfast.train.quarantine import OwnLife, Patience
+from holdfast.train.reading import Saved
+from holdfast.train.resuming import Resumed, Resumer, TakenFolder, take_folder
+from holdfast.train.save import Pruner, Saving
+from holdfast.train.snapshots import folder as folders
+from holdfast.train.snapshots import lease as leases
+from holdfast.train.snapshots.changes import Keep
+from holdfast.train.snapshots.in_process import open_tier
+from holdfast.train.snapshots.memory_folder import SAVER_VARIABLE
+from holdfast.train.snapshots.remote import RemotePath, absolute
+from holdfast.train.snapshots.saver_client import Tier
+from holdfast.train.state import Tracker, TrainState
+from holdfast.train.tracked import Choice
+from holdfast.train.untracked import UntrackedData, UntrackedOptimizers
+from holdfast.worker.regroup import is_replacement
+
+if TYPE_CHECKING:
+    from holdfast.train.survival import Survivor
+
+__all__ = ["Keep", "Resumed", "SnapshotOptions", "Snapshots", "TrainState"]
+
+
+@dataclass(frozen=True)
+class SnapshotOptions:
+    """How a job with snapshots is run. Nothing here changes what is trained. Raises IntervalError."""
+
+    fresh_ok: bool = False
+    """Whether `resume()` may return None where the folder has only unfinished or damaged snapshots."""
+    failed_saves_max: int = 5
+    """Saves to the disk that fail in a row until all ranks raise. Fewer are a warning of rank 0's."""
+    exit_on_stop: bool = True
+    """Leave with exit code 0 when the launcher asks to stop and all is saved. False: `Snapshots.stopping` is set."""
+    suspect_within_steps: int | None = None
+    """A failure that repeats, or a loss that is not finite, so many steps after `resume()` makes the snapshot suspect.
+    None: the interval of snapshots, at least 3; 0: never."""
+    restarts_without_progress: int | None = 3
+    """So many restarts in a row may fail before the job's best step; then it ends with exit code 93. None: any
+    number."""
+    staging_folder: str | os.PathLike[str] | None = None
+    """With a URL: a local folder through which the saver uploads, so that memory is free sooner."""
+    copies_bytes_per_s: float | None = None
+    """With `copies=1`: bytes per second that a node may send. None: no limit."""
+    replicas_differ: bool = False
+    """True: ranks may have different values of a parameter (local SGD), and a snapshot has those of the first rank that
+    has it. False: that is an error, at each save to the disk."""
+
+    def __post_init__(self) -> None:
+        if type(self.failed_saves_max) is not int or self.failed_saves_max < 1:
+            raise IntervalError(f"failed_saves_max={self.failed_saves_max!r}: a number of saves, at least 1")
+        if self.copies_bytes_per_s is not None and not self.copies_bytes_per_s > 0:
+            raise IntervalError(f"copies_bytes_per_s={self.copies_bytes_per_s!r}: more than 0, or None")
+        self.patience(None)
+
+    def patience(self, interval_steps: int | None) -> Patience:
+        """`interval_steps`: between snapshots, if that is known."""
+        return Patience.of(self.suspect_within_steps, interval_steps, self.restarts_without_progress)
+
+
+class Snapshots:
+    """The snapshots of one job in one folder, which all its ranks see, or under the URL of an object store.
+
+    folder        made when it is not there; one job at a time. Or s3://bucket/run, gs://, az://, any URL of fsspec
+    every         how often to the disk: "5min", "500 steps" (s, min, h, d, steps); None: only by save() and when asked
+                  to stop
+    memory_every  steps from one copy in memory to the next; None: no memory tier but for what goes to the disk
+    keep          which snapshots stay on the disk; None: all
+    copies        1: states in memory are also sent to another node, so that a lost node costs no way back to the disk
+    options       SnapshotOptions: how the job is run, not what is trained
+
+    Raises IntervalError, RetentionError, SnapshotURLError. A context manager; otherwise closed as the process ends."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        every: str | None = "5min",
+        memory_every: int | None = 20,
+        keep: Keep | None = Keep(),  # noqa: B008 - frozen
+        copies: int = 0,
+        *,
+        options: SnapshotOptions = SnapshotOptions(),
+    ) -> None:
+        if not isinstance(options, SnapshotOptions):
+            raise IntervalError(f"options={options!r}: write ht.SnapshotOptions(exit_on_stop=False, …)")
+        self.path = absolute(folder)
+        self._options = options
+        self._stage = "" if options.staging_folder is None else os.path.abspath(options.staging_folder)
+        self.stopping = False
+        """The launcher asked to stop, and everything is on the disk: leave with exit code 0."""
+        check_options(memory_every, keep, copies)
+        interval = Interval.of(every)
+        self._schedule = Schedule(interval, memory_every)
+        self._patience = options.patience(memory_every or interval.steps)
+        self._life: OwnLife | None = None
+        self._clock = Timekeeper(interval.seconds)
+        self._keep = keep
+        self._copies_wanted = bool(copies)
+        self._copies: Copies | None = None
+        self._tracker = Tracker()
+        self._tracker.state._save = self._save_epoch
+        if every is not None:
+            self._tracker.state._finish = self._save_the_last
+        self._durable_epoch = 0
+        """In which the newest state on the disk is: 1 when that is the end of epoch 0."""
+        self._unsaved = ""
+        """Why the newest state that was to go to the disk is not there."""
+        self._used = False
+        """step() or save() was called."""
+        self._pending = PendingGradients()
+        self._untracked: UntrackedData | None = None
+        self._beat: Callable[[], object] | None = getattr(worker, "beat", None)
+        self._metrics: dict[str, Any] = {}
+        self._peers: Peers | None = None
+        self._opened: Tier | None = None
+        self._saving: Saving | None = None
+        self._lease: leases.FolderLease | None = None
+        self._taken: TakenFolder | None = None
+        self._pruner: Pruner | None = None
+        self._closed = False
+        self._process = 0  # whose these are, once they are open
+        self._until_first_step: list[Callable[[], object]] = []  # ends of what only that needs
+        self._survivor: Survivor | None = None  # while the training function runs in `ht.survive`
+        self._survival_said = False
+        self._not_survived = ""
+        """Why a loss is not survived any more, though it was at first."""
+
+    @property
+    def state(self) -> TrainState:
+        """Step, epoch, `epochs()`: what `track` returns."""
+        return self._tracker.state
+
+    @property
+    def resumed(self) -> bool:
+        """Whether resume() was called, or the first step() without it."""
+        return self._saving is not None
+
+    @property
+    def memory_place(self) -> str:
+        """A folder in memory that outlives this process; empty: there is none."""
+        tier = self._current_tier
+        return os.environ.get(SAVER_VARIABLE, "").partition("@")[0] if tier is None else tier.place
+
+    @property
+    def _current_tier(self) -> Tier | None:
+        """The one that was opened, or what took its place when there was no room for it."""
+        return self._opened if self._saving is None else self._saving.tier
+
+    # --- what is saved ------------------------------------------------------------------------------------------------
+
+    def track(self, *unnamed: Any, **objects: Any) -> TrainState:
+        """Save and restore these: modules, their optimizers, anything with state_dict() and load_state_dict().
+
+        Random numbers and counters are saved as well. Comes before resume(). Raises TrackingError.
+        """
+        if unnamed:
+            raise TrackingError("track() takes names, which go into the snapshot: track(model=…, optimizer=…)")
+        if self._saving is not None:
+            raise TrackingError("track() comes before resume(), which restores it, and before the first step()")
+        before = len(self._tracker.optimizers)
+        self._tracker.add(objects)
+        for model in self._tracker.models:
+            watch(model)  # again does nothing
+        for optimizer in self._tracker.optimizers[before:]:
+            self._pending.watch(optimizer)
+        if self._untracked is None and self._schedule.within_epochs:
+            self._untracked = UntrackedData(self._tracker.others.values)
+        return self.state
+
+    def _position_is_kept(self) -> None:
+        """A trainer skips the batches that are trained: its loader need not be tracked."""
+        self._stop_looking_at_data()
+        self._schedule.within_epochs = False
+
+    def _stop_looking_at_data(self) -> None:
+        if self._untracked is not None:
+            self._untracked.stop()
+
+    # --- going on -----------------------------------------------------------------------------------------------------
+
+    def resume(
+        self, *, strict: bool = True, only: Iterable[str] | None = None, optional: Iterable[str] = ()
+    ) -> Resumed | None:
+        """Go on from the newest state that every rank can load; None when nothing was ever saved here.
+
+        Every rank calls it, once, after `track` and before the first step. What is tracked has to be what was saved:
+
+        strict    False: tensors and objects that are on one side only are named in a warning, and no error
+        only      restore these objects alone (fine-tuning), and step, epoch and random numbers. The next save
+                  is whole: a restart with the same `only` restores all of it
+        optional  objects that keep their initial state, with a warning, where the snapshot lacks them or they do not
+                  fit: an average of the weights that was added later, the loader of a dataset that has grown
+
+        Raises NoValidSnapshotError when there is only debris (unless `fresh_ok`), StateMismatchError when what is
+        tracked does not fit what was saved. Ends the process with exit code 93 for want of progress.
+        """
+        choice = Choice.of(strict, only, optional)
+        if self._closed:
+            raise TrackingError("these snapshots are closed")
+        if self._saving is not None:
+            raise TrackingError("resume() comes once, after track() and before the first step() or save()")
+        if unknown := sorted((choice.only or set()) - self._tracker.names()):
+            raise TrackingError(f"resume(only=…): nothing is tracked as {', '.join(unknown)}")
+        if is_replacement():
+            with self._closed_by_failure():
+                return self._resume_from_survivors()
+        with self._closed_by_failure():
+            peers, tier = self._open()
+            assert self._taken is not None
+            resumer = Resumer(
+                *(self.path, self._tracker, peers, tier, self._options.fresh_ok, self._patience, choice, self._copies),
+                folder_id=self._taken.folder_id,
+            )
+            resumed = resumer.run()
+        self._life = OwnLife(self.path, resumer.life)
+        if choice.only is not None:
+            self._tracker.chosen = tuple(sorted(choice.only))
+        saving = self._begin(peers, tier)
+        if resumer.adopted is not None:
+            self._settle(saving, resumer.adopted)
+        else:
+            saving.take_ahead()
+        return resumed
+
+    @contextlib.contextmanager
+    def _closed_by_failure(self) -> Iterator[None]:
+        """Who cannot begin gives the folder back."""
+        try:
+            yield
+        except BaseException:
+            if self._peers is not None:
+                self._abandon()
+            raise
+
+    def _settle(self, saving: Saving, adopted: Saved) -> None:
+        """In the background, beside the first batch; the first optimizer step waits for it."""
+        saving.settle(adopted)
+        for each in self._tracker.optimizers:
+            self._until_first_step.append(each.register_step_pre_hook(lambda *_: saving.await_settled()).remove)
+
+    def _open(self) -> tuple[Peers, Tier]:
+        """The other ranks, the memory, and the folder for this job alone."""
+        if not self._tracker.names():
+            raise TrackingError("nothing is tracked: call track(model=…, optimizer=…) first")
+        peers = self._peers = Peers.of_this_process()
+        tier = self._open_tier(peers.rank, peers.world)
+        self._take_folder(peers)
+        return peers, tier
+
+    def _open_tier(self, rank: int, world: int) -> Tier:
+        remote = isinstance(self.path, RemotePath)
+        stage, copies = self._stage if remote else "", self._copies_wanted
+        tier = self._opened = open_tier(rank=rank, world=world, remote=remote, stage=stage, copies=copies)
+        self._copies = Copies(tier, self._options.copies_bytes_per_s or 0.0, str(self.path)) if copies else None
+        self._process = os.getpid()
+        atexit.register(self._at_exit)
+        return tier
+
+    def _take_folder(self, peers: Peers, *, lost: int = 0) -> TakenFolder:
+        """Rank 0 gets the folder's lease, also a `lost` one, and looks after retention; all learn how the saver writes
+        what only memory has."""
+        self._taken = taken = take_folder(self.path, peers, self._lease, lost)
+        self._lease = taken.lease
+        if self._copies is not None:
+            self._copies.begin(taken.secret, peers.rank, peers.world)
+        if peers.rank == 0 and self._keep is not None and self._pruner is None:
+            self._pruner = Pruner(self.path, self._keep)
+        return taken
+
+    # --- other worlds: see survival.py ------------------------------------------------------------------------------
+
+    def _resume_from_survivors(self) -> Resumed:
+        from holdfast.train.survival import join  # imports this module's users
+
+        step = join(self)
+        assert self._peers is not None
+        return Resumed(step, "survivors", self._peers.world)
+
+    def _go_on(self, peers: Peers, generation: int, schedule: Sequence[int], durable: Sequence[Any]) -> None:
+        """This process is one of the ranks of this generation now, and has their state."""
+        self._peers = peers
+        if self._lease is not None and peers.rank:  # it is rank 0's
+            self._lease.release()
+            self._lease = self._pruner = None
+        # The lease is free, or its owner is lost.
+        lost = max(peers.share(0 if self._taken is None else self._taken.number))
+        tier = self._open_tier(peers.rank, peers.world) if self._saving is None else None  # a replacement
+        rescue = self._take_folder(peers, lost=lost).rescue
+        if tier is not None:
+            self._begin(peers, tier)
+        assert self._saving is not None
+        self._saving.regroup(peers, generation, rescue, self._lease)
+        self._schedule.follow(schedule)  # all ranks save at the same steps
+        self._durable_epoch, self._unsaved = durable
+        self._pending.begin_again()
+        if self._copies is not None:  # the world's next loss finds this step
+            self._save(self._saving, durable=False)
+
+    def _begin(self, peers: Peers, tier: Tier) -> Saving:
+        assert self._taken is not None
+        if self._life is None:
+            self._life = OwnLife(self.path)
+        step, self._durable_epoch = self.state.step, self.state.epoch
+        worker.at_step(step)
+        self._schedule.start(step)
+        self._clock.start(step, time.monotonic())
+        self._watch_optimizers()
+        rescue, clock, failed_max = self._taken.rescue, self._clock, self._options.failed_saves_max
+        saving = Saving(
+            *(self.path, self._tracker, peers, tier, rescue, clock, failed_max, self._lease, self._copies),
+            replicas_differ=self._options.replicas_differ,
+            folder_id=self._taken.folder_id,
+        )
+        self._saving, saving.retention = saving, self._keep is not None
+        return saving
+
+    def _watch_optimizers(self) -> None:
+        """Warn after the first step if an optimizer of a tracked model is not tracked."""
+        seen = UntrackedOptimizers(self._tracker.models, self._tracker.optimizers, self._tracker.others.values())
+        hook = register_optimizer_step_post_hook(lambda optimizer, *_: seen.note(optimizer))
+
+        def look() -> None:
+            hook.remove()
+            if seen.found and self._peers is not None and self._peers.rank == 0 and self._survivor is None:
+                warnings.warn(
+                    f"holdfast: an optimizer of the class {seen.found} steps a tracked model and is not tracked: after "
+                    "a resume it begins with an empty state.\nGive it to track(), too.",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+
+        self._until_first_step.append(look)
+
+    def _begun(self) -> Saving:
+        """What saves; begins anew when resume() was never called and there is nothing to resume from."""
+        if self._closed:
+            raise TrackingError("these snapshots are closed")
+        if self._saving is None:
+            with self._closed_by_failure():
+                peers, tier = self._open()
+                if not peers.tell(self._may_begin_anew() if peers.rank == 0 else None):
+                    raise TrackingError(f"{self.path} has snapshots already: call resume() before the first step")
+            return self._begin(peers, tier)
+        return self._saving
+
+    def _may_begin_anew(self) -> bool:
+        """Beside good snapshots it would be lost: the next resume() takes them, and retention its steps."""
+        found = folders.survey(self.path)
+        return found.fresh or (self._options.fresh_ok and not found.committed and not found.suspects)
+
+    # --- training -----------------------------------------------------------------------------------------------------
+
+    def step(self, **metrics: Any) -> None:
+        """A step is complete: once per batch, at the end of the loop's body, on every rank. Saves when it is time.
+
+        Metrics (numbers, or tensors of one) go into the snapshot; `Keep(best=…)` looks at them. While gradients of an
+        optimizer step are pending (pending.py) nothing is saved; what was due is saved after it. When the launcher
+        asks to stop, everything is saved and the process leaves with exit code 0 (see `exit_on_stop`). What went wrong
+        in the background is reported to all ranks in the next save: a warning, or, after `failed_saves_max` of
+        them in a row or when another job has taken the folder, a SnapshotError on all of them at the same step.
+        """
+        saving = self._begun()
+        self._used = True
+        self.state.step += 1
+        self._tracker.note_trained()
+        if self._beat is not None:
+            self._beat()
+        worker.at_step(self.state.step)
+        self._metrics = metrics
+        self._look(saving)
+        stepped = self._pending.stepped or not self._tracker.optimizers
+        if self._pending.at_step():
+            return
+        if self._life is not None:  # also when a scaler has skipped the optimizer's step
+            self._life.losses.step(self.state.step, metrics, stepped=stepped)
+        if self._untracked is not None and self._untracked.at_step():
+            self._note_untracked_data()
+        while self._until_first_step:  # not by the hook itself: torch is iterating over its hooks then
+            self._until_first_step.pop()()
+        if self._survivor is not None:
+            self._survivor.at_boundary()
+        if self._keep is not None and self._keep.best is not None and self._keep.best[0] in metrics:
+            same_loss(metrics[self._keep.best[0]])  # the guard: rank 0's value decides for all
+        if worker.should_stop():  # not where ranks only regroup: see survival.py
+            self._drain(saving)
+            return
+        self._save_if_due(saving)
+
+    def _note_untracked_data(self) -> None:
+        if self._survivor is not None:
+            self._survivor.withdraw("the training loop is over a loader that is not tracked")
+        if self._peers is not None and self._peers.rank == 0:
+            warnings.warn(
+                "holdfast: the training loop is over a torch DataLoader that is not tracked: a resume within an epoch "
+                "begins the epoch again, and trains its first samples twice.\n"
+                "Take ht.DataLoader, or track ht.DistributedSampler; or save between epochs only: every=None, "
+                "memory_every=None and state.epochs(…, save=True).",
+                RuntimeWarning,
+                stacklevel=3,
+            )
+
+    def _save_if_due(self, saving: Saving) -> None:
+        step, schedule = self.state.step, self._schedule
+        durable = worker.should_save() or schedule.durable_due(step)
+        if not durable and schedule.look_due(step):
+            durable, schedule.look_at = saving.ask(step)
+        if durable or schedule.memory_due(step):
+            self._save(saving, durable=durable)
+        elif not saving.planned:
+            saving.plan()  # so that the first save costs no more than the others
+
+    def save(self, *, wait: bool = False) -> None:
+        """Save to the disk now; every rank calls it. From its return on the end of this process does not prevent it.
+
+        With `wait` it returns when the snapshot is committed. Raises SnapshotError, on all ranks alike, and
+        TrackingError between the optimizer's step and step()."""
+        if self._pending.stepped:
+            self._tracker.check_counted()
+        saving = self._begun()
+        self._look(saving)
+        self._save(saving, durable=True, demanded=True)
+        if wait:
+            self._wait(saving)
+
+    def _wait(self, saving: Saving) -> None:
+        try:
+            saving.wait()
+        except SnapshotError as error:
+            self._unsaved = str(error)
+            raise
+
+    def _save_the_last(self) -> None:
+        """All epochs are trained, on every rank."""
+        newest = (self._schedule.durable_step, self._durable_epoch)
+        if self._saving is not None and ((self.state.step, self.state.epoch) != newest or self._unsaved):
+            self._save_epoch()
+
+    def _save_epoch(self) -> None:
+        if not self._closed:
+            self._save(self._begun(), durable=True)
+
+    def _save(self, saving: Saving, *, durable: bool, demanded: bool = False) -> None:
+        self._used = True
+        if durable and self._life is not None:
+            self._life.losses.settle()
+        done = saving.save(durable=durable, metrics=self._metrics, demanded=demanded)
+        if done.look_at:
+            self._schedule.look_at = done.look_at
+        self._schedule.saved(self.state.step, done.durable or (durable and bool(done.failure)))
+        self._unsaved = "" if done.durable else done.failure or self._unsaved
+        if done.durable:
+            self._durable_epoch = self.state.epoch
+        if done.durable and self._pruner is not None:
+            self._pruner.begin_after(saving.tier)
+
+    def _drain(self, saving: Saving) -> None:
+        """Asked to stop: all ranks are here, after the same step."""
+        self._save(saving, durable=True, demanded=True)
+        self._wait(saving)
+        self.stopping = True
+        if self._options.exit_on_stop:
+            raise SystemExit(0)
+
+    def _look(self, saving: Saving) -> None:
+        """Whether something went wrong in the background, and whether old snapshots can go."""
+        saving.look()
+        if self._pruner is not None:
+            self._pruner.check(saving.tier)
+
+    @property
+    def _is_child_s(self) -> bool:
+        """A copy in a forked child: lease and saver are its parent's."""
+        return self._process not in (0, os.getpid())
+
+    # --- the end ------------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Wait for what is being written, and let go of the folder. What went wrong in the background is raised here.
+
+        Steps that are in memory alone are written by the saver. May be called again."""
+        if self._closed or self._is_child_s:
+            return
+        self._closed = True
+        self._stop_looking_at_data()
+        while self._until_first_step:  # hooks of a training that made no step
+            self._until_first_step.pop()()
+        atexit.unregister(self._at_exit)
+        if self._pending.stepped and not self._used:
+            warnings.warn(
+                "holdfast: the optimizer has stepped and snaps.step() was never called: nothing was saved.\n"
+                "Call it at the end of the loop's body, on every rank.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        with contextlib.ExitStack() as last:
+            if self._lease is not None:
+                last.callback(self._lease.release)
+            if self._current_tier is not None:
+                ahead = self._schedule.saved_step > self._schedule.durable_step or bool(self._unsaved)
+                last.callback(self._current_tier.close, ahead=ahead)
+                if self._pruner is not None:
+                    last.callback(self._pruner.finish)
+                try:
+                    if self._current_tier.busy:
+                        self._current_tier.wait()
+                    self._raise_unsaved(self._current_tier)
+                except SnapshotError as error:
+                    cause = None if self._saving is None else self._saving.cause_of(error)
+                    if cause is None:
+                        raise
+                    raise cause from None
+
+    def _raise_unsaved(self, tier: Tier) -> None:
+        """What went wrong and is not made good by a later save."""
+        if self._saving is not None:
+            self._saving.look()
+            for error in self._saving.troubles:
+                raise error
+            if self._unsaved:
+                raise SnapshotWriteError(f"the newest state is not on the disk: {self._unsaved}")
+        tier.check()
+
+    def _abandon(self, error: BaseException | None = None) -> None:
+        """After an error: wait for nothing, and have the saver write what memory is ahead."""
+        if self._is_child_s:
+            return
+        if self._life is not None and error is not None:
+            self._life.failed(error, self.state.step)
+        self._closed = True
+        self._stop_looking_at_data()
+        while self._until_first_step:  # hooks of a training that made no step
+            self._until_first_step.pop()()
+        atexit.unregister(self._at_exit)
+        if self._current_tier is not None:
+            self._current_tier.close(ahead=True)
+        if self._lease is not None:
+            self._lease.release()
+
+    def _at_exit(self) -> None:
+        """The interpreter has shown what ended the program."""
+        if (error := getattr(sys, "last_value", None)) is not None:
+            self._abandon(error)
+        else:
+            self.close()
+
+    def __enter__(self) -> Snapshots:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or (isinstance(error, SystemExit) and not error.code):
+            self.close()
+        else:
+            self._abandon(error)
