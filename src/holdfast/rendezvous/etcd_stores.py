@@ -224,9 +224,8 @@ class StoreV3:
         self._leases[key] = lease
         put = {"key": _encode(key), "value": _encode(value), "lease": lease}
         revision = self._change(key, version, {"request_put": put})
-        if (
-            revision is None and not version
-        ):  # the key was not made, so its lease would have no end that anybody waits for
+        # Another agent has the key, so the lease that was made for it is not needed.
+        if revision is None and not version:
             with contextlib.suppress(EtcdError):
                 self._revoke(key)
         return revision
