@@ -36,7 +36,7 @@ class Count(NamedTuple):
     kind: str
     """What was counted: gpu, cpu, another device, or `workers` if the number was given."""
     source: str
-    """Who says so, for `--plan` and messages."""
+    """The source of the number, for `--plan` and messages."""
 
 
 class Probes(NamedTuple):
@@ -258,7 +258,7 @@ def ask_torch(name: str, python: str | None = None) -> int:
     import subprocess
     import sys
 
-    from holdfast.runtime.inherited import without_secrets
+    from holdfast.inherited import without_secrets
 
     env = without_secrets(os.environ)
     command = [python or sys.executable, "-c", QUESTION, name]

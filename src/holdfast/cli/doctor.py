@@ -117,8 +117,8 @@ def check(parsed: Parsed) -> Found:
     import asyncio
 
     from holdfast.cli.rendezvous import resolve
+    from holdfast.inherited import forget_secrets
     from holdfast.protocol.policy import Limits
-    from holdfast.runtime.inherited import forget_secrets
 
     notices = list(parsed.notices)
     rdzv = resolve(parsed, os.environ, patience=Limits(), notices=notices)
@@ -208,7 +208,7 @@ def joint_options(parsed: Parsed, rdzv: RendezvousOptions, python: str) -> Joint
 
 
 def log_folder(parsed: Parsed) -> str | None:
-    from holdfast.runtime.run_folder import default_log_dir
+    from holdfast.run_folder import default_log_dir
 
     if parsed.values.log_dir == os.devnull:
         return None

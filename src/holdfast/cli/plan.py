@@ -20,7 +20,7 @@ from holdfast.cli.rendezvous import losses_survived
 from holdfast.cli.resolve import COMPILE_THREADS
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import CommandKind, worker_environment
-from holdfast.runtime.run_folder import safe_name
+from holdfast.run_folder import safe_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping
@@ -240,7 +240,7 @@ def drain_text(options: RunOptions) -> str:
 
 
 def watched_text(options: RunOptions) -> str:
-    """Where the job can be observed from outside; empty: nowhere."""
+    """The addresses at which the job can be observed; empty: none."""
     servers = (("dashboard", options.dashboard), ("metrics", options.metrics), ("health", options.health))
     texts = [f"{name} at {endpoint}" for name, endpoint in servers if endpoint is not None]
     if options.event_log_handler == "console":

@@ -24,10 +24,10 @@ from typing import Any
 
 import msgspec
 
-from holdfast.cli.logs import LogFile
 from holdfast.dashboard.job_source import Json, ShownJob, encoded, jobs_here
 from holdfast.dashboard.log_text import Levels, plain, times, without_controls
 from holdfast.protocol.outcome import Outcome
+from holdfast.runs.log_files import LogFile
 from holdfast.supervisor.log_fold import LineCutter
 
 EVERY_S = 1.0
@@ -142,7 +142,7 @@ class JobFeed:
         self._story_is_old = True
         """Whether the journals have grown since the newest story."""
         self._story_due_s = 0.0
-        """When the story may be made again, by time.monotonic()."""
+        """The time from which the story may be made again, by time.monotonic()."""
         self._over = False
         """Whether `finish` was called: only its messages are still put."""
 

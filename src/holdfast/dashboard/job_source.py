@@ -17,18 +17,20 @@ from typing import Any
 
 import msgspec
 
-from holdfast.cli.finding import outcome_of, recorded_runs, run_id_of, running_job
-from holdfast.cli.logs import LogFile, files_named
-from holdfast.cli.report import as_json, copies_of, history_as_json
 from holdfast.diagnosis.history import Event, history, incidents, timeline
 from holdfast.diagnosis.reference import explanations, read_event
 from holdfast.diagnosis.screen import between, group, last_step, own_frames, steps_per_s
+from holdfast.journal import JOURNAL_NAME
 from holdfast.protocol.errors import HoldfastError, NoRunError, SnapshotError
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.questions import Question
 from holdfast.protocol.rank_progress import JobView, RankView, StacksView, Stage
+from holdfast.run_folder import PROFILES
+from holdfast.runs.copies_report import copies_of
+from holdfast.runs.finding import outcome_of, recorded_runs, run_id_of, running_job
+from holdfast.runs.history_data import as_json, history_as_json
+from holdfast.runs.log_files import LogFile, files_named
 from holdfast.runtime import running
-from holdfast.runtime.run_folder import JOURNAL_NAME, PROFILES
 from holdfast.runtime.running import RunningAgent, ask_any
 from holdfast.text import spans
 from holdfast.train.snapshots.folder import survey
@@ -146,7 +148,7 @@ class ShownJob:
         self._agents: list[RunningAgent] = []
         """The job's agents on this machine, as of the newest search; empty: none was found, or the job has ended."""
         self._searched_s = -SEARCH_S
-        """When agents were last searched, by time.monotonic()."""
+        """The time of the last search for agents, by time.monotonic()."""
         self._tails: dict[Path, JournalTail] = {}
         """The journals by run folder."""
         self.outcome: Outcome | None = None
@@ -154,7 +156,7 @@ class ShownJob:
         self._ended = False
         """Whether no agent of the job was found any more."""
         self._ended_s = 0.0
-        """When `_ended` became true, by time.monotonic()."""
+        """The time at which `_ended` became true, by time.monotonic()."""
         for folder in folders:
             self.add_folder(folder)
 

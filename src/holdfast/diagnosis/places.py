@@ -261,7 +261,7 @@ class Awaited(Enum):
     """What the main thread of a standing rank waits for: it decides whose work counts."""
 
     ANYTHING = "anything"
-    """There is no Python stack, so it is unknown."""
+    """The thread has no Python stack, so it is unknown."""
     ITSELF = "itself"
     """The thread runs, or waits for something that is none of the others: a file, a device, native code."""
     CONNECTION = "connection"
@@ -274,7 +274,7 @@ class Awaited(Enum):
 
 
 class Where(Struct, frozen=True):
-    """Where a rank is, and whether it may move from there."""
+    """The place of a rank, and whether it may move from there."""
 
     story: RankStory
     doing: RankActivity

@@ -44,7 +44,7 @@ class Explanation(Struct, frozen=True, kw_only=True):
     wrong: str = ""
     """An example of what causes it; empty: none is given."""
     right: str = ""
-    """That example without the mistake."""
+    """The example without the mistake."""
     exit_code: int | None = None
     """Exit code of the command that prints the code; None: the worker's own, or none at all."""
 

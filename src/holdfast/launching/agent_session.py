@@ -38,7 +38,7 @@ class AgentReport(Struct, frozen=True, kw_only=True):
     """The agent's final report: how the job ended, or the error that prevented its start."""
 
     outcome: Outcome | None
-    """How the job ended; None: it did not start."""
+    """The job's outcome; None: it did not start."""
     folder: str
     """The run folder; empty: none was made."""
     code: str

@@ -29,18 +29,42 @@ STANDBY_NAME = b"hf-standby"
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 1, 15, 35, 14
 
 
-class ForkRequest:
-    """A request for a worker, with its descriptors."""
+class Request:
+    """A request for a process. Owns its descriptors."""
+
+    def __init__(self, message: dict[str, Any], answer: int) -> None:
+        self.supervisor: int = message["supervisor"]
+        """Process id of the supervisor, which becomes the process' parent."""
+        self.answer = answer
+        """Descriptor of the socket on which the process answers."""
+
+    @property
+    def descriptors(self) -> list[int]:
+        return [self.answer]
+
+    def refuse(self, why: str) -> None:
+        """Answer that no process is forked: the supervisor then starts a worker by exec."""
+        try:
+            os.write(self.answer, f"no {why}".encode(errors="backslashreplace"))
+        except OSError:
+            return  # the supervisor has closed the socket
+
+    def close(self) -> None:
+        for fd in self.descriptors:
+            os.close(fd)
+
+
+class WorkerRequest(Request):
+    """A request for a worker."""
 
     def __init__(self, message: dict[str, Any], fds: list[int]) -> None:
+        answer, *given = fds
+        super().__init__(message, answer)
         self.argv: list[str] = message["argv"]
         self.env_set: dict[str, str] = message["env_set"]
         self.env_unset: list[str] = message["env_unset"]
         self.cwd: str | None = message["cwd"]
         self.cpus: list[int] | None = message["cpus"]
-        self.supervisor: int = message["supervisor"]
-        """Process id of the supervisor, which becomes the worker's parent."""
-        self.answer, *given = fds
         self.fds: dict[int, int] = dict(zip(message["fds"], given, strict=True))
         """The number in the worker -> the descriptor here."""
 
@@ -48,48 +72,40 @@ class ForkRequest:
     def descriptors(self) -> list[int]:
         return [self.answer, *self.fds.values()]
 
-    def refuse(self, why: str) -> None:
-        refuse(self.answer, why)
 
-    def close(self) -> None:
-        for fd in self.descriptors:
-            os.close(fd)
-
-
-class StandbyRequest:
+class StandbyRequest(Request):
     """A request for a standby: a process that learns later which worker it is to become."""
 
-    def __init__(self, message: dict[str, Any], fds: list[int]) -> None:
-        self.supervisor: int = message["supervisor"]
-        (self.answer,) = self.descriptors = fds
 
-    def refuse(self, why: str) -> None:
-        refuse(self.answer, why)
+class NextRequest(Request):
+    """A request for the next fork server, which imports these modules too."""
 
-    def close(self) -> None:
-        os.close(self.answer)
+    def __init__(self, message: dict[str, Any], answer: int) -> None:
+        super().__init__(message, answer)
+        self.modules: list[str] = message["next"]
 
 
-def read_request(message: dict[str, Any], fds: list[int]) -> ForkRequest | StandbyRequest:
+def read_request(message: dict[str, Any], fds: list[int]) -> Request:
     """The request in a message of the supervisor."""
-    return StandbyRequest(message, fds) if message.get("park") else ForkRequest(message, fds)
-
-
-def refuse(answer: int, why: str) -> None:
-    """Answer that no worker is forked: the supervisor then starts it by exec."""
-    try:
-        os.write(answer, f"no {why}".encode(errors="backslashreplace"))
-    except OSError:
-        return  # the supervisor has closed the socket
+    if "park" in message:
+        return StandbyRequest(message, *fds)
+    if "next" in message:
+        return NextRequest(message, *fds)
+    return WorkerRequest(message, fds)
 
 
 def park(answer: int, intermediate: int, supervisor: int) -> socket.socket:
-    """Become a standby of the supervisor; returns the socket on which the request for the worker will arrive."""
+    """Become a standby of the supervisor. Returns the socket on which the request for the worker will arrive."""
     set_name(STANDBY_NAME)
-    become_child_of(supervisor, intermediate)
     sock = socket.socket(fileno=answer)
-    sock.sendall(b"pid %d" % os.getpid())
+    enlist(sock, intermediate, supervisor)
     return sock
+
+
+def enlist(answer: socket.socket, intermediate: int, supervisor: int) -> None:
+    """Become the supervisor's child, and tell it our pid."""
+    become_child_of(supervisor, intermediate)
+    answer.sendall(b"pid %d" % os.getpid())
 
 
 class ForkedWorker:
@@ -97,7 +113,7 @@ class ForkedWorker:
 
     def __init__(
         self,
-        request: ForkRequest,
+        request: WorkerRequest,
         given: dict[str, str],
         environment: dict[str, str],
         foreign: list[int],
@@ -129,9 +145,7 @@ class ForkedWorker:
         set_name(self._comm)
         show_as(request.argv, self._given)
         renew_modules()
-
-        become_child_of(request.supervisor, intermediate)
-        answer.sendall(b"pid %d" % os.getpid())
+        enlist(answer, intermediate, request.supervisor)
         if answer.recv(16) != b"go":
             os._exit(1)
         answer.close()
@@ -152,8 +166,7 @@ class ForkedWorker:
             os.close(fd)
         renew_streams()
         for fd, text in zip((1, 2), printed, strict=True):
-            while text:
-                text = text[os.write(fd, text) :]  # noqa: PLW2901
+            write_all(fd, text)
         return socket.socket(fileno=answer)
 
 
@@ -163,6 +176,20 @@ def printed_to(fd: int) -> bytes:
         return os.pread(fd, min(os.fstat(fd).st_size, OUTPUT_BYTES_MAX), 0)
     except OSError:
         return b""
+
+
+def copy_output() -> None:
+    """Give this fork server its own files for the output of imports, which begin with the output so far."""
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        copy = os.memfd_create(name)
+        write_all(copy, printed_to(fd))
+        os.dup2(copy, fd, inheritable=True)
+        os.close(copy)
+
+
+def write_all(fd: int, text: bytes) -> None:
+    while text:
+        text = text[os.write(fd, text) :]
 
 
 def renew_streams() -> None:

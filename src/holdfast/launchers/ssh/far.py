@@ -269,9 +269,9 @@ class Guard:
         self.ended = False
         """The agent has ended; its pid is no longer used."""
         self.kill_at: float | None = None
-        """When the agent gets SIGKILL, by time.monotonic(); None: no kill is due."""
+        """The time at which the agent gets SIGKILL, by time.monotonic(); None: no kill is due."""
         self.heard = time.monotonic()
-        """When the launcher's newest line arrived."""
+        """The time at which the launcher's newest line arrived."""
         signal.signal(signal.SIGTERM, lambda *_: self.signal(signal.SIGTERM))
         signal.signal(signal.SIGINT, lambda *_: self.signal(signal.SIGINT))
         signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 
 from holdfast.diagnosis.screen import how_it_ended, render_again
+from holdfast.journal import JOURNAL_NAME as JOURNAL
 from holdfast.protocol.errors import ControlRefusedError, NoRunError
 from holdfast.protocol.outcome import Outcome
+from holdfast.run_folder import default_log_dir, safe_name
 from holdfast.runtime import running
-from holdfast.runtime.run_folder import JOURNAL_NAME as JOURNAL
-from holdfast.runtime.run_folder import default_log_dir, safe_name
 from holdfast.runtime.running import RunningAgent
 from holdfast.text import duration, spoken
 
@@ -165,12 +165,12 @@ def unlisted(folder: Path) -> RunningAgent:
 def newest_ended(run: str | None) -> Path | None:
     """The newest run folder of this name in the default log folder; `run` None: of any name."""
     wanted = "" if run is None else safe_name(spoken(run))
-    kept = recorded_runs()
-    named = [folder for folder in kept if folder.name.startswith(wanted)]
+    changed_s = recorded_runs()
+    named = [folder for folder in changed_s if folder.name.startswith(wanted)]
     if run is not None and not named:
-        named = [folder for folder in kept if run_id_of(folder).startswith(run)]
+        named = [folder for folder in changed_s if run_id_of(folder).startswith(run)]
     exact = [folder for folder in named if wanted and wanted in (folder.name, folder.name.rpartition("_")[0])]
-    return max(exact or named, key=lambda folder: kept[folder], default=None)
+    return max(exact or named, key=lambda folder: changed_s[folder], default=None)
 
 
 def recorded_runs() -> dict[Path, float]:
