@@ -19,7 +19,9 @@ from holdfast.protocol.outcome import Failure
 from holdfast.text import spans
 
 CALL = re.compile(r"(\w+)\((.*)\)", re.DOTALL)
-DUMPED = re.compile(r'^\s+File "[^"\n]*/torch/distributed/distributed_c10d\.py", line \d+ in ([a-z]\w*)', re.MULTILINE)
+DUMPED_CALL = re.compile(
+    r'^\s+File "[^"\n]*/torch/distributed/distributed_c10d\.py", line \d+ in ([a-z]\w*)', re.MULTILINE
+)
 SHAPE = re.compile(r"\w+\[([\d, ]*)\]")
 SIDES_DIFFER = frozenset(["gather", "scatter", "reduce", "broadcast"])
 """Collectives in which one rank gives more arguments. The first tensor is that of every rank."""
@@ -30,9 +32,11 @@ FROM_ONE = frozenset(["broadcast", "scatter"])
 
 
 class OtherSizes(Struct, frozen=True):
+    """The rank that is wrong, and how it differs."""
+
     failure: Failure
     difference: str
-    """`called all_reduce(float32[5]), and ranks 0, 2 all_reduce(float32[4])`."""
+    """The difference in words: `called all_reduce(float32[5]), and ranks 0, 2 all_reduce(float32[4])`."""
 
 
 def is_noticed(failure: Failure) -> bool:
@@ -47,12 +51,14 @@ def other_sizes(failures: Sequence[Failure]) -> OtherSizes | None:
     if not noticed:
         others = [each for each in others if each.collective]
         return _odd_call([each for each in others if _name(each) == _name(others[0])], receiver=False)
+
     called = _dumped(noticed[0])
     if len(noticed) > 1:
         rest = [each for each in failures if each not in noticed]
         if called in FROM_ONE and len(rest) == 1:
             return OtherSizes(rest[0], f"gave {called} a larger size than its peers")
         return None  # in a ring one of the two is wrong, and the sizes of its parts may hide which one
+
     same = [each for each in others if _name(each) == called]
     found = _odd_call(same, receiver=True) or _odd_tensor(others)
     if found is not None:
@@ -65,8 +71,10 @@ def other_sizes(failures: Sequence[Failure]) -> OtherSizes | None:
 
 
 def _odd_call(same: Sequence[Failure], *, receiver: bool) -> OtherSizes | None:
-    """The one that gives other sizes than the others of these, which call the same function. `receiver`: another rank
-    received more than it expects, so of two the larger one is wrong."""
+    """The one of these, which call the same function, that gives other sizes than the others.
+
+    With `receiver`, another rank received more than it expects, so the larger one of two is wrong.
+    """
     if not same or _name(same[0]) in UNEVEN:
         return None
     odd = _odd({each.rank: _given(each) for each in same}, receiver=receiver)
@@ -78,8 +86,8 @@ def _odd_call(same: Sequence[Failure], *, receiver: bool) -> OtherSizes | None:
 
 
 def _odd_tensor(others: Sequence[Failure]) -> OtherSizes | None:
-    """The same by the tensors in the script's variables: the others have left the collective that failed. All variables
-    that differ must differ on the same rank."""
+    """The rank whose script has a variable of another size, if the ranks have left the collective that failed. All
+    variables that differ must differ on the same rank."""
     found: dict[int, str] = {}
     for name in dict.fromkeys(name for each in others for name in each.tensors):
         shapes = {each.rank: each.tensors[name] for each in others if name in each.tensors}
@@ -121,7 +129,7 @@ def _name(failure: Failure) -> str:
 
 
 def _given(failure: Failure) -> str:
-    """The tensors of its call that must be alike on all ranks."""
+    """The tensors of the failure's call that must be alike on all ranks."""
     found = CALL.fullmatch(failure.collective)
     if found is None:
         return failure.collective
@@ -131,7 +139,7 @@ def _given(failure: Failure) -> str:
 
 def _dumped(failure: Failure) -> str:
     """The collective that the script called, from the stacks that an aborted process wrote, innermost first."""
-    found = DUMPED.findall(failure.stderr_tail)
+    found = DUMPED_CALL.findall(failure.stderr_tail)
     return found[-1] if found else ""
 
 
