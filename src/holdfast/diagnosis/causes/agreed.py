@@ -32,6 +32,8 @@ ERROR_LINE = re.compile(
 )
 OF_HOLDFAST = re.compile(r"holdfast\.protocol\.errors\.\w+: (?:rank (\d+): )?")
 """An exception that holdfast.train raises on purpose, and the rank on which it began, if that is another one."""
+PYTHON_WARNING = re.compile(r"^\S+:\d+: \w*Warning: (?:.*\n){1,12}?  \S.*\n", re.MULTILINE)
+"""A warning of Python's on stderr, up to the source line below it: the program went on after it."""
 EQUAL_CHARACTERS_MAX = 200
 
 
@@ -49,10 +51,10 @@ def agreed(failures: Sequence[Failure], first: Failure) -> Agreed | None:
     is unknown which rank is to blame."""
     failures = failures[:LOOKED_AT_MAX]
     words = ExceptionText(first)
-    ours = OF_HOLDFAST.match(words.text)
+    ours = OF_HOLDFAST.match(words.qualified)
     if ours is not None:  # holdfast.train raises on all ranks what went wrong on one, and names it
         its = next((each for each in failures if ours[1] and each.rank == int(ours[1]) and each is not first), None)
-        return None if its is None or not OF_HOLDFAST.match(ExceptionText(its).text) else Agreed(its, its)
+        return None if its is None or not OF_HOLDFAST.match(ExceptionText(its).qualified) else Agreed(its, its)
     named = _named(failures, first, words)
     if named is first:
         return None
@@ -118,9 +120,8 @@ def _only_here(failure: Failure, others: Sequence[Failure]) -> Failure | None:
         root = ExceptionText(found).root
         if root and _plain(_first_line(root)) not in theirs:
             return found
-    said = [
-        line for line in words.before.splitlines() if ERROR_LINE.search(line) and _plain(line.strip()) not in theirs
-    ]
+    before = PYTHON_WARNING.sub("", words.before)
+    said = [line for line in before.splitlines() if ERROR_LINE.search(line) and _plain(line.strip()) not in theirs]
     if not said or not words.text:  # without an exception, its last words are its cause already
         return failure if said else None
     return structs.replace(failure, message="", error_type="", traceback="", stderr_tail=said[-1], exit_code=1)
