@@ -65,8 +65,8 @@ FILE_BYTES_MAX = 1 << 20
 """Limit of a hostfile, and of the compared part of a script."""
 UNKNOWN_ENDPOINT = "first.host:1"
 """A placeholder: the launcher determines the endpoint."""
-UNKNOWN_MODULE = "$module"
-"""A placeholder: only the hosts can tell whether the module exists. Names with variables are not looked for."""
+UNKNOWN_MODULE, UNKNOWN_PROGRAM = "$module", "$program"
+"""Placeholders: only the hosts can tell whether these exist. Names with variables are not looked for."""
 
 
 def are_named(parsed: Parsed) -> bool:
@@ -241,8 +241,9 @@ def environment(parsed: Parsed, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def resolve_there(parsed: Parsed, words: Sequence[str], environ: Mapping[str, str]) -> RunOptions:
-    """Resolve the line as an agent will. The script is checked only if it has the same path here, and a module only if
-    the hosts look for it as we would: in this folder, with this Python."""
+    """Resolve the line as an agent will. The script or program is checked only if it has the same path here, a program
+    that is looked for on PATH only if it is there, and a module only if the hosts look for it as we would: in this
+    folder, with this Python. Each host looks for itself."""
     there = grammar.parse(words[1:], {}, TABLES[words[0]])
     there = there._replace(notices=parsed.notices)
     if not is_number(there.values.nproc_per_node):
@@ -250,10 +251,21 @@ def resolve_there(parsed: Parsed, words: Sequence[str], environ: Mapping[str, st
     script, folder = there.values.training_script, parsed.values.cwd
     if there.values.module and (folder or parsed.values.python):
         there.values.training_script = UNKNOWN_MODULE
-    if folder and not os.path.isabs(script) and not there.values.no_python and not there.values.module:
+    if there.values.no_python:
+        there.values.training_script = program_here(script, folder, environ) or UNKNOWN_PROGRAM
+    elif folder and not os.path.isabs(script) and not there.values.module:
         here = os.path.join(folder, script)
         there.values.training_script = here if os.path.exists(here) else "-"
     return resolve(there, environ).options
+
+
+def program_here(name: str, folder: str, environ: Mapping[str, str]) -> str:
+    """The program under the path that it has on the hosts; empty: it is for them to find it."""
+    if "/" not in name:
+        path = environ.get("PATH") or os.environ.get("PATH", "")
+        return name if find_program(name, {"PATH": path}) is not None else ""
+    path = os.path.join(folder, name)
+    return path if not folder or os.path.exists(path) else ""
 
 
 def expected(parsed: Parsed, options: RunOptions) -> Expected:
