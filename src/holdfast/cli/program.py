@@ -41,7 +41,8 @@ def worker_command(parsed: Parsed, environ: Mapping[str, str], notices: list[str
     if not target:
         raise ScriptError("the training script's name is empty")
     if kind is CommandKind.PROGRAM:
-        check_program(target, environ)
+        if "$" not in target:
+            check_program(target, environ)
     elif kind is CommandKind.MODULE:
         check_module(target, environ)
     elif target != "-" and "$" not in target:  # `$local_rank`: known per worker
