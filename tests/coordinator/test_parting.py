@@ -22,7 +22,7 @@ from holdfast.protocol.messages import (
     WorkersFailed,
 )
 from holdfast.protocol.outcome import Failure
-from holdfast.protocol.policy import Survive
+from holdfast.protocol.train_contract import Survive
 from tests.coordinator.coordinator_desk import Desk
 from tests.coordinator.test_regrouping import able, refusal, went_on
 
@@ -76,14 +76,6 @@ def test_a_coordinator_that_nobody_succeeds_leaves_with_all() -> None:
     desk = able(least=1)
     node = desk.machine.members["n2#1"]
     node.node = structs.replace(node.node, hosts_coordinator=True)
-    desk.say(2, Leave("SIGTERM", drain=True))
-    desk.both_say(Held(1, 7))
-    assert desk.last(1) == DrainTo(1, 8)
-
-
-def test_an_older_agent_that_leaves_stops_all() -> None:
-    desk = able(least=1)
-    desk.machine.members["n2#1"].revision = 4
     desk.say(2, Leave("SIGTERM", drain=True))
     desk.both_say(Held(1, 7))
     assert desk.last(1) == DrainTo(1, 8)

@@ -1,6 +1,6 @@
 """`holdfast logs [RUN]`: shows the output of the workers of a running or ended job on this host.
 
-Knows the options, how to follow files, and the paths of a run's log files.
+Knows the options and how to follow files; runs/log_files.py knows which files there are.
 """
 
 from __future__ import annotations
@@ -16,40 +16,35 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from holdfast.cli import say
-from holdfast.cli.finding import run_folders, running_job
-from holdfast.cli.printing import Parser, ranks_of
+from holdfast.cli.printing import Parser
+from holdfast.journal import JOURNAL_NAME as JOURNAL
 from holdfast.protocol.errors import HoldfastError, NoRunError, UsageError
-from holdfast.runtime.run_folder import JOURNAL_NAME as JOURNAL
+from holdfast.protocol.questions import ranks_of
+from holdfast.runs.finding import run_folders, running_job
+from holdfast.runs.log_files import LogFile, log_files
 from holdfast.runtime.running import Call
 from holdfast.supervisor.log_fold import LineCutter
 from holdfast.supervisor.log_tail import ChangeWatch
 
 CHUNK_BYTES = 256 * 1024
-LOOK_S = 1.0
+POLL_S = 1.0
 """Interval for files whose changes the kernel does not report (network folders), while following."""
 
 
-class LogFile(NamedTuple):
-    """The output of one worker into one of its streams."""
-
-    rank: int
-    stream: str
-    generation: int
-    path: Path
-
-
 class LogLine(NamedTuple):
+    """A line of a log file."""
+
     file: LogFile
     text: str
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `holdfast logs` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast logs` with these arguments. Returns the exit status. Raises HoldfastError."""
     chosen = parser().parse_args(argv)
-    wanted = Wanted.of(chosen)
+    wanted = Wanted.from_arguments(chosen)
     folders = run_folders(chosen.run)
     files = wanted.files(folders)
     if not files and not chosen.follow:
@@ -60,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
             follow(folders, wanted, show, chosen.lines if chosen.lines is not None else 10)
         return 0
     for file in files:
-        lines = (line for line in whole_lines(file) if wanted.takes(line.text))
+        lines = (line for line in whole_lines(file) if wanted.matches(line.text))
         for line in lines if chosen.lines is None else deque(lines, chosen.lines):
             show(line)
     if not any(os.path.getsize(file.path) for file in files):
@@ -95,8 +90,8 @@ class Wanted(NamedTuple):
     pattern: re.Pattern[str] | None
 
     @classmethod
-    def of(cls, chosen: argparse.Namespace) -> Wanted:
-        """Raises UsageError."""
+    def from_arguments(cls, chosen: argparse.Namespace) -> Wanted:
+        """The wishes in the command's arguments. Raises UsageError."""
         if chosen.lines is not None and chosen.lines < 0:
             raise UsageError(f"--lines {chosen.lines}: must be 0 or more")
         try:
@@ -106,7 +101,7 @@ class Wanted(NamedTuple):
         streams = tuple(name for name in ("stdout", "stderr") if getattr(chosen, name))
         return cls(ranks_of(chosen.rank), streams or ("stdout", "stderr"), chosen.generation, pattern)
 
-    def takes(self, text: str) -> bool:
+    def matches(self, text: str) -> bool:
         return self.pattern is None or self.pattern.search(text) is not None
 
     def files(self, folders: Sequence[Path]) -> list[LogFile]:
@@ -124,6 +119,7 @@ class Wanted(NamedTuple):
         return sorted(taken, key=lambda file: (file.rank, file.stream != "stdout"))
 
     def missing(self, folders: Sequence[Path]) -> str:
+        """The reason why there are no such log files."""
         found = [file for folder in folders for file in log_files(folder)]
         if not found:
             return "no worker has written output yet"
@@ -132,51 +128,6 @@ class Wanted(NamedTuple):
             return f"no generation {self.generation}; the generations are {', '.join(map(str, generations))}"
         ranks = sorted({file.rank for file in found})
         return f"no such rank on this host; the ranks here are {', '.join(map(str, ranks))}"
-
-
-def log_files(folder: Path) -> list[LogFile]:
-    """All log files of a run folder; its journal records the ranks of each generation."""
-    try:
-        lines = (folder / JOURNAL).read_bytes().splitlines()
-    except OSError as error:
-        raise NoRunError(f"{folder} is no run folder: {JOURNAL} in it: {error.strerror}") from error
-    found: list[LogFile] = []
-    for line in lines:
-        if b'"generation"' in line:
-            with contextlib.suppress(ValueError):
-                found += files_named(json.loads(line), folder)
-    return [file for file in found if file.path.is_file()]
-
-
-def files_named(event: dict[str, Any], folder: Path) -> list[LogFile]:
-    """The log files of the workers that were started here with this event of the folder's journal."""
-    return [
-        LogFile(rank, stream, generation, its_folder / f"{stream}.log")
-        for generation, rank, its_folder in workers(event, folder)
-        for stream in ("stdout", "stderr")
-    ]
-
-
-def workers(event: dict[str, Any], folder: Path) -> Iterator[tuple[int, int, Path]]:
-    """The workers that were started here with this event: generation, rank, the folder of its logs."""
-    with contextlib.suppress(KeyError, TypeError):
-        match event["event"]:
-            case "generation":
-                for place, its_folder in enumerate(folders_of(event, folder)):
-                    yield event["generation"], event["rank_base"] + place, its_folder
-            case "replacing":
-                yield event["generation"], event["rank"], folder / event["folder"]
-
-
-def folders_of(generation: dict[str, Any], folder: Path) -> list[Path]:
-    """The log folders of a generation's workers here, in the order of their ranks."""
-    if "folders" in generation:  # they have gone on from another generation
-        return [folder / name for name in generation["folders"]]
-    number, restart_count = generation["generation"], generation["restart_count"]
-    attempt = folder / f"attempt_{restart_count}_generation_{number}"
-    if not attempt.is_dir():
-        attempt = folder / f"attempt_{restart_count}"
-    return [attempt / str(local_rank) for local_rank in range(generation["nproc"])]
 
 
 def print_line(line: LogLine, *, as_json: bool, alone: bool) -> None:
@@ -190,7 +141,7 @@ def print_line(line: LogLine, *, as_json: bool, alone: bool) -> None:
 
 
 def whole_lines(file: LogFile) -> Iterator[LogLine]:
-    """All lines of the file, also an unfinished last one. Of a line that overwrites itself, the last state."""
+    """All lines of the file, also an unfinished last one. A line that overwrites itself has its last state."""
     with contextlib.closing(Tail(file)) as tail:
         yield from tail.read()
         yield from tail.rest()
@@ -240,7 +191,7 @@ def follow(folders: list[Path], wanted: Wanted, show: Callable[[LogLine], None],
                     stack.callback(tails[file.path].close)
                     watch.add(file.path)
             for tail in tails.values():
-                news = (line for line in tail.read() if wanted.takes(line.text))
+                news = (line for line in tail.read() if wanted.matches(line.text))
                 for line in deque(news, lines) if first else news:
                     show(line)
             sys.stdout.flush()
@@ -262,8 +213,8 @@ def end_of(folders: Sequence[Path], stack: contextlib.ExitStack) -> Call | None:
 
 
 def wait_for_news(watch: ChangeWatch, end: Call | None) -> bool:
-    """Wait until a file changes, or at most LOOK_S; True: the job has ended."""
+    """Wait until a file changes, or at most POLL_S. Returns whether the job has ended."""
     sources = [fd for fd in (watch.fd, end.fileno() if end is not None else -1) if fd >= 0]
-    ready, _, _ = select.select(sources, [], [], LOOK_S)
+    ready, _, _ = select.select(sources, [], [], POLL_S)
     watch.drain()
     return end is not None and end.fileno() in ready

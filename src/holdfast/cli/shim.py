@@ -16,9 +16,9 @@ from holdfast import own_folders
 from holdfast.cli import main as holdfast_main
 from holdfast.cli.grammar import parse
 from holdfast.cli.option_table import EVENT_HANDLERS, OPTIONS
+from holdfast.inherited import draw_token
 from holdfast.protocol.errors import HoldfastError, UsageError
 from holdfast.rendezvous.conf import is_built_in
-from holdfast.runtime.inherited import draw_token
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -41,7 +41,7 @@ TORCHS_OWN = "torch.distributed.run"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `holdfast shim` with these arguments; returns the exit status. Raises UsageError."""
+    """Run `holdfast shim` with these arguments. Returns the exit status. Raises UsageError."""
     folder = Path(parser().parse_args(argv).folder)
     path = folder / NAME
     try:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def main_token(argv: Sequence[str]) -> int:
-    """Run `holdfast token` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast token` with these arguments. Returns the exit status. Raises HoldfastError."""
     token_parser().parse_args(argv)
     print(draw_token())
     return 0

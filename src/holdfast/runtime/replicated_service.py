@@ -4,45 +4,55 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from holdfast.agent.voter import HeardOf, Linked, Unlinked
-from holdfast.coordinator.coordinator_state import (
-    Command,
+from holdfast.authority.voter_events import (
     Deposed,
     NoWitness,
     ProveCaller,
     ProveVoterGone,
-    StepDown,
     VoterGone,
     WitnessOpened,
 )
-from holdfast.coordinator.replicated import ReplicatedCoordinator
+from holdfast.authority.voters import Voters
+from holdfast.coordinator.coordinator_machine import Coordinator
+from holdfast.coordinator.coordinator_state import Command, StepDown
+from holdfast.journal import Journal
 from holdfast.protocol.charter import Poll, Renew, Seat
 from holdfast.protocol.messages import FromAgent, FromCoordinator, Joined, Moved, Supersede
 from holdfast.protocol.options import Endpoint
 from holdfast.runtime.connection import Connection
-from holdfast.runtime.rendezvous_client import CoordinatorService, LocalLink
-from holdfast.runtime.run_folder import Journal
+from holdfast.runtime.coordinator_service import CoordinatorService, LocalLink
 from holdfast.runtime.voter_service import Errands, VoterService
-
-if TYPE_CHECKING:
-    from holdfast.runtime.succession import SuccessionClient
 
 Outgoing = Connection[FromCoordinator]
 
 
+class OtherVoters(Protocol):
+    """What this coordinator needs of the voter beside it, which talks to the others."""
+
+    def poll_came(self, poll: Poll, reply: Callable[[FromCoordinator], None]) -> None: ...
+
+    def stepped_down(self, command: StepDown) -> None: ...
+
+    async def find_caller(self, call: Supersede) -> Deposed | None: ...
+
+    async def prove_gone(self, seat: Seat) -> bool: ...
+
+
 class ReplicatedService(CoordinatorService):
-    """Runs a ReplicatedCoordinator."""
+    """Runs a coordinator whose authority is a majority of voters."""
 
     def __init__(
         self,
-        machine: ReplicatedCoordinator,
+        machine: Coordinator,
+        voters: Voters,
         journal: Journal,
         say: Callable[[str], None],
-        client: SuccessionClient,
+        client: OtherVoters,
     ) -> None:
-        self.replicated = machine
+        self.voters = voters
         self.errands = Errands()
         """They end with this coordinator."""
         self._client = client

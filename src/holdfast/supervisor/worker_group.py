@@ -22,12 +22,13 @@ from holdfast.agent.events import (
     WorkersHeld,
     WorkersProgress,
 )
+from holdfast.journal import Journal
 from holdfast.protocol.errors import HoldfastError, LogDirError, PeerError, SupervisorLostError
 from holdfast.protocol.messages import Assign, Profile, Profiled, Start
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.rank_progress import RankProgress, RankSample
-from holdfast.runtime.run_folder import Journal, RunFolder, WorkerSlot
+from holdfast.run_folder import RunFolder, WorkerSlot
 from holdfast.supervisor import client as kept
 from holdfast.supervisor.board import HOLD_SETTLES_S, Observer, Phases, ProgressNotes
 from holdfast.supervisor.client import (
@@ -480,7 +481,7 @@ class WorkerGroup:
         Raises SupervisorLostError when that does not help.
         """
         self._supervisor_ready.clear()
-        self._journal.write("keeper_died")
+        self._journal.write("supervisor_died")
         self._revivals.count(self._loop.time())
         running = self._running
         report = running.lost() if running is not None else None

@@ -35,6 +35,8 @@ from holdfast.protocol.errors import (
     SnapshotWriteError,
     TrackingError,
 )
+from holdfast.protocol.train_contract import SAVER_VARIABLE
+from holdfast.train.agent_channel import is_replacement
 from holdfast.train.agreement import Interval, Peers, Schedule, Timekeeper, check_options
 from holdfast.train.continued_pass import ContinuedPasses
 from holdfast.train.copies import Copies
@@ -48,13 +50,11 @@ from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots import lease as leases
 from holdfast.train.snapshots.changes import Keep
 from holdfast.train.snapshots.in_process import open_tier
-from holdfast.train.snapshots.memory_folder import SAVER_VARIABLE
 from holdfast.train.snapshots.remote import RemotePath, absolute
 from holdfast.train.snapshots.saver_client import Tier
 from holdfast.train.state import Tracker, TrainState
 from holdfast.train.tracked import Choice
 from holdfast.train.untracked import UntrackedData, UntrackedOptimizers
-from holdfast.worker.regroup import is_replacement
 
 if TYPE_CHECKING:
     from holdfast.train.survival import Survivor
@@ -557,8 +557,6 @@ class Snapshots:
             if self._current_tier is not None:
                 ahead = self._schedule.saved_step > self._schedule.durable_step or bool(self._unsaved)
                 last.callback(self._current_tier.close, ahead=ahead)
-                if self._pruner is not None:
-                    last.callback(self._pruner.finish)
                 try:
                     if self._current_tier.busy:
                         self._current_tier.wait()
@@ -568,6 +566,8 @@ class Snapshots:
                     if cause is None:
                         raise
                     raise cause from None
+                if self._pruner is not None:  # not after an error: it would wait for what was never written
+                    self._pruner.finish()
 
     def _put_hooks_back(self) -> None:
         self._stop_looking_at_data()

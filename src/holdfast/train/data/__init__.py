@@ -52,7 +52,7 @@ import numpy as np
 from torch import distributed
 
 from holdfast.protocol.errors import DataError, DataStateError
-from holdfast.worker.regroup import is_replacement
+from holdfast.train.agent_channel import is_replacement
 
 if TYPE_CHECKING:
     from holdfast.train.data.loader import DataLoader
