@@ -33,7 +33,9 @@ def main() -> int:
         results.append(run_row(row, options.repeat, lambda text: print(text, file=sys.stderr, flush=True)))
     print("\n" + report.table(results) + report.errors(results))
     if not options.no_write:
-        print(f"written: {report.write(results, about, '-'.join(sorted(only)))}")
+        for path in report.write(results, about):
+            print(f"written: {path}")
+        print("`make fmt` makes docs/measured.md from these files")
     return 0 if all(result.kept(metric) is not False for result in results for metric in result.row.metrics) else 1
 
 

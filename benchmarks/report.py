@@ -6,16 +6,18 @@ import datetime
 import json
 import os
 import platform
-import re
 import subprocess
-import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from benchmarks.harness import HOLDFAST, TORCHRUN, TUNED, Metric, Result
+from benchmarks.harness import HOLDFAST, TORCHRUN, TUNED, Metric, Result, Row
 
+LOADED = 1.5
+"""A machine with this load at the begin of a run had other work."""
 FOLDER = Path(__file__).resolve().parent / "results"
 
 
@@ -55,25 +57,34 @@ def facts() -> dict[str, Any]:
     }
 
 
+def facts_line(about: Mapping[str, Any]) -> str:
+    """The same in one line, for readers. The date of the run, not its time: rows of one run share the line."""
+    load = f"load {about['load_1min']:.0f}" if about["load_1min"] >= LOADED else "quiet"
+    return f"{about['date'][:10]}, {about['cores']} cores of {about['cpu']} ({load}), torch {about['torch']}"
+
+
 def number(value: float | None, digits: int) -> str:
     return "–" if value is None else f"{value:,.{digits}f}"
 
 
-def table(results: list[Result]) -> str:
-    """Markdown: a line for each metric of each row; rows of which every repetition counts have a table of their own."""
+def table(results: list[Result], *, main_only: bool = False) -> str:
+    """Markdown: a line for each metric of each row; rows of which every repetition counts have a table of their own.
+    `main_only`: the first metric of each row, and those with a bound."""
     plain = [result for result in results if not result.row.strict and not result.skipped]
     strict = [result for result in results if result.row.strict and not result.skipped]
     skipped = [f"- {result.row.name} NOT MEASURED: {result.skipped}" for result in results if result.skipped]
-    parts = ([_plain(plain)] if plain else []) + ([_strict(strict)] if strict else [])
+    parts = ([_plain(plain, main_only)] if plain else []) + ([_strict(strict, main_only)] if strict else [])
     return "\n".join([*parts, *skipped]) + ("\n" if skipped else "")
 
 
-def _strict(results: list[Result]) -> str:
+def _strict(results: list[Result], main_only: bool) -> str:
     """Median, (smallest – largest), and in how many of all repetitions it came to that."""
     head = "| what | torchrun, defaults | torchrun, tuned | holdfast, defaults | bound, each time | kept |"
     lines = [head, "|---|---:|---:|---:|---|---|"]
     for result in results:
         for index, metric in enumerate(result.row.metrics):
+            if main_only and index and not metric.bound_given:
+                continue
             if not metric.bound_given and not any(result.values(name, metric) for name in result.row.repeat):
                 continue  # what would only explain a number that is not there
             cells = [_spread(result, launcher.name, metric) for launcher in (TORCHRUN, TUNED, HOLDFAST)]
@@ -96,10 +107,12 @@ def _spread(result: Result, launcher: str, metric: Metric) -> str:
     return f"{middle} ({low} – {high}){unit}, {len(values)} of {runs}"
 
 
-def _plain(results: list[Result]) -> str:
+def _plain(results: list[Result], main_only: bool) -> str:
     lines = ["| what | torchrun | holdfast | ratio | bound | kept |", "|---|---:|---:|---:|---|---|"]
     for result in results:
         for index, metric in enumerate(result.row.metrics):
+            if main_only and index and not metric.bound_given:
+                continue
             title = result.row.title if index == 0 else ""
             ours, theirs = result.summary(HOLDFAST.name, metric), result.summary(TORCHRUN.name, metric)
             ratio = result.ratio(metric)
@@ -123,52 +136,33 @@ def errors(results: list[Result]) -> str:
     return "\n".join(lines) + ("\n" if lines else "")
 
 
-def page(results: list[Result], about: dict[str, Any]) -> str:
-    head = "# holdfast beside torchrun\n\n" + "".join(f"- {key}: {value}\n" for key, value in about.items())
-    counts = "".join(
-        f"- {result.row.name}: "
-        + ", ".join(f"{name} {len(result.samples.get(name, []))}" for name in result.row.repeat)
-        + " repetitions\n"
-        for result in results
-        if not result.row.strict
-    )
-    note = "\nMedians, unless the metric says otherwise; the two launchers took turns. Every sample is in the JSON file beside this one.\n"
-    failed = errors(results)
-    return (
-        head + note + "\n" + table(results) + ("\nFailed repetitions:\n\n" + failed if failed else "") + "\n" + counts
-    )
+@dataclass(frozen=True)
+class Stored:
+    """The newest measurement of one row, as it lies in FOLDER."""
+
+    result: Result
+    facts: Mapping[str, Any]
 
 
-def write(results: list[Result], about: dict[str, Any], part: str = "") -> Path:
-    """The JSON and the page; returns the page's path. `part` names a run of some rows only, which replaces no other."""
-    FOLDER.mkdir(parents=True, exist_ok=True)
-    name = f"{about['date'][:10]}-" + re.sub(
-        r"[^a-z0-9]+", "-", f"{about['cpu']} {about['cores']}-cores {part}".lower()
-    ).strip("-")
-    rows = {
-        result.row.name: {
-            "title": result.row.title,
-            "samples": result.samples,
-            "errors": result.errors,
-            "skipped": result.skipped,
-            "metrics": [
-                {
-                    "name": metric.name,
-                    "unit": metric.unit,
-                    "bound": metric.bound(),
-                    "holdfast": result.summary(HOLDFAST.name, metric),
-                    "torchrun": result.summary(TORCHRUN.name, metric),
-                    "ratio": result.ratio(metric),
-                    "kept": result.kept(metric),
-                    "runs": {name: result.runs(name) for name in result.row.repeat},
-                }
-                for metric in result.row.metrics
-            ],
-        }
-        for result in results
-    }
-    data = {"facts": about, "command": sys.argv[1:], "rows": rows}
-    (FOLDER / f"{name}.json").write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
-    path = FOLDER / f"{name}.md"
-    path.write_text(page(results, about), encoding="utf-8")
-    return path
+def write(results: list[Result], about: Mapping[str, Any], folder: Path = FOLDER) -> list[Path]:
+    """Write one file per row, with every sample; it replaces the row's earlier measurement, which git keeps. A row that
+    this machine could not measure replaces nothing."""
+    folder.mkdir(parents=True, exist_ok=True)
+    written = []
+    for result in results:
+        if result.skipped:
+            continue
+        data = {"facts": about, "samples": result.samples, "errors": result.errors}
+        path = folder / f"{result.row.name}.json"
+        path.write_text(json.dumps(data, indent=1) + "\n", encoding="utf-8")
+        written.append(path)
+    return written
+
+
+def stored(rows: Iterable[Row], folder: Path = FOLDER) -> Iterator[Stored]:
+    """What was measured of these rows. A row without a file was never measured."""
+    for row in rows:
+        path = folder / f"{row.name}.json"
+        if path.is_file():
+            data = json.loads(path.read_text(encoding="utf-8"))
+            yield Stored(Result(row, data["samples"], data["errors"]), data["facts"])

@@ -1,12 +1,11 @@
-"""The table of a chaos soak, for people, and the file under benchmarks/results.
+"""The table of a chaos soak, and its file under benchmarks/results, from which docs/measured.md takes the main figures.
 
-Knows how to say it; the figures are made elsewhere. Machine and versions come from the benchmarks' own report.
+The figures are made elsewhere. Machine and versions come from the benchmarks' report.
 """
 
 from __future__ import annotations
 
 import json
-import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -22,18 +21,6 @@ class Outcome:
     launcher: str
     figures: Figures
     violations: list[Violation]
-
-
-def page(outcomes: list[Outcome], about: dict[str, Any]) -> str:
-    head = "# Chaos soak\n\n" + "".join(f"- {key}: {value}\n" for key, value in about.items())
-    note = (
-        "\nFour pretend hosts, one rank each, DDP on gloo, `--nnodes 2:4`; every launcher suffered the same schedule."
-        "\nA pause is the longest time without a step that a fault caused, p50 / p95 / max in seconds. Faults with nothing"
-        "\nto hit (a torchrun has no supervisor) are not counted."
-        "\nA step that waited for a fault to pass counts as effective for no more than twice the median step."
-        "\nWhat was lost is all time that was not effective, after the newest fault before it.\n\n"
-    )
-    return head + note + table(outcomes) + "\n" + _violations(outcomes)
 
 
 def table(outcomes: list[Outcome]) -> str:
@@ -70,17 +57,9 @@ def _pauses(figures: Figures, kind: str) -> str:
     return f"{quantile(values, 0.5):.1f} / {quantile(values, 0.95):.1f} / {max(values):.1f} ({len(values)}×){lost}"
 
 
-def _violations(outcomes: list[Outcome]) -> str:
-    shown = [(outcome.launcher, violation) for outcome in outcomes for violation in outcome.violations]
-    return "".join(f"- {launcher}: {str(violation)[:300]}\n" for launcher, violation in shown[:40])
-
-
 def write(outcomes: list[Outcome], about: dict[str, Any], folder: Path) -> Path:
-    """The JSON and the page; returns the page's path."""
+    """Write the newest run of this script in the place of the one before. Returns the file's path."""
     folder.mkdir(parents=True, exist_ok=True)
-    machine = re.sub(r"[^a-z0-9]+", "-", f"{about['cpu']} {about['cores']}-cores".lower()).strip("-")
-    part = "" if about["script"] == "train.py" else f"-{Path(about['script']).stem}"
-    name = f"{about['date'][:10]}-{machine}-soak{part}"
     runs = {
         outcome.launcher: {
             **asdict(outcome.figures),
@@ -89,7 +68,6 @@ def write(outcomes: list[Outcome], about: dict[str, Any], folder: Path) -> Path:
         }
         for outcome in outcomes
     }
-    (folder / f"{name}.json").write_text(json.dumps({"facts": about, "runs": runs}, indent=1) + "\n", encoding="utf-8")
-    path = folder / f"{name}.md"
-    path.write_text(page(outcomes, about), encoding="utf-8")
+    path = folder / f"soak-{Path(about['script']).stem}.json"
+    path.write_text(json.dumps({"facts": about, "runs": runs}, indent=1) + "\n", encoding="utf-8")
     return path

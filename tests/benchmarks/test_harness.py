@@ -11,6 +11,7 @@ from benchmarks.harness import BenchmarkError, Launcher, Metric, Result, Row, Sa
 from benchmarks.rows import ALL, tee
 from benchmarks.scale import Story
 from holdfast.protocol.policy import Limits
+from tools import measured_page
 
 
 def row(metric: Metric, **samples: list[float]) -> Result:
@@ -84,3 +85,27 @@ def test_a_row_that_takes_long_runs_only_by_name() -> None:
     )
     assert [long.called(()), other.called(())] == [False, True]
     assert [long.called({"long"}), other.called({"long"}), long.called({"g"})] == [True, False, True]
+
+
+def test_a_measurement_replaces_the_one_before_of_the_same_row_alone(tmp_path: Path) -> None:
+    metric = Metric("m", "s", ratio_max=0.5)
+    first, other = (Row(name, name, (metric,), lambda *_: {}, {"holdfast": 1}) for name in ("first", "other"))
+    report.write([Result(each, {"holdfast": [{"m": 1.0}]}) for each in (first, other)], {"date": "then"}, tmp_path)
+    report.write([Result(first, {"holdfast": [{"m": 2.0}]}, {"torchrun": ["no"]})], {"date": "now"}, tmp_path)
+    found = {each.result.row.name: each for each in report.stored((first, other), tmp_path)}
+    assert found["first"].result.summary("holdfast", metric) == 2.0
+    assert found["first"].result.errors == {"torchrun": ["no"]}
+    assert [found["first"].facts["date"], found["other"].facts["date"]] == ["now", "then"]
+
+
+def test_a_row_that_a_machine_cannot_measure_keeps_its_last_measurement(tmp_path: Path) -> None:
+    kind = Row("row", "row", (Metric("m", "s"),), lambda *_: {}, {"holdfast": 1})
+    report.write([Result(kind, {"holdfast": [{"m": 1.0}]})], {"date": "then"}, tmp_path)
+    report.write([Result(kind, skipped="no network namespaces")], {"date": "now"}, tmp_path)
+    assert [each.facts["date"] for each in report.stored([kind], tmp_path)] == ["then"]
+
+
+def test_each_result_belongs_to_a_row_and_each_row_to_a_section_of_the_page() -> None:
+    results = {path.stem for path in report.FOLDER.glob("*.json") if not path.stem.startswith("soak-")}
+    assert results - {row.name for row in ALL} == set()
+    assert measured_page.without_section() == []

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import own_folders
-from holdfast.train.snapshots import changes, disk, memory_folder, read_back
+from holdfast import memory_folder, own_folders
+from holdfast.train.snapshots import changes, disk, read_back
 from tests.support.second_user import OTHER_UID, as_other, everybodys_folder, exchanging, needs_root
 
 ROUNDS = 300

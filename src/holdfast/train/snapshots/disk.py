@@ -7,7 +7,7 @@ data loader.
 **The digest** is sha256 over chunks of 4 MiB, and sha256 over their digests. So all cores take part, hashing continues
 while the disk writes, and a reader that needs a part of a file (another world size) checks only what it reads. A rank's
 record holds the digests of the chunks, the manifest their root. Every flipped bit, zeroed page, lost end or exchanged
-file changes the root. docs/measured.md has the measurements behind both choices.
+file changes the root. docs/internals/decisions.md has the measurements behind both choices.
 """
 
 from __future__ import annotations

@@ -1,0 +1,293 @@
+"""A worker's side of a regroup: its channel to the agent, and the release of whatever blocks its main thread.
+
+A worker whose training function runs in `ht.survive` connects to a socket of its agent. When another worker is lost,
+the agent orders all others to a meeting point, the gate ("release"), and sends each its new place ("go"). A thread
+reads these orders, because the main thread may wait in a collective operation for the worker that is lost. gloo has no
+way to abort that wait: the thread shuts the connections of the process group, and the wait ends with an exception.
+
+A main thread that computes meets no such wait for a while. It is interrupted, but only inside the call of a module (a
+forward pass). An exception anywhere else could leave half a file, which a program writes between two steps. An
+exception that another thread sets is raised at some later instruction, which may be such a place. So the thread asks
+for a signal handler: it runs in the main thread, sees where this is, and raises there or not at all.
+
+Knows sockets, the board's address and the messages (see supervisor/channel.py). Standard library only.
+"""
+
+from __future__ import annotations
+
+import _thread
+import contextlib
+import os
+import select
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from types import FrameType
+from typing import Any, NamedTuple
+
+from holdfast import seqpacket
+from holdfast.protocol.board_layout import BOARD_VARIABLE, INTERRUPT_SIGNAL
+from holdfast.protocol.train_contract import REPLACEMENT_VARIABLE, channel_name
+
+WHY_CHARACTERS_MAX = 4096
+"""Of the reason why a worker cannot go on."""
+UNINTERRUPTED_S = 0.5
+"""After a release the main thread comes to the gate by itself, at its next collective operation or at the end of its
+step. After this time it is interrupted in the next call of a module, unless an optimizer is at work."""
+LOOK_AGAIN_S = 0.01
+MODULE_CALL = ("torch.nn.modules.module", "_call_impl")
+"""Module and name of the function through which torch calls every module."""
+
+
+class Release(NamedTuple):
+    """The order to come to the gate."""
+
+    generation: int
+    """The generation that is being formed."""
+    cut: bool
+    """A worker was lost: come at once. False: come at the safe point that the board names."""
+    leaves: bool = False
+    """Its node leaves: it gets no place in that generation, and is ended at the gate."""
+
+
+class Go(NamedTuple):
+    """This worker's place in a new generation."""
+
+    generation: int
+    environment: dict[str, str]
+
+
+class ChannelLostError(RuntimeError):
+    """The agent is gone, and will end this process."""
+
+
+class AgentChannel:
+    """The connection to the agent. `say` and the waits belong to the main thread."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._connection = connection
+        self._connection.setblocking(False)
+        self.uninterrupted = threading.RLock()
+        """The main thread takes this lock itself, and not by the condition, whose `with` is Python code: an exception
+        of a signal handler there would leave it locked."""
+        self._changed = threading.Condition(self.uninterrupted)
+        self.released: Release | None = None
+        """The order to come to the gate, until its "go" was taken. An attribute: it is read in each step."""
+        self._go: Go | None = None
+        self._lost = False
+        self._at_gate = True
+        self._cut: Callable[[], object] = lambda: None
+        self._may_interrupt: Callable[[], bool] = lambda: False
+        self._exception: type[BaseException] | None = None
+        self._handler_before: Any = None
+        """Of the signal; the handler itself is in place while this is set."""
+        self._thread = threading.Thread(target=self._listen, name="holdfast-regroup", daemon=True)
+        self._thread.start()
+
+    @classmethod
+    def open(cls, environ: Mapping[str, str] = os.environ) -> AgentChannel | None:
+        """Connect to the agent. None without an agent that offers it."""
+        address = environ.get(BOARD_VARIABLE, "")
+        if not address:
+            return None
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            connection.connect(channel_name(os.stat(address.rpartition("@")[0]).st_ino))
+            ours = seqpacket.peer(connection)[1] in (0, os.geteuid())  # another user may have taken the name
+        except OSError:
+            ours = False
+        if not ours:
+            connection.close()
+            return None
+        return cls(connection)
+
+    def close(self) -> None:
+        """Leave: this worker cannot go on in another generation any more."""
+        if self._handler_before is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(INTERRUPT_SIGNAL, self._handler_before)
+            self._handler_before = None
+        with contextlib.suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+        self._connection.close()
+
+    def train(
+        self, cut: Callable[[], object], may_interrupt: Callable[[], bool], exception: type[BaseException]
+    ) -> None:
+        """The main thread trains from now on, until `arrive`.
+
+        `cut` ends collective operations; this object's thread calls it. `exception` is raised in the main thread,
+        inside the call of a module, if it has not come to the gate UNINTERRUPTED_S after that and `may_interrupt()`."""
+        if self._handler_before is None and threading.current_thread() is threading.main_thread():
+            self._handler_before = signal.signal(INTERRUPT_SIGNAL, self._on_interrupt) or signal.SIG_DFL
+        with self.uninterrupted:
+            self._cut, self._may_interrupt, self._exception = cut, may_interrupt, exception
+            self._at_gate = False
+
+    def arrive(self) -> None:
+        """The main thread does not train any more. No interruption follows."""
+        with self.uninterrupted:
+            self._at_gate = True
+            self._changed.notify_all()
+
+    def say(self, what: str, **fields: object) -> None:
+        """Send a message. Raises ChannelLostError."""
+        try:
+            seqpacket.send(self._connection, {"is": what, **fields})
+        except OSError as error:
+            raise ChannelLostError(f"the agent cannot be reached: {error.strerror}") from error
+
+    def catch_up(self) -> Release | None:
+        """As `released`, after every message that has arrived."""
+        self._receive()
+        return self.released
+
+    def await_cut(self, limit_s: float) -> Release | None:
+        """Wait for the order to come to the gate at once, which may follow another one. Returns the newest one."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._lost or (self.released is not None and self.released.cut), limit_s)
+            return self.released
+
+    def await_go(self) -> Go:
+        """Wait at the gate for the new place; answers each release. Raises ChannelLostError."""
+        answered: Release | None = None
+        with self._changed:
+            while self._go is None:
+                if self._lost:
+                    raise ChannelLostError("the agent is gone")
+                if self.released is not None and self.released is not answered:
+                    answered = self.released
+                    self.say("gate", generation=answered.generation)
+                self._changed.wait()
+            go, self._go, self.released = self._go, None, None
+            return go
+
+    # --- the thread -------------------------------------------------------------------------------------------------
+
+    def _listen(self) -> None:
+        poller = select.poll()
+        poller.register(self._connection, select.POLLIN)
+        while not self._lost:
+            poller.poll()
+            before = self.released
+            self._receive()
+            release = self.released
+            if release is not None and release is not before and release.cut:
+                self._free_main_thread(release)
+
+    def _receive(self) -> None:
+        """Take every message that has arrived; for both threads."""
+        with self.uninterrupted:
+            while not self._lost:
+                try:
+                    received = seqpacket.receive(self._connection)
+                except BlockingIOError:
+                    break
+                except (OSError, ValueError):
+                    received = None
+                if received is None:
+                    self._lost = True
+                else:
+                    self._take(received[0])
+            self._changed.notify_all()
+
+    def _take(self, message: Mapping[str, Any]) -> None:
+        match message.get("do"), message.get("generation"):
+            case "release", int(generation):
+                self.released = Release(generation, message.get("cut") is True, message.get("leaves") is True)
+                self._go = None  # of a generation that was given up
+            case "go", int(generation):
+                places = message.get("environment")
+                if isinstance(places, dict):
+                    self._go = Go(generation, {str(name): str(value) for name, value in places.items()})
+
+    def _free_main_thread(self, release: Release) -> None:
+        with self._changed:  # otherwise the main thread might have joined a new group before the old one is cut
+            if self._at_gate or self.released is not release:
+                return
+            self._cut()
+        deadline_s = time.monotonic() + UNINTERRUPTED_S
+        while True:
+            with self._changed:
+                left_s = deadline_s - time.monotonic()
+                if self._at_gate or self._lost or self.released is not release or self._handler_before is None:
+                    return
+                if left_s <= 0:
+                    _thread.interrupt_main(INTERRUPT_SIGNAL)  # type: ignore[arg-type] # runs the handler: no signal is sent
+                self._changed.wait(max(left_s, LOOK_AGAIN_S))
+
+    def _on_interrupt(self, _: int, frame: FrameType | None) -> None:
+        """The handler: in the main thread, between two instructions of this frame."""
+        due = self.released is not None and self.released.cut and not self._at_gate
+        if due and self._exception is not None and self._may_interrupt() and _calls_a_module(frame):
+            raise self._exception
+
+
+def _calls_a_module(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if (frame.f_globals.get("__name__"), frame.f_code.co_name) == MODULE_CALL:
+            return True
+        frame = frame.f_back
+    return False
+
+
+class GroupSockets:
+    """The sockets that a process group has opened in this process."""
+
+    def __init__(self) -> None:
+        self._links: dict[int, str] = {}
+        self._held: list[socket.socket] = []
+
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Sockets that are opened in the block belong to the group."""
+        before = open_sockets()
+        try:
+            yield
+        finally:
+            after = open_sockets()
+            self._links |= {fd: link for fd, link in after.items() if before.get(fd) != link}
+
+    def cut(self) -> int:
+        """End every wait on the connections, in this process alone. Returns their number. For any thread.
+
+        They are shut for reading only, and stay open until `forget`, whatever gloo closes: gloo loses an operation, and
+        waits for it for ever, when it answers a message of a peer that has closed the connection in between. A
+        listening socket is left alone: gloo ends the process when its accept fails.
+        """
+        for fd, link in list(self._links.items()):
+            with contextlib.suppress(OSError):
+                if os.readlink(f"/proc/self/fd/{fd}") != link:
+                    continue  # closed since, and the number is another one's
+                same = socket.socket(fileno=os.dup(fd))
+                if same.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    same.close()
+                    continue
+                self._held.append(same)
+                same.shutdown(socket.SHUT_RD)
+        return len(self._held)
+
+    def forget(self) -> None:
+        """The group is gone, on all ranks."""
+        self._links.clear()
+        while self._held:
+            self._held.pop().close()
+
+
+def is_replacement(environ: Mapping[str, str] = os.environ) -> bool:
+    """Whether this process was started for a lost worker, and has not joined the others yet."""
+    return bool(environ.get(REPLACEMENT_VARIABLE))
+
+
+def open_sockets() -> dict[int, str]:
+    """The sockets of this process: descriptor -> kernel's name of the socket."""
+    found: dict[int, str] = {}
+    for name in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            link = os.readlink(f"/proc/self/fd/{name}")
+            if link.startswith("socket:"):
+                found[int(name)] = link
+    return found

@@ -1,0 +1,250 @@
+"""A worker's side of the saver: where it is, how it is reached and started, and the messages on its socket.
+
+Under holdfast the saver is the agent's child and is started when a worker connects, or for a prefetch. Elsewhere the
+first worker of the node starts it, as a separate process that ends after torchrun, or after this process where there is
+no launcher.
+
+Messages on that socket are those of seqpacket.py:
+
+    worker → saver   {"do": "hello", "local_rank", "generation"}      the first one; again in another
+                                                                      generation, after a regroup. For an object store
+                                                                      with "packages" and "environ", see remote.py
+                     {"do": "persist", "id", "sequence", "request", "patience_s"} with the slot's descriptor, which
+                                                                      carries a shared lock on it; perhaps "stage"
+                     {"do": "wait", "id"}                             for "idle": nothing of this local rank is written
+                     {"do": "prefetched"}                             wait for what the agent ordered (copy_service.py)
+                     {"do": "serve", "word", "host", "bytes_s", "folder", "rank", "world"}
+                                                                      exchange copies with others (copy_service.py);
+                                                                      no rescue in this folder waits for them any more
+                     {"do": "copy", "id", "sequence", "request", "to", "keep"} with the slot's descriptor, as "persist"
+                     {"do": "tell", "packet"}                         a packet for the agent: "copy", "fetched"
+                     {"do": "forget", "above_step"}                   drop copies of later steps
+                     {"do": "read back", "path"}                      a committed snapshot; on a connection of its own
+                     {"do": "bye"}                                    a regular end: nothing is rescued
+    saver → worker   {"is": "prefetched", "fetched"}
+                     {"is": "written", "id"}                          this rank's file is durable, its slot is free
+                     {"is": "saved", "id", "path"}                    the save is done; on rank 0 it is committed
+                     {"is": "failed", "id", "code", "text", "made_good"}
+                     {"is": "serving", "port", "text"}                port 0: it cannot, and why
+                     {"is": "forgotten"}
+                     {"is": "copied", "id", "text"}                   no text: the other node has it
+                     {"is": "idle", "id"}
+                     {"is": "read back", "code", "text"}              no code: every byte is what was saved
+                     {"is": "news", "text"}                           the result of a previous worker's save
+Those with the agent are in protocol/train_contract.py. Standard library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hmac
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from holdfast import seqpacket
+from holdfast.linux import process_stat
+from holdfast.memory_folder import KEY, ROOT, SOCKET, MemoryFolder, clean, key_of, listen, name_of
+from holdfast.protocol.errors import SaverLostError, SnapshotError, SnapshotMemoryError
+from holdfast.protocol.train_contract import SAVER_VARIABLE, saver_argv
+
+STALL = "stall_s"
+"""In a request's note: seconds for which training waited for this save."""
+START_LIMIT_S = 10.0
+"""Limit for the start of a detached saver, also by another worker of this node."""
+LOOK_AGAIN_S = 0.01
+Packet = dict[str, Any]
+Tell = Callable[[Packet], None]
+"""Takes what a thread has to tell."""
+
+
+@dataclass(frozen=True)
+class SaverAddress:
+    """The place of one worker's slots and saver."""
+
+    folder: Path
+    local_rank: int
+    generation: int
+    anchor: int
+    """The process after whose end the saver ends; 0: an agent controls the saver."""
+    held: MemoryFolder | None = None
+    """Keeps the folder from being cleaned away while this process lives; None: the agent does."""
+
+    @classmethod
+    def find(cls, environ: Mapping[str, str] = os.environ, root: Path = ROOT) -> SaverAddress:
+        """Read it from the environment. Raises SnapshotMemoryError when there is no memory for a folder."""
+        address = environ.get(SAVER_VARIABLE, "")
+        if address:
+            folder, generation, local_rank = address.rsplit("@", 2)
+            return cls(Path(folder), int(local_rank), int(generation), 0)
+        # torchrun's workers find the same folder after a restart, because torchrun itself has not changed.
+        launched = "TORCHELASTIC_RUN_ID" in environ
+        anchor = os.getppid() if launched else os.getpid()
+        run_id = environ.get("TORCHELASTIC_RUN_ID", "plain")
+        name = name_of(run_id, key_of(run_id, anchor, _start_time(anchor)))
+        clean(root)
+        try:
+            held = MemoryFolder.at(name, root)
+        except OSError as error:
+            raise SnapshotMemoryError(f"{root} cannot be used: {error.strerror}.") from error
+        local_rank = environ.get("LOCAL_RANK", "0") if launched else "0"
+        return cls(held.path, int(local_rank), int(environ.get("TORCHELASTIC_RESTART_COUNT", "0")), anchor, held)
+
+    def close(self) -> None:
+        """Release the folder."""
+        if self.held is not None:
+            self.held.close()
+
+
+# --- who stages -------------------------------------------------------------------------------------------------------
+
+
+def open_for_writing(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+
+
+_claimed: set[Path] = set()
+"""Claims of this process: POSIX locks do not distinguish its own claims, and closing one would drop all."""
+
+
+def claim(folder: Path, local_rank: int) -> int:
+    """Claim this local rank until the descriptor is released. Raises OSError, SnapshotMemoryError."""
+    path = folder / f"{local_rank}.owner"
+    if path in _claimed:
+        raise SnapshotMemoryError(f"other snapshots of this process have the memory slots of local rank {local_rank}.")
+    fd = open_for_writing(path)
+    try:
+        fcntl.lockf(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # a POSIX lock: a forked child does not have it
+    except BlockingIOError as error:
+        os.close(fd)
+        raise SnapshotMemoryError(f"another process has the memory slots of local rank {local_rank}.") from error
+    _claimed.add(path)
+    return fd
+
+
+def unclaim(folder: Path, local_rank: int, fd: int) -> None:
+    os.close(fd)
+    _claimed.discard(folder / f"{local_rank}.owner")
+
+
+# --- the saver: how it is reached and started -------------------------------------------------------------------------
+
+
+def connect(folder: Path) -> socket.socket:
+    """Connect to the saver of this folder. Raises OSError; never waits, because a full backlog is an error."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.setblocking(False)
+        sock.connect(str(folder / SOCKET))
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def start_saver(place: SaverAddress) -> socket.socket:
+    """Start a saver that outlives this process, unless another worker of this node just has. Raises OSError."""
+    path = place.folder / SOCKET
+    starting = open_for_writing(place.folder / "starting")
+    try:
+        _lock_within(starting, START_LIMIT_S)
+        with contextlib.suppress(OSError):
+            return connect(place.folder)
+        path.unlink(missing_ok=True)
+        with listen(path) as listening:
+            # The connection waits in the socket until the saver listens; a saver without workers might end at once.
+            sock = connect(place.folder)
+            passed = [listening.fileno(), *([place.held.fd] if place.held is not None else [])]
+            argv = saver_argv(place.folder, listening=listening.fileno(), anchor=place.anchor)
+            try:
+                _run_apart(argv, passed)
+            except BaseException:
+                sock.close()
+                raise
+            return sock
+    finally:
+        os.close(starting)
+
+
+def _run_apart(argv: list[str], passed: list[int]) -> None:
+    """Run a program in its own session, detached from this process. Raises OSError, SubprocessError."""
+    import subprocess  # lazily: the saver and the agent import this module as well, and do not need it
+
+    null = subprocess.DEVNULL
+    subprocess.run(
+        argv,
+        stdin=null,
+        stdout=null,
+        stderr=null,
+        cwd="/",
+        pass_fds=passed,
+        start_new_session=True,
+        check=True,
+        timeout=START_LIMIT_S,
+    )
+
+
+def _lock_within(fd: int, limit_s: float) -> None:
+    """Take an exclusive lock. Raises TimeoutError, which is an OSError."""
+    deadline = time.monotonic() + limit_s
+    while True:
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise TimeoutError(110, "another worker has been starting it for too long") from None
+            time.sleep(LOOK_AGAIN_S)
+        else:
+            return
+
+
+def _start_time(pid: int) -> str:
+    """The start time; empty when the process is gone."""
+    stat = process_stat(pid)
+    return stat.started if stat is not None else ""
+
+
+# --- messages ---------------------------------------------------------------------------------------------------------
+
+
+def field_of(packet: Packet, name: str, kind: type[Any]) -> Any:
+    """A field of this type. Raises ValueError."""
+    value = packet.get(name)
+    if type(value) is not kind:
+        raise ValueError(f"{name} is {value!r}, {kind.__name__} expected"[:200])
+    return value
+
+
+def key_of_life(folder: Path, word: str) -> bytes:
+    """The key of one life of the job. `word`: rank 0's; the agent has left what it derived from the job token in this
+    shared-memory folder. OSError."""
+    held = b"no token"
+    with contextlib.suppress(FileNotFoundError):
+        held = (folder / KEY).read_bytes()
+    return hmac.digest(held, b"holdfast copies " + word.encode(), "sha256")
+
+
+def read_back(folder: Path, path: Path, patience_s: float) -> None:
+    """Have the saver read a committed snapshot and check every byte. For any thread; waits.
+
+    Raises the SnapshotError of `folder.verify`, or one when it takes too long; SaverLostError: no saver is available.
+    """
+    try:
+        with connect(folder) as sock:
+            seqpacket.send(sock, {"do": "read back", "path": str(path)})
+            if not seqpacket.is_readable(sock, patience_s):
+                raise SnapshotError(f"{path} was not read back within {patience_s:.0f} s: is the saver stopped?")
+            got = seqpacket.receive(sock)
+    except OSError as error:
+        raise SaverLostError(f"the saver cannot be reached: {error.strerror}") from error
+    if got is None:
+        raise SaverLostError("the saver has ended meanwhile")
+    if got[0].get("code") != "":
+        from holdfast.train.snapshots.disk import error_of  # here: the agent, which starts at once, does not need it
+
+        raise error_of(str(got[0].get("code")), str(got[0].get("text")))
