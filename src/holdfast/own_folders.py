@@ -50,6 +50,20 @@ def check(fd: int, path: Path, others: int = 0o077) -> None:
         raise PermissionError(errno.EACCES, f"{os.fspath(path)} is not this user's alone")
 
 
+def open_file(path: Path) -> int:
+    """Open a file for reading and writing, and make it if it is missing, in a folder that is this user's alone.
+
+    Raises OSError; PermissionError for any other folder, and for a link of that name."""
+    folder, name = os.path.split(os.fspath(path))
+    with private(folder) as within:
+        try:
+            return os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=within)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise PermissionError(errno.EACCES, f"{os.fspath(path)} is a link") from None
+            raise
+
+
 def remove(path: Path, dir_fd: int | None = None, depth: int = 0) -> None:
     """Remove a folder with all that is below it; a link there is removed and never followed.
 

@@ -66,8 +66,8 @@ FILE_BYTES_MAX = 1 << 20
 """Limit of a hostfile, and of the compared part of a script (far.py reads the same part)."""
 UNKNOWN_ENDPOINT = "first.host:1"
 """A placeholder for the endpoint, which the launcher determines."""
-UNKNOWN_MODULE = "$module"
-"""A placeholder for a module whose existence only the hosts know: names with variables are not searched."""
+UNKNOWN_MODULE, UNKNOWN_PROGRAM = "$module", "$program"
+"""Placeholders for what only the hosts know to exist: names with variables are not searched."""
 
 
 def are_named(parsed: Parsed) -> bool:
@@ -245,8 +245,9 @@ def environment(parsed: Parsed, environ: Mapping[str, str]) -> dict[str, str]:
 def resolve_there(parsed: Parsed, words: Sequence[str], environ: Mapping[str, str]) -> RunOptions:
     """Resolve the line as an agent will.
 
-    The script is checked only if it has the same path here, and a module only if the hosts search for it as this
-    machine would: in this folder, with this Python.
+    The script or program is checked only if it has the same path here, a program that is searched on PATH only if it is
+    there, and a module only if the hosts search for it as this machine would: in this folder, with this Python. Each
+    host searches for itself.
     """
     there = grammar.parse(words[1:], {}, TABLES[words[0]])
     there = there._replace(notices=parsed.notices)
@@ -255,10 +256,21 @@ def resolve_there(parsed: Parsed, words: Sequence[str], environ: Mapping[str, st
     script, folder = there.values.training_script, parsed.values.cwd
     if there.values.module and (folder or parsed.values.python):
         there.values.training_script = UNKNOWN_MODULE
-    if folder and not os.path.isabs(script) and not there.values.no_python and not there.values.module:
+    if there.values.no_python:
+        there.values.training_script = program_here(script, folder, environ) or UNKNOWN_PROGRAM
+    elif folder and not os.path.isabs(script) and not there.values.module:
         here = os.path.join(folder, script)
         there.values.training_script = here if os.path.exists(here) else "-"
     return resolve(there, environ).options
+
+
+def program_here(name: str, folder: str, environ: Mapping[str, str]) -> str:
+    """The program under the path that it has on the hosts; empty: it is for them to find it."""
+    if "/" not in name:
+        path = environ.get("PATH") or os.environ.get("PATH", "")
+        return name if find_program(name, {"PATH": path}) is not None else ""
+    path = os.path.join(folder, name)
+    return path if not folder or os.path.exists(path) else ""
 
 
 def expected(parsed: Parsed, options: RunOptions) -> Expected:

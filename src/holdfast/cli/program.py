@@ -41,7 +41,8 @@ def worker_command(parsed: Parsed, environ: Mapping[str, str], notices: list[str
     if not target:
         raise ScriptError("the training script's name is empty")
     if kind is CommandKind.PROGRAM:
-        check_program(target, environ)
+        if "$" not in target:
+            check_program(target, environ)
     elif kind is CommandKind.MODULE:
         check_module(target, environ)
     elif target != "-" and "$" not in target:  # `$local_rank`: known per worker
@@ -267,7 +268,7 @@ TORCH = ("numpy", "torch")
 TRAINING = "torch._dynamo"
 """A module that the first optimizer and DistributedDataParallel import. It takes as long as torch itself."""
 OURS = "holdfast.train"
-OUR_MODULES = (f"{OURS}.snapshots", f"{OURS}.data.loader", f"{OURS}.survival")
+OUR_MODULES = (f"{OURS}.snapshots_api", f"{OURS}.data.loader", f"{OURS}.survival")
 """The modules that `holdfast.train` imports when its names are used: 0.15 to 0.25 s in each worker."""
 SOURCE_BYTES_MAX = 300_000
 """Limit for a program and the modules beside it: reading them takes about 50 ms."""

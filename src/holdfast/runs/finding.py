@@ -44,6 +44,12 @@ def ending(folder: Path) -> str:
     return f": {_end_line(outcome)}" if outcome is not None else ""
 
 
+def ended_as(folder: Path) -> str:
+    """`has ended: failed, exit code 3`. For a run of which no agent lives."""
+    unknown = " without a verdict: its agent was killed, or its disk took none"
+    return f"has ended{ending(folder) or unknown}"
+
+
 def end_of(folder: Path, outcome: Outcome) -> str:
     """The end of a run: one line, and then its last screen."""
     return f"run {folder.name} has ended: {_end_line(outcome)}\n{screen_of(folder, outcome)}"
@@ -130,7 +136,7 @@ def by_folder(folder: Path, entries: Sequence[RunningAgent]) -> list[RunningAgen
     path = folder / running.SOCKET_NAME
     if path.exists() and running.listens(str(path)):
         return [unlisted(folder)]
-    raise NoRunError(f"the run in {folder} has ended{ending(folder)}")
+    raise NoRunError(f"the run in {folder} {ended_as(folder)}")
 
 
 def check_folder(folder: Path) -> None:
@@ -195,10 +201,10 @@ def nothing(run: str | None, entries: Sequence[RunningAgent]) -> str:
     """The message if no job was found: what may be meant instead."""
     ended = newest_ended(run)
     if run is None:
-        last = f"; the newest run here, {ended}, has ended{ending(ended)}" if ended else ""
+        last = f"; the newest run here, {ended}, {ended_as(ended)}" if ended else ""
         return f"no job of this user runs on this host{last}{not_read()}"
     if ended:
-        return f"{run} is not running on this host: {ended} has ended{ending(ended)}"
+        return f"{run} is not running on this host: {ended} {ended_as(ended)}"
     known = f"; running jobs:\n{job_lines(entries)}" if entries else ", and no other job of this user"
     return f"no job {run!r} runs on this host{known}{runs_here()}{not_read()}"
 

@@ -92,10 +92,10 @@ class FailedSaves:
             return self._count(*(causes or reports)[0])
         return RankFailure(*causes[0], fatal=False) if causes else None
 
-    def not_begun(self, error: SnapshotError) -> RankFailure:
-        """A save could not begin."""
+    def not_begun(self, error: SnapshotError, *, demanded: bool = False) -> RankFailure:
+        """A save could not begin. One that the program `demanded` is fatal."""
         self._open = False
-        if isinstance(error, SnapshotBusyError):
+        if demanded or isinstance(error, SnapshotBusyError):
             return RankFailure(error.code, str(error), fatal=True)
         return self._count(error.code, str(error))
 

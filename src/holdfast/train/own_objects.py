@@ -35,6 +35,7 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from holdfast import own_folders
 from holdfast.protocol.errors import ProcessGroupError
 from holdfast.train import state_codec as codec
 from holdfast.train.kept import KeptState
@@ -256,7 +257,7 @@ class _StateRecord:
     """The step plus 1, 0: none; bytes that follow; their checksum, since the process may be killed while it writes."""
 
     def __init__(self, paths: Sequence[str]) -> None:
-        self._files = [os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600) for path in paths]
+        self._files = [own_folders.open_file(path) for path in paths]
         self._newest = -1
         self._number, self._complete = 0, True
         """Where the newest one is, and whether its step is complete."""

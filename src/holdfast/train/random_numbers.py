@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from holdfast import own_folders
 from holdfast.train import torch_private
 
 WORDS = 624
@@ -262,7 +263,7 @@ class RandomRecord:
         head_bytes = RECORDS * WORD_BYTES
         state_bytes = sum(map(len, states))
         size_bytes = head_bytes + RECORDS * state_bytes
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = own_folders.open_file(path)
         try:
             os.posix_fallocate(fd, 0, size_bytes)
             memory = memoryview(mmap.mmap(fd, size_bytes))

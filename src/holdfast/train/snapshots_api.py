@@ -557,8 +557,6 @@ class Snapshots:
             if self._current_tier is not None:
                 ahead = self._schedule.saved_step > self._schedule.durable_step or bool(self._unsaved)
                 last.callback(self._current_tier.close, ahead=ahead)
-                if self._pruner is not None:
-                    last.callback(self._pruner.finish)
                 try:
                     if self._current_tier.busy:
                         self._current_tier.wait()
@@ -568,6 +566,8 @@ class Snapshots:
                     if cause is None:
                         raise
                     raise cause from None
+                if self._pruner is not None:  # not after an error: it would wait for what was never written
+                    self._pruner.finish()
 
     def _put_hooks_back(self) -> None:
         self._stop_looking_at_data()

@@ -32,6 +32,8 @@ ERROR_LINE = re.compile(
 )
 OF_HOLDFAST = re.compile(r"holdfast\.protocol\.errors\.\w+: (?:rank (\d+): )?")
 """An exception that holdfast.train raises on purpose, and the rank on which it began, if that is another one."""
+PYTHON_WARNING = re.compile(r"^\S+:\d+: \w*Warning: (?:.*\n){1,12}?  \S.*\n", re.MULTILINE)
+"""A warning of Python's on stderr, up to the source line below it: the program went on after it."""
 EQUAL_CHARACTERS_MAX = 200
 
 
@@ -53,10 +55,10 @@ def agreed(failures: Sequence[Failure], first: Failure) -> Agreed | None:
     """
     failures = failures[:COMPARED_MAX]
     parsed = ExceptionText(first)
-    ours = OF_HOLDFAST.match(parsed.text)
+    ours = OF_HOLDFAST.match(parsed.qualified)
     if ours is not None:  # holdfast.train raises on all ranks what went wrong on one, and names it
         its = next((each for each in failures if ours[1] and each.rank == int(ours[1]) and each is not first), None)
-        return None if its is None or not OF_HOLDFAST.match(ExceptionText(its).text) else Agreed(its, its)
+        return None if its is None or not OF_HOLDFAST.match(ExceptionText(its).qualified) else Agreed(its, its)
 
     named = _named(failures, first, parsed)
     if named is first:
@@ -127,10 +129,9 @@ def _only_here(failure: Failure, others: Sequence[Failure]) -> Failure | None:
         root = ExceptionText(found).root
         if root and _without_numbers(_first_line(root)) not in theirs:
             return found
+    before = PYTHON_WARNING.sub("", parsed.stderr_before)
     said = [
-        line
-        for line in parsed.stderr_before.splitlines()
-        if ERROR_LINE.search(line) and _without_numbers(line.strip()) not in theirs
+        line for line in before.splitlines() if ERROR_LINE.search(line) and _without_numbers(line.strip()) not in theirs
     ]
     if not said or not parsed.text:  # without an exception, its last words are its cause already
         return failure if said else None

@@ -108,6 +108,11 @@ class ExceptionText:
         return native_message(self.stderr) if not text and self._failure.exit_code < 0 else text
 
     @cached_property
+    def qualified(self) -> str:
+        """The same from its traceback, where the class has its module. An error file has the class alone."""
+        return _exception(CHAINED.split(self._traceback)[-1]) or self.text
+
+    @cached_property
     def type(self) -> str:
         """The class of that exception, without the module."""
         name = self._failure.error_type if self._message else class_of(self.text)
@@ -239,7 +244,7 @@ class ExceptionText:
     @property
     def in_users_code(self) -> bool:
         """Whether the root was raised outside of libraries."""
-        return bool(self.frames) and not LIBRARY.search(self.frames[-1])
+        return bool(self.frames) and is_of_script(self.frames[-1])
 
     @cached_property
     def _inner(self) -> str:
@@ -385,7 +390,7 @@ def _innermost_line(block: str) -> str:
 
 def _in_library(block: str) -> bool:
     frame = _last(FRAME, block)
-    return frame is not None and LIBRARY.search(frame[1]) is not None
+    return frame is not None and not is_of_script(frame[1])
 
 
 def _raised_by_user(block: str) -> str:

@@ -23,6 +23,9 @@ DUMPED_CALL = re.compile(
     r'^\s+File "[^"\n]*/torch/distributed/distributed_c10d\.py", line \d+ in ([a-z]\w*)', re.MULTILINE
 )
 SHAPE = re.compile(r"\w+\[([\d, ]*)\]")
+SIZED = re.compile(r"[a-z]+(\d*)\w*\[([\d, ]*)\]")
+"""The bits of a type, which its name has, and a shape: `bfloat16[4, 2]`, `bool[7]`."""
+BITS_OF_BOOL = 8
 SIDES_DIFFER = frozenset(["gather", "scatter", "reduce", "broadcast"])
 """Collectives in which one rank gives more arguments. The first tensor is that of every rank."""
 UNEVEN = frozenset(["all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "batch_isend_irecv"])
@@ -113,14 +116,18 @@ def _odd(shapes: Mapping[int, str], *, receiver: bool) -> int | None:
     if most == least:
         if most > 1 or not receiver:
             return None
-        rare = max(counts, key=_elements)
+        rare = max(counts, key=_bits)
     elif least > 1:
         return None
     return next(rank for rank, shape in shapes.items() if shape == rare)
 
 
-def _elements(shape: str) -> int:
-    return sum(prod(int(size) for size in found.split(",") if size.strip()) for found in SHAPE.findall(shape))
+def _bits(shapes: str) -> int:
+    """Of all tensors: what gloo compares is their size in memory, whatever their types."""
+    return sum(
+        int(bits or BITS_OF_BOOL) * prod(int(size) for size in sizes.split(",") if size.strip())
+        for bits, sizes in SIZED.findall(shapes)
+    )
 
 
 def _name(failure: Failure) -> str:
