@@ -224,7 +224,7 @@ def test_a_fault_of_it_ends_no_job_and_its_requests_are_refused(method: str) -> 
     assert desk.machine.view(desk.now).phase == "running"
     desk.fail(2)
     assert desk.machine.phase is Phase.STOPPING
-    assert {note["what"] for note in desk.noted("insight_fault")} == {"probe"}
+    assert {note["what"] for note in desk.noted("observer_fault")} == {"probe"}
     assert "KeyError" in desk.refusal(2)
 
 

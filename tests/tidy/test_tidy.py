@@ -24,7 +24,7 @@ UNFINISHED = re.compile(r"\b(TO" + r"DO|FIX" + r"ME|X" + r"XX|HA" + r"CK|st" + r
 # Folders of one person's machine.
 MACHINE_PATH = re.compile(r"(?<![\w.])/(home|root|Users|work)/\w")
 TEXT_SUFFIXES = {".py", ".md", ".toml", ".sh", ".txt", ".yml", ""}
-PURE = ("protocol", "coordinator", "agent")
+PURE = ("protocol", "coordinator", "authority", "agent")
 IMPURE_MODULES = {"asyncio", "socket", "subprocess", "threading", "random", "time"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
@@ -233,7 +233,7 @@ def test_limits_grow_with_the_slowness_of_the_machine() -> None:
     found = [
         f"{path.relative_to(ROOT)}:{line}"
         for path in python_files("tests")
-        if "scripts" not in path.parts and {"agent", "coordinator", "protocol"}.isdisjoint(path.parts)
+        if "scripts" not in path.parts and set(PURE).isdisjoint(path.parts)
         for line in fixed_limits(tree(path))
     ]
     assert found == []
@@ -266,13 +266,34 @@ def test_a_name_means_one_module() -> None:
     assert not {name: places for name, places in found.items() if len(places) > 1}
 
 
+def methods_of(name: str) -> set[str]:
+    """Of the only class of this name."""
+    (found,) = [
+        node
+        for path in python_files("src")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef) and node.name == name
+    ]
+    return {each.name for each in found.body if isinstance(each, Function)}
+
+
+def test_no_method_of_the_coordinator_is_overridden() -> None:
+    """Who may decide is an argument of it (`coordinator/authority.py`): what follows from an event is in one place."""
+    subclasses = [
+        place(path, node.lineno)
+        for path in python_files("src")
+        for node in ast.walk(tree(path))
+        if isinstance(node, ast.ClassDef) and "Coordinator" in map(ast.unparse, node.bases)
+    ]
+    assert not subclasses
+    assert not methods_of("Coordinator") & methods_of("CoordinatorActs")
+
+
 RETIRED = re.compile(
-    r"keeper|lifeline|nurser|newborn|(?<![a-z])crew|oversight|insight|predecessor|(?<![a-z])tenure|probation|looker"
+    r"(?<!time)keeper|lifeline|nurser|newborn|(?<![a-z])crew|oversight|insight|predecessor|(?<![a-z])tenure|probation|looker"
     r"|(?<![a-z])shelf|(?<![a-z])ticket|inquiry|inquest|vouched|(?<![a-z])heed|outwait",
     re.IGNORECASE,
 )
-KEPT = re.compile(r"keeper_died|fenced_by_keeper|insight_fault|what=.keeper|timekeeper", re.IGNORECASE)
-"""Events and fields that users read keep their names."""
 
 
 def test_no_word_of_our_own_stands_for_a_word_of_the_field() -> None:
@@ -283,9 +304,70 @@ def test_no_word_of_our_own_stands_for_a_word_of_the_field() -> None:
         *(each for each in files() if each.parts[-2] == "docs" and each.suffix == ".md"),
     ]:
         for number, line in enumerate(text(path).splitlines(), 1):
-            if RETIRED.search(KEPT.sub("", line)):
+            if RETIRED.search(line):
                 found.append(f"{place(path, number)}: {line.strip()[:80]}")
     assert not found
+
+
+# --- sentences --------------------------------------------------------------------------------------------------------
+
+READ = (
+    *("cli", "dashboard", "diagnosis", "doctor", "launchers", "launching", "rendezvous", "runs", "torchrun_handler"),
+    "worker",
+)
+"""Packages whose docstrings a reader has gone through. Add a package when its docstrings are whole sentences."""
+WITHOUT_SUBJECT = re.compile(
+    r"(?:After|Already|Also|Always|Among|As|At|Before|Behind|Beside|Between|Beyond|By|For|From|Had|Has|Have|How|In|Into|Is"
+    r"|May|Must|Never|Not|Nor|Of|On|Or|Per|Since|So|Still|Than|To|Under|Until|Was|When|Where|Which|While|Who|Whom|Whose"
+    r"|Why|With|Within|Without)\b"
+)
+"""First words after which no subject follows. Words that often begin a whole sentence (If, Because, Only) are not here."""
+
+
+def docstrings(module: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of all docstrings, those of attributes and constants too."""
+    for node in ast.walk(module):
+        for statement in getattr(node, "body", []) if isinstance(getattr(node, "body", []), list) else []:
+            if (
+                isinstance(statement, ast.Expr)
+                and isinstance(statement.value, ast.Constant)
+                and isinstance(statement.value.value, str)
+            ):
+                yield statement.lineno, statement.value.value
+
+
+def test_docstrings_are_sentences() -> None:
+    shared = [path for path in python_files("src/holdfast") if path.parent.name == "holdfast"]
+    found = [
+        f"{place(path, line)}: {text.splitlines()[0][:80]}"
+        for path in [*python_files(*(f"src/holdfast/{name}" for name in READ)), *shared]
+        for line, text in docstrings(tree(path))
+        if WITHOUT_SUBJECT.match(text)
+    ]
+    assert found == [], (
+        "write a sentence with a subject and a verb, or a noun that says what the thing is, with its unit: "
+        "not `Of a hash.` but `Number of a hash's characters that are shown.`; not `Why it is closed.` but `The reason "
+        "why it is closed; empty while it is open.`; not `When it ended.` but `The time of its end (epoch s).`"
+    )
+
+
+def test_the_rule_about_sentences_finds_what_it_is_for() -> None:
+    faults = (
+        "Of a hash.",
+        "By index; None: no report.",
+        "Why it is closed.",
+        "For each problem the reason.",
+        "In words.",
+    )
+    assert all(map(WITHOUT_SUBJECT.match, faults))
+    good = (
+        "Whether it is open.",
+        "If it is lost, others go on.",
+        "Only our file is overwritten.",
+        "`8` or `500m`.",
+        "",
+    )
+    assert not any(map(WITHOUT_SUBJECT.match, good))
 
 
 # --- errors -----------------------------------------------------------------------------------------------------------

@@ -225,6 +225,6 @@ class Extensions:
 
     def _fault(self, name: str, error: Exception) -> None:
         text = f"{type(error).__name__}: {error}"
-        self._out.append(Note("insight_fault", {"what": name, "error": text}))
+        self._out.append(Note("observer_fault", {"what": name, "error": text}))
         for number in [number for number, each in self._open.items() if each.extension == name]:
             self._answer(number, b"", f"a fault in holdfast's extension {name}: {text}")
