@@ -19,6 +19,6 @@ def ask_job(
     *,
     within_s: float = ASKED_S,
 ) -> tuple[RunningAgent, Body]:
-    """The agent that answered, and its answer. Raises ControlRefusedError when the job refuses."""
+    """Ask a job. Returns the agent that answered, and its answer. Raises ControlRefusedError when it refuses."""
     entry, reply = ask_any(running_job(run), question, about, within_s=within_s)
     return entry, reply.read(kind)

@@ -18,11 +18,11 @@ from holdfast.runs.finding import of_one_job, run_folders
 from holdfast.runtime import running
 
 SCREENS = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
-"""Without one of these there is no browser, or only one in the terminal."""
+"""Variables of which one is set where there is a browser outside of the terminal."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `holdfast dashboard` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast dashboard` with these arguments. Returns the exit status. Raises HoldfastError."""
     import asyncio
     import webbrowser
     from importlib import import_module
@@ -65,7 +65,7 @@ def parser() -> Parser:
 
 
 def job_of(run: str | None) -> tuple[str, list[Path], int | None]:
-    """The name of the job, its run folders here, and the pid of its agent if it has none. An empty name: all jobs.
+    """The name of the job, its run folders here, and the pid of its agent if it has no folder; an empty name: all jobs.
     Raises NoRunError."""
     if run is None and len({entry.job for entry in running.entries()}) != 1:
         return "", [], None

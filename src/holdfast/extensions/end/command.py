@@ -35,7 +35,8 @@ def end_parser(question: str) -> Parser:
 
 
 def end_job(question: str, argv: Sequence[str]) -> int:
-    """Ask for the end of the job. Returns 0 when it has ended in any way; with --no-wait when all nodes were asked."""
+    """Ask for the end of the job. Returns 0 when the job has ended in any way; with --no-wait when all nodes were
+    asked."""
     chosen = end_parser(question).parse_args(argv)
     entry, waiting = hold(running_job(chosen.run))
     with waiting:
@@ -67,7 +68,7 @@ stop_parser, kill_parser = (partial(end_parser, question) for question in ENDING
 
 
 def wait(entry: RunningAgent, waiting: Call) -> Reply | None:
-    """How the job ended; None: its agent ended without an answer. Reports now and then that it still waits."""
+    """Wait for the job's end, with a line now and then. Returns the agent's last answer; None: it ended without one."""
     while True:
         try:
             return waiting.answer(limit_s=SAY_S)
@@ -76,8 +77,11 @@ def wait(entry: RunningAgent, waiting: Call) -> Reply | None:
 
 
 def hold(entries: list[RunningAgent]) -> tuple[RunningAgent, Call]:
-    """The first agent of the job that answers, and a connection that reports the job's end. The connection is opened
-    before the job is asked to end, so the end cannot be missed. Raises the error of the last agent if none answers."""
+    """The first agent of the job that answers, and a connection that reports the job's end.
+
+    The connection is opened before the job is asked to end, so that the end cannot be missed. Raises the error of the
+    last agent if none answers.
+    """
     for entry in entries[:-1]:
         try:
             ask(entry, "status")

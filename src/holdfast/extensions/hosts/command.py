@@ -32,17 +32,18 @@ def host_parser(question: str) -> Parser:
 
 
 def ask_about_host(question: str, argv: Sequence[str]) -> int:
-    """Ask; returns 0 when it is being done. Raises ControlRefusedError when it is not."""
+    """Ask the job to drain, exclude or readmit a host. Returns 0 when that is being done, else raises
+    ControlRefusedError."""
     chosen = host_parser(question).parse_args(argv)
     text = getattr(chosen, "time", "0")
     for_s = seconds_of(text)
     if question == "exclude" and for_s is None:
         raise UsageError(f"--for {text}: write a time like 90s, 30min or 1h")
-    entry, told = ask_job(chosen.run, question, Sent, {"host": chosen.host, "for_s": for_s or 0.0})
+    entry, answer = ask_job(chosen.run, question, Sent, {"host": chosen.host, "for_s": for_s or 0.0})
     if chosen.json:
-        print_json({"run": entry.name, "host": chosen.host, "nodes": told.nodes})
+        print_json({"run": entry.name, "host": chosen.host, "nodes": answer.nodes})
     else:
-        print(f"{entry.name}: {question} {chosen.host}: sent to {plural(told.nodes, 'node')}")
+        print(f"{entry.name}: {question} {chosen.host}: sent to {plural(answer.nodes, 'node')}")
     return 0
 
 

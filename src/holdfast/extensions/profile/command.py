@@ -16,7 +16,7 @@ PROFILED_STEPS = 5
 
 
 def main_profile(argv: Sequence[str]) -> int:
-    """Run `holdfast profile` with these arguments; returns 0 if every rank was profiled. Raises HoldfastError."""
+    """Run `holdfast profile` with these arguments. Returns 0 if every rank was profiled. Raises HoldfastError."""
     chosen = profile_parser().parse_args(argv)
     if chosen.steps is not None and chosen.seconds is not None:
         raise UsageError("--steps and --seconds: give one of them")
@@ -31,12 +31,12 @@ def main_profile(argv: Sequence[str]) -> int:
 
 
 def profile_lines(view: ProfileView) -> Iterator[str]:
-    """What was taken; the operations of the first rank alone, the others have theirs in a file."""
-    told = next((rank for rank in view.ranks if rank.operations), None)
-    if told is not None:
-        yield f"rank {told.rank}: the most expensive operations"
+    """The lines about profiles. Only the operations of the first rank are shown; the others have theirs in a file."""
+    first = next((rank for rank in view.ranks if rank.operations), None)
+    if first is not None:
+        yield f"rank {first.rank}: the most expensive operations"
         yield f"{'own time':>12}  {'with calls':>12}  {'calls':>7}  operation"
-        for each in told.operations:
+        for each in first.operations:
             yield f"{each.self_s * 1e3:9.3f} ms  {each.total_s * 1e3:9.3f} ms  {each.calls:7}  {each.name}"
         yield ""
     for rank in view.ranks:
@@ -44,7 +44,7 @@ def profile_lines(view: ProfileView) -> Iterator[str]:
             yield f"rank {rank.rank} on {rank.host}: {problem}"
         yield from (f"rank {rank.rank} on {rank.host}: {file}" for file in rank.files)
     yield from (f"{host} did not answer" for host in view.silent)
-    if told is not None:
+    if first is not None:
         yield "open a trace in https://ui.perfetto.dev or chrome://tracing, a *.speedscope.json in https://speedscope.app"
 
 

@@ -11,11 +11,11 @@ from holdfast.protocol.extension import Sent
 
 
 def main_save(argv: Sequence[str]) -> int:
-    """Run `holdfast save` with these arguments; returns 0 when all ranks will save. Raises HoldfastError."""
+    """Run `holdfast save` with these arguments. Returns 0 when all ranks will save. Raises HoldfastError."""
     chosen = save_parser().parse_args(argv)
-    entry, told = ask_job(chosen.run, "save", Sent, within_s=SAVE_S)
+    entry, answer = ask_job(chosen.run, "save", Sent, within_s=SAVE_S)
     if chosen.json:
-        print_json({"run": entry.name, "nodes": told.nodes})
+        print_json({"run": entry.name, "nodes": answer.nodes})
     else:
         print(f"{entry.name}: all ranks save at their next safe point, and go on")
     return 0

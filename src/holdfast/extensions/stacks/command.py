@@ -17,7 +17,7 @@ from holdfast.runtime.running import ask_any
 
 
 def main_stacks(argv: Sequence[str]) -> int:
-    """Run `holdfast stacks` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast stacks` with these arguments. Returns the exit status. Raises HoldfastError."""
     chosen = stacks_parser().parse_args(argv)
     wanted = ranks_of(chosen.rank)
     _, reply = ask_any(running_job(chosen.run), "stacks", within_s=STACKS_S)

@@ -35,7 +35,7 @@ SCREEN_ON, SCREEN_OFF = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
 
 
 def main_status(argv: Sequence[str]) -> int:
-    """Run `holdfast status` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast status` with these arguments. Returns the exit status. Raises HoldfastError."""
     chosen = status_parser().parse_args(argv)
     interval_s = watch_interval(chosen)
     if chosen.run is None and len({entry.job for entry in running.entries()}) > 1:
@@ -53,14 +53,14 @@ def main_status(argv: Sequence[str]) -> int:
         show_end(folder, outcome, chosen)
         return 0
     if interval_s is None:
-        show(entries, *look(entries), chosen)
+        show(entries, *ask_status(entries), chosen)
         return 0
     watch(entries, interval_s, chosen)
     return 0
 
 
 def show_jobs(entries: Sequence[RunningAgent], chosen: argparse.Namespace) -> None:
-    """A line for each job of this host."""
+    """Print a line for each job of this host."""
     jobs: dict[tuple[str, str], list[RunningAgent]] = {}
     for entry in entries:
         jobs.setdefault(entry.job, []).append(entry)
@@ -69,15 +69,15 @@ def show_jobs(entries: Sequence[RunningAgent], chosen: argparse.Namespace) -> No
     for agents in jobs.values():
         first, view, why = agents[0], None, ""
         try:
-            view, _ = look(agents)
+            view, _ = ask_status(agents)
         except (ControlRefusedError, ControlSilentError, NoRunError) as error:
             why = str(error)
         documents.append({"run": first.name, "pids": [agent.pid for agent in agents], "script": first.script})
         documents[-1] |= {"why": why} if view is None else {"job": flat(view)}
         ranks = "" if view is None else str(view.world_size)
-        told = why if view is None else f"{view.phase}, {progress_line(view)}"
+        state = why if view is None else f"{view.phase}, {progress_line(view)}"
         age = duration(max(0.0, time.time() - first.began_epoch_s))
-        rows.append((first.name, age, str(first.pid), ranks, first.script, told))
+        rows.append((first.name, age, str(first.pid), ranks, first.script, state))
     if chosen.json:
         print_json({"jobs": documents})
         return
@@ -112,8 +112,8 @@ def watch_interval(chosen: argparse.Namespace) -> float | None:
     return interval_s
 
 
-def look(entries: list[RunningAgent]) -> tuple[JobView, bool]:
-    """The known state of the job, and whether all nodes are in it."""
+def ask_status(entries: list[RunningAgent]) -> tuple[JobView, bool]:
+    """The state of the job as far as it is known, and whether all nodes are in it."""
     _, reply = ask_any(entries, "status")
     return reply.read(JobView), reply.whole
 
@@ -135,14 +135,14 @@ def show(entries: Sequence[RunningAgent], view: JobView, whole: bool, chosen: ar
 
 
 def lines_of(entries: Sequence[RunningAgent], view: JobView, chosen: argparse.Namespace) -> str:
-    """What a look shows."""
+    """The text of the status: the job's lines, and the step from which it would go on after the loss of a node."""
     copies = copies_here(entries)
     safe = [] if copies is None else ["", safe_text(copies)]
     return "\n".join([*status_lines(view, ranks=chosen.ranks), *safe])
 
 
 def copies_here(entries: Sequence[RunningAgent]) -> dict[str, object] | None:
-    """What the job's agents on this host know of copies of states in memory; None: there are none."""
+    """The copies of states in memory that the job's agents on this host know of; None: there are none."""
     journals = []
     for entry in entries:
         with contextlib.suppress(UsageError):  # its folder is gone, or it has none
@@ -167,7 +167,7 @@ def watch(entries: list[RunningAgent], interval_s: float, chosen: argparse.Names
     try:
         while True:
             began_s = time.monotonic()
-            view, whole = look(entries)
+            view, whole = ask_status(entries)
             if chosen.json:
                 seen = {"time": time.time(), "whole": whole, **flat(view)}
                 print(json.dumps({**seen, "copies": copies_here(entries)}), flush=True)
@@ -188,7 +188,7 @@ def watch(entries: list[RunningAgent], interval_s: float, chosen: argparse.Names
 
 
 def end_of_any(entries: list[RunningAgent]) -> str:
-    """How the watched run ended, from the first of its folders here with an outcome."""
+    """The text about the end of the watched run, from the first of its folders here with an outcome."""
     for folder in [Path(entry.folder) for entry in entries if entry.folder]:
         outcome = outcome_of(folder)
         if outcome is not None:
