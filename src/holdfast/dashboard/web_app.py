@@ -66,7 +66,7 @@ COMPARED_MAX = 2
 """Number of runs in one comparison."""
 ABOUT_A_HOST = ("drain", "exclude", "readmit")
 ACTIONS = {"profile": ASKED_S_MAX, "save": SAVE_S, **dict.fromkeys(("stop", "kill", *ABOUT_A_HOST), ASKED_S)}
-"""How long the page waits for each."""
+"""Time for which the page waits for the answer to each action (s)."""
 EXCLUDED_S = 3600.0
 """Time for which the page's button excludes a host; the command has an option for it."""
 

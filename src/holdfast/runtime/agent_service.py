@@ -307,20 +307,7 @@ class AgentService:
             )
             self._worker_group = worker_group
             self._driver = Driver(machine, Tick(), self._execute, after=lambda: self._after_event(machine))
-            own = Node(
-                machine,
-                self._options.job,
-                node,
-                self._folder.path,
-                tasks,
-                self._journal.write,
-                self._journal.fault,
-                self._feed,
-                workers=worker_group.workers,
-                progress=worker_group.progress,
-                samples=worker_group.samples,
-            )
-            extensions = self._extensions = NodeExtensions(self._registered, own, self._send, self._journal.fault)
+            extensions = self._extensions = self._make_extensions(machine, node, worker_group, tasks)
             self._control_requests = ControlRequests(self._send, extensions.asked, self._host)
             control = Control(self._control_requests.ask, self._journal)
             self._loop.set_exception_handler(self._crashed)
@@ -347,6 +334,24 @@ class AgentService:
                 await run_detached(self._router.finish_files)
                 await control.close(self._outcome())
         return outcome
+
+    def _make_extensions(
+        self, machine: AgentMachine, node: NodeSpec, group: WorkerGroup, tasks: asyncio.TaskGroup
+    ) -> NodeExtensions:
+        own = Node(
+            machine,
+            self._options.job,
+            node,
+            self._folder.path,
+            tasks,
+            self._journal.write,
+            self._journal.fault,
+            self._feed,
+            workers=group.workers,
+            progress=group.progress,
+            samples=group.samples,
+        )
+        return NodeExtensions(self._registered, own, self._send, self._journal.fault)
 
     def _outcome(self) -> Outcome | None:
         """None: there is no outcome yet, or a fault of ours in its place."""
