@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from math import inf
 
 from holdfast.coordinator.admission import Admit, Deny
-from holdfast.coordinator.authority import Answered, Inherited, NodeEnded, Spares
+from holdfast.coordinator.authority import Handled, Inherited, NodeEnded, Spares
 from holdfast.coordinator.coordinator_acts import CoordinatorActs
 from holdfast.coordinator.coordinator_state import (
     Command,
@@ -122,7 +122,7 @@ class Coordinator(CoordinatorActs):
         match authority.hears(now, event):
             case StepDown() as order:
                 return self._step_down(order)
-            case Answered(answers):
+            case Handled(answers):
                 return list(answers)
             case Inherited(charter, term):
                 number, generation = charter.position.number, charter.generation
