@@ -31,7 +31,7 @@ from holdfast.coordinator.coordinator_state import (
     LinkClosed,
     LinkOpened,
     Member,
-    Pending,
+    PendingLink,
     Phase,
     QuitAsked,
     SaveAgreed,
@@ -161,7 +161,7 @@ class Coordinator(CoordinatorActs):
         before, quiet = self.phase, self._is_quiet(now)
         match event:
             case LinkOpened(link, address, reached_at, local):
-                too_many = self._membership.open_link(link, Pending(address, reached_at, local, now))
+                too_many = self._membership.open_link(link, PendingLink(address, reached_at, local, now))
                 self._close_unjoined(too_many, f"too many links from {address} have not joined")
             case LinkClosed(link, reason):
                 self._on_link_closed(now, link, reason)
