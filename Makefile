@@ -9,7 +9,9 @@
 #   make test-torch       what depends on torch, with the installed torchrun instead of the recorded one; TORCH=2.15.0: with
 #                         that version, in an environment of its own (its registry build brings 5 GB of CUDA libraries)
 #   make test-trainers    the trainers' tests with torchtitan too, installed without most of what it depends on
-#   make test-pythons     what needs no torch, under 3.11, 3.12 and 3.13, where they are found; PYTHONS="3.12 3.13"
+#   make test-without-torch  the launcher's tests (the folders in tools/pythons.py) in an environment without torch: fails if one
+#                         needs it. `make check` looks at their imports alone
+#   make test-pythons     the same under 3.11, 3.12 and 3.13, where they are found; PYTHONS="3.12 3.13"
 #   make record-torchrun  record again what the installed torchrun does; TORCH=… as above
 #   make bench   holdfast beside torchrun: a table, and a file for each row under benchmarks/results
 #   make soak    simulated jobs (SOAK_SEEDS=50000), then chaos on pretend hosts beside torchrun (SOAK_MINUTES=20,
@@ -48,7 +50,7 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check -c constrain
 PACKAGING := pyproject.toml constraints.txt src/holdfast/train/_stream.c
 
 .DELETE_ON_ERROR:
-.PHONY: demo fast test again test-torch test-trainers test-pythons record-torchrun coverage check dist docs bench soak soak-seeds soak-chaos soak-patience screenshots fmt debian clean
+.PHONY: demo fast test again test-torch test-trainers test-without-torch test-pythons record-torchrun coverage check dist docs bench soak soak-seeds soak-chaos soak-patience screenshots fmt debian clean
 
 demo: $(VENV)/.demo
 	@$(BIN)/python examples/demo.py
@@ -67,6 +69,9 @@ test-torch: $(TORCH_VENV)/.dev
 
 test-pythons:
 	$(PYTHON) -m tools.pythons $(PYTHONS)
+
+test-without-torch:
+	$(PYTHON) -m tools.pythons $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 
 test-trainers: $(VENV)/.dev
 	$(PIP) --no-deps torchtitan torch_checkpointing tyro spmd_types docstring_parser

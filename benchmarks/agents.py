@@ -23,7 +23,7 @@ from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOpti
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
 from holdfast.runtime.driver import Driver
 from holdfast.runtime.rendezvous_client import CoordinatorLink, RendezvousClient
-from holdfast.runtime.run_folder import Journal
+from holdfast.journal import Journal
 from tests.support.simulator.nodes import simple_judge
 
 STORE_PORT = 1

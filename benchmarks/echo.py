@@ -16,7 +16,7 @@ from multiprocessing import get_context
 from benchmarks.harness import cpu_s
 from benchmarks.scale import PROCESSES, own_address
 from holdfast.runtime.connection import READ_BYTES, tune
-from holdfast.runtime.inherited import raise_limit
+from holdfast.inherited import raise_limit
 
 DIALLED_PER_S = 1500.0
 MEASURED_S = 20.0

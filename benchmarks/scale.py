@@ -58,9 +58,9 @@ from holdfast.protocol.rank_progress import RankProgress, Stage
 from holdfast.protocol.session import ClientHandshake, Session
 from holdfast.rendezvous.bind import claim
 from holdfast.runtime.connection import fresh_nonce, tune
-from holdfast.runtime.inherited import raise_limit
+from holdfast.inherited import raise_limit
 from holdfast.runtime.replicated_service import ReplicatedService
-from holdfast.runtime.run_folder import Journal
+from holdfast.journal import Journal
 from holdfast.runtime.succession import SuccessionClient
 
 PROCESSES = 2

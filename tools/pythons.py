@@ -1,9 +1,11 @@
-"""Run the part of the suite that needs no torch under every Python that holdfast supports and this machine has.
+"""Run the tests of the launcher where torch is not installed, under every Python that holdfast supports and this machine has.
 
     python -m tools.pythons [3.11 3.12 …]
 
-Looks in PATH and in pyenv's versions. Each gets an environment of its own, `.venv-python-3.12`, with what the tests need.
-Exit code 1 when a suite fails, or when no Python was found.
+Looks in PATH and in pyenv's versions. Each gets an environment of its own, `.venv-python-3.12`, with what the tests need,
+which is not torch: a test that needs it without saying so (a group "torch …", `importorskip`) fails here.
+tests/tidy/test_launcher_tests.py finds the imports among them in a second. Exit code 1 when a suite fails, or when no
+Python was found.
 """
 
 from __future__ import annotations
@@ -16,25 +18,29 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 SUPPORTED = ("3.11", "3.12", "3.13")
-FOLDERS = [
+LAUNCHER = [
+    "agent",
     "benchmarks",
     "cli",
-    "agent",
     "coordinator",
-    "protocol",
     "corpus",
+    "dashboard",
     "diagnosis",
-    "processes",
-    "rendezvous",
     "doctor",
+    "launching",
     "metrics",
+    "processes",
+    "protocol",
+    "rendezvous",
     "runtime",
-    "supervisor",
     "scenarios",
     "simulation",
+    "supervisor",
+    "third_party",
     "train/snapshots",
     "worker",
 ]
+"""Folders of tests: everything but what the training script uses, whose snapshots alone need no torch either."""
 
 
 def main() -> int:
@@ -73,7 +79,10 @@ def run(version: str) -> str:
         pip = [command, "-m", "pip", "install", "-qq", "--disable-pip-version-check", "-c", "constraints.txt"]
         subprocess.run([*pip, "-e", ".[test]"], cwd=ROOT, check=True)
         stamp.touch()
-    tests = [f"tests/{folder}" for folder in FOLDERS]
+    has = subprocess.run([command, "-c", "import torch"], capture_output=True, check=False).returncode == 0
+    if has:
+        return f"failed: torch is installed in {environment.name}; remove that folder"
+    tests = [f"tests/{folder}" for folder in LAUNCHER]
     pytest = [command, "-m", "pytest", *tests, "-q", "-n", "4", "--dist", "loadgroup"]
     print(f"--- Python {version}: {python}", flush=True)
     done = subprocess.run(pytest, cwd=ROOT, check=False)

@@ -30,6 +30,8 @@ OWN_STORE = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
 EXECUTED = {"HOLDFAST_PRELOAD": "none"}
 EARLY_S, LATE_S = 0.3, 3.0
 """Crashes so long after the first work: before and after the standbys are there."""
+IMPORTING_S = 1.0
+"""And while a second fork server imports what only restarts need."""
 SETTLE_S = 4.0
 LIMIT_S = 120.0
 
@@ -128,6 +130,13 @@ ROWS = (
         restarts("reduce", 2, EARLY_S, LATE_S, extra={}),
         9,
         **{crashed(EARLY_S): 0.2, crashed(LATE_S): 0.2},
+    ),
+    row(
+        "warm-restart-importing",
+        "crash while a fork server imports for restarts → first all-reduce, 2 ranks",
+        restarts("reduce", 2, IMPORTING_S, extra={}),
+        5,
+        **{crashed(IMPORTING_S): 0.1},
     ),
     row(
         "warm-restart-ddp",

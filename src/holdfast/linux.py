@@ -218,3 +218,13 @@ def _cpu_quota(folder: str) -> float | None:
     if quota.isdecimal() and period.isdecimal() and int(period) > 0:
         return int(quota) / int(period)
     return None
+
+
+def default_interface(root: str | os.PathLike[str] = "/") -> str:
+    """The interface of the IPv4 default route with the lowest metric; empty: there is none. `root`: of /proc."""
+    found = []
+    for line in read_text(os.path.join(root, "proc/net/route")).splitlines()[1:]:
+        fields = line.split()
+        if len(fields) > 7 and fields[1] == "00000000" and fields[7] == "00000000":
+            found.append((int(fields[6]), fields[0]))
+    return min(found)[1] if found else ""

@@ -14,10 +14,12 @@ from typing import Any
 import pytest
 
 from holdfast.cli import main, run_command
-from holdfast.cli.report import copies_of, read_journal, safe_text
+from holdfast.cli.report import safe_text
 from holdfast.diagnosis.causes.find import advice, rules
 from holdfast.diagnosis.history import incidents
 from holdfast.diagnosis.reference import events, everything, headings, nearest, normal, search, verdict_texts
+from holdfast.runs.copies_report import copies_of
+from holdfast.runs.journal_reader import read_journal
 from tests.support.limits import limit_s
 
 SOURCE = Path(__file__).resolve().parent.parent.parent / "src" / "holdfast"
@@ -331,7 +333,7 @@ def test_which_step_would_survive_the_loss_of_a_node(
     tmp_path: Path, one: list[Any], two: list[Any], step: int | None, skipped: int
 ) -> None:
     folders = [journal(tmp_path / "one", begins("a"), *one), journal(tmp_path / "two", begins("b"), *two)]
-    found = copies_of([list(read_journal(Path(each), ("generation", "snapshot_copy"))) for each in folders])
+    found = copies_of([list(read_journal(Path(each), print, ("generation", "snapshot_copy"))) for each in folders])
     assert found is not None
     assert (found["survivable_step"], found["skipped_since"]) == (step, skipped)
     assert ("from the disk" if step is None else f"from step {step}") in safe_text(found)

@@ -17,8 +17,8 @@ from holdfast.cli.grammar import parse
 from holdfast.cli.option_table import LAUNCH_OPTIONS, OPTIONS
 from holdfast.cli.resolve import Resolution, resolve
 from holdfast.protocol.options import CommandKind, Endpoint, RunOptions, Std
-from holdfast.protocol.policy import Survive
-from holdfast.runtime.run_folder import default_log_dir
+from holdfast.protocol.train_contract import Survive
+from holdfast.run_folder import default_log_dir
 from tests.support.tables import tables
 
 TABLES = tables(__file__)

@@ -13,10 +13,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli import main, printing, status
+from holdfast.cli import main, status
 from holdfast.cli.doctor import markdown, masked, variables
 from holdfast.protocol.errors import UsageError
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, Verdict
+from holdfast.protocol.questions import ranks_of
 from holdfast.runtime import running
 from holdfast.runtime.agent_service import write_reports
 from holdfast.runtime.running import RunningAgent
@@ -374,7 +375,7 @@ def test_watch_takes_the_run_for_what_it_is() -> None:
 @pytest.mark.parametrize("text", ["x", "-1", "3-", "1,,2", "0-9999999", ""])
 def test_ranks_that_are_none(text: str) -> None:
     with pytest.raises(UsageError, match="write ranks like"):
-        printing.ranks_of([text])
+        ranks_of([text])
 
 
 # --- logs of a run that has ended -------------------------------------------------------------------------------------

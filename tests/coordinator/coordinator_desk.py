@@ -17,8 +17,9 @@ from holdfast.coordinator.coordinator_state import (
 from holdfast.coordinator.ending import Judge
 from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import Failure
-from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec, Note, Survive, Tick
+from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec, Note, Tick
 from holdfast.protocol.rank_progress import Examine, RankProgress, Stage
+from holdfast.protocol.train_contract import Survive
 from tests.support.simulator.nodes import simple_judge
 from tests.support.simulator.stalls import simple_examine
 

@@ -22,9 +22,10 @@ from holdfast.coordinator.formation import FENCE
 from holdfast.protocol import messages as msg
 from holdfast.protocol.charter import Charter, CharterPosition, Poll, Seat
 from holdfast.protocol.outcome import Failure, OutcomeKind
-from holdfast.protocol.policy import NodeSpec, Survive, Tick
+from holdfast.protocol.policy import NodeSpec, Tick
 from holdfast.protocol.questions import OF_A_HOST, Question
 from holdfast.protocol.rank_progress import RankProgress, Stage
+from holdfast.protocol.train_contract import Survive
 from tests.coordinator.coordinator_desk import (
     LIMITS,
     Desk,

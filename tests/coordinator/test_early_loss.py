@@ -8,7 +8,8 @@ import pytest
 
 from holdfast.coordinator.coordinator_state import Heard, LinkOpened, Phase
 from holdfast.protocol import messages as msg
-from holdfast.protocol.policy import NodeSpec, Survive, Tick
+from holdfast.protocol.policy import NodeSpec, Tick
+from holdfast.protocol.train_contract import Survive
 from tests.coordinator.coordinator_desk import LIMITS, Desk
 
 SHORT_S = LIMITS.short_lease_of(LIMITS.suspend_of(3))

@@ -22,7 +22,7 @@ from holdfast.protocol.messages import (
     WorkersFailed,
 )
 from holdfast.protocol.outcome import Failure
-from holdfast.protocol.policy import Survive
+from holdfast.protocol.train_contract import Survive
 from tests.coordinator.coordinator_desk import Desk
 from tests.coordinator.test_regrouping import able, refusal, went_on
 

@@ -31,8 +31,9 @@ from holdfast.protocol.messages import (
     WorkersFailed,
 )
 from holdfast.protocol.outcome import Failure
-from holdfast.protocol.policy import Grow, NodeSpec, Survive
+from holdfast.protocol.policy import Grow, NodeSpec
 from holdfast.protocol.rank_progress import RankProgress, Stage
+from holdfast.protocol.train_contract import Survive
 from tests.coordinator.coordinator_desk import (
     LIMITS,
     Desk,

@@ -18,7 +18,6 @@ from holdfast.doctor.facts import (
     FactsRequest,
     ask_torch,
     bounded,
-    default_interface,
     driver_version,
     ephemeral_ports,
     folder_facts,
@@ -29,7 +28,7 @@ from holdfast.doctor.facts import (
     run_bounded,
     try_to_bind,
 )
-from holdfast.linux import GroupLimits
+from holdfast.linux import GroupLimits, default_interface
 from holdfast.protocol.options import Endpoint
 
 GIB = 2**30

@@ -18,7 +18,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import holdfast.metrics as module
-from holdfast.metrics import HttpResponse, Server, bind
+from holdfast.listening import bind_named
+from holdfast.metrics import HttpResponse, Server
 from holdfast.metrics.exposition import Metrics
 from holdfast.metrics.listeners import STALL_S, STEP_WINDOW_S, TorchEvents, Vitals, VitalsSample, health
 from holdfast.protocol.errors import PortInUseError
@@ -40,7 +41,7 @@ def served() -> Iterator[Serve]:
     made: list[Server] = []
 
     def serve(pages: module.Pages) -> int:
-        sock = bind(Endpoint(host="127.0.0.1", port=0), "--x")
+        sock = bind_named(Endpoint(host="127.0.0.1", port=0), "--x")
         server = Server([(sock, pages)])
         server.start()
         made.append(server)
@@ -136,12 +137,12 @@ def test_a_reader_that_stalls_is_cut_off(served: Serve, monkeypatch: pytest.Monk
 
 
 def test_a_port_that_is_taken() -> None:
-    first = bind(Endpoint(host="127.0.0.1", port=0), "--x")
+    first = bind_named(Endpoint(host="127.0.0.1", port=0), "--x")
     with pytest.raises(PortInUseError, match=r"--metrics: cannot listen on 127.0.0.1:\d+: Address already in use"):
-        bind(Endpoint(host="127.0.0.1", port=first.getsockname()[1]), "--metrics")
+        bind_named(Endpoint(host="127.0.0.1", port=first.getsockname()[1]), "--metrics")
     first.close()
     with pytest.raises(PortInUseError, match=r"cannot listen on no\.such\.host\.invalid"):
-        bind(Endpoint(host="no.such.host.invalid", port=0), "--metrics")
+        bind_named(Endpoint(host="no.such.host.invalid", port=0), "--metrics")
 
 
 def test_a_page_that_fails_is_told_to_who_asked(served: Serve) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from holdfast.train.snapshots.memory_folder import COPIES
+from holdfast.memory_folder import COPIES
 from holdfast.train.snapshots.slots import committed_slots
 from tests.network.hosts import Host, PretendHosts, Program, why_not
 from tests.support.limits import limit_s, until

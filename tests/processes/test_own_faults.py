@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.runtime.inherited import needed
+from holdfast.inherited import needed
 from tests.processes.conftest import c10d
 from tests.support.limits import limit_s, until
 from tests.support.second_user import everybodys_folder

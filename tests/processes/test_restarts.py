@@ -193,6 +193,45 @@ def test_workers_go_on_when_the_fork_server_is_killed(site: Any, heavy: Any) -> 
     assert len(site.trail("up")) == 2
 
 
+SLOW = "import os, time\nopen('importing', 'w').write(str(os.getpid()))\ntime.sleep(100)\n"
+
+
+@pytest.fixture
+def slow(site: Any) -> Any:
+    """A torch whose _dynamo is never imported to the end. `slow()`: the process that tries."""
+    (site.folder / "numpy.py").touch()
+    torch = site.folder / "torch"
+    torch.mkdir()
+    (torch / "__init__.py").write_text("class default_generator:\n    seed = staticmethod(lambda: 0)\n")
+    (torch / "_dynamo.py").write_text(SLOW)
+    pid = site.folder / "importing"
+
+    def importing() -> int:
+        until(lambda: pid.exists() and pid.read_text(), "the import for restarts")
+        return int(pid.read_text())
+
+    return importing
+
+
+def test_a_restart_does_not_wait_for_what_is_imported_for_restarts(site: Any, slow: Any) -> None:
+    waits = "while ROUND == 0 and not os.path.exists('importing'): time.sleep(0.01)"
+    fails = "if ROUND == 0 and RANK == 1: os._exit(3)\nif ROUND == 0: hold()"
+    script = site.script(f"import torch\nmeet()\n{waits}\n{fails}")
+    agent = site.ends(0, "--standalone", "--nproc-per-node", "2", "--max-restarts", "1", script)
+    assert len(site.trail("up")) == 4
+    assert [each["text"] for each in agent.events("preload") if each.get("trouble")] == []
+    assert not is_alive(slow())
+
+
+def test_nothing_outlives_an_agent_that_is_killed_while_modules_are_imported_for_restarts(site: Any, slow: Any) -> None:
+    line = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "1")
+    agent = site.start(*line, site.script("import torch\nmeet()\nhold()"))
+    following = slow()
+    agent.signal(signal.SIGKILL)
+    site.all_gone(limit_s=1.0)
+    until(lambda: not is_alive(following), "the end of the next fork server", 1.0)
+
+
 def test_a_script_without_torch_has_no_fork_server(site: Any) -> None:
     agent = site.start("--standalone", "--nproc-per-node", "2", site.script("meet()\nhold()"))
     site.wait(2, "up")

@@ -18,7 +18,7 @@ SAVES = f"""
 from holdfast.protocol.errors import SnapshotError
 from holdfast.train.snapshots.changes import SaveRequest, begin
 from holdfast.train.snapshots.saver_client import SaverClient
-from holdfast.train.snapshots.memory_folder import SaverAddress
+from holdfast.train.snapshots.saver_connection import SaverAddress
 from holdfast.train.snapshots.flush import rescue_attempt
 SIZE, SNAPS = {SIZE}, os.path.join(os.path.dirname(os.environ["TRAIL"]), "snaps")
 METADATA = {{"metrics": {{"loss": 0.5, "lr": float("nan"), "step": 3}}}}

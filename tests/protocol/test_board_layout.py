@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from holdfast.protocol.board_layout import channel_name
+from holdfast.protocol.train_contract import channel_name
 from holdfast.supervisor.board import Board
 
 

@@ -11,7 +11,8 @@ from holdfast.protocol.errors import EtcdError, EtcdUnreachableError, Rendezvous
 from holdfast.protocol.options import Endpoint
 from holdfast.rendezvous.conf import parse_conf
 from holdfast.rendezvous.elections import Leader, Memory, read_record
-from holdfast.rendezvous.etcd import Servers, leader_key, read_etcd_conf
+from holdfast.rendezvous.etcd import leader_key, read_etcd_conf
+from holdfast.rendezvous.etcd_servers import Servers
 from tests.support.tables import tables
 
 TABLES = tables(__file__)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast import cli
-from holdfast.runtime.inherited import TOKEN_CHARS_MIN, draw_token, weakness
+from holdfast.inherited import TOKEN_CHARS_MIN, draw_token, weakness
 
 
 def test_a_drawn_token_is_strong_and_new() -> None:

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from holdfast.coordinator.leased import LeasedCoordinator
+from holdfast.journal import Journal
 from holdfast.protocol.messages import (
     REVISION,
     Assign,
@@ -22,7 +23,6 @@ from holdfast.protocol.outcome import Failure
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.rendezvous.elections import Memory
 from holdfast.runtime.leadership import ElectedService, fence_s
-from holdfast.runtime.run_folder import Journal
 from tests.support.simulator.nodes import simple_judge
 
 

@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.journal import Journal
 from holdfast.protocol.errors import BindingError, HoldfastError, InternalError, PlatformError
 from holdfast.protocol.messages import REVISION, FromAgent, FromCoordinator, Join, Joined, Leave, Ping, Pong
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.runtime.connection import Connection
+from holdfast.runtime.coordinator_service import CoordinatorService
 from holdfast.runtime.driver import SAID_INTERVAL_S, Driver, Troubles, as_error, fault_of
-from holdfast.runtime.rendezvous_client import CoordinatorService
-from holdfast.runtime.run_folder import Journal
 from tests.support.limits import limit_s, settled
 from tests.support.simulator.nodes import simple_judge
 

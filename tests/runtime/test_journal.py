@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast.runtime import run_folder
-from holdfast.runtime.run_folder import Journal
+from holdfast import journal as journal_module
+from holdfast.journal import Journal
 from tests.support.limits import until
 
 
@@ -56,7 +56,7 @@ def test_a_stalled_disk_never_blocks_and_what_is_lost_is_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A FIFO that nobody reads stands for the disk: opening it blocks.
-    monkeypatch.setattr(run_folder, "EVENTS_MAX", 10)
+    monkeypatch.setattr(journal_module, "EVENTS_MAX", 10)
     path = tmp_path / "events.jsonl"
     os.mkfifo(path)
     journal = Journal(path)

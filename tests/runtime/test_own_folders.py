@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import own_folders
-from holdfast.train.snapshots import disk, memory_folder
+from holdfast import memory_folder, own_folders
+from holdfast.train.snapshots import disk
 from tests.support.second_user import OTHER_UID, as_other, everybodys_folder, exchanging, needs_root
 
 ROUNDS = 300

@@ -11,6 +11,7 @@ from msgspec import structs
 
 from holdfast.agent.voter import AskVote, PolledCame, PollFailed, Unlinked, VoterState
 from holdfast.coordinator.coordinator_state import Deposed, Phase
+from holdfast.journal import Journal
 from holdfast.protocol.charter import Charter, CharterPosition, Poll, Polled, Renew, Seat
 from holdfast.protocol.errors import CoordinatorUnreachableError, PortInUseError, RefusedError
 from holdfast.protocol.messages import REVISION, FromCoordinator, Join, Joined, Moved, Supersede
@@ -18,8 +19,7 @@ from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOpti
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.rendezvous.bind import claim
 from holdfast.runtime.connection import dial, dial_agent
-from holdfast.runtime.rendezvous_client import CoordinatorLink
-from holdfast.runtime.run_folder import Journal
+from holdfast.runtime.coordinator_service import CoordinatorLink
 from holdfast.runtime.succession import SuccessionClient
 from holdfast.runtime.witness_service import Witness
 from tests.runtime.peers import TOKEN, service, settled

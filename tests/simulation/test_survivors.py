@@ -13,7 +13,8 @@ from holdfast.agent.agent_machine import AgentMachine
 from holdfast.coordinator.coordinator_state import Command, Draining, Tell, World
 from holdfast.coordinator.regrouping import Plan, Regrouping
 from holdfast.protocol.messages import Assign, Regroup
-from holdfast.protocol.policy import Limits, NodeSpec, Survive
+from holdfast.protocol.policy import Limits, NodeSpec
+from holdfast.protocol.train_contract import Survive
 from tests.simulation.test_checkers import SEEDS, first_broken_promise, with_broken_coordinator
 from tests.support.simulator.cluster import SimCluster, SimOptions
 from tests.support.simulator.drawn import DrawnAgent

@@ -9,7 +9,7 @@ import pytest
 
 from holdfast.protocol.errors import LogDirError
 from holdfast.protocol.options import LogOptions
-from holdfast.runtime.run_folder import RunFolder, default_log_dir
+from holdfast.run_folder import RunFolder, default_log_dir
 from holdfast.text import spoken
 from tests.support.second_user import OTHER_UID, everybodys_folder, needs_root
 
@@ -81,7 +81,7 @@ def test_a_default_folder_that_cannot_be_made_is_replaced_and_a_named_one_is_ref
     assert f"go to {other}." in folder.notice
     with pytest.raises(LogDirError):
         RunFolder.create(LogOptions(log_dir="/proc/no"), "job")
-    monkeypatch.setattr("holdfast.runtime.run_folder.temporary_log_dir", lambda: "/proc/neither")
+    monkeypatch.setattr("holdfast.run_folder.temporary_log_dir", lambda: "/proc/neither")
     folder = RunFolder.create(LogOptions(log_dir="/proc/no", log_dir_named=False), "job")
     assert folder.path is None
     assert "This run has no log files" in folder.notice

@@ -29,11 +29,12 @@ from holdfast.agent.events import (
     WorkersAble,
 )
 from holdfast.diagnosis.causes.find import cause_of
-from holdfast.protocol.board_layout import channel_name
+from holdfast.journal import Journal
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
-from holdfast.protocol.policy import JobSpec, Limits, Survive
-from holdfast.runtime.run_folder import Journal, RunFolder
+from holdfast.protocol.policy import JobSpec, Limits
+from holdfast.protocol.train_contract import Survive, channel_name
+from holdfast.run_folder import RunFolder
 from holdfast.supervisor import processes
 from holdfast.supervisor.channel import SaysReady, WorkerChannel
 from holdfast.supervisor.console import Console

@@ -13,14 +13,14 @@ from typing import Any
 
 import pytest
 
-from holdfast import seqpacket
+from holdfast import memory_folder, seqpacket
+from holdfast.journal import Journal
+from holdfast.memory_folder import SOCKET
+from holdfast.protocol import train_contract
 from holdfast.protocol.policy import HeldStates
-from holdfast.runtime.run_folder import Journal
 from holdfast.supervisor import processes
 from holdfast.supervisor.client import ProcessEnded
 from holdfast.supervisor.service_host import CONTROL_FD, SaverHost, StoreHost
-from holdfast.train.snapshots import memory_folder
-from holdfast.train.snapshots.memory_folder import SOCKET
 from holdfast.train.snapshots.slots import SlotOwner, Slots
 from tests.support.limits import limit_s
 
@@ -244,7 +244,7 @@ async def test_what_a_saver_has_sent_is_shown_though_its_end_is_reported_first()
     notices: list[str] = []
     supervisor: Any = PretendSupervisor()
     host = SaverHost(supervisor, "job", notices.append, Journal(None))
-    folder = host.environment(1, 0)[memory_folder.SAVER_VARIABLE].partition("@")[0]
+    folder = host.environment(1, 0)[train_contract.SAVER_VARIABLE].partition("@")[0]
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker:
         worker.connect(f"{folder}/{SOCKET}")
         await asyncio.wait_for(supervisor.started.wait(), limit_s(20))
@@ -261,8 +261,8 @@ async def test_a_saver_that_cannot_be_started_is_reported_once(bench: Any, monke
     notices: list[str] = []
     host = SaverHost(bench.supervisor, "job", notices.append, Journal(None))
     bench.supervisor._on_event = host.handle
-    monkeypatch.setattr(memory_folder.sys, "executable", "/no/such/python")
-    folder = host.environment(1, 0)[memory_folder.SAVER_VARIABLE].partition("@")[0]
+    monkeypatch.setattr(train_contract.sys, "executable", "/no/such/python")
+    folder = host.environment(1, 0)[train_contract.SAVER_VARIABLE].partition("@")[0]
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker:
         worker.connect(f"{folder}/{SOCKET}")
         await bench.until(lambda: bool(notices))
@@ -275,7 +275,7 @@ async def test_a_saver_that_cannot_be_started_is_reported_once(bench: Any, monke
 async def test_what_a_saver_gives_is_known_until_it_ends() -> None:
     supervisor: Any = PretendSupervisor()
     host = SaverHost(supervisor, "job", print, Journal(None))
-    folder = Path(host.environment(1, 0)[memory_folder.SAVER_VARIABLE].partition("@")[0])
+    folder = Path(host.environment(1, 0)[train_contract.SAVER_VARIABLE].partition("@")[0])
     assert host.states() is None
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as worker:
         worker.connect(f"{folder}/{SOCKET}")
@@ -316,7 +316,7 @@ async def test_the_saver_gets_its_order_before_any_worker_comes() -> None:
     assert not supervisor.started.is_set(), "nobody has anything"
     has = HeldStates("10.0.0.1", 4_000, "a life", "/runs", 8, (1, 5))
     host.prefetch({0: 4, 1: 5}, (has,))
-    folder = host.environment(1, 0)[memory_folder.SAVER_VARIABLE].partition("@")[0]
+    folder = host.environment(1, 0)[train_contract.SAVER_VARIABLE].partition("@")[0]
     assert (Path(folder) / memory_folder.PREFETCH).is_dir()
     await asyncio.wait_for(supervisor.started.wait(), limit_s(20))
     received = seqpacket.receive(supervisor.control)

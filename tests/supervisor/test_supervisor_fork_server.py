@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -17,6 +18,7 @@ from holdfast.supervisor.client import (
     SupervisorDied,
     TreeKilled,
 )
+from tests.supervisor.conftest import HEAVY
 
 # --- who forks, who reaps ---------------------------------------------------------------------------------------------
 
@@ -87,18 +89,6 @@ async def test_what_imports_print_and_set_reaches_every_worker(site: Any) -> Non
     assert site.output("a") == site.output("b") == "heavy is here\n1\n"
 
 
-async def test_later_modules_are_there_for_a_restart(site: Any) -> None:
-    site.write("late.py", "")
-    site.write("asks.py", "import sys\nprint('late' in sys.modules)")
-    site.start_fork_server("heavy", later=("late",))
-    site.spawn("first", "asks.py")
-    await site.end_of("first")
-    await site.until(lambda: any("for restarts" in text for text in site.told))
-    site.spawn("second", "asks.py")
-    await site.end_of("second")
-    assert (site.output("first"), site.output("second")) == ("False\n", "True\n")
-
-
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="OpenBLAS starts no thread for one CPU")
 async def test_openblas_ends_its_threads_for_a_fork_and_starts_them_again(site: Any) -> None:
     pytest.importorskip("numpy")
@@ -123,11 +113,11 @@ async def test_openblas_ends_its_threads_for_a_fork_and_starts_them_again(site: 
 # --- ended before it has begun ----------------------------------------------------------------------------------------
 
 
-def slow_import(site: Any) -> Callable[[], None]:
-    """Makes the heavy module wait for leave; returns what gives it."""
+def slow_import(site: Any, name: str = "heavy", before: str = HEAVY) -> Callable[[], None]:
+    """Makes a module wait for leave; returns what gives it."""
     gate = site.folder / "gate"
     os.mkfifo(gate)
-    site.write("heavy.py", f"{site.heavy}\n    open({str(gate)!r}).read()\n")
+    site.write(f"{name}.py", f"{before}\n    open({str(gate)!r}).read()\n")
 
     def open_gate() -> None:
         with open(gate, "w"):
@@ -313,25 +303,6 @@ async def test_standbys_become_the_next_workers_and_others_take_their_place(site
     assert len(site.imports()) == 1
 
 
-async def test_standbys_have_what_is_imported_for_restarts(site: Any) -> None:
-    site.write("late.py", "")
-    site.write("asks.py", "import sys\nprint('late' in sys.modules)")
-    (pid,) = await parked(site, "heavy", standby=1, later=("late",))
-    site.spawn("next", "asks.py")
-    await site.end_of("next")
-    assert (site.pids["next"], site.output("next")) == (pid, "True\n")
-
-
-async def test_what_is_left_for_restarts_is_imported_by_a_fork_server_that_was_built_again(site: Any) -> None:
-    site.write("odd.py", "import sys\nsys.setprofile(lambda *_: None)")
-    site.write("late.py", "")
-    site.write("asks.py", "import sys\nprint('late' in sys.modules)")
-    (pid,) = await parked(site, "heavy", standby=1, later=("odd", "late"))
-    site.spawn("next", "asks.py")
-    await site.end_of("next")
-    assert (site.pids["next"], site.output("next")) == (pid, "True\n")
-
-
 async def test_the_end_of_a_generation_spares_the_standbys_and_the_end_of_the_supervisor_does_not(site: Any) -> None:
     waiting = await parked(site, "heavy")
     site.write("waits.py", "import time\ntime.sleep(100)")
@@ -373,3 +344,206 @@ async def test_a_standby_that_is_killed_when_it_has_answered_has_ended(site: Any
     await site.until(lambda: "a" in site.pids)
     if site.pids["a"] == pid:
         assert await site.end_of("a") == [-signal.SIGKILL]
+
+
+# --- the next fork server: what only restarts need is imported where nobody waits for it ------------------------------
+
+
+LATE = """
+    import os
+    print("late is here", flush=True)
+    with open(os.path.join(os.path.dirname(__file__), "late_pid"), "w") as file:
+        file.write(str(os.getpid()))
+"""
+ASKS = "import heavy, sys\nprint('late' in sys.modules)"
+
+
+async def importing(site: Any, *later: str, standby: int = 0) -> int:
+    """The pid of the next fork server, in the middle of its imports. A worker has run."""
+    site.write("asks.py", ASKS)
+    site.start_fork_server("heavy", later=later or ("late",), standby=standby)
+    site.spawn("first", "asks.py")
+    await site.end_of("first")
+    path = site.folder / "late_pid"
+    await site.bench.until(lambda: path.exists() and path.read_text())
+    return int(path.read_text())
+
+
+async def replaced(site: Any) -> None:
+    await site.until(lambda: any(text.endswith(", for restarts") for text in site.told))
+
+
+def forked(site: Any, *keys: str) -> bool:
+    """Whether these workers have imported the heavy module with one of the fork servers."""
+    return not {site.pids[key] for key in keys} & set(site.imports())
+
+
+async def test_workers_are_forked_while_the_next_fork_server_imports(site: Any) -> None:
+    slow_import(site, "late", LATE)
+    await importing(site)
+    for key in ("a", "b"):
+        site.spawn(key, "asks.py")
+    assert await site.end_of("a", "b") == [0, 0]
+    assert forked(site, "a", "b")
+    assert site.output("a") == "False\n", "and do not repeat what it has printed"
+
+
+async def test_it_takes_the_first_one_s_place_when_it_has_imported(site: Any) -> None:
+    go_on = slow_import(site, "late", LATE)
+    following = await importing(site)
+    (first,) = site.imports()
+    go_on()
+    await replaced(site)
+    site.spawn("a", "asks.py")
+    assert await site.end_of("a") == [0]
+    assert site.output("a") == "late is here\nTrue\n"
+    assert forked(site, "a")
+    await site.bench.until(lambda: not processes.is_alive(first))
+    assert processes.is_alive(following)
+    assert len(site.told) == 2, site.told
+
+
+async def test_a_worker_that_it_forked_sees_what_one_that_was_executed_sees(site: Any) -> None:
+    probe = Path(__file__).parents[1] / "fork_server" / "scripts" / "probe.py"
+    (site.folder / "sees.py").write_text(probe.read_text())
+    site.write("late.py", "import os\nopen(os.path.join(os.path.dirname(__file__), 'late_pid'), 'w').write('1')")
+    job = {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "OMP_NUM_THREADS": "1"}
+
+    async def seen(key: str) -> Any:
+        probed = {"HOLDFAST_PROBE_RANKS": "1", "HOLDFAST_PROBE_FILE": f"{site.folder}/{key}."}
+        site.spawn(key, "sees.py", "light", env_set={**job, **probed})
+        assert await site.end_of(key) == [0], site.output(key)
+        return json.loads((site.folder / f"{key}.0.0").read_text())
+
+    executed = await seen("executed")
+    await importing(site)
+    await replaced(site)
+    forked = await seen("forked")
+    assert "late" in forked["modules"]
+    assert {*forked["same"]} == {*executed["same"]}
+    for what, value in executed["same"].items():
+        if what != "descriptors":  # the names of the files of their output
+            assert forked["same"][what] == value, what
+    assert {*forked["same"]["descriptors"]} == {*executed["same"]["descriptors"]}
+
+
+async def test_no_request_is_lost_when_it_takes_over(site: Any) -> None:
+    go_on = slow_import(site, "late", LATE)
+    await importing(site)
+    keys = [f"w{number}" for number in range(60)]
+    for key in keys[:30]:
+        site.spawn(key, "asks.py")
+    go_on()
+    for key in keys[30:]:
+        site.spawn(key, "asks.py")
+    assert await site.end_of(*keys) == [0] * 60
+    assert forked(site, *keys)
+    await replaced(site)
+
+
+async def test_standbys_are_there_before_it_and_again_with_what_it_has_imported(site: Any) -> None:
+    go_on = slow_import(site, "late", LATE)
+    await importing(site, standby=2)
+    await site.until(lambda: len(site.parked) == 2)
+    early = site.parked
+    site.spawn("a", "asks.py")
+    await site.end_of("a")
+    assert (site.pids["a"], site.output("a")) == (early[0], "False\n")
+    go_on()
+    await replaced(site)
+    await site.until(lambda: len(site.parked) == 2 and not set(site.parked) & set(early))
+    await site.bench.until(lambda: not any(map(processes.is_alive, early)))
+    site.spawn("b", "asks.py")
+    await site.end_of("b")
+    assert (site.pids["b"], site.output("b")) == (site.parked[0], "late is here\nTrue\n")
+
+
+async def test_one_that_is_killed_while_it_imports_is_reported_and_the_first_one_goes_on(site: Any) -> None:
+    slow_import(site, "late", LATE)
+    os.kill(await importing(site), signal.SIGKILL)
+    await site.until(lambda: any("ended" in text for text in site.told))
+    assert site.told[1:] == ["late: the process that imports for restarts ended with exit code -9; left out"]
+    site.spawn("a", "asks.py")
+    assert await site.end_of("a") == [0]
+    assert forked(site, "a")
+
+
+async def test_one_that_is_suspended_delays_no_worker_and_ends_with_the_supervisor(site: Any) -> None:
+    slow_import(site, "late", LATE)
+    following = await importing(site)
+    os.kill(following, signal.SIGSTOP)
+    site.spawn("a", "asks.py")
+    assert await site.end_of("a") == [0]
+    assert forked(site, "a")
+    os.kill(site.bench.supervisor.handle.pid, signal.SIGKILL)
+    while not isinstance(await site.take(), SupervisorDied):
+        pass
+    await site.bench.until(lambda: not processes.is_alive(following))
+    await site.bench.sweep()
+
+
+async def test_kill_tree_spares_it(site: Any) -> None:
+    go_on = slow_import(site, "late", LATE)
+    following = await importing(site)
+    site.bench.supervisor.kill_tree()
+    while not isinstance(await site.take(), TreeKilled):
+        pass
+    go_on()
+    await replaced(site)
+    assert processes.is_alive(following)
+
+
+async def test_an_import_for_restarts_that_raises_is_reported_once_and_the_first_one_goes_on(site: Any) -> None:
+    site.write("late.py", LATE + "\n    raise ValueError('boom')")
+    following = await importing(site)
+    await site.bench.until(lambda: not processes.is_alive(following))
+    for key in ("a", "b"):
+        site.spawn(key, "asks.py")
+        assert await site.end_of(key) == [0]
+    assert forked(site, "a", "b")
+    assert site.told[1:] == ["late cannot be imported: ValueError: boom"]
+
+
+async def test_what_cannot_be_forked_is_left_out_and_the_rest_is_imported_for_restarts(site: Any) -> None:
+    site.write("odd.py", UNFIT["thread"][0])
+    site.write("late.py", LATE)
+    await importing(site, "odd", "late")
+    await replaced(site)
+    site.spawn("a", "asks.py")
+    await site.end_of("a")
+    assert site.output("a") == "late is here\nTrue\n"
+    assert len(site.imports()) == 1, "the first one has served until then"
+    assert [text.partition(":")[0] for text in site.told if "odd" in text] == ["odd"]
+
+
+@pytest.mark.parametrize("killed", ["first", "both"])
+async def test_when_the_first_one_is_killed_it_ends_too_and_both_are_built_again(site: Any, killed: str) -> None:
+    slow_import(site, "late", LATE)
+    following = await importing(site)
+    (first,) = site.imports()
+    site.write("late.py", LATE)
+    os.kill(site.bench.supervisor.handle.pid, signal.SIGSTOP)  # it reaps both in one go
+    os.kill(first, signal.SIGKILL)
+    if killed == "both":
+        os.kill(following, signal.SIGKILL)
+    os.kill(site.bench.supervisor.handle.pid, signal.SIGCONT)
+    await replaced(site)
+    assert not processes.is_alive(following)
+    site.spawn("a", "asks.py")
+    await site.end_of("a")
+    assert site.output("a") == "late is here\nTrue\n"
+    assert forked(site, "a")
+
+
+async def test_one_that_is_killed_after_it_took_over_is_built_again(site: Any) -> None:
+    site.write("late.py", LATE)
+    following = await importing(site)
+    await replaced(site)
+    site.told.clear()
+    os.kill(following, signal.SIGKILL)
+    await replaced(site)
+    assert site.told[0] == "the fork server ended with exit code -9; it is built again"
+    site.spawn("a", "asks.py")
+    await site.end_of("a")
+    assert site.output("a") == "late is here\nTrue\n"
+    assert forked(site, "a")

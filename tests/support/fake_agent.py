@@ -17,10 +17,11 @@ from typing import Any
 
 from torch.distributed import TCPStore
 
-from holdfast import seqpacket
-from holdfast.protocol.board_layout import BOARD_VARIABLE, REPLACEMENT_VARIABLE, channel_name
-from holdfast.train.snapshots import memory_folder
-from holdfast.train.snapshots.memory_folder import MemoryFolder
+from holdfast import memory_folder, seqpacket
+from holdfast.memory_folder import MemoryFolder
+from holdfast.protocol import train_contract
+from holdfast.protocol.board_layout import BOARD_VARIABLE
+from holdfast.protocol.train_contract import REPLACEMENT_VARIABLE, channel_name
 from tests.support.limits import until
 from tests.warm_jobs import Started, WarmJobs
 
@@ -61,7 +62,7 @@ class FakeAgent:
             self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             with theirs:
                 fds = {"listening": listening.fileno(), "control": theirs.fileno()}
-                line = memory_folder.saver_argv(self.memory.path, **fds)
+                line = train_contract.saver_argv(self.memory.path, **fds)
                 return subprocess.Popen(line, pass_fds=fds.values())
 
     def __enter__(self) -> FakeAgent:
@@ -133,7 +134,7 @@ class FakeAgent:
             **os.environ,
             **place,
             BOARD_VARIABLE: f"{self._board}@{local_rank}",
-            memory_folder.SAVER_VARIABLE: f"{self.memory.path}@{self.generation}@{local_rank}",
+            train_contract.SAVER_VARIABLE: f"{self.memory.path}@{self.generation}@{local_rank}",
         }
         log = self._folder / f"{local_rank}.log"
         self.workers[local_rank] = self._jobs.start(*self._command, env=environment, output=log)

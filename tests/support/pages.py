@@ -17,7 +17,7 @@ import pytest
 
 from holdfast.dashboard.job_source import Json, ShownJob, now_of, stacks_of
 from holdfast.dashboard.web_app import serve
-from holdfast.metrics import bind
+from holdfast.listening import bind_named
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.questions import Question
 from holdfast.protocol.rank_progress import JobView, StacksView
@@ -127,7 +127,7 @@ class Served:
 
     def __init__(self, *sources: ShownJob, once: bool = True) -> None:
         self.credentials = Credentials.make(once=once)
-        self._sock = bind(Endpoint(host="127.0.0.1", port=0), "--port")
+        self._sock = bind_named(Endpoint(host="127.0.0.1", port=0), "--port")
         self.address = f"http://127.0.0.1:{self._sock.getsockname()[1]}"
         self.used = 0
         self._stop: Any = None

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from holdfast.journal import Journal
 from holdfast.protocol.errors import (
     BackendError,
     BackendUnreachableError,
@@ -28,7 +29,6 @@ from holdfast.rendezvous.third_party import (
     ValueWatch,
 )
 from holdfast.runtime import leadership
-from holdfast.runtime.run_folder import Journal
 from tests.support.limits import limit_s
 from tests.support.simulator.nodes import simple_judge
 

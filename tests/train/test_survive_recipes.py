@@ -28,6 +28,7 @@ EVERYWHERE: Losses = [
 EXACT: dict[str, tuple[dict[str, str], Losses]] = {
     "an average of the weights": ({"recipe": "Averaged"}, EVERYWHERE),
     "SAM, in its first pass": ({"recipe": "Sam"}, [*EVERYWHERE[:2], *EVERYWHERE[3:]]),
+    "parameters whose memory moves": ({"recipe": "Flattening"}, EVERYWHERE),
     "a sampler of ours with torch's loader": ({"loader": "sampler"}, EVERYWHERE),
     "torchdata's loader": ({"loader": "stateful"}, EVERYWHERE),
 }
@@ -103,6 +104,13 @@ def test_writes_that_nobody_can_notice_make_it_a_plain_call(
         ends = finished(agent, tmp_path / "runs")
         assert agent.logs().count("the program changes parameters through .data, or in a CUDA graph") == 1
     assert [each["step"] for each in ends] == [16] * 3
+
+
+def test_a_rank_that_finds_such_writes_alone_says_so(jobs: WarmJobs, tmp_path: Path) -> None:  # noqa: F811
+    with started(jobs, tmp_path / "runs", SCRIPT, recipe="AdversarialOnOne") as agent:
+        agent.await_said([1], "unable")
+        finished(agent, tmp_path / "runs")
+        assert agent.logs().count("which cannot be noticed when a step is interrupted, as rank 1 has found") == 1
 
 
 def test_an_inner_optimizer_has_to_be_tracked(jobs: WarmJobs, tmp_path: Path) -> None:  # noqa: F811

@@ -14,8 +14,8 @@ from torch import nn
 
 import holdfast.train as ht
 from holdfast.protocol.errors import DataStateError
+from holdfast.train.agent_channel import _calls_a_module
 from holdfast.train.boundary import Boundary, Buffers, noted_forward
-from holdfast.worker.regroup import _calls_a_module
 
 pytestmark = pytest.mark.xdist_group("torch")
 
@@ -248,7 +248,7 @@ def test_parameters_and_buffers_that_were_made_for_inference(tmp_path: Path) -> 
 
 
 def test_torch_calls_modules_as_an_interruption_assumes() -> None:
-    """`worker/regroup.py` interrupts the main thread inside such a call, and nowhere else."""
+    """`train/agent_channel.py` interrupts the main thread inside such a call, and nowhere else."""
     seen = []
 
     class Looks(nn.Module):

@@ -12,11 +12,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.train.snapshots import folder, memory_folder
+from holdfast import memory_folder
+from holdfast.train.snapshots import folder
 from holdfast.train.snapshots.changes import SaveRequest
 from holdfast.train.snapshots.flush import rescue_attempt
-from holdfast.train.snapshots.memory_folder import SaverAddress
 from holdfast.train.snapshots.saver_client import SaverClient
+from holdfast.train.snapshots.saver_connection import SaverAddress
 from holdfast.train.snapshots.slots import SlotOwner, Slots
 from tests.conftest import alive
 from tests.support.limits import until

@@ -13,6 +13,7 @@ from torch import nn
 
 import holdfast.train as ht
 from holdfast.protocol.errors import NotFiniteError
+from holdfast.train.accumulation import NO_LOSS
 from holdfast.train.loss_watch import BAD_STEPS_MAX, SKIPPED_STEPS_MAX, LossWatch, _Reading, is_watched
 from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots.changes import Keep
@@ -52,6 +53,22 @@ def watched(metrics: Iterable[dict[str, Any]], *, stepped: bool = True) -> int:
 )
 def test_three_losses_in_a_row_end_the_job(losses: list[Any], ends: int) -> None:
     assert watched({"loss": each} for each in losses) == ends
+
+
+def test_a_loss_that_was_not_trained_with_does_not_count() -> None:
+    """The program calls `loss.backward()`, and reports `micro.loss`: its training is sound."""
+    model = nn.Linear(3, 2)
+
+    def losses() -> Iterable[dict[str, Any]]:
+        for _ in range(5):
+            with ht.accumulate(model, 1) as micro:
+                model(torch.ones(3)).sum().backward()
+            yield {"loss": micro.loss}
+
+    with pytest.warns(ht.GuardWarning, match=r"write micro\.backward\(loss\) in place of loss\.backward") as told:
+        assert watched(losses()) == 0
+    assert len(told) == 1
+    assert watched([{"loss": float(NO_LOSS)}] * 3) == 3, "a number of its own cannot be told from a loss"
 
 
 @pytest.mark.parametrize("name", ["loss", "train_loss", "Loss/train", "loss_d", "nll_loss", "validity_loss"])

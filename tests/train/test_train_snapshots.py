@@ -33,7 +33,7 @@ from holdfast.train.agreement import Interval, Schedule, Timekeeper, crossed
 from holdfast.train.reservation import foreseen_bytes
 from holdfast.train.snapshots import disk, in_process
 from holdfast.train.snapshots import folder as folders
-from holdfast.train.snapshots.memory_folder import STALL
+from holdfast.train.snapshots.saver_connection import STALL
 from tests.train.conftest import damage
 
 pytestmark = pytest.mark.usefixtures("own_staging")

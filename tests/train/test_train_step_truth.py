@@ -6,6 +6,7 @@ import random
 import warnings
 from collections import UserDict
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +24,16 @@ from holdfast.train.group import GroupConnection, ProcessGroup
 from holdfast.train.guards import GuardWarning
 from holdfast.train.kept import SMALL_BYTES, KeptState
 from holdfast.train.own_objects import OwnObjects, is_data
-from holdfast.train.pending import CALLS_MAX, PendingGradients
+from holdfast.train.pending import CALLS_MAX, Pending, PendingGradients
 from holdfast.train.random_numbers import equal_parts, random_state, seed_random
 from holdfast.train.reading import Saved, parts_of_slot
-from holdfast.train.save import image
+from holdfast.train.save import POSTPONED_MAX, image
 from holdfast.train.state import Tracker
 from holdfast.train.tracked import Choice
 from holdfast.train.unnoticed_writes import ValueProbe
+from tests.warm import Warm
 
+PENDING_RANKS = Path(__file__).parent / "scripts" / "pending_ranks.py"
 pytestmark = [pytest.mark.usefixtures("own_staging"), pytest.mark.xdist_group("torch")]
 
 
@@ -123,10 +126,36 @@ def test_all_ranks_count_again_in_another_world() -> None:
     pending.watch(torch.optim.SGD(model.parameters(), lr=0.1))
     model(torch.ones(3)).sum().backward()
     for _ in range(CALLS_MAX - 2):
-        assert pending.at_step()
+        assert pending.at_step() is Pending.HERE
     pending.begin_again()
     for _ in range(CALLS_MAX - 1):
-        assert pending.at_step()
+        assert pending.at_step() is Pending.HERE
+
+
+@pytest.fixture(scope="module")
+def pending_ranks(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """What was said, and saved, in jobs whose ranks complete their steps at different calls."""
+    found: dict[str, Any] = warm.found(PENDING_RANKS, tmp_path_factory.mktemp("pending"))
+    return found
+
+
+def test_ranks_whose_steps_are_not_complete_at_the_same_calls_save_together(pending_ranks: dict[str, Any]) -> None:
+    """A scaler skips steps on rank 1 alone, in the calls 1, 2, 6, 7 and 12: what is due then is saved after it."""
+    found = pending_ranks
+    assert found["4 steps"] == {"said": [[]] * 3, "steps": [4, 8, 13, 16, 20, 24]}
+    assert found["0.001s"]["said"] == [[]] * 3
+    assert not {1, 2, 6, 7, 12} & set(found["0.001s"]["steps"])
+    assert found["stop"] == {"said": ["left with 0"] * 3, "steps": [8]}
+    assert found["save"] == {"said": [[]] * 3, "steps": [8]}
+
+
+def test_ranks_that_never_complete_a_step_at_the_same_call_save_all_the_same(pending_ranks: dict[str, Any]) -> None:
+    found = pending_ranks["in turn"]
+    (told,), others = found["said"]
+    assert found["steps"] == [6 + POSTPONED_MAX]
+    assert f"postponed at {POSTPONED_MAX} calls" in told
+    assert "(rank 1)" in told
+    assert others == []
 
 
 def test_a_step_that_a_scaler_skips_is_a_step(training: Training) -> None:
@@ -314,6 +343,29 @@ def test_a_loop_over_a_loader_that_is_not_tracked_is_noticed(training: Training)
     with pytest.warns(RuntimeWarning, match="a torch DataLoader that is not tracked"):
         loop(training, torch.utils.data.DataLoader(Rows(), 4))
     assert torch.utils.data.DataLoader.__iter__ is not begin, "torch's own function is back"
+
+
+def test_a_pass_that_had_begun_before_track_is_noticed(tmp_path: Path) -> None:
+    batches = iter(torch.utils.data.DataLoader(Rows(), 4))
+    following = torch.utils.data.dataloader._BaseDataLoaderIter.__next__
+    next(batches)
+    training = Training(tmp_path / "runs")
+    with pytest.warns(RuntimeWarning, match="a torch DataLoader that is not tracked"):
+        loop(training, batches)
+    assert torch.utils.data.dataloader._BaseDataLoaderIter.__next__ is following, "torch's own function is back"
+    training.snaps.close()
+
+
+def test_one_over_what_is_tracked_is_not(tmp_path: Path) -> None:
+    sampler = ht.DistributedSampler(Rows(), batch_size=4)
+    batches = iter(torch.utils.data.DataLoader(Rows(), 4, sampler=sampler))
+    validation = iter(torch.utils.data.DataLoader(Rows(), 4))
+    training = Training(tmp_path / "runs", sampler=sampler)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert len(list(validation)) == 8
+        loop(training, batches)
+    training.snaps.close()
 
 
 def test_loops_over_tracked_data_and_evaluations_are_not(tmp_path: Path) -> None:
@@ -543,3 +595,56 @@ def test_generators_that_were_equal_on_all_ranks_get_one_seed() -> None:
     assert equal_parts([before, before]) == frozenset(before)
     assert "torch" not in equal_parts([before, random_state()])
     assert equal_parts([before]) == frozenset(), "one rank alone tells nothing"
+
+
+# --- a pass that begins within an epoch -------------------------------------------------------------------------------
+
+
+def batches_of(training: Training, loader: Any) -> Iterator[torch.Tensor]:
+    """Of two epochs, with a step of the training after each."""
+    for _ in training.state.epochs(2):
+        for rows in loader:
+            yield rows
+            training.backward()
+            training.optimizer.step()
+            training.optimizer.zero_grad()
+            training.snaps.step()
+
+
+def drawn_in_steps(folder: Path, make: Callable[[], tuple[Any, Any]], stops: int) -> list[float]:
+    """What a program draws in each step, if it ends after so many and goes on from its snapshot."""
+    torch.manual_seed(5)
+    drawn: list[float] = []
+    for end in (stops, 16):
+        loader, tracked = make()
+        training = Training(folder, data=tracked)
+        for _ in batches_of(training, loader):
+            if training.state.step == end:
+                break
+            drawn.append(torch.rand(1).item())
+        training.snaps.close()
+        torch.manual_seed(6)  # another process
+    return drawn
+
+
+def over_a_sampler() -> tuple[Any, Any]:
+    """The loader, and what is tracked of it."""
+    sampler = ht.DistributedSampler(Rows(), batch_size=4)
+    return torch.utils.data.DataLoader(Rows(), 4, sampler=sampler), sampler
+
+
+def of_torchdata(**options: Any) -> tuple[Any, Any]:
+    loader = pytest.importorskip("torchdata.stateful_dataloader").StatefulDataLoader(Rows(), 4, **options)
+    return loader, loader
+
+
+LOADERS = {"sampler": over_a_sampler, "torchdata": of_torchdata, "shuffled": partial(of_torchdata, shuffle=True)}
+
+
+@pytest.mark.parametrize("make", LOADERS.values(), ids=LOADERS)
+def test_a_pass_that_begins_within_an_epoch_draws_no_number(tmp_path: Path, make: Any) -> None:
+    """In the middle of an epoch, after its first step, and at its end."""
+    whole = drawn_in_steps(tmp_path / "whole", make, 16)
+    assert len(whole) == 16
+    for stops in (1, 3, 8, 11):
+        assert drawn_in_steps(tmp_path / f"resumed {stops}", make, stops) == whole

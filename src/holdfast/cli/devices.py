@@ -251,7 +251,7 @@ def ask_torch(name: str, python: str | None = None) -> int:
     import subprocess
     import sys
 
-    from holdfast.runtime.inherited import without_secrets
+    from holdfast.inherited import without_secrets
 
     env = without_secrets(os.environ)
     command = [python or sys.executable, "-c", QUESTION, name]

@@ -116,8 +116,8 @@ def look(parsed: Parsed) -> Found:
     import asyncio
 
     from holdfast.cli.rendezvous import resolve
+    from holdfast.inherited import forget_secrets
     from holdfast.protocol.policy import Limits
-    from holdfast.runtime.inherited import forget_secrets
 
     notices = list(parsed.notices)
     place = resolve(parsed, os.environ, patience=Limits(), notices=notices)
@@ -205,7 +205,7 @@ def joint_options(parsed: Parsed, place: RendezvousOptions, python: str) -> Join
 
 
 def log_folder(parsed: Parsed) -> str | None:
-    from holdfast.runtime.run_folder import default_log_dir
+    from holdfast.run_folder import default_log_dir
 
     if parsed.values.log_dir == os.devnull:
         return None

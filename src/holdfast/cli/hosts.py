@@ -23,11 +23,11 @@ from holdfast.cli.plan import option_lines, shown_job_id
 from holdfast.cli.program import find_program, folder_here
 from holdfast.cli.rendezvous import node_range
 from holdfast.cli.resolve import is_number, resolve, words_elsewhere
+from holdfast.inherited import TOKEN_VARIABLE, draw_token
 from holdfast.launchers.ssh.hosts import Expected, HostSpec, LaunchSpec, parse_file, parse_list, select
 from holdfast.protocol.charter import VOTERS_MIN
 from holdfast.protocol.errors import EndpointError, HostsError, NodesError, ScriptError, UsageError
 from holdfast.protocol.options import CommandKind
-from holdfast.runtime.inherited import TOKEN_VARIABLE, draw_token
 from holdfast.text import is_loopback, listed
 
 if TYPE_CHECKING:

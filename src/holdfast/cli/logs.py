@@ -1,6 +1,6 @@
 """`holdfast logs [RUN]`: shows the output of the workers of a running or ended job on this host.
 
-Knows the options, how to follow files, and the paths of a run's log files.
+Knows the options and how to follow files; runs/log_files.py knows which files there are.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from holdfast.cli import say
-from holdfast.cli.finding import run_folders, running_job
-from holdfast.cli.printing import Parser, ranks_of
+from holdfast.cli.printing import Parser
+from holdfast.journal import JOURNAL_NAME as JOURNAL
 from holdfast.protocol.errors import HoldfastError, NoRunError, UsageError
-from holdfast.runtime.run_folder import JOURNAL_NAME as JOURNAL
+from holdfast.protocol.questions import ranks_of
+from holdfast.runs.finding import run_folders, running_job
+from holdfast.runs.log_files import LogFile, log_files
 from holdfast.runtime.running import Call
 from holdfast.supervisor.log_fold import LineCutter
 from holdfast.supervisor.log_tail import ChangeWatch
@@ -30,15 +32,6 @@ from holdfast.supervisor.log_tail import ChangeWatch
 CHUNK_BYTES = 256 * 1024
 LOOK_S = 1.0
 """Interval for files whose changes the kernel does not report (network folders), while following."""
-
-
-class LogFile(NamedTuple):
-    """The output of one worker into one of its streams."""
-
-    rank: int
-    stream: str
-    generation: int
-    path: Path
 
 
 class LogLine(NamedTuple):
@@ -132,51 +125,6 @@ class Wanted(NamedTuple):
             return f"no generation {self.generation}; the generations are {', '.join(map(str, generations))}"
         ranks = sorted({file.rank for file in found})
         return f"no such rank on this host; the ranks here are {', '.join(map(str, ranks))}"
-
-
-def log_files(folder: Path) -> list[LogFile]:
-    """All log files of a run folder; its journal records the ranks of each generation."""
-    try:
-        lines = (folder / JOURNAL).read_bytes().splitlines()
-    except OSError as error:
-        raise NoRunError(f"{folder} is no run folder: {JOURNAL} in it: {error.strerror}") from error
-    found: list[LogFile] = []
-    for line in lines:
-        if b'"generation"' in line:
-            with contextlib.suppress(ValueError):
-                found += files_named(json.loads(line), folder)
-    return [file for file in found if file.path.is_file()]
-
-
-def files_named(event: dict[str, Any], folder: Path) -> list[LogFile]:
-    """The log files of the workers that were started here with this event of the folder's journal."""
-    return [
-        LogFile(rank, stream, generation, its_folder / f"{stream}.log")
-        for generation, rank, its_folder in workers(event, folder)
-        for stream in ("stdout", "stderr")
-    ]
-
-
-def workers(event: dict[str, Any], folder: Path) -> Iterator[tuple[int, int, Path]]:
-    """The workers that were started here with this event: generation, rank, the folder of its logs."""
-    with contextlib.suppress(KeyError, TypeError):
-        match event["event"]:
-            case "generation":
-                for place, its_folder in enumerate(folders_of(event, folder)):
-                    yield event["generation"], event["rank_base"] + place, its_folder
-            case "replacing":
-                yield event["generation"], event["rank"], folder / event["folder"]
-
-
-def folders_of(generation: dict[str, Any], folder: Path) -> list[Path]:
-    """The log folders of a generation's workers here, in the order of their ranks."""
-    if "folders" in generation:  # they have gone on from another generation
-        return [folder / name for name in generation["folders"]]
-    number, restart_count = generation["generation"], generation["restart_count"]
-    attempt = folder / f"attempt_{restart_count}_generation_{number}"
-    if not attempt.is_dir():
-        attempt = folder / f"attempt_{restart_count}"
-    return [attempt / str(local_rank) for local_rank in range(generation["nproc"])]
 
 
 def print_line(line: LogLine, *, as_json: bool, alone: bool) -> None:

@@ -20,7 +20,7 @@ from holdfast.cli.rendezvous import survives
 from holdfast.cli.resolve import COMPILE_THREADS
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import CommandKind, worker_environment
-from holdfast.runtime.run_folder import safe_name
+from holdfast.run_folder import safe_name
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping

@@ -11,13 +11,14 @@ import stat
 import uuid
 from typing import TYPE_CHECKING, NamedTuple
 
+from holdfast.inherited import read_token, weakness
 from holdfast.protocol.charter import Electorate, electorate
 from holdfast.protocol.errors import EndpointError, HoldfastError, NodesError, RendezvousConfigError
 from holdfast.protocol.options import Endpoint, EtcdOptions, ThirdPartyOptions
-from holdfast.protocol.policy import Grow, JobSpec, Limits, Survive
+from holdfast.protocol.policy import Grow, JobSpec, Limits
+from holdfast.protocol.train_contract import Survive
 from holdfast.rendezvous import conf as rdzv_conf
 from holdfast.rendezvous.conf import PORT_MAX, check_backend, default_port, is_built_in, parse_endpoint
-from holdfast.runtime.inherited import read_token, weakness
 from holdfast.text import is_loopback, plural
 
 if TYPE_CHECKING:

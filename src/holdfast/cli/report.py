@@ -1,7 +1,8 @@
 """`holdfast report [RUN ...]`: how a run, running or ended, used its time, and how long each part of its starts took.
 `holdfast explain [CODE ...]`: the meaning of a code, the evidence for it, and what to do. Works offline.
 
-Knows the output; diagnosis/history.py knows the meaning of journals, diagnosis/reference.py that of codes.
+Knows the output; runs/ reads the journals, diagnosis/history.py knows their meaning, diagnosis/reference.py that of
+codes.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import argparse
 import os
 import textwrap
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -18,14 +19,15 @@ from typing import Any
 from msgspec.structs import asdict
 
 from holdfast.cli import say
-from holdfast.cli.finding import newest_ended, outcome_of, run_folders, screen_of
 from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.diagnosis.history import PHASES, Activity, Generation, History, Survival, Timeline, history, timeline
 from holdfast.diagnosis.reference import Explanation, everything, headings, nearest, normal, search
 from holdfast.protocol.errors import UsageError
-from holdfast.protocol.outcome import Outcome
-from holdfast.runtime.run_folder import JOURNAL_NAME as JOURNAL
-from holdfast.runtime.run_folder import default_log_dir
+from holdfast.run_folder import default_log_dir
+from holdfast.runs.copies_report import copies_of
+from holdfast.runs.finding import newest_ended, run_folders, screen_of
+from holdfast.runs.history_data import as_json, history_as_json
+from holdfast.runs.journal_reader import first_outcome, read_journal
 from holdfast.text import duration, plural
 
 HEADINGS = {"process_group": "group", "first_step": "step 1"}
@@ -36,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
     """Run `holdfast report` with these arguments; returns the exit status. Raises HoldfastError."""
     chosen = parser().parse_args(argv)
     folders = [folder for run in chosen.runs for folder in folders_of(run)] or [newest_run()]
-    journals = [list(read_journal(folder)) for folder in folders]
+    journals = [list(read_journal(folder, say)) for folder in folders]
     course, past = timeline(journals), history(journals)
     if chosen.html is not None:
         write_page(chosen.html, folders)
@@ -74,90 +76,6 @@ def newest_run() -> Path:
     if folder := newest_ended(None):
         return folder
     raise UsageError(f"no run in {default_log_dir()}; name a run folder: holdfast report FOLDER")
-
-
-def read_journal(folder: Path, only: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
-    """The events of a run; `only`: of these names, and perhaps others. Leaves out a last line that is still being
-    written. Other lines that are torn (a full disk, a power failure) or of another version are left out too, and
-    counted on stderr. Raises UsageError."""
-    from holdfast.diagnosis.reference import read_event
-
-    try:
-        lines = (folder / JOURNAL).read_bytes().splitlines(keepends=True)
-    except OSError as error:
-        raise UsageError(f"{folder} is no run folder: {JOURNAL} in it: {error.strerror}") from error
-    if lines and not lines[-1].endswith(b"\n"):
-        lines.pop()
-    left_out = 0
-    wanted = [f'"event": "{name}"'.encode() for name in only]
-    for line in lines:
-        if wanted and not any(each in line for each in wanted):
-            continue
-        event = read_event(line)
-        if event is not None:
-            yield event
-        else:
-            left_out += 1
-    if left_out and left_out == len(lines):
-        raise UsageError(f"{folder / JOURNAL} contains no events of holdfast")
-    if left_out:
-        words = "1 line is" if left_out == 1 else f"{left_out} lines are"
-        say(f"{folder / JOURNAL}: {words} torn or of another version, and left out")
-
-
-def as_json(course: Timeline) -> dict[str, Any]:
-    generations = [
-        {
-            "generation": each.number,
-            "restart_count": each.restart_count,
-            "world_size": each.world_size,
-            "began_epoch_s": each.began_epoch_s,
-            "why": each.why,
-            "phases_s": each.phases_s,
-            "total_s": round(each.total_s, 4),
-        }
-        for each in course.generations
-    ]
-    return {
-        "run_id": course.run_id,
-        "nodes": course.nodes,
-        "end": course.end,
-        "generations": generations,
-        "preloaded": course.preloaded,
-        "standbys": course.standbys,
-        "standby_own_bytes": course.standby_own_bytes,
-    }
-
-
-def history_as_json(past: History | None) -> dict[str, Any] | None:
-    """The history as plain data. None: the journals are of a version that did not record it."""
-    if past is None:
-        return None
-    return {
-        "total_s": round(past.total_s, 3),
-        **{f"{doing.name.lower()}_s": round(past.spent_s(doing), 3) for doing in Activity},
-        "effective": round(past.effective, 4) if past.effective is not None else None,
-        "lost_steps": past.lost_steps,
-        "survivals": [
-            {
-                "generation": each.generation,
-                "ranks": each.ranks,
-                "went_on_s": round(each.went_on_s, 3),
-                "steps_lost": each.steps_lost,
-                "replaced_s": round(each.replaced_s, 3) if each.replaced_s is not None else None,
-            }
-            for each in past.survivals
-        ],
-        "stretches": [
-            {
-                "doing": each.doing.name.lower(),
-                "from_epoch_s": each.from_s,
-                "to_epoch_s": each.to_s,
-                "generation": each.generation,
-            }
-            for each in past.stretches
-        ],
-    }
 
 
 def write_page(place: str, folders: Sequence[Path]) -> None:
@@ -216,81 +134,6 @@ def print_report(course: Timeline, past: History | None = None) -> None:
         print_table([*rows, *(row(each) for each in course.generations)])
 
 
-COPIES_NEED = {
-    "generation": {"generation", "world_size"},
-    "snapshot_copy": {"step", "rank", "size_bytes", "why"},
-    "snapshot_fetched": {"step", "took_s"},
-}
-"""Events about copies, and the fields that are read."""
-
-
-def copies_of(journals: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any] | None:
-    """What became of the copies of states in memory on other nodes; None: there were none."""
-    journals = [
-        [each for each in journal if COPIES_NEED.get(each["event"], {""}) <= each.keys()] for journal in journals
-    ]
-    copies = [each for journal in journals for each in journal if each["event"] == "snapshot_copy"]
-    sent = [each for each in copies if not each["why"]]
-    failed = [each for each in copies if each["why"] and each["rank"] >= 0]
-    fetched = list(fetches(journals))
-    if not copies and not fetched:
-        return None
-    safe_step, skipped_since = survivable_step(journals)
-    return {
-        "sent": len(sent),
-        "sent_bytes": sum(each["size_bytes"] for each in sent),
-        "newest_step": max((each["step"] for each in sent), default=None),
-        "survivable_step": safe_step,
-        "skipped_steps": sum(each["rank"] < 0 for each in copies),
-        "skipped_since": skipped_since,
-        "failed": len(failed),
-        "last_failure": failed[-1]["why"] if failed else "",
-        "resumed": fetched,
-    }
-
-
-def fetches(journals: Sequence[Sequence[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Each generation that began from states that were fetched from other nodes."""
-    found: dict[tuple[int, int], list[float]] = {}
-    for journal in journals:
-        generation = 0
-        for each in journal:
-            if each["event"] == "generation":
-                generation = each["generation"]
-            elif each["event"] == "snapshot_fetched":
-                found.setdefault((generation, each["step"]), []).append(each["took_s"])
-    for (generation, step), took_s in sorted(found.items()):
-        yield {"generation": generation, "step": step, "states": len(took_s), "slowest_s": max(took_s)}
-
-
-def survivable_step(journals: Sequence[Sequence[dict[str, Any]]]) -> tuple[int | None, int]:
-    """The newest step whose copies arrived for all ranks of the generation that runs now, and how many steps were
-    skipped after it. None: not known, as at its beginning; its first copies need the journals of all nodes."""
-    now: list[tuple[int, list[dict[str, Any]]]] = []
-    newest = 0
-    for journal in journals:
-        begun = [number for number, each in enumerate(journal) if each["event"] == "generation"][-1:]
-        for number in begun:
-            at = journal[number]
-            newest = max(newest, at["generation"])
-            now.append((at["generation"], list(journal[number:])))
-    arrived: dict[int, set[int]] = {}
-    skipped: list[int] = []
-    world, known = 0, set[int]()
-    for events in (events for generation, events in now if generation == newest):
-        world = events[0]["world_size"]
-        copies = [each for each in events if each["event"] == "snapshot_copy"]
-        own = {each["step"] for each in copies if not each["why"]}
-        # What it resumed from is kept as well, but a newcomer need not have a copy of it.
-        known |= own & {each.get("kept") for each in copies}
-        skipped += [each["step"] for each in copies if each["rank"] < 0]
-        for each in copies:
-            if not each["why"]:
-                arrived.setdefault(each["step"], set()).add(each["rank"])
-    step = max([step for step, ranks in arrived.items() if step in known or len(ranks) == world], default=None)
-    return step, sum(step is None or each > step for each in skipped)
-
-
 def print_copies(copies: dict[str, Any] | None, course: Timeline) -> None:
     if copies is None:
         return
@@ -334,12 +177,6 @@ def print_end(folders: Sequence[Path]) -> None:
     end = first_outcome(folders)
     if end is not None:
         print(f"\n{screen_of(*end)}")
-
-
-def first_outcome(folders: Sequence[Path]) -> tuple[Path, Outcome] | None:
-    """The first outcome with a verdict in these folders, else the first outcome."""
-    ends = [(folder, outcome) for folder in folders if (outcome := outcome_of(folder)) is not None]
-    return next((end for end in ends if end[1].verdict is not None), next(iter(ends), None))
 
 
 def row(generation: Generation) -> tuple[str, ...]:

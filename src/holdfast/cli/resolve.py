@@ -324,7 +324,7 @@ def log_folder(parsed: Parsed, notices: list[str]) -> str | None:
     """The absolute path of the log folder; None: no log files."""
     log_dir: str | None = parsed.values.log_dir
     if not log_dir:
-        from holdfast.runtime.run_folder import TEMPORARY_NAME, default_log_dir
+        from holdfast.run_folder import TEMPORARY_NAME, default_log_dir
 
         folder = default_log_dir()
         if os.path.basename(folder).startswith(TEMPORARY_NAME):

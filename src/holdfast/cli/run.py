@@ -128,8 +128,8 @@ def run_call(argv: Sequence[str], call_fd: int, result_fds: tuple[int, ...], rep
     try:
         from msgspec import structs
 
+        from holdfast.inherited import forget_secrets
         from holdfast.protocol.options import CallFds
-        from holdfast.runtime.inherited import forget_secrets
 
         calls = CallFds(call=call_fd, results=result_fds)
         options = structs.replace(resolve(parsed, os.environ), call_fds=calls)
@@ -202,7 +202,7 @@ def start(
 
     `command`: the command that a user typed, if any; `begin` is called before the start; `show` makes the last screen.
     """
-    from holdfast.runtime.inherited import forget_secrets
+    from holdfast.inherited import forget_secrets
     from holdfast.supervisor.supervisor import fork_supervisor
 
     be_interruptible()
@@ -226,7 +226,7 @@ def run_agent(
     begin: Callable[[], None] | None = None,
 ) -> int:
     """Run this node's agent above its supervisor until the job has ended."""
-    from holdfast.runtime.inherited import provide_descriptors, provide_processes
+    from holdfast.inherited import provide_descriptors, provide_processes
     from holdfast.supervisor import worker_command
 
     provide_descriptors(options.nproc)
@@ -251,7 +251,7 @@ def load_end() -> None:
 
 def last_screen(end: Finished) -> str:
     from holdfast.diagnosis.screen import render
-    from holdfast.runtime.run_folder import default_log_dir
+    from holdfast.run_folder import default_log_dir
 
     return render(end.outcome, end.folder, home=os.environ.get("HOME", ""), runs=default_log_dir())
 

@@ -16,9 +16,9 @@ from holdfast import own_folders
 from holdfast.cli import main as holdfast_main
 from holdfast.cli.grammar import parse
 from holdfast.cli.option_table import EVENT_HANDLERS, OPTIONS
+from holdfast.inherited import draw_token
 from holdfast.protocol.errors import HoldfastError, UsageError
 from holdfast.rendezvous.conf import is_built_in
-from holdfast.runtime.inherited import draw_token
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

@@ -16,10 +16,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from holdfast import memory_folder
 from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.protocol.errors import SnapshotDamagedError, SnapshotError, SnapshotGoneError, UsageError
 from holdfast.text import duration
-from holdfast.train.snapshots import changes, disk, folder, lease, lives, memory_folder
+from holdfast.train.snapshots import changes, disk, folder, lease, lives
 from holdfast.train.snapshots.changes import Keep, Pruned
 from holdfast.train.snapshots.copy_service import all_slots
 from holdfast.train.snapshots.folder import Snapshot, Survey

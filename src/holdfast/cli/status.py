@@ -17,7 +17,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TypeVar
@@ -25,21 +25,22 @@ from typing import TypeVar
 import msgspec
 
 from holdfast.cli import say
-from holdfast.cli.finding import end_of, ended_run, of_one_job, outcome_of, run_folders, running_job
-from holdfast.cli.printing import Parser, named, print_json, print_table, ranks_of
-from holdfast.cli.report import COPIES_NEED, copies_of, read_journal, safe_text
+from holdfast.cli.printing import Parser, named, print_json, print_table
+from holdfast.cli.report import safe_text
 from holdfast.diagnosis.screen import group, how_it_ended, progress_line, stack_lines, status_lines
 from holdfast.protocol.errors import ControlRefusedError, ControlSilentError, NoRunError, UsageError
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.questions import (
-    PROFILED_RANKS_MAX,
-    PROFILED_S_MAX,
-    PROFILED_STEPS_MAX,
     ProfileView,
     Question,
+    profile_request,
+    ranks_of,
 )
 from holdfast.protocol.rank_progress import JobView, StacksView
+from holdfast.runs.copies_report import COPIES_NEED, copies_of
+from holdfast.runs.finding import end_of, ended_run, of_one_job, outcome_of, run_folders, running_job
+from holdfast.runs.journal_reader import read_journal
 from holdfast.runtime import running
 from holdfast.runtime.running import Call, NodeEnd, Reply, RunningAgent, ask, ask_any
 from holdfast.text import duration, plural, seconds_of
@@ -160,7 +161,7 @@ def copies_here(entries: Sequence[RunningAgent]) -> dict[str, object] | None:
     journals = []
     for entry in entries:
         with contextlib.suppress(UsageError):  # its folder is gone, or it has none
-            journals.append(list(read_journal(Path(entry.folder), tuple(COPIES_NEED))))
+            journals.append(list(read_journal(Path(entry.folder), say, tuple(COPIES_NEED))))
     return copies_of(journals)
 
 
@@ -218,7 +219,7 @@ def main_dashboard(argv: Sequence[str]) -> int:
     from threading import Thread
 
     from holdfast.cli.resolve import serving_place
-    from holdfast.metrics import bind
+    from holdfast.listening import bind_named
     from holdfast.supervisor.dashboard_host import Credentials, check_packages, login_link
     from holdfast.text import is_loopback
 
@@ -230,7 +231,7 @@ def main_dashboard(argv: Sequence[str]) -> int:
         raise UsageError(f"--port {chosen.port}: {error}") from None
     name, folders, pid = job_of(chosen.run)
     credentials = Credentials.make(once=is_loopback(place.host))
-    with contextlib.closing(bind(place, "--port")) as sock:
+    with contextlib.closing(bind_named(place, "--port")) as sock:
         link = login_link(Endpoint(host=place.host, port=sock.getsockname()[1]), credentials.token)
         print(f"dashboard {link}\n(Ctrl-C ends it; a running job goes on)", flush=True)
         if not chosen.no_open and any(map(os.environ.get, SCREENS)):
@@ -334,17 +335,6 @@ def main_profile(argv: Sequence[str]) -> int:
     else:
         print("\n".join(profile_lines(view)))
     return EXIT_NOT_PROFILED if view.silent or any(rank.why for rank in view.ranks) else 0
-
-
-def profile_request(ranks: Collection[int], steps: int, seconds: float | None) -> dict[str, object]:
-    """The fields of the question. Raises UsageError."""
-    if len(ranks) > PROFILED_RANKS_MAX:
-        raise UsageError(f"{len(ranks)} ranks: at most {PROFILED_RANKS_MAX} are profiled at a time")
-    if seconds is not None and not 0 < seconds <= PROFILED_S_MAX:
-        raise UsageError(f"{seconds:g} seconds: must be more than 0, and {PROFILED_S_MAX:g} at most")
-    if seconds is None and not 1 <= steps <= PROFILED_STEPS_MAX:
-        raise UsageError(f"{steps} steps: must be 1 to {PROFILED_STEPS_MAX}")
-    return {"ranks": sorted(ranks), "steps": 0 if seconds is not None else steps, "for_s": seconds or 0.0}
 
 
 def profile_lines(view: ProfileView) -> Iterator[str]:

@@ -29,6 +29,7 @@ from holdfast.cli.resolve import (
     stop_grace_s,
     streams,
 )
+from holdfast.inherited import TOKEN_VARIABLE, draw_token
 from holdfast.launchers import kubernetes
 from holdfast.launchers import kubernetes_names as words
 from holdfast.launchers.kubernetes import (
@@ -50,9 +51,8 @@ from holdfast.protocol.errors import (
     SubmitError,
     UsageError,
 )
+from holdfast.protocol.train_contract import FINISH_LIMIT_S
 from holdfast.rendezvous.conf import parse_conf
-from holdfast.runtime.inherited import TOKEN_VARIABLE, draw_token
-from holdfast.train.snapshots.memory_folder import FINISH_LIMIT_S
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

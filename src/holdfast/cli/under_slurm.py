@@ -15,9 +15,9 @@ from typing import TYPE_CHECKING, NoReturn
 
 from holdfast.cli.grammar import FROM_STEP, Parsed
 from holdfast.cli.rendezvous import node_range
+from holdfast.inherited import TOKEN_VARIABLE, draw_token
 from holdfast.launchers.slurm import SlurmStep, address_of, number, read_step
 from holdfast.protocol.errors import EnvironmentValueError, MissingPackageError, NodesError, SupersededError, UsageError
-from holdfast.runtime.inherited import TOKEN_VARIABLE, draw_token
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

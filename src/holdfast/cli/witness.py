@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli import say
 from holdfast.cli.printing import Parser
+from holdfast.inherited import forget_secrets, read_token
 from holdfast.protocol.errors import EndpointError
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.policy import Limits
 from holdfast.rendezvous.bind import Claim, claim
 from holdfast.rendezvous.conf import limits_from_conf, parse_endpoint
-from holdfast.runtime.inherited import forget_secrets, read_token
 
 if TYPE_CHECKING:
     import argparse

@@ -77,8 +77,9 @@ from holdfast.protocol.messages import (
     WorkersFailed,
 )
 from holdfast.protocol.outcome import Outcome, OutcomeKind
-from holdfast.protocol.policy import Grow, Survive
+from holdfast.protocol.policy import Grow
 from holdfast.protocol.questions import REVISION_OF_PROFILES, Question
+from holdfast.protocol.train_contract import Survive
 from holdfast.text import spans
 
 NO_SAVES = (

@@ -16,7 +16,8 @@ from msgspec import structs
 from holdfast.coordinator.coordinator_state import Member, Pending, World
 from holdfast.protocol.charter import HOSTS_MAX, HostRecord, LedFrom
 from holdfast.protocol.messages import Join, Running
-from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Survive
+from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
+from holdfast.protocol.train_contract import Survive
 
 LINKS_PER_ADDRESS_MAX = 1024
 """Limit of links from one address that have not joined; one more closes the oldest. Many agents may share a machine."""

@@ -35,7 +35,8 @@ from holdfast.protocol.messages import (
     StopReason,
 )
 from holdfast.protocol.outcome import Failure
-from holdfast.protocol.policy import Grow, JobSpec, Limits, Note, Survive
+from holdfast.protocol.policy import Grow, JobSpec, Limits, Note
+from holdfast.protocol.train_contract import Survive
 from holdfast.text import listed, plural, spans
 
 ATTEMPTS_MAX = 3

@@ -24,10 +24,10 @@ from typing import Any
 
 import msgspec
 
-from holdfast.cli.logs import LogFile
 from holdfast.dashboard.job_source import Json, ShownJob, encoded, jobs_here
 from holdfast.dashboard.log_text import Levels, plain, tame, times
 from holdfast.protocol.outcome import Outcome
+from holdfast.runs.log_files import LogFile
 from holdfast.supervisor.log_fold import LineCutter
 
 EVERY_S = 1.0

@@ -17,18 +17,20 @@ from typing import Any
 
 import msgspec
 
-from holdfast.cli.finding import kept_runs, outcome_of, run_id_of, running_job
-from holdfast.cli.logs import LogFile, files_named
-from holdfast.cli.report import as_json, copies_of, history_as_json
 from holdfast.diagnosis.history import Event, history, incidents, timeline
 from holdfast.diagnosis.reference import everything, read_event
 from holdfast.diagnosis.screen import between, group, last_step, steps_per_s, telling
+from holdfast.journal import JOURNAL_NAME
 from holdfast.protocol.errors import HoldfastError, NoRunError, SnapshotError
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.questions import Question
 from holdfast.protocol.rank_progress import JobView, RankView, StacksView, Stage
+from holdfast.run_folder import PROFILES
+from holdfast.runs.copies_report import copies_of
+from holdfast.runs.finding import kept_runs, outcome_of, run_id_of, running_job
+from holdfast.runs.history_data import as_json, history_as_json
+from holdfast.runs.log_files import LogFile, files_named
 from holdfast.runtime import running
-from holdfast.runtime.run_folder import JOURNAL_NAME, PROFILES
 from holdfast.runtime.running import RunningAgent, ask_any
 from holdfast.text import spans
 from holdfast.train.snapshots.folder import survey

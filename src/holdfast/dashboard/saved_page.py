@@ -13,8 +13,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from holdfast.cli.report import first_outcome
 from holdfast.dashboard.job_source import ShownJob, encoded
+from holdfast.runs.journal_reader import first_outcome
 
 STATIC = Path(__file__).parent / "static"
 MODULES = ("dom.js", "grid.js", "charts.js", "logs.js", "profiles.js", "app.js")

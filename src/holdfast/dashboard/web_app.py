@@ -41,12 +41,10 @@ from starlette.responses import FileResponse, PlainTextResponse, RedirectRespons
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from holdfast.cli.printing import ranks_of
-from holdfast.cli.status import profile_request
 from holdfast.dashboard.feed import CLIENTS_MAX, LAST_BYTES, JobFeed, JobFeeds, LogLines
 from holdfast.dashboard.job_source import ShownJob, encoded, jobs_here, summary_of
 from holdfast.protocol.errors import ControlRefusedError, HoldfastError, UsageError
-from holdfast.protocol.questions import OF_A_HOST, Question
+from holdfast.protocol.questions import OF_A_HOST, Question, profile_request, ranks_of
 from holdfast.supervisor.dashboard_host import Credentials
 
 STATIC = Path(__file__).parent / "static"

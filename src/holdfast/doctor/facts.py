@@ -25,12 +25,13 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from msgspec import structs
 
+from holdfast.detached import run_detached
 from holdfast.doctor import Folder, Gpu, Interface, LocalFacts, TorchFacts, TorchState
-from holdfast.linux import GroupLimits, own_address, read_int, read_text
+from holdfast.linux import GroupLimits, default_interface, own_address, read_int, read_text
 from holdfast.protocol.errors import EndpointError, PortInUseError
 from holdfast.protocol.options import Endpoint
+from holdfast.protocol.train_contract import CHECKUP
 from holdfast.rendezvous.bind import claim, who_holds
-from holdfast.runtime.driver import run_detached
 from holdfast.supervisor.attached import attached
 from holdfast.version import __version__
 
@@ -64,16 +65,6 @@ def infiniband(root: Path = ROOT) -> tuple[str, ...]:
         return tuple(sorted(os.listdir(folder)))
     except OSError:
         return ()
-
-
-def default_interface(root: Path = ROOT) -> str:
-    """The interface of the IPv4 default route with the lowest metric; empty: there is none."""
-    found = []
-    for line in read_text(root / "proc/net/route").splitlines()[1:]:
-        fields = line.split()
-        if len(fields) > 7 and fields[1] == "00000000" and fields[7] == "00000000":
-            found.append((int(fields[6]), fields[0]))
-    return min(found)[1] if found else ""
 
 
 def interfaces() -> tuple[Interface, ...]:
@@ -156,7 +147,6 @@ FOLDER_S_MAX = 5.0
 RESOLVE_S_MAX = 10.0
 PYTHON_S_MAX = 10.0
 
-CHECKUP = str(Path(__file__).resolve().parents[1] / "train" / "checkup.py")
 SMI_S_MAX = 15.0
 ERROR_CHARS_MAX = 400
 SMI_FIELDS = "index,name,driver_version,memory.total,memory.used,ecc.errors.uncorrected.volatile.total,uuid"

@@ -15,6 +15,7 @@ from typing import NamedTuple, TypeVar
 from msgspec import Struct
 from msgspec.structs import replace
 
+from holdfast.detached import run_detached
 from holdfast.doctor import (
     DoctorFinding,
     JointCheck,
@@ -58,7 +59,6 @@ from holdfast.protocol.policy import JobSpec, NodeSpec
 from holdfast.protocol.session import ClientHandshake, Session
 from holdfast.rendezvous.bind import Claim, claim, who_holds
 from holdfast.runtime.connection import Connection, dial_endpoint, fresh_nonce
-from holdfast.runtime.driver import run_detached
 from holdfast.text import is_loopback
 
 RETRY_S = 0.25

@@ -26,8 +26,9 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from holdfast.doctor import NodePath, Reached, Reduced
-from holdfast.doctor.facts import CHECKUP, ERROR_CHARS_MAX, addresses_of, end, last_json
+from holdfast.doctor.facts import ERROR_CHARS_MAX, addresses_of, end, last_json
 from holdfast.protocol.policy import Port
+from holdfast.protocol.train_contract import CHECKUP
 from holdfast.runtime.connection import connect, numeric, why
 from holdfast.supervisor.attached import attached
 

@@ -17,10 +17,11 @@ import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
+from holdfast.journal import Journal
+from holdfast.listening import bind_named
 from holdfast.protocol.errors import MissingPackageError, PortInUseError
 from holdfast.protocol.options import Endpoint, RunOptions
 from holdfast.protocol.rank_progress import JobView, RankProgress
-from holdfast.runtime.run_folder import Journal
 
 if TYPE_CHECKING:
     from holdfast.metrics.listeners import Vitals
@@ -45,21 +46,6 @@ class HttpResponse(NamedTuple):
 
 Pages = Mapping[str, Callable[[], HttpResponse]]
 """Page functions by path. Called in the server's thread."""
-
-
-def bind(place: Endpoint, option: str) -> socket.socket:
-    """Open a listening socket. Raises PortInUseError with the option's name if the address cannot be bound."""
-    family = socket.AF_INET6 if ":" in place.host else socket.AF_INET
-    sock = socket.socket(family, socket.SOCK_STREAM)
-    try:
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        sock.bind((place.host, place.port))
-        sock.listen(CONNECTIONS_MAX)
-    except OSError as error:
-        sock.close()
-        raise PortInUseError(f"{option}: cannot listen on {place}: {error.strerror or error}") from error
-    sock.setblocking(False)
-    return sock
 
 
 class Server:
@@ -201,7 +187,7 @@ def serve(options: RunOptions, vitals: Vitals, journal: Journal, say: Callable[.
         for place, pages in wanted.items():
             what = [name for name, at in (("metrics", options.metrics), ("health", options.health)) if at == place]
             try:
-                sock = bind(place, " and ".join(f"--{name}" for name in what))
+                sock = bind_named(place, " and ".join(f"--{name}" for name in what))
             except PortInUseError as error:
                 if not options.health_if_free or what != ["health"]:
                     raise

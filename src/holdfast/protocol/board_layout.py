@@ -9,10 +9,6 @@ from __future__ import annotations
 
 BOARD_VARIABLE = "HOLDFAST_BOARD"
 """Variable of a worker's environment: `PATH@SLOT`, the board's file and the first word of this worker's slot."""
-REPLACEMENT_VARIABLE = "HOLDFAST_REPLACEMENT"
-"""Set for a worker that is started while the others run: it gets its place when it is ready."""
-SURVIVE_VARIABLE = "HOLDFAST_SURVIVE"
-"""The variable of --survive, also in workers: `ht.survive` says what it means, and checks that it can."""
 
 WORD_BYTES = 8
 SLOT_WORDS = 24
@@ -83,7 +79,7 @@ wait of Python's own, which Python takes up again."""
 HANDLED = "Handles: "
 HANDLED_CHARACTERS_MAX = 300
 INTERRUPT_SIGNAL = 58
-"""SIGRTMAX - 6: its handler interrupts a worker in `ht.survive` (worker/regroup.py). Nobody sends it."""
+"""SIGRTMAX - 6: its handler interrupts a worker in `ht.survive` (train/agent_channel.py). Nobody sends it."""
 LOOK_SIGNAL = 62
 """SIGRTMAX - 2 on Linux: a worker that catches it writes the stacks of all its threads into that file. For sleeping
 workers only: a running thread changes its stack while it is read, which can crash the worker."""
@@ -99,10 +95,3 @@ def size_bytes(nproc: int) -> int:
 def slot(local_rank: int) -> int:
     """The index of the first word of this rank's slot."""
     return (1 + local_rank) * SLOT_WORDS
-
-
-def channel_name(inode: int) -> bytes:
-    """The name of the socket at which the agent listens for messages of the workers on this board, in the kernel's
-    abstract name space. `inode`: of the board's file. Two containers may share that name space and have agents with the
-    same process id; no two files in memory have the same inode."""
-    return b"\0holdfast-board-%d" % inode

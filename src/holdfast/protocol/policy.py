@@ -14,6 +14,8 @@ from typing import Annotated, TypeAlias
 
 from msgspec import Meta, Struct
 
+from holdfast.protocol.train_contract import Survive
+
 WORKERS_PER_NODE_MAX = 4096
 RANKS_MAX = 2**31 - 1
 LINE_MAX = 2**31 - 1
@@ -94,17 +96,6 @@ class Grow(Enum):
     """The job is regrouped at the next safe point; at once if the workers ask for none."""
     NEVER = "never"
     """The node waits until the job is regrouped for another reason."""
-
-
-class Survive(Enum):
-    """What the other workers do when one is lost (--survive). For workers that run in `ht.survive`."""
-
-    SHRINK = "shrink"
-    """They go on with fewer ranks, and a replacement joins when it is ready."""
-    WAIT = "wait"
-    """They keep their state and wait for the replacement."""
-    OFF = "off"
-    """All workers are stopped and started again."""
 
 
 class JobSpec(Struct, frozen=True, kw_only=True):

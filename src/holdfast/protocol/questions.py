@@ -1,16 +1,20 @@
-"""What a command on a node may ask about the whole job, and the answers as JSON."""
+"""What a command on a node may ask about the whole job, how a user writes it, and the answers as JSON."""
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from enum import Enum
 
 import msgspec
 from msgspec import Struct
 
+from holdfast.protocol.errors import UsageError
 from holdfast.protocol.rank_progress import Frame, JobView, Operation, RankSample, RankStack, StacksView
 
 REVISION_OF_PROFILES = 4
 """From this revision of the messages on, an agent takes profiles, and its workers save at a safe point and go on."""
+RANKS_MAX = 1_000_000
+"""Of one range that a user writes."""
 PROFILED_RANKS_MAX = 64
 PROFILED_STEPS_MAX = 1000
 ANSWER_BYTES_MAX = 3 * 1024 * 1024
@@ -129,3 +133,30 @@ def stacks_body(view: StacksView) -> bytes:
         view = msgspec.structs.replace(view, ranks=ranks, stacks=view.stacks[:used])
         body = msgspec.json.encode(view)
     return body
+
+
+def ranks_of(texts: Sequence[str] | None, option: str = "--rank") -> set[int]:
+    """The ranks of `--rank 3 --rank 0-7,12`; empty: all. Raises UsageError.
+
+    >>> sorted(ranks_of(["3", "0-1,8"]))
+    [0, 1, 3, 8]
+    """
+    found: set[int] = set()
+    for text in texts or ():
+        for part in text.split(","):
+            first, dash, last = part.partition("-")
+            if not first.isdecimal() or (dash and not last.isdecimal()) or int(last or first) - int(first) >= RANKS_MAX:
+                raise UsageError(f"{option} {text}: write ranks like 3, 0-7 or 1,5")
+            found |= set(range(int(first), int(last or first) + 1))
+    return found
+
+
+def profile_request(ranks: Collection[int], steps: int, seconds: float | None) -> dict[str, object]:
+    """The fields of the question. Raises UsageError."""
+    if len(ranks) > PROFILED_RANKS_MAX:
+        raise UsageError(f"{len(ranks)} ranks: at most {PROFILED_RANKS_MAX} are profiled at a time")
+    if seconds is not None and not 0 < seconds <= PROFILED_S_MAX:
+        raise UsageError(f"{seconds:g} seconds: must be more than 0, and {PROFILED_S_MAX:g} at most")
+    if seconds is None and not 1 <= steps <= PROFILED_STEPS_MAX:
+        raise UsageError(f"{steps} steps: must be 1 to {PROFILED_STEPS_MAX}")
+    return {"ranks": sorted(ranks), "steps": 0 if seconds is not None else steps, "for_s": seconds or 0.0}

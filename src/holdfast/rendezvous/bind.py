@@ -12,8 +12,9 @@ import os
 import socket
 from typing import NamedTuple
 
+from holdfast.detached import run_detached
 from holdfast.protocol.errors import EndpointError, PortInUseError
-from holdfast.protocol.options import Endpoint
+from holdfast.protocol.options import Endpoint, RunOptions
 from holdfast.text import is_loopback
 
 _LISTEN = "0A"
@@ -263,3 +264,19 @@ def _read(path: str) -> str:
             return file.read().decode("utf-8", "replace")
     except OSError:
         return ""
+
+
+async def claim_endpoint(options: RunOptions, endpoint: Endpoint | None = None) -> Claim:
+    """Bind the job's endpoint, or another one of its list, if it is this machine's."""
+    wanted = options.is_host if endpoint is None else None
+    place = options.endpoint if endpoint is None else endpoint
+    if wanted is None and options.job.fixed_ranks and options.node_rank:
+        wanted = False  # static: the endpoint is node 0's, also where two nodes share a machine
+    if _is_numeric_or_local(place.host):
+        return claim(place, standalone=options.standalone, is_host=wanted)
+    return await run_detached(lambda: claim(place, standalone=options.standalone, is_host=wanted))
+
+
+def _is_numeric_or_local(host: str) -> bool:
+    """Whether the host needs no resolver, hence no thread."""
+    return host == "localhost" or ":" in host or host.replace(".", "").isdecimal()

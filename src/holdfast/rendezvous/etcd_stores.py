@@ -19,7 +19,7 @@ from urllib.parse import quote, urlencode
 from holdfast.protocol.errors import EtcdError, EtcdUnreachableError, MissingPackageError
 from holdfast.protocol.options import Endpoint, EtcdOptions
 from holdfast.rendezvous.elections import CALL_S_MAX
-from holdfast.rendezvous.etcd import Servers, Store, open_context, untrusted, why_closed
+from holdfast.rendezvous.etcd_servers import Servers, Store, open_context, untrusted, why_closed
 
 ANSWER_BYTES_MAX = 1024 * 1024
 

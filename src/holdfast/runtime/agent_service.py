@@ -43,6 +43,8 @@ from holdfast.agent.commands import (
 )
 from holdfast.agent.events import DialFailed, Event, LinkLost, PassSignal, Received, Signalled
 from holdfast.coordinator.ending import Judge
+from holdfast.detached import run_detached
+from holdfast.journal import JOURNAL_NAME, Journal
 from holdfast.metrics import observing
 from holdfast.protocol.errors import EXIT_FAILURE
 from holdfast.protocol.messages import Answer, FromAgent, FromCoordinator, Profile, Waiting
@@ -50,11 +52,12 @@ from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Failure, Outcome, fault_outcome
 from holdfast.protocol.policy import NodeSpec, Note, Tick
 from holdfast.protocol.rank_progress import Examine, JobView, RankProgress
+from holdfast.run_folder import RunFolder
 from holdfast.runtime.control import Control
 from holdfast.runtime.control_handlers import ControlRequests, OwnNode
-from holdfast.runtime.driver import Driver, Troubles, as_error, fault_of, run_detached
-from holdfast.runtime.rendezvous_client import CoordinatorLink, RendezvousClient
-from holdfast.runtime.run_folder import JOURNAL_NAME, Journal, RunFolder
+from holdfast.runtime.coordinator_service import CoordinatorLink
+from holdfast.runtime.driver import Driver, Troubles, as_error, fault_of
+from holdfast.runtime.rendezvous_client import RendezvousClient
 from holdfast.supervisor.console import Console
 from holdfast.supervisor.log_router import LogRouter
 from holdfast.supervisor.supervisor import SupervisorHandle

@@ -15,6 +15,7 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from msgspec import Struct
 
+from holdfast.detached import run_detached
 from holdfast.protocol.codec import decode_from_coordinator
 from holdfast.protocol.errors import (
     CoordinatorUnreachableError,
@@ -31,7 +32,7 @@ from holdfast.protocol.options import Endpoint
 from holdfast.protocol.policy import JobSpec, NodeSpec
 from holdfast.protocol.session import NONCE_BYTES, Accepted, ClientHandshake, Session
 from holdfast.rendezvous.bind import who_holds
-from holdfast.runtime.driver import describe, run_detached
+from holdfast.runtime.driver import describe
 from holdfast.text import is_loopback
 
 HANDSHAKE_S_MAX = 5.0

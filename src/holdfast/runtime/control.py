@@ -18,14 +18,15 @@ from typing import Annotated, Any
 import msgspec
 
 from holdfast import seqpacket
+from holdfast.detached import run_detached
+from holdfast.journal import Journal
 from holdfast.protocol.errors import ControlRefusedError, ControlSilentError
 from holdfast.protocol.messages import Ask
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.questions import PROFILED_RANKS_MAX, PROFILED_STEPS_MAX, Question
+from holdfast.run_folder import RunFolder
 from holdfast.runtime import running
-from holdfast.runtime.driver import run_detached
-from holdfast.runtime.run_folder import Journal, RunFolder
 from holdfast.runtime.running import NodeEnd, Reply
 
 REQUEST_BYTES_MAX = 4096

@@ -9,15 +9,11 @@ are still being executed are queued.
 Uncaught exceptions: asyncio passes them to the loop's handler, or drops them. An exception that passed through our code
 is our fault and ends the agent. Errors of asyncio alone are not, such as no descriptor left for another connection, or
 a peer that disconnected: asyncio tries again by itself.
-
-`run_detached` is for blocking calls that may never return, such as name resolution. asyncio joins its own threads at
-the end of the loop: an agent that has to end would wait for a dead name server.
 """
 
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from types import TracebackType
@@ -25,7 +21,6 @@ from typing import Any, Generic, NoReturn, Protocol, TypeVar
 
 from holdfast.protocol.errors import HoldfastError, InternalError, PlatformError
 
-Result = TypeVar("Result")
 OUR_PACKAGE = "holdfast"
 NO_THREAD = "can't start new thread"
 """Python's message."""
@@ -201,32 +196,3 @@ class Troubles:
         if now - self._said.get(text, -SAID_INTERVAL_S) >= SAID_INTERVAL_S:
             self._said[text] = now
             self._say(text)
-
-
-async def run_detached(function: Callable[[], Result]) -> Result:
-    """The result or exception of the call. When the caller is cancelled, the call continues alone and its result is
-    dropped."""
-    loop = asyncio.get_running_loop()
-    answer: asyncio.Future[Result] = loop.create_future()
-
-    def tell(result: Result | None, error: BaseException | None) -> None:
-        if answer.done():
-            return
-        if error is not None:
-            answer.set_exception(error)
-        else:
-            answer.set_result(result)  # type: ignore[arg-type]
-
-    def run() -> None:
-        result, error = None, None
-        try:
-            result = function()
-        except Exception as raised:  # noqa: BLE001 - passed to the caller unchanged
-            error = raised
-        try:
-            loop.call_soon_threadsafe(tell, result, error)
-        except RuntimeError:
-            return  # the loop has ended
-
-    threading.Thread(target=run, name="holdfast-detached", daemon=True).start()
-    return await answer

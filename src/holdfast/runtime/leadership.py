@@ -29,6 +29,8 @@ from holdfast.coordinator.coordinator_state import Command, DropLink, Tell
 from holdfast.coordinator.ending import Judge
 from holdfast.coordinator.leased import LeasedCoordinator
 from holdfast.coordinator.monitor import cannot_tell
+from holdfast.detached import run_detached
+from holdfast.journal import Journal
 from holdfast.protocol.errors import CoordinatorUnreachableError, EtcdError, EtcdUnreachableError, PortInUseError
 from holdfast.protocol.messages import Assign, Finish, Start
 from holdfast.protocol.options import Endpoint, RunOptions
@@ -36,9 +38,7 @@ from holdfast.protocol.policy import Limits, NodeSpec
 from holdfast.protocol.rank_progress import Examine
 from holdfast.rendezvous.bind import Claim, claim
 from holdfast.rendezvous.elections import Api, Election, Leader, LeaderLease, Memory
-from holdfast.runtime.driver import run_detached
-from holdfast.runtime.rendezvous_client import CoordinatorLink, CoordinatorService
-from holdfast.runtime.run_folder import Journal
+from holdfast.runtime.coordinator_service import CoordinatorLink, CoordinatorService
 
 RENEWALS_PER_LEASE = 5
 HELD_PER_LEASE = 0.8

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from holdfast.agent.voter import HeardOf, Linked, Unlinked
 from holdfast.coordinator.coordinator_state import (
@@ -18,18 +18,27 @@ from holdfast.coordinator.coordinator_state import (
     WitnessOpened,
 )
 from holdfast.coordinator.replicated import ReplicatedCoordinator
+from holdfast.journal import Journal
 from holdfast.protocol.charter import Poll, Renew, Seat
 from holdfast.protocol.messages import FromAgent, FromCoordinator, Joined, Moved, Supersede
 from holdfast.protocol.options import Endpoint
 from holdfast.runtime.connection import Connection
-from holdfast.runtime.rendezvous_client import CoordinatorService, LocalLink
-from holdfast.runtime.run_folder import Journal
+from holdfast.runtime.coordinator_service import CoordinatorService, LocalLink
 from holdfast.runtime.voter_service import Errands, VoterService
 
-if TYPE_CHECKING:
-    from holdfast.runtime.succession import SuccessionClient
-
 Outgoing = Connection[FromCoordinator]
+
+
+class OtherVoters(Protocol):
+    """What this coordinator needs of the voter beside it, which talks to the others."""
+
+    def poll_came(self, poll: Poll, reply: Callable[[FromCoordinator], None]) -> None: ...
+
+    def stepped_down(self, command: StepDown) -> None: ...
+
+    async def find_caller(self, call: Supersede) -> Deposed | None: ...
+
+    async def prove_gone(self, seat: Seat) -> bool: ...
 
 
 class ReplicatedService(CoordinatorService):
@@ -40,7 +49,7 @@ class ReplicatedService(CoordinatorService):
         machine: ReplicatedCoordinator,
         journal: Journal,
         say: Callable[[str], None],
-        client: SuccessionClient,
+        client: OtherVoters,
     ) -> None:
         self.replicated = machine
         self.errands = Errands()

@@ -30,6 +30,7 @@ from holdfast.coordinator.coordinator_state import (
 )
 from holdfast.coordinator.ending import Judge
 from holdfast.coordinator.replicated import ReplicatedCoordinator
+from holdfast.journal import Journal
 from holdfast.protocol.charter import VOTERS_MIN, Poll, Polled, Renew, Seat, Succession
 from holdfast.protocol.errors import (
     CoordinatorUnreachableError,
@@ -42,11 +43,10 @@ from holdfast.protocol.messages import FromCoordinator, Moved, Supersede
 from holdfast.protocol.options import Endpoint, RunOptions
 from holdfast.protocol.policy import NodeSpec
 from holdfast.protocol.rank_progress import Examine
-from holdfast.rendezvous.bind import Claim, open_port
+from holdfast.rendezvous.bind import Claim, claim_endpoint, open_port
 from holdfast.runtime.connection import Connection, dial, dial_agent, nobody_listens, seen_from_here
-from holdfast.runtime.rendezvous_client import CoordinatorLink, claim_endpoint
+from holdfast.runtime.coordinator_service import CoordinatorLink
 from holdfast.runtime.replicated_service import Outgoing, ReplicatedService, WatchedLink
-from holdfast.runtime.run_folder import Journal
 from holdfast.runtime.voter_service import Errands, Reception, VoterService
 from holdfast.text import is_loopback
 

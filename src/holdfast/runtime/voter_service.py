@@ -25,6 +25,8 @@ from holdfast.agent.voter import (
     Voter,
     VoterState,
 )
+from holdfast.inherited import raise_limit
+from holdfast.journal import Journal
 from holdfast.protocol.charter import Poll, Polled, Renew, Renewed, Succession
 from holdfast.protocol.codec import PROTOCOL_VERSION
 from holdfast.protocol.messages import FromAgent, Moved, Supersede
@@ -34,9 +36,7 @@ from holdfast.protocol.session import Accepted, Hello
 from holdfast.rendezvous.bind import Claim
 from holdfast.runtime.connection import seen_from_here
 from holdfast.runtime.driver import Driver
-from holdfast.runtime.inherited import raise_limit
 from holdfast.runtime.listener import AgentConnection, Listener
-from holdfast.runtime.run_folder import Journal
 
 
 class Errands:

@@ -13,15 +13,15 @@ from dataclasses import dataclass
 from functools import partial
 
 from holdfast.agent.voter import LeaderAddress, Unlinked, Voter
+from holdfast.inherited import raise_limit
+from holdfast.journal import Journal
 from holdfast.protocol.charter import Renew
 from holdfast.protocol.codec import PROTOCOL_VERSION
 from holdfast.protocol.messages import FromAgent
 from holdfast.protocol.policy import Limits
 from holdfast.protocol.session import SHOWN_CHARS_MAX, Accepted, Hello
 from holdfast.rendezvous.bind import Claim
-from holdfast.runtime.inherited import raise_limit
 from holdfast.runtime.listener import AgentConnection, Listener
-from holdfast.runtime.run_folder import Journal
 from holdfast.runtime.voter_service import VoterService, answer_guest
 
 JOBS_MAX = 1000

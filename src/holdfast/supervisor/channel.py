@@ -19,7 +19,7 @@ from msgspec import Meta, Struct
 
 from holdfast import seqpacket
 from holdfast.protocol.policy import Count, Seconds
-from holdfast.worker.regroup import WHY_CHARACTERS_MAX
+from holdfast.protocol.train_contract import WHY_CHARACTERS_MAX
 
 BACKLOG = 4096
 """All workers of a node may connect at once."""

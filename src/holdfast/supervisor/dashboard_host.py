@@ -19,11 +19,11 @@ from importlib.util import find_spec
 import msgspec
 
 from holdfast import seqpacket
-from holdfast.metrics import bind
+from holdfast.journal import Journal
+from holdfast.listening import bind_named
 from holdfast.protocol.errors import MissingPackageError, PortInUseError
 from holdfast.protocol.options import Endpoint
 from holdfast.protocol.outcome import Outcome
-from holdfast.runtime.run_folder import Journal
 from holdfast.supervisor.client import SupervisorClient, SupervisorEvent
 from holdfast.supervisor.service_host import ServiceProcess
 from holdfast.text import is_loopback
@@ -100,11 +100,11 @@ class DashboardHost:
         if self._listening is not None:
             return
         try:
-            self._listening = bind(self._place, "--dashboard")
+            self._listening = bind_named(self._place, "--dashboard")
         except PortInUseError as error:
             self._say(f"{error}; another port is used")
             try:
-                self._listening = bind(Endpoint(host=self._place.host, port=0), "--dashboard")
+                self._listening = bind_named(Endpoint(host=self._place.host, port=0), "--dashboard")
             except PortInUseError as second:
                 self._say(f"no dashboard: {second}")
                 return

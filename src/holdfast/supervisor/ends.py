@@ -19,10 +19,10 @@ from pathlib import Path
 from msgspec import Struct, structs
 
 from holdfast.agent.events import Event, FailureRead, WorkerEnded, WorkerRaised
+from holdfast.journal import Journal
 from holdfast.linux import own_groups
 from holdfast.protocol.errors import EXIT_FAILURE
 from holdfast.protocol.outcome import Failure
-from holdfast.runtime.run_folder import Journal
 from holdfast.supervisor.evidence import left_with_zero, with_evidence
 from holdfast.supervisor.log_router import LogRouter
 from holdfast.supervisor.log_spool import WorkerStreams

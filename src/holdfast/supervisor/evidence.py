@@ -21,7 +21,7 @@ from typing import Any
 
 from msgspec import Struct, structs
 
-from holdfast.linux import VIRTUAL, GroupLimits, addresses
+from holdfast.linux import VIRTUAL, GroupLimits, addresses, default_interface
 from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure
 from holdfast.protocol.policy import COUNT_MAX
 from holdfast.supervisor.log_spool import Spool, WorkerStreams
@@ -253,8 +253,6 @@ def _fact_text(fact: Callable[[], str]) -> str:
 
 def interfaces() -> str:
     """`eth0 10.0.0.5, docker0 172.17.0.1; try NCCL_SOCKET_IFNAME=eth0`."""
-    from holdfast.doctor.facts import default_interface
-
     up = addresses()
     if not up:
         return "no network interface is up"

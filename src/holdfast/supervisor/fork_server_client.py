@@ -4,7 +4,11 @@ The fork server (worker/fork_server.py) imports the heavy modules once. It is a 
 stays small and no import can end it. Workers forked there become children of the supervisor, which reads each one's
 pid, records it, and only then lets it run: no worker runs that the supervisor does not know. Standbys are workers that
 are forked ahead, for the next generation. They wait parked, recorded by the supervisor as services, and become workers
-within a millisecond. Standard library only.
+within a millisecond.
+
+Modules that only restarts need are imported while workers run, in a copy of the fork server: the next one. It is the
+supervisor's child, too. Nobody waits for it: until it is ready, the present one forks. Then the next one takes its
+place, and the standbys are forked again. One that dies, hangs or is suspended changes nothing. Standard library only.
 """
 
 from __future__ import annotations
@@ -26,8 +30,9 @@ from holdfast.supervisor import processes
 KEY = "fork-server"
 STANDBY = "standby"
 """The key of all parked workers."""
-STANDBY_QUIET_S = 1.0
-"""Standbys are forked this long after the last worker was started: not while the workers themselves start."""
+QUIET_S = 1.0
+"""Standbys and the next fork server are forked this long after the last worker was started: not while the workers
+themselves start."""
 CONTROL_FD = 3
 REBUILDS_MAX = 10
 """Starts per job; a fork server that ends more often does not work on this machine."""
@@ -38,12 +43,18 @@ Command = dict[str, Any]
 
 
 class Fork:
-    """A requested worker, or a standby. Owns a worker's descriptors, because it may have to be started by exec."""
+    """A request for a worker, a standby or the next fork server.
 
-    def __init__(self, command: Command | None = None, fds: Sequence[int] = ()) -> None:
-        """Raises OSError when no descriptor is left."""
+    Owns a worker's descriptors, because it may have to be started by exec.
+    """
+
+    def __init__(
+        self, command: Command | None = None, fds: Sequence[int] = (), modules: Sequence[str] | None = None
+    ) -> None:
+        """`modules`: what a next fork server is to import. Raises OSError when no descriptor is left."""
         self.command = command
-        """None: a standby, which waits for the command that makes it a worker."""
+        """None: a standby, which waits for the command that makes it a worker, or a next fork server."""
+        self.modules = modules
         self.fds = list(fds)
         self.parked_pid = 0
         """The process, once it is a parked standby; it stays set when the standby becomes a worker."""
@@ -52,6 +63,8 @@ class Fork:
     def packet(self) -> tuple[Command, list[int]]:
         """The request, and the descriptors that go with it: 0, 1 and 2 are the supervisor's own where not named."""
         answer = [] if self.parked_pid else [self.theirs.fileno()]
+        if self.modules is not None:
+            return {"next": self.modules, "supervisor": os.getpid()}, answer
         if self.command is None:
             return {"park": True, "supervisor": os.getpid()}, answer
         numbers = list(self.command["fds"])
@@ -67,36 +80,53 @@ class Fork:
         self.fds = []
 
 
+class Next:
+    """The next fork server, while it imports."""
+
+    def __init__(self, pid: int, sock: socket.socket) -> None:
+        self.pid = pid
+        self.sock = sock
+        self.unfit = False
+        """It has reported a module that cannot be forked, and ends."""
+
+
 class ForkServerClient:
-    """Runs at most one fork server at a time. Every request ends in `forked`, in `spawn`, or in an `ended` event."""
+    """Runs one fork server, and for a while the next one beside it.
+
+    Every request for a worker ends in `forked`, in `spawn`, or in an `ended` event.
+    """
 
     def __init__(
         self,
         poller: select.poll,
-        spawn: Callable[[Command, list[int]], None],
+        spawn: Callable[[Command, list[int]], int],
         forked: Callable[[Command, int], None],
         tell: Callable[[dict[str, Any]], None],
     ) -> None:
-        """`spawn` starts a program by exec, `forked` records a worker that was forked, `tell` passes an event on."""
+        """`spawn` starts a program by exec and returns its pid (0: none was started), `forked` records a process that
+        was forked, `tell` passes an event on."""
         self._poller = poller
         self._spawn = spawn
         self._forked = forked
         self._tell = tell
         self._order: Command | None = None
         self._control: socket.socket | None = None
+        self._pid = 0
+        """The fork server's; 0: it could not be started."""
         self._ready = False
+        self._next: Next | None = None
         self._rebuilds = 0
         self._unfit = False
         self._queue: deque[tuple[Command, list[int], Fork | None]] = deque()
         """Requests that the fork server has not taken yet."""
         self._forks: dict[int, Fork] = {}
-        """Requested workers and standbys, by descriptor of our end of the answer's socket."""
-        self._park_at_s = inf
-        """When standbys are due, by the monotonic clock."""
-        self._later = 0
-        """Modules that are still to be imported for restarts, and for the standbys too."""
+        """Requested workers, standbys and next fork servers, by descriptor of our end of the answer's socket."""
+        self._prepare_at_s = inf
+        """When to prepare for the next generation, by the monotonic clock."""
+        self._later: list[str] = []
+        """Modules that the present fork server does not have and that the next one is to import."""
         self._served = False
-        """Whether a worker was requested: only then are standbys useful."""
+        """Whether a worker was requested: only then are preparations useful."""
         self._reported: set[str] = set()
 
     def begin(self, order: Command) -> None:
@@ -113,7 +143,7 @@ class ForkServerClient:
         """Ask for a worker; takes ownership of `fds`."""
         if not command["service"]:
             self._served = True
-            self._park_at_s = time.monotonic() + STANDBY_QUIET_S
+            self._prepare_at_s = time.monotonic() + QUIET_S
             if self._promote(command, fds):
                 return
         try:
@@ -127,19 +157,19 @@ class ForkServerClient:
 
     def patience_s(self) -> float:
         """Seconds until `tick` is due."""
-        return self._park_at_s - time.monotonic()
+        return self._prepare_at_s - time.monotonic()
 
     def tick(self) -> None:
-        """Fork the standbys when they are due."""
-        if time.monotonic() < self._park_at_s:
+        """Fork the standbys and the next fork server when they are due."""
+        if time.monotonic() < self._prepare_at_s:
             return
-        self._park_at_s = inf
-        # Otherwise due again when the last module has been imported, or when a fork server has started.
-        if self._ready and not self._later:
+        self._prepare_at_s = inf
+        if self._ready:  # otherwise due again when a fork server has started
             self._park()
+            self._fork_next()
 
     def owns(self, fd: int) -> bool:
-        return fd in self._forks or (self._control is not None and fd == self._control.fileno())
+        return fd in self._forks or fd in self._controls()
 
     def serve(self, fd: int) -> None:
         """Handle a descriptor that is ready."""
@@ -167,9 +197,15 @@ class ForkServerClient:
                 self._drop(fork)
                 self._tell({"is": "ended", "key": command["key"], "pid": 0, "exit_code": -signum})
 
-    def ended(self, exit_code: int) -> None:
-        """The process has ended: start another one, unless that would end in the same way."""
+    def ended(self, pid: int, exit_code: int) -> None:
+        """A fork server has ended: start another one, unless that would end in the same way."""
+        self._listen_to_next()
+        if self._next is not None and pid == self._next.pid:
+            self._next_ended(self._next, exit_code)
+            return
         self._listen()
+        if pid != self._pid:  # it was replaced
+            return
         self._close()
         assert self._order is not None
         was_ready, self._ready = self._ready, False
@@ -209,13 +245,13 @@ class ForkServerClient:
             fds.append(os.open(os.devnull, os.O_RDWR))
             # Output of the imports belongs to the workers: each of them repeats it.
             fds += (os.memfd_create(name) for name in ("stdout", "stderr"))
-            self._spawn(program, [*fds, theirs.fileno()])
+            self._pid = self._spawn(program, [*fds, theirs.fileno()])
         finally:
             theirs.close()
             for fd in fds:
                 os.close(fd)
-        self._later = len(order["later"])
-        first = {"modules": order["modules"], "later": order["later"], "served": self._served, **order["worker"]}
+        self._later = list(order["later"])
+        first = {"modules": order["modules"], **order["worker"]}
         self._queue.appendleft((first, [], None))
         self._flush()
 
@@ -237,17 +273,28 @@ class ForkServerClient:
         if self._control is not None:
             self._poller.modify(self._control, select.POLLIN | (select.POLLOUT if self._queue else 0))
 
+    def _controls(self) -> list[int]:
+        """Descriptors on which fork servers report."""
+        socks = (self._control, self._next.sock if self._next is not None else None)
+        return [sock.fileno() for sock in socks if sock is not None]
+
+    def _shut(self, sock: socket.socket) -> None:
+        if sock.fileno() >= 0:
+            self._poller.unregister(sock)
+            sock.close()
+
     def _listen(self) -> None:
-        """Read what the process reports about itself."""
+        """Read what the fork servers report about themselves."""
         while self._control is not None:
             try:
                 received = seqpacket.receive(self._control)
             except BlockingIOError:
-                return
+                break
             if received is None:
                 self._close()
-                return
+                break
             self._hear(received[0])
+        self._listen_to_next()
 
     def _hear(self, message: dict[str, Any]) -> None:
         assert self._order is not None
@@ -265,11 +312,7 @@ class ForkServerClient:
                 self._ready = True
                 self._tell({"is": "preload", "text": f"imported {message['text']}", "trouble": False})
                 if self._served:
-                    self._park_at_s = time.monotonic() + STANDBY_QUIET_S
-            case "later":
-                self._later -= 1
-                self._park_at_s = time.monotonic()
-                self._tell({"is": "preload", "text": f"imported {message['text']}", "trouble": False})
+                    self._prepare_at_s = time.monotonic() + QUIET_S
 
     def _say(self, why: str, then: str) -> None:
         self._tell({"is": "preload", "text": f"{why}; {then or 'workers are started by exec'}", "trouble": True})
@@ -278,13 +321,90 @@ class ForkServerClient:
         """Queued requests fall back to exec; requests already sent see end-of-file."""
         if self._control is None:
             return
-        self._poller.unregister(self._control)
-        self._control.close()
+        self._end_next()
+        self._shut(self._control)
         self._control = None
         queued, self._queue = self._queue, deque()
         for _, _, fork in queued:
             if fork is not None:
                 self._give_up(fork, "")
+
+    # --- the next one -------------------------------------------------------------------------------------------------
+
+    def _fork_next(self) -> None:
+        """Ask for the next fork server if there is something to import."""
+        if not self._later or self._next is not None or any(fork.modules for fork in self._forks.values()):
+            return
+        with contextlib.suppress(OSError):  # no descriptors left: the present one goes on
+            self._request(Fork(modules=self._later))
+        self._flush()
+
+    def _next_forked(self, fork: Fork, pid: int) -> None:
+        del self._forks[fork.ours.fileno()]
+        self._next = Next(pid, fork.ours)
+        self._forked({"key": KEY, "service": True}, pid)
+
+    def _listen_to_next(self) -> None:
+        while self._next is not None and self._next.sock.fileno() >= 0:
+            try:
+                received = seqpacket.receive(self._next.sock)
+            except BlockingIOError:
+                return
+            if received is None:
+                self._shut(self._next.sock)
+            else:
+                self._hear_next(self._next, received[0])
+
+    def _hear_next(self, following: Next, message: dict[str, Any]) -> None:
+        assert self._order is not None
+        match message["is"]:
+            case "unfit":
+                following.unfit = True
+                module = message["module"]
+                # No module: it has none that can be imported, and has reported each of them.
+                self._order["later"] = [name for name in self._order["later"] if module and name != module]
+                if module:
+                    self._say(message["text"], "left out")
+            case "left_out":
+                self._tell({"is": "preload", "text": message["text"], "trouble": True})
+            case "ready":
+                self._tell({"is": "preload", "text": f"imported {message['text']}, for restarts", "trouble": False})
+                self._replace(following)
+
+    def _replace(self, following: Next) -> None:
+        """The next one takes the place of the present one, which forks what it was asked for, and then ends."""
+        assert self._control is not None
+        self._shut(self._control)
+        self._control, self._pid = following.sock, following.pid
+        self._next = None
+        self._later = []
+        for standby in self._standbys():
+            self._drop(standby)
+        if self._prepare_at_s == inf:
+            self._prepare_at_s = time.monotonic()
+        self._flush()
+
+    def _next_ended(self, following: Next, exit_code: int) -> None:
+        assert self._order is not None
+        self._shut(following.sock)
+        self._next = None
+        if following.unfit:  # again, for the modules that are left
+            self._later = list(self._order["later"])
+            self._prepare_at_s = min(self._prepare_at_s, time.monotonic())
+            return
+        names, self._later = ", ".join(self._later), []
+        self._say(f"{names}: the process that imports for restarts ended with exit code {exit_code}", "left out")
+
+    def _end_next(self) -> None:
+        """Without the present fork server there is no next one."""
+        for fork in [fork for fork in self._forks.values() if fork.modules]:
+            self._drop(fork)
+        if self._next is not None:
+            self._shut(self._next.sock)
+            # It imports, or is suspended, and would not notice. The number is still its own: `ended` forgets a process
+            # before anything else when it was reaped.
+            os.kill(self._next.pid, signal.SIGKILL)
+            self._next = None
 
     # --- the workers --------------------------------------------------------------------------------------------------
 
@@ -300,6 +420,8 @@ class ForkServerClient:
         word, rest = answer
         if word != "pid":
             self._give_up(fork, rest)
+        elif fork.modules:
+            self._next_forked(fork, int(rest))
         elif fork.command is None:
             self._parked(fork, int(rest))
         else:
@@ -309,10 +431,13 @@ class ForkServerClient:
             self._drop(fork)
 
     def _give_up(self, fork: Fork, why: str) -> None:
-        """It will not be forked: a worker is started by exec, a standby is dropped."""
+        """It will not be forked: a worker is started by exec, a standby and a next fork server are dropped."""
         command = fork.command
         if command is None:
             self._drop(fork)
+            if fork.modules and why:
+                self._later = []
+                self._say(f"{', '.join(fork.modules)}: no process can import for restarts: {why}", "left out")
             return
         fds, fork.fds = fork.fds, []
         self._drop(fork)
@@ -347,7 +472,7 @@ class ForkServerClient:
         self._flush()
 
     def _standbys(self) -> list[Fork]:
-        return [fork for fork in self._forks.values() if fork.command is None]
+        return [fork for fork in self._forks.values() if fork.command is None and not fork.modules]
 
     def _parked(self, standby: Fork, pid: int) -> None:
         standby.parked_pid = pid

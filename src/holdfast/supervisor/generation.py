@@ -19,14 +19,14 @@ from msgspec.structs import replace
 
 from holdfast.agent.agent_state import Work
 from holdfast.agent.events import Event, RegroupRefused, ReplacementsReady, WorkerEnded, WorkersAble
+from holdfast.journal import Journal
 from holdfast.linux import process_stat
-from holdfast.protocol.board_layout import BOARD_VARIABLE, REPLACEMENT_VARIABLE, SURVIVE_VARIABLE, channel_name
+from holdfast.protocol.board_layout import BOARD_VARIABLE
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import RunOptions, worker_environment
 from holdfast.protocol.outcome import Failure
-from holdfast.protocol.policy import Survive
 from holdfast.protocol.rank_progress import RankProgress
-from holdfast.runtime.run_folder import Journal
+from holdfast.protocol.train_contract import REPLACEMENT_VARIABLE, SURVIVE_VARIABLE, Survive, channel_name
 from holdfast.supervisor.board import Board, Phases
 from holdfast.supervisor.channel import (
     AtGate,

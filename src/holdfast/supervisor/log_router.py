@@ -24,7 +24,7 @@ from pathlib import Path
 
 from holdfast.protocol.errors import LogDirError
 from holdfast.protocol.options import LogOptions, Std
-from holdfast.runtime.run_folder import RunFolder, WorkerSlot
+from holdfast.run_folder import RunFolder, WorkerSlot
 from holdfast.supervisor.console import Console, ConsoleStream, Terminal, TerminalPump
 from holdfast.supervisor.log_fold import HeldTraceback, LineFold
 from holdfast.supervisor.log_spool import LogMover, Spool, StreamFds, WorkerStreams, create, make_folder

@@ -19,12 +19,12 @@ from typing import Any
 
 import msgspec
 
+from holdfast.detached import run_detached
 from holdfast.protocol.board_layout import PROFILE_SIGNAL
 from holdfast.protocol.messages import Profile, Profiled
 from holdfast.protocol.questions import PROFILE_S_MAX
 from holdfast.protocol.rank_progress import Operation, RankProfile
-from holdfast.runtime.driver import run_detached
-from holdfast.runtime.run_folder import PROFILES
+from holdfast.run_folder import PROFILES
 from holdfast.supervisor import processes
 from holdfast.supervisor.attached import attached
 from holdfast.supervisor.generation import RunningGeneration

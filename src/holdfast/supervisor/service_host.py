@@ -27,17 +27,25 @@ import socket
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing, suppress
-from pathlib import Path
 
 from holdfast import seqpacket
+from holdfast.journal import Journal
+from holdfast.memory_folder import (
+    COPIES,
+    KEY,
+    PREFETCH,
+    SOCKET,
+    MemoryFolder,
+    clean,
+    listen,
+    ranks_with_states,
+    remove_folder,
+)
 from holdfast.protocol.policy import HeldStates
-from holdfast.runtime.run_folder import Journal
+from holdfast.protocol.train_contract import FINISH_LIMIT_S, SAVER_VARIABLE, STORE_SERVER, saver_argv
 from holdfast.supervisor.client import ProcessEnded, SpawnFailed, SupervisorClient, SupervisorEvent
-from holdfast.train.snapshots import memory_folder
-from holdfast.train.snapshots.memory_folder import FINISH_LIMIT_S, SOCKET, MemoryFolder, clean
 
 STORE, SAVER = "store", "saver"
-SERVER = str(Path(__file__).resolve().parents[1] / "train" / "store_server.py")
 CONTROL_FD = 3
 """The service's end of its socket."""
 SAVER_LISTENING_FD = 4
@@ -203,7 +211,7 @@ class StoreHost:
         self._loop.remove_reader(self._listening)
         if not self._server.running:
             program = self._warm_argv or [self._python, "-u"]
-            self._server.start([*program, SERVER, str(CONTROL_FD)], warm=bool(self._warm_argv))
+            self._server.start([*program, STORE_SERVER, str(CONTROL_FD)], warm=bool(self._warm_argv))
         self._send(self._generation, [self._listening.fileno()])
         # The server's copy is the only one left: when the server dies, clients are refused at once.
         self._close_listening()
@@ -272,17 +280,14 @@ class SaverHost:
         self._open_once()
         if self._memory_folder is None:
             return {}
-        return {memory_folder.SAVER_VARIABLE: f"{self._memory_folder.path}@{generation}@{local_rank}"}
+        return {SAVER_VARIABLE: f"{self._memory_folder.path}@{generation}@{local_rank}"}
 
     def states(self) -> HeldStates | None:
         """What the saver here gives to other nodes; None: nothing."""
         if self._memory_folder is None or not self._serving:
             return None
-        from holdfast.train.snapshots.slots import (
-            ranks_with_states,
-        )  # lazily: an agent that starts at once needs no slots
 
-        ranks = set(self._serving).union(ranks_with_states(self._memory_folder.path / memory_folder.COPIES))
+        ranks = set(self._serving).union(ranks_with_states(self._memory_folder.path / COPIES))
         said = list(self._serving.values())[-1]
         host, port, word, folder, world = (said[name] for name in ("host", "port", "word", "folder", "world"))
         return HeldStates(host, port, word, folder, world, tuple(sorted(ranks)))
@@ -299,7 +304,7 @@ class SaverHost:
         if self._memory_folder is None or self._failures >= ENOUGH_FAILURES:
             return
         with suppress(OSError):
-            (self._memory_folder.path / memory_folder.PREFETCH).mkdir(mode=0o700, exist_ok=True)
+            (self._memory_folder.path / PREFETCH).mkdir(mode=0o700, exist_ok=True)
             if not self._saver.running:
                 self._start()
             if self._saver.running:
@@ -363,10 +368,10 @@ class SaverHost:
         self._opened, opened = True, None
         try:
             opened = MemoryFolder.make(self._run_id)
-            self._listening = memory_folder.listen(opened.path / SOCKET)
+            self._listening = listen(opened.path / SOCKET)
             if self._token is not None:
                 key = hmac.digest(self._token, b"holdfast snapshots " + self._run_id.encode(), "sha256")
-                (opened.path / memory_folder.KEY).write_bytes(key)
+                (opened.path / KEY).write_bytes(key)
         except OSError:  # /dev/shm is not writable: a worker that needs it gets an error
             if opened is not None:
                 _remove(opened)
@@ -384,7 +389,7 @@ class SaverHost:
         if not self._saver.supervisor.alive:
             return  # `renew` follows
         self._gone.clear()
-        argv = memory_folder.saver_argv(self._memory_folder.path, listening=SAVER_LISTENING_FD, control=CONTROL_FD)
+        argv = saver_argv(self._memory_folder.path, listening=SAVER_LISTENING_FD, control=CONTROL_FD)
         self._saver.start(argv, {SAVER_LISTENING_FD: self._listening.fileno()})
 
     def _heard(self, packet: seqpacket.Message) -> None:
@@ -412,7 +417,7 @@ class SaverHost:
         self._serving.clear()
         if self._memory_folder is not None:  # nobody has to wait for it any more
             with suppress(OSError):
-                memory_folder.remove_folder(self._memory_folder.path / memory_folder.PREFETCH)
+                remove_folder(self._memory_folder.path / PREFETCH)
         self._gone.set()
         self._failures += 1
         if self._failures < ENOUGH_FAILURES:

@@ -23,10 +23,11 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from msgspec import Struct, structs
 
+from holdfast.detached import run_detached
 from holdfast.linux import ProcessStat, process_stat
 from holdfast.protocol.board_layout import (
     BOARD_VARIABLE,
@@ -46,13 +47,9 @@ from holdfast.protocol.rank_progress import (
     program_frame,
     program_threads,
 )
-from holdfast.runtime.driver import run_detached
 from holdfast.supervisor import processes
 from holdfast.supervisor.attached import attached
 from holdfast.supervisor.kernel_wait import is_connecting, wait_of, waits_of_others
-
-if TYPE_CHECKING:
-    from holdfast.supervisor.board import Board
 
 FIRST_LOOKS_MAX = 10
 """The evidence of the first looks of a generation is kept; of later looks only the newest."""
@@ -312,10 +309,20 @@ class _RankLook(Struct):
     note: str = ""
 
 
+class BoardOfWorkers(Protocol):
+    """Where the workers of one board write their stacks."""
+
+    def stacks(self, local_rank: int) -> int:
+        """Our descriptor of this worker's file."""
+
+    def address(self, local_rank: int) -> str:
+        """The board's address in this worker's environment."""
+
+
 class StackSampler:
     """Samples the workers that write to one board."""
 
-    def __init__(self, board: Board, generation: int, rank_of: Callable[[int], int]) -> None:
+    def __init__(self, board: BoardOfWorkers, generation: int, rank_of: Callable[[int], int]) -> None:
         """`rank_of`: the present rank of a local rank."""
         self._board = board
         self._files = StackFiles(generation, rank_of)

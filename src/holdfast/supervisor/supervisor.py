@@ -43,8 +43,8 @@ from math import inf
 from typing import Any, NamedTuple, NoReturn
 
 from holdfast import own_folders, seqpacket
+from holdfast.inherited import forget_secrets, raise_limit, restore_limit, soft_limit
 from holdfast.protocol.errors import PlatformError
-from holdfast.runtime.inherited import forget_secrets, raise_limit, restore_limit, soft_limit
 from holdfast.supervisor import fork_server_client as fork_server
 from holdfast.supervisor import processes
 from holdfast.supervisor.fence import Fence
@@ -364,13 +364,14 @@ class Supervisor:
 
     # --- starting -----------------------------------------------------------------------------------------------------
 
-    def _spawn(self, command: dict[str, Any], fds: list[int]) -> None:
+    def _spawn(self, command: dict[str, Any], fds: list[int]) -> int:
+        """Returns the pid; 0: no process could be started, which was reported."""
         key = command["key"]
         try:
             read_end, write_end = os.pipe()
         except OSError as error:  # no descriptors left
             self._out.add({"is": "spawn_failed", "key": key, "errno": error.errno, "text": f"pipe: {error.strerror}"})
-            return
+            return 0
         # The child ignores these signals as we do until it restores them: while blocked, an early one waits and is not
         # lost.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _NOT_OURS)
@@ -382,18 +383,19 @@ class Supervisor:
             os.close(read_end)
             os.close(write_end)
             self._out.add({"is": "spawn_failed", "key": key, "errno": error.errno, "text": f"fork: {error.strerror}"})
-            return
+            return 0
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         os.close(write_end)
         self._kept[pid] = Kept(key, bool(command["service"]))
         self._execs[read_end] = pid
         self._poller.register(read_end, select.POLLIN)
+        return pid
 
     def _forked(self, command: dict[str, Any], pid: int) -> None:
-        """A worker was forked by the fork server, became our child, and waits for permission to run."""
+        """A process was forked by the fork server and became our child; a worker waits for permission to run."""
         self._kept[pid] = Kept(command["key"], bool(command["service"]))
-        if command["key"] != fork_server.STANDBY:  # a standby is internal: no event
+        if command["key"] not in (fork_server.STANDBY, fork_server.KEY):  # these are internal: no event
             self._out.add({"is": "started", "key": command["key"], "pid": pid})
 
     def _become(self, command: dict[str, Any], fds: list[int], report: int) -> NoReturn:
@@ -443,7 +445,7 @@ class Supervisor:
         number, _, text = reason.decode(errors="replace").partition(" ")
         key = self._kept.pop(pid).key
         if key == fork_server.KEY:
-            self._fork_server.ended(_EXEC_FAILED)
+            self._fork_server.ended(pid, _EXEC_FAILED)
             return
         self._out.add({"is": "spawn_failed", "key": key, "errno": int(number), "text": text})
 
@@ -472,7 +474,7 @@ class Supervisor:
         if kept is not None:
             code = os.waitstatus_to_exitcode(status)
             if kept.key == fork_server.KEY:
-                self._fork_server.ended(code)
+                self._fork_server.ended(pid, code)
                 return
             if kept.key != fork_server.STANDBY:
                 self._out.add({"is": "ended", "key": kept.key, "pid": pid, "exit_code": code})

@@ -22,12 +22,13 @@ from holdfast.agent.events import (
     WorkersHeld,
     WorkersProgress,
 )
+from holdfast.journal import Journal
 from holdfast.protocol.errors import HoldfastError, LogDirError, PeerError, SupervisorLostError
 from holdfast.protocol.messages import Assign, Profile, Profiled, Start
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.rank_progress import RankProgress, RankSample
-from holdfast.runtime.run_folder import Journal, RunFolder, WorkerSlot
+from holdfast.run_folder import RunFolder, WorkerSlot
 from holdfast.supervisor import client as kept
 from holdfast.supervisor.board import HOLD_SETTLES_S, Observer, Phases, ProgressNotes
 from holdfast.supervisor.client import (

@@ -38,16 +38,17 @@ from holdfast.agent.events import (
 )
 from holdfast.coordinator.ending import UNBOUNDED
 from holdfast.diagnosis.causes import judge
+from holdfast.inherited import read_token
+from holdfast.journal import Journal
 from holdfast.protocol.errors import EXIT_FAILURE, EXIT_REQUEUE, HoldfastError, PeerError
 from holdfast.protocol.messages import Assign, FromCoordinator, Start, Stop
 from holdfast.protocol.options import CommandKind, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.outcome import Failure, Outcome
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
 from holdfast.rendezvous.conf import default_port, limits_from_conf, parse_endpoint, read_is_host, unknown_key_notices
+from holdfast.runtime.coordinator_service import CoordinatorLink
 from holdfast.runtime.driver import Driver, Troubles, fault_of
-from holdfast.runtime.inherited import read_token
-from holdfast.runtime.rendezvous_client import CoordinatorLink, RendezvousClient
-from holdfast.runtime.run_folder import Journal
+from holdfast.runtime.rendezvous_client import RendezvousClient
 
 BACKEND = "holdfast"
 LIKE = "c10d"

@@ -20,7 +20,7 @@ import traceback
 import warnings
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -35,10 +35,15 @@ from holdfast.train import torch_private
 from holdfast.train.boundary import Buffers
 from holdfast.train.data import HasShare, Share, in_hand
 from holdfast.train.group import is_outlived
-from holdfast.train.guards import watch
+from holdfast.train.guards import GuardWarning, enabled, watch
 
 if TYPE_CHECKING:
     from holdfast.train.data.loader import DataLoader
+
+
+NO_LOSS = torch.tensor(float("nan"))
+"""`micro.loss` in an optimizer step without `micro.backward()`. The watch for losses that are not finite knows it: what
+the program has trained with is not known."""
 
 
 class MicroBatch:
@@ -103,6 +108,7 @@ class _Accumulation:
         self._cut = False
         """The loop's body splits a batch into several micro-batches, so the loader's batches are not micro-batches."""
         self._careful: _CarefulStep | None = None
+        self._warned = False
         self._loader: weakref.ref[HasShare] | None = None
         """Whose micro-batch the last one was, where the loader makes the steps."""
 
@@ -123,10 +129,15 @@ class _Accumulation:
         scale = share.scale * loader._samples_ahead(1)[0] / self._samples
         return min(number, self._micro_batches - 1), self._micro_batches, scale
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether ranks exchange gradients at the end of an optimizer step."""
+        return bool(self._ddp or self._fsdp)
+
     def holds_unexchanged(self) -> bool:
         """Whether there are gradients of micro-batches that other ranks do not have. Not after `zero_grad()`: then the
         rest of an accumulation was given up, as at the end of an epoch."""
-        if not self.done or not (self._ddp or self._fsdp) or self._parameter is None:
+        if not self.done or not self.exchanges or self._parameter is None:
             return False
         parameter = self._parameter()
         return parameter is not None and self._gradient is not None and parameter.grad is self._gradient
@@ -151,7 +162,8 @@ class _Accumulation:
 
     def loss(self) -> torch.Tensor:
         if self._sum is None:
-            return torch.tensor(float("nan"))
+            self._warn_of_no_loss()
+            return NO_LOSS
         if self._exchange is not None:
             (total, work), self._exchange = self._exchange, None
             try:
@@ -163,6 +175,17 @@ class _Accumulation:
             else:
                 self._sum, self._weight = total / self._world, 1.0
         return self._sum / self._weight if self._weight > 0 else self._sum
+
+    def _warn_of_no_loss(self) -> None:
+        if enabled() and not self._warned and self._careful is None:  # a rank without memory may have had no loss
+            self._warned = True
+            warnings.warn(
+                "holdfast: micro.loss was asked for, and micro.backward() was not called in this optimizer step: the "
+                "loss is not known, and is nan.\n"
+                "Inside accumulate() write micro.backward(loss) in place of loss.backward().",
+                GuardWarning,
+                stacklevel=4,
+            )
 
     def _is_begun_again(self, loader: HasShare, number: int) -> bool:
         """Whether this micro-batch is the first one of a step that the same loader had begun, and the loop has left."""
@@ -427,6 +450,15 @@ def forget_pending() -> None:
     _accumulations.clear()
 
 
-def unfinished_micro_batches() -> dict[int, int]:
-    """By model that is in the middle of an optimizer step: how many micro-batches it has begun in its life."""
-    return {id(each): each.begun for each in _accumulations.values() if each.done}
+class UnfinishedStep(NamedTuple):
+    """An optimizer step of a model of which not all micro-batches are done."""
+
+    begun: int
+    """Micro-batches that the model has begun in its life."""
+    exchanges: bool
+    """Whether all ranks exchange gradients at its end. Then all of them have the same number of micro-batches."""
+
+
+def unfinished_micro_batches() -> dict[int, UnfinishedStep]:
+    """By model that is in the middle of an optimizer step."""
+    return {id(each): UnfinishedStep(each.begun, each.exchanges) for each in _accumulations.values() if each.done}

@@ -93,6 +93,12 @@ class Boundary:
         forward pass or an adversarial step changes, and no large tensor of a tracked object."""
         return self._parameters.intact() and self.objects.intact()
 
+    def moved(self) -> None:
+        """Parameters are not as they were at that moment, and it was found that their values are: from now on their
+        memory may be elsewhere (kept.py)."""
+        if not self._parameters.intact():
+            self._parameters.watch_values()
+
     def positions(self) -> dict[str, dict[str, Any]]:
         """Of the loaders and samplers at that moment, by name. Raises DataStateError where a sampler cannot tell."""
         if self._positions is None:

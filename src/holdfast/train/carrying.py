@@ -26,9 +26,8 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import AveragedModel
 
-from holdfast.protocol.board_layout import SURVIVE_VARIABLE
 from holdfast.protocol.errors import TrackingError
-from holdfast.protocol.policy import Survive
+from holdfast.protocol.train_contract import SURVIVE_VARIABLE, Survive
 from holdfast.train.group import ProcessGroup
 from holdfast.train.guards import GuardWarning, enabled
 from holdfast.train.own_objects import is_data, unknown_objects

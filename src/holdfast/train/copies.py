@@ -20,13 +20,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.linux import VIRTUAL, addresses, boot_id, own_address
+from holdfast.memory_folder import FETCHED
 from holdfast.protocol.errors import CopyError, SnapshotMemoryError
 from holdfast.text import is_loopback
 from holdfast.train.agreement import Peers, node_key
 from holdfast.train.snapshots.copy_connection import Address, CopyPaths
 from holdfast.train.snapshots.copy_service import State, fetch, skipped
-from holdfast.train.snapshots.memory_folder import FETCHED, key_of_life
 from holdfast.train.snapshots.saver_client import SaverClient, Tier
+from holdfast.train.snapshots.saver_connection import key_of_life
 from holdfast.train.snapshots.slots import Slot, Slots
 
 ADDRESS_VARIABLE = "HOLDFAST_COPY_ADDR"

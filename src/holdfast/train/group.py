@@ -38,9 +38,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from holdfast.protocol.errors import ProcessGroupError, SnapshotIncompleteError
 from holdfast.train import torch_private
+from holdfast.train.agent_channel import GroupSockets, is_replacement
 from holdfast.train.agreement import PATIENCE_S, Peers
 from holdfast.train.guards import enabled, guarded, renew_guards, replaced, watch
-from holdfast.worker.regroup import GroupSockets, is_replacement
 
 
 def ddp(module: nn.Module, group: ProcessGroup, **arguments: Any) -> DistributedDataParallel:

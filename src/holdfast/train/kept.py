@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from holdfast.train import torch_private
+from holdfast.train.replicas import digests_of
 
 SMALL_BYTES = 16 << 10
 """A tensor of at most this size is copied."""
@@ -28,21 +29,43 @@ _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 class WatchedTensors:
     """Tensors, and whether they have changed since `note`: by torch's count of changes in place, and by where their
-    memory is, which `tensor.data = other` changes."""
+    memory is, which `tensor.data = other` changes.
+
+    Some programs move parameters to other memory in each step, with the values that they had: an LSTM on a GPU does, in
+    `flatten_parameters()`. Those tensors are watched by their values instead (`watch_values`)."""
 
     def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         self._tensors = list(tensors)
         # A tensor made in inference mode has no count of changes, and nothing may change it in place outside of it.
         self._counted = [each for each in self._tensors if not each.is_inference()]
         self._noted: list[int] = []
+        self._moving: list[torch.Tensor] = []
+        self._digests: list[torch.Tensor] = []
 
     def note(self) -> None:
         """What they are now is what they should be."""
         self._noted = self._now()
+        if self._moving:
+            self._digests = digests_of(self._moving)
 
     def intact(self) -> bool:
         """Whether nothing has changed them since `note`."""
-        return self._noted == self._now()
+        if self._noted != self._now():
+            return False
+        return not self._moving or all(map(torch.equal, self._digests, digests_of(self._moving)))
+
+    def watch_values(self) -> None:
+        """The values are those of `note`: watch those tensors that are in other memory by their values from now on."""
+        counts = len(self._counted)
+        now = self._now()
+        changed = [counted for counted, then, new in zip(self._counted, self._noted, now, strict=False) if then != new]
+        places = zip(self._tensors, self._noted[counts:], now[counts:], strict=True)
+        changed += [each for each, then, new in places if then != new]
+        self._moving += dict.fromkeys(changed)
+        moving = set(self._moving)
+        self._tensors = [each for each in self._tensors if each not in moving]
+        self._counted = [each for each in self._counted if each not in moving]
+        self.note()
 
     def _now(self) -> list[int]:
         # No loop: it is called in each step, for all parameters.

@@ -4,6 +4,7 @@ The metrics of `snaps.step()` with "loss" in their names are watched, in every l
 an evaluation ("val_loss", "best_loss") are not: many scripts hand over infinity until the first one. A step is bad if
 none of its watched losses is finite. Several bad steps in a row end the job: few if the optimizer stepped in them, many
 if it did not, because a GradScaler that looks for its scale skips steps, and so does a script that guards itself.
+`micro.loss` in a step without `micro.backward()` is no loss that was trained with, and does not count.
 
 A loss on a GPU is not waited for: it is copied in the background, and read when it has arrived, some steps later.
 
@@ -23,6 +24,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from holdfast.protocol.errors import NotFiniteError
+from holdfast.train.accumulation import NO_LOSS
 
 BAD_STEPS_MAX = 3
 """So many bad steps in a row in which an optimizer stepped: its parameters are not finite."""
@@ -57,7 +59,9 @@ class LossWatch:
     def step(self, step: int, metrics: Mapping[str, Any], *, stepped: bool) -> None:
         """A step is complete; in it an optimizer has `stepped`. NotFiniteError."""
         losses = [
-            number for name, each in metrics.items() if is_watched(name) and (number := _number(each)) is not None
+            number
+            for name, each in metrics.items()
+            if is_watched(name) and each is not NO_LOSS and (number := _number(each)) is not None
         ]
         if losses:
             self._unread.append(_reading(step, stepped, losses))
@@ -80,7 +84,9 @@ class LossWatch:
         if stepped >= BAD_STEPS_MAX or len(self._bad) >= SKIPPED_STEPS_MAX:
             raise NotFiniteError(
                 f"the loss is not finite in steps {self._bad[0].step} to {reading.step}\n"
-                "The next start goes on from the newest state whose values are finite."
+                "The next start goes on from the newest state whose values are finite. If the training is sound, look "
+                "at what snaps.step(loss=…) gets: micro.loss is nan where loss.backward() was called, and not "
+                "micro.backward(loss)."
             )
 
 

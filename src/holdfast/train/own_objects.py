@@ -79,7 +79,7 @@ class OwnObjects:
         self._step = -1
         self._kept: dict[str, KeptState] = {}
         self._interrupted: dict[str, KeptState] = {}
-        """States when the rank was interrupted."""
+        """States of data when the rank was interrupted."""
         self._digests: Digests = {}
         self._record = _StateRecord.at(place) if self.any else None
         self._large: set[str] = set()
@@ -152,7 +152,7 @@ class OwnObjects:
 
     def rewind(self) -> None:
         """Go back to the newest step."""
-        self._interrupted = {name: KeptState(each.state_dict()) for name, each in self._objects.items()}
+        self._interrupted = {name: KeptState(self._objects[name].state_dict()) for name in self._data}
         for name, kept in self._kept.items():
             if kept.intact():
                 self._give_back(name, kept)

@@ -7,19 +7,34 @@ lost. So nothing is saved then; what was due is saved after the optimizer has st
 Gradients are known to be pending in the middle of `ht.accumulate`. A script that accumulates by hand does not say so.
 For it, torch's hooks are looked at: no optimizer has stepped since the last call, and gradients are there. Hooks are
 evidence and no more: the `step()` of an optimizer that is replayed from a CUDA graph, or that is stepped by another
-optimizer, runs no hook. After CALLS_MAX calls without any hook the caller is believed, and one warning says so."""
+optimizer, runs no hook. After CALLS_MAX calls without any hook the caller is believed, and one warning says so.
+
+This evidence is one rank's. Another rank may see something else at the same call: a GradScaler of its own has skipped
+the step there, or it adds up another number of batches between exchanges (local SGD). So no rank decides alone whether
+it takes part in a save. All of them do, and in the save they tell each other whether something is pending (save.py)."""
 
 from __future__ import annotations
 
 import warnings
+from enum import Enum
 
 from torch.optim import Optimizer
 
-from holdfast.train.accumulation import unfinished_micro_batches
+from holdfast.train.accumulation import UnfinishedStep, unfinished_micro_batches
 
 CALLS_MAX = 10
 """Calls of `snaps.step()` with gradients and without an optimizer's step, in a row. A script that accumulates more
 batches than this by hand gets the warning, too; from its first optimizer step on its batches are recognised."""
+
+
+class Pending(Enum):
+    """Whether gradients are pending after a call of `snaps.step()`."""
+
+    NONE = "none"
+    HERE = "here"
+    """On this rank; the others may see something else."""
+    EVERYWHERE = "everywhere"
+    """Every rank is in the middle of an accumulation in which all exchange gradients at its end."""
 
 
 class PendingGradients:
@@ -31,7 +46,7 @@ class PendingGradients:
         self._optimizers: list[Optimizer] = []
         self._silent_calls = self._silent_calls_known = 0
         """In a row: now, and the most after which an optimizer did step: so many batches are accumulated by hand."""
-        self._micro_batches: dict[int, int] = {}
+        self._micro_batches: dict[int, UnfinishedStep] = {}
         """Of unfinished steps, at the last call of `at_step`."""
 
     def watch(self, optimizer: Optimizer) -> None:
@@ -51,20 +66,21 @@ class PendingGradients:
         self._silent_calls = 0
         self._micro_batches = {}
 
-    def at_step(self) -> bool:
-        """`snaps.step()` was called. Returns whether gradients are pending."""
+    def at_step(self) -> Pending:
+        """`snaps.step()` was called."""
         stepped, self.stepped = self.stepped, False
         before, self._micro_batches = self._micro_batches, unfinished_micro_batches()
         # A model that has the same number again is not trained any more. Its unfinished step holds up no save.
-        if any(before.get(model) != begun for model, begun in self._micro_batches.items()):
-            return True
+        unfinished = [each for model, each in self._micro_batches.items() if before.get(model) != each]
+        if unfinished:
+            return Pending.EVERYWHERE if any(each.exchanges for each in unfinished) else Pending.HERE
         if stepped or not self._has_gradients():
-            return False
+            return Pending.NONE
         self._silent_calls += 1
         calls_max = max(CALLS_MAX, 2 * self._silent_calls_known)
         if self._silent_calls == calls_max:
             _warn(calls_max)
-        return self._silent_calls < calls_max
+        return Pending.HERE if self._silent_calls < calls_max else Pending.NONE
 
     def _has_gradients(self) -> bool:
         # An optimizer that was skipped, as by a GradScaler, or one without hooks, leaves none after zero_grad().

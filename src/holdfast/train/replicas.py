@@ -81,13 +81,19 @@ def first_difference(said: Mapping[int, Sequence[int]], names: Sequence[str]) ->
 
 def total(tensors: Sequence[torch.Tensor]) -> str:
     """One digest of all these tensors, or of the parts of them that this process holds."""
-    mine = [_local(each) for each in tensors]
-    shapes = [f"{each.dtype} {tuple(each.shape)}" for each in mine]  # zeros of any shape have the same words
+    # Zeros of any shape have the same words.
+    shapes = [f"{each.dtype} {tuple(each.shape)}" for each in map(_local, tensors)]
     told = hashlib.blake2b("\n".join(shapes).encode(), digest_size=16)
-    with torch.no_grad():
-        sums = _read([_digest(_words(each)) for each in _joined(mine)])
+    sums = _read(digests_of(tensors))
     told.update(struct.pack(f"<{len(sums)}q", *sums))
     return told.hexdigest()
+
+
+def digests_of(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Digests of these tensors, one of several small ones together: tensors of one number, each on its device. Waits
+    for no device."""
+    with torch.no_grad():
+        return [_digest(_words(each)) for each in _joined([_local(each) for each in tensors])]
 
 
 def each_digest(tensors: Sequence[torch.Tensor]) -> list[str]:

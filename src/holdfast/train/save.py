@@ -26,6 +26,7 @@ from holdfast.protocol.errors import (
     SnapshotMemoryError,
     SnapshotWriteError,
 )
+from holdfast.text import listed
 from holdfast.train import replicas, sharding
 from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper, node_key
 from holdfast.train.copies import Copies
@@ -37,10 +38,10 @@ from holdfast.train.snapshots.changes import Keep, SaveRequest, Verified
 from holdfast.train.snapshots.in_process import InProcessStaging, warn_of_disk
 from holdfast.train.snapshots.layout import FINITE
 from holdfast.train.snapshots.lease import FOLDER_ID, FolderLease
-from holdfast.train.snapshots.memory_folder import STALL
 from holdfast.train.snapshots.read_back import READ_BACK
 from holdfast.train.snapshots.remote import Place, RemotePath
 from holdfast.train.snapshots.saver_client import SaverClient, Tier
+from holdfast.train.snapshots.saver_connection import STALL
 from holdfast.train.state import Collected, Tracker
 
 TEXT_ROOM = 1.25
@@ -49,6 +50,8 @@ TEXT_BLOCK_BYTES = 4096
 FAILED_AT_THE_END = "failed at the end"
 CAUSE_S = 2.0
 """A rank whose last save is incomplete waits this long for the rank that knows why."""
+POSTPONED_MAX = 10
+"""A save is postponed so often while gradients are pending on some ranks and not on others. After that it is made."""
 ATTEMPTS_PER_LEASE = 1000
 """Saves of one step by one life of a job."""
 
@@ -63,6 +66,8 @@ class Done:
     """Why this one, which was to go to the disk, or the newest that did, is not there."""
     look_at: int = 0
     """Rank 0's word: when to ask again whether it is time; 0: it said nothing of it."""
+    postponed: bool = False
+    """Nothing is saved, since gradients are pending on some rank."""
 
 
 class Staged(Enum):
@@ -74,6 +79,8 @@ class Staged(Enum):
     NO_ROOM = "no room"
     """Both slots are being written: the next copy is made."""
     FAILED = "failed"
+    PENDING = "pending"
+    """Gradients are: no copy is made."""
 
 
 class _Said(NamedTuple):
@@ -135,6 +142,8 @@ class Saving:
         """What the newest save was told of earlier ones."""
         self._saves = 0
         """Since this life began; equal on all ranks."""
+        self._disagreed = 0
+        """Since the last save: calls at which gradients were pending on some ranks and not on others. Rank 0's."""
         self._compared_step = tracker.state.step
         """Replicas were equal at this step."""
         self._layout: Layout | None = None
@@ -209,27 +218,32 @@ class Saving:
             while (error := _raised(check)) is not None and str(error) not in map(str, self.troubles):
                 self.troubles.append(error)
 
-    def save(self, *, durable: bool, metrics: Mapping[str, Any], demanded: bool = False) -> Done:
+    def save(self, *, durable: bool, metrics: Mapping[str, Any], demanded: bool = False, pending: bool = False) -> Done:
         """All ranks together. `durable`: to the disk; otherwise rank 0 decides whether it is time for that. What
-        prevents it is a warning, unless it was `demanded` or was so too often: then all ranks raise. SnapshotError.
+        prevents it is a warning, unless it was `demanded` or was so too often: then all ranks raise. `pending`: this
+        rank has gradients of an optimizer step that is not complete. SnapshotError.
         """
         self._saves += 1
         self._told = None
         began_s = time.monotonic()
         numbers = _numbers(metrics)
         failure, staged = "", False
-        for _ in range(3):
+        for _ in range(4):
             with self._peers.calling("snaps.save()" if demanded else "snaps.step()"):
-                word = self._round(numbers, durable=durable, demanded=demanded, staged=staged)
+                word = self._round(numbers, durable=durable, demanded=demanded, staged=staged, pending=pending)
             failure = self._hear(word.get("failure")) or failure
             if word["do"] == "fail":
                 raise SnapshotError(word["text"])
             if word["do"] == "differ":
                 self._raise_difference(word["ranks"])
-            if word["do"] not in ("plan", "look"):
+            if word["do"] == "postpone":
+                if not pending:
+                    self.tier.drop(self._tracker.state.step - 1)  # else the next try takes the last slot of all ranks
+                return Done(durable=False, failure=failure, postponed=True)
+            if word["do"] not in ("plan", "look", "save now"):
                 break
-            staged = word["do"] == "look"
-            if not staged:
+            staged, pending = word["do"] == "look", False
+            if word["do"] == "plan":
                 self.plan()
         else:
             raise SnapshotError("the tracked state has another shape each time it is looked at")
@@ -300,17 +314,20 @@ class Saving:
     # --- one round: every rank copies and says how it went; rank 0 says what is next ----------------------------------
 
     def _round(
-        self, metrics: Mapping[str, float], *, durable: bool, demanded: bool, staged: bool = False
+        self, metrics: Mapping[str, float], *, durable: bool, demanded: bool, staged: bool, pending: bool
     ) -> dict[str, Any]:
         """`staged`: it is, and rank 0 has decided that it goes to the disk."""
         failure: Exception | None = None
         text = ""
         looked: TensorFindings | None = None
         try:
-            collected = self._collect()
-            copy = Staged.STAGED if staged else self._stage(collected, metrics, wait=durable)
-            if copy is Staged.STAGED and (durable or staged):
-                looked = self._look_at_tensors(collected)
+            if pending:
+                copy = Staged.PENDING
+            else:
+                collected = self._collect()
+                copy = Staged.STAGED if staged else self._stage(collected, metrics, wait=durable)
+                if copy is Staged.STAGED and (durable or staged):
+                    looked = self._look_at_tensors(collected)
         except Exception as error:  # noqa: BLE001 - whatever it is, the other ranks must not wait for us
             failure, copy, text = error, Staged.FAILED, f"{type(error).__name__}: {error}"
         self.look()
@@ -343,6 +360,9 @@ class Saving:
             word["failure"] = asdict(failure)
             if failure.fatal:
                 return word
+        if waits := [rank for rank, each in enumerate(said) if each.staged is Staged.PENDING]:
+            return {**word, "do": self._postpone(waits, len(said))}
+        self._disagreed = 0
         if any(each.staged is Staged.UNPLANNED for each in said):
             return {**word, "do": "plan"}
         all_there = all(each.staged is Staged.STAGED for each in said)
@@ -369,6 +389,22 @@ class Saving:
                 word |= {"do": "persist", "attempt": number, "metrics": metrics, "not_finite": not_finite}
         word["look_at"] = self._clock.next_look(step, now_s)
         return word
+
+    def _postpone(self, waits: Sequence[int], world: int) -> str:
+        """Gradients are pending on these ranks: save when they are on none. Where the ranks' optimizer steps never
+        end at the same call, as may be in local SGD, some gradients are lost when the job goes on from a snapshot."""
+        self._disagreed += len(waits) < world
+        if self._disagreed <= POSTPONED_MAX:
+            return "postpone"
+        warnings.warn(
+            f"holdfast: a save was postponed at {POSTPONED_MAX} calls of snaps.step(), since some ranks had gradients "
+            "of an optimizer step that was not complete, and others had none. It is made now, without such gradients "
+            f"(rank {listed(waits)}).\nLet the optimizers of all ranks step at the same call now and then, so that a "
+            "resume loses no gradients.",
+            RuntimeWarning,
+            stacklevel=7,
+        )
+        return "save now"
 
     def _begin(self, step: int) -> int:
         if self._lease is not None:
@@ -465,9 +501,15 @@ class Saving:
 
     # --- the plan -----------------------------------------------------------------------------------------------------
 
+    def plan_ahead(self, *, pending: bool) -> None:
+        """Plan before anything is due, so that the first save costs no more than the others. All ranks together. Not
+        while gradients are `pending` on one of them: its optimizer has no state before its first step."""
+        if not any(self._peers.share(pending)):
+            self.plan()
+
     def plan(self) -> None:
-        """All ranks together, also before anything is due; then memory is taken in the background. What one rank cannot
-        do all raise: to plan, the ranks wait for each other."""
+        """All ranks together; then memory is taken in the background. What one rank cannot do all raise: to plan, the
+        ranks wait for each other."""
         failure: Exception | None = None
         try:
             self._stop_reserving()

@@ -21,7 +21,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -35,10 +35,13 @@ from holdfast.protocol.errors import (
     SnapshotWriteError,
     TrackingError,
 )
+from holdfast.protocol.train_contract import SAVER_VARIABLE
+from holdfast.train.agent_channel import is_replacement
 from holdfast.train.agreement import Interval, Peers, Schedule, Timekeeper, check_options
+from holdfast.train.continued_pass import ContinuedPasses
 from holdfast.train.copies import Copies
 from holdfast.train.guards import same_loss, watch
-from holdfast.train.pending import PendingGradients
+from holdfast.train.pending import Pending, PendingGradients
 from holdfast.train.quarantine import OwnLife, Patience
 from holdfast.train.reading import Saved
 from holdfast.train.resuming import Resumed, Resumer, TakenFolder, take_folder
@@ -47,13 +50,11 @@ from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots import lease as leases
 from holdfast.train.snapshots.changes import Keep
 from holdfast.train.snapshots.in_process import open_tier
-from holdfast.train.snapshots.memory_folder import SAVER_VARIABLE
 from holdfast.train.snapshots.remote import RemotePath, absolute
 from holdfast.train.snapshots.saver_client import Tier
 from holdfast.train.state import Tracker, TrainState
 from holdfast.train.tracked import Choice
 from holdfast.train.untracked import UntrackedData, UntrackedOptimizers
-from holdfast.worker.regroup import is_replacement
 
 if TYPE_CHECKING:
     from holdfast.train.survival import Survivor
@@ -147,6 +148,9 @@ class Snapshots:
         self._used = False
         """step() or save() was called."""
         self._pending = PendingGradients()
+        self._save_wanted = False
+        """`holdfast save` has asked for one, and gradients were pending since then."""
+        self._passes: ContinuedPasses | None = None
         self._untracked: UntrackedData | None = None
         self._beat: Callable[[], object] | None = getattr(worker, "beat", None)
         self._metrics: dict[str, Any] = {}
@@ -202,7 +206,9 @@ class Snapshots:
             watch(model)  # again does nothing
         for optimizer in self._tracker.optimizers[before:]:
             self._pending.watch(optimizer)
-        if self._untracked is None and self._schedule.within_epochs:
+        if self._passes is None:
+            self._passes = ContinuedPasses(self._tracker.others.values)
+        if self._untracked is None and self._schedule.within_epochs:  # on top of it: it goes first
             self._untracked = UntrackedData(self._tracker.others.values)
         return self.state
 
@@ -332,6 +338,7 @@ class Snapshots:
         self._schedule.follow(schedule)  # all ranks save at the same steps
         self._durable_epoch, self._unsaved = durable
         self._pending.begin_again()
+        self._save_wanted = False  # a replacement does not know of it
         if self._copies is not None:  # the world's next loss finds this step
             self._save(self._saving, durable=False)
 
@@ -408,8 +415,19 @@ class Snapshots:
         self._metrics = metrics
         self._look(saving)
         stepped = self._pending.stepped or not self._tracker.optimizers
-        if self._pending.at_step():
+        pending = self._pending.at_step()
+        if pending is Pending.EVERYWHERE:
             return
+        if pending is Pending.NONE:
+            self._complete(metrics, stepped=stepped)
+        # What follows every rank does at the same calls, whatever this rank knows of its gradients: see pending.py.
+        if worker.should_stop():  # not where ranks only regroup: see survival.py
+            self._drain(saving, pending=pending is Pending.HERE)
+            return
+        self._save_if_due(saving, pending=pending is Pending.HERE)
+
+    def _complete(self, metrics: Mapping[str, Any], *, stepped: bool) -> None:
+        """An optimizer step is complete on this rank. It waits for no other one."""
         if self._life is not None:  # also when a scaler has skipped the optimizer's step
             self._life.losses.step(self.state.step, metrics, stepped=stepped)
         if self._untracked is not None and self._untracked.at_step():
@@ -420,10 +438,6 @@ class Snapshots:
             self._survivor.at_boundary()
         if self._keep is not None and self._keep.best is not None and self._keep.best[0] in metrics:
             same_loss(metrics[self._keep.best[0]])  # the guard: rank 0's value decides for all
-        if worker.should_stop():  # not where ranks only regroup: see survival.py
-            self._drain(saving)
-            return
-        self._save_if_due(saving)
 
     def _note_untracked_data(self) -> None:
         if self._survivor is not None:
@@ -438,15 +452,16 @@ class Snapshots:
                 stacklevel=3,
             )
 
-    def _save_if_due(self, saving: Saving) -> None:
+    def _save_if_due(self, saving: Saving, *, pending: bool) -> None:
         step, schedule = self.state.step, self._schedule
-        durable = worker.should_save() or schedule.durable_due(step)
+        self._save_wanted |= worker.should_save()
+        durable = self._save_wanted or schedule.durable_due(step)
         if not durable and schedule.look_due(step):
             durable, schedule.look_at = saving.ask(step)
         if durable or schedule.memory_due(step):
-            self._save(saving, durable=durable)
+            self._save(saving, durable=durable, pending=pending)
         elif not saving.planned:
-            saving.plan()  # so that the first save costs no more than the others
+            saving.plan_ahead(pending=pending)
 
     def save(self, *, wait: bool = False) -> None:
         """Save to the disk now; every rank calls it. From its return on the end of this process does not prevent it.
@@ -478,11 +493,16 @@ class Snapshots:
         if not self._closed:
             self._save(self._begun(), durable=True)
 
-    def _save(self, saving: Saving, *, durable: bool, demanded: bool = False) -> None:
+    def _save(self, saving: Saving, *, durable: bool, demanded: bool = False, pending: bool = False) -> bool:
+        """`pending`: gradients are, on this rank. Returns False if nothing is saved yet, since they are on some rank:
+        what was due stays due."""
         self._used = True
-        if durable and self._life is not None:
+        if durable and self._life is not None and not pending:
             self._life.losses.settle()
-        done = saving.save(durable=durable, metrics=self._metrics, demanded=demanded)
+        done = saving.save(durable=durable, metrics=self._metrics, demanded=demanded, pending=pending)
+        if done.postponed:
+            return False
+        self._save_wanted = False
         if done.look_at:
             self._schedule.look_at = done.look_at
         self._schedule.saved(self.state.step, done.durable or (durable and bool(done.failure)))
@@ -491,10 +511,13 @@ class Snapshots:
             self._durable_epoch = self.state.epoch
         if done.durable and self._pruner is not None:
             self._pruner.begin_after(saving.tier)
+        return True
 
-    def _drain(self, saving: Saving) -> None:
-        """Asked to stop: all ranks are here, after the same step."""
-        self._save(saving, durable=True, demanded=True)
+    def _drain(self, saving: Saving, *, pending: bool) -> None:
+        """Asked to stop: all ranks are here, after the same step. If gradients are pending, all come here again after
+        the next one: `should_stop()` stays True."""
+        if not self._save(saving, durable=True, demanded=True, pending=pending):
+            return
         self._wait(saving)
         self.stopping = True
         if self._options.exit_on_stop:
@@ -520,10 +543,7 @@ class Snapshots:
         if self._closed or self._is_child_s:
             return
         self._closed = True
-        self._stop_looking_at_data()
-        while self._until_first_step:  # hooks of a training that made no step
-            self._until_first_step.pop()()
-        atexit.unregister(self._at_exit)
+        self._put_hooks_back()
         if self._pending.stepped and not self._used:
             warnings.warn(
                 "holdfast: the optimizer has stepped and snaps.step() was never called: nothing was saved.\n"
@@ -549,6 +569,14 @@ class Snapshots:
                         raise
                     raise cause from None
 
+    def _put_hooks_back(self) -> None:
+        self._stop_looking_at_data()
+        if self._passes is not None:
+            self._passes.stop()
+        while self._until_first_step:  # hooks of a training that made no step
+            self._until_first_step.pop()()
+        atexit.unregister(self._at_exit)
+
     def _raise_unsaved(self, tier: Tier) -> None:
         """What went wrong and is not made good by a later save."""
         if self._saving is not None:
@@ -566,10 +594,7 @@ class Snapshots:
         if self._life is not None and error is not None:
             self._life.failed(error, self.state.step)
         self._closed = True
-        self._stop_looking_at_data()
-        while self._until_first_step:  # hooks of a training that made no step
-            self._until_first_step.pop()()
-        atexit.unregister(self._at_exit)
+        self._put_hooks_back()
         if self._current_tier is not None:
             self._current_tier.close(ahead=True)
         if self._lease is not None:

@@ -23,7 +23,7 @@ or that has changed parameters before the optimizer's step, takes the state of a
 What cannot be carried over a loss is refused before the first step is complete, or `ht.survive` is a plain call: then a
 loss restarts all processes, as without it. One line at the start says which (`_say`), and carrying.py decides it.
 
-Knows torch, the process group and the tracked objects. Knows nothing of nodes and agents: worker/regroup.py talks to
+Knows torch, the process group and the tracked objects. Knows nothing of nodes and agents: agent_channel.py talks to
 them.
 """
 
@@ -44,11 +44,11 @@ import torch.distributed as dist
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from holdfast.protocol.board_layout import REPLACEMENT_VARIABLE
 from holdfast.protocol.errors import HoldfastError, ProcessGroupError, TrackingError
-from holdfast.protocol.policy import Survive
+from holdfast.protocol.train_contract import REPLACEMENT_VARIABLE, WHY_CHARACTERS_MAX, Survive
 from holdfast.train import torch_private
 from holdfast.train.accumulation import forget_pending
+from holdfast.train.agent_channel import AgentChannel, ChannelLostError, Go
 from holdfast.train.agreement import Peers
 from holdfast.train.boundary import Boundary, noted_forward
 from holdfast.train.carrying import PlainCall, Why, check_function, surviving_mode, why_plain
@@ -64,7 +64,6 @@ from holdfast.train.tracked import Choice, together
 from holdfast.train.unnoticed_writes import ValueProbe
 from holdfast.train.untracked import UntrackedOptimizers
 from holdfast.worker import drain
-from holdfast.worker.regroup import WHY_CHARACTERS_MAX, AgentChannel, ChannelLostError, Go
 
 if TYPE_CHECKING:
     from holdfast.train.snapshots_api import Snapshots
@@ -258,7 +257,11 @@ class Survivor:
 
     def _look_for_writes(self) -> None:
         """Whether the program has changed parameters in a way that nobody notices: see unnoticed_writes.py."""
-        if not self._withdrawn and not self._stepping and self._boundary.untouched() and self._probe.changed():
+        if self._withdrawn or self._stepping:
+            return
+        if not self._probe.changed():
+            self._boundary.moved()
+        elif self._boundary.untouched():
             self.withdraw(
                 "the program changes parameters through .data, or in a CUDA graph, which cannot be noticed when a step "
                 "is interrupted"
@@ -269,8 +272,11 @@ class Survivor:
         if self._withdrawn:
             return
         self._snaps._not_survived = why
-        if self._group.rank == 0:
-            sys.stderr.write(f"holdfast: ht.survive: {why}; if a rank is lost, all are started again\n")
+        group = self._group
+        # One rank alone may have found the reason. If all have, the first one of them says it.
+        if SharedFacts(group.rank, group.world, group.store).count("survive/withdrawn", 1) <= 1:
+            seen = f", as rank {group.rank} has found" if group.world > 1 else ""
+            sys.stderr.write(f"holdfast: ht.survive: {why}{seen}; if a rank is lost, all are started again\n")
         self._leave()
         drain.before_stop(None)
 

@@ -215,6 +215,29 @@ def official_names(module: nn.Module, raw: str) -> set[str]:
     return set(_get_fqns(module, raw))
 
 
+def kinds_of_passes() -> list[Any]:
+    """The class of a DataLoader's iterators, and of torchdata's, to count the batches of a pass that has begun already.
+    Empty where torch does not have it: a training loop over such a pass is then not noticed."""
+    found = getattr(torch.utils.data.dataloader, "_BaseDataLoaderIter", None)
+    return [] if found is None else [found]
+
+
+MAKER_OF_PASSES = "_get_iterator"
+"""The method of torchdata's loader that makes its iterators. Where it is missing, passes that begin within an epoch
+draw a random number."""
+
+
+def batches_taken(batches: Any) -> int:
+    """How many batches an iterator of a DataLoader has handed out, also before its state was loaded; 0 where torch
+    cannot tell."""
+    return int(getattr(batches, "_num_yielded", 0))
+
+
+def parts_of_pass(batches: Any) -> tuple[Any, Any]:
+    """The dataset and the sampler of a DataLoader's iterator; None where torch has other names for them."""
+    return getattr(batches, "_dataset", None), getattr(batches, "_index_sampler", None)
+
+
 # --- DistributedDataParallel ------------------------------------------------------------------------------------------
 # Reducers cannot be built again by public names: see reducers.py. `reducer_names_missing` is asked before a training
 # function begins in `ht.survive`, which is a plain call where one is missing. Tried on 2.13.0; 2.14.1 has them, too.

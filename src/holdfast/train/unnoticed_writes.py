@@ -15,42 +15,28 @@ from collections.abc import Iterable
 
 import torch
 
-_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+from holdfast.train.replicas import total
 
 
 class ValueProbe:
-    """The values of some parameters, as sums over their bits."""
+    """The values of some parameters, as a digest of them."""
 
     def __init__(self, parameters: Iterable[torch.Tensor]) -> None:
         self._parameters = [each for each in parameters if each.numel()]
         self._steps = 0
-        self._sums: list[int] | None = None
+        self._digest = ""
 
     @property
     def looks(self) -> bool:
         """Whether the values are looked at in this step."""
-        return self._sums is not None
+        return bool(self._digest)
 
     def begin_step(self) -> None:
         """The next step begins."""
         self._steps += 1
         is_power_of_two = self._steps & (self._steps - 1) == 0
-        self._sums = self._now() if is_power_of_two else None
+        self._digest = total(self._parameters) if is_power_of_two else ""
 
     def changed(self) -> bool:
         """Whether a value is another one than at the step's begin. False in a step without a look."""
-        return self._sums is not None and self._sums != self._now()
-
-    def _now(self) -> list[int]:
-        with torch.no_grad():
-            sums = [_bits(each).sum(dtype=torch.int64) for each in self._parameters]
-            by_device: dict[torch.device, list[torch.Tensor]] = {}
-            for each in sums:
-                by_device.setdefault(each.device, []).append(each)
-            return [value for some in by_device.values() for value in torch.stack(some).tolist()]
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    """As whole numbers of the same size: a sum of floats would hide small changes."""
-    plain = torch.view_as_real(tensor.detach()) if tensor.is_complex() else tensor.detach()
-    return plain.view(_INTEGERS[plain.element_size()])
+        return self.looks and self._digest != total(self._parameters)

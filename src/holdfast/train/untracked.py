@@ -3,7 +3,7 @@
 The position of a loader that is not tracked is in no snapshot. A resume in the middle of an epoch, and a loss in
 `ht.survive`, begin the epoch again: the first samples are trained twice. torch has no hook for that, so its
 `DataLoader.__iter__` is replaced by one that counts the batches it hands out, from `track()` until it is known what
-the training loop is over.
+the training loop is over. A pass that had begun before is counted where torch hands out its batches.
 
 A loop over a loader takes the same number of batches between two calls of `snaps.step()`. An evaluation takes many at
 once, and none for a long time.
@@ -18,7 +18,7 @@ import contextlib
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import nn
@@ -26,6 +26,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from holdfast.train import torch_private
 from holdfast.train.data.datasets import Seeded
 from holdfast.train.guards import replaced
 
@@ -35,14 +36,28 @@ LOOKS_MAX = 200
 """Steps after which nobody looks any more: the loop is over something else."""
 
 
-class _Counted:
-    """An iterator of torch's loader that counts its batches."""
+class _Count:
+    """The batches of one pass."""
 
-    def __init__(self, loader: Any, batches: Any) -> None:
-        self.loader = weakref.ref(loader)
+    def __init__(self) -> None:
         self.taken = 0
         self.seen = self.gap = self.alike = 0
         """Batches at the last step, batches between the last two, and how often in a row that was the same number."""
+
+    def is_in_step(self) -> bool:
+        """A step is complete. Whether the loop is over this iterator."""
+        gap, self.seen = self.taken - self.seen, self.taken
+        self.alike = self.alike + 1 if gap and gap == self.gap else int(gap > 0)
+        self.gap = gap
+        return self.alike >= STEPS
+
+
+class _Counted(_Count):
+    """An iterator of torch's loader that counts its batches."""
+
+    def __init__(self, loader: Any, batches: Any) -> None:
+        super().__init__()
+        self.loader = weakref.ref(loader)
         self._batches = batches
 
     def __iter__(self) -> Iterator[Any]:
@@ -59,13 +74,6 @@ class _Counted:
     def __len__(self) -> int:
         return len(self._batches)
 
-    def is_in_step(self) -> bool:
-        """A step is complete. Whether the loop is over this iterator."""
-        gap, self.seen = self.taken - self.seen, self.taken
-        self.alike = self.alike + 1 if gap and gap == self.gap else int(gap > 0)
-        self.gap = gap
-        return self.alike >= STEPS
-
 
 def _kinds_of_loaders() -> list[Any]:
     """torch's class, and torchdata's, which begins a pass by itself, if the program has imported it."""
@@ -80,10 +88,16 @@ class UntrackedData:
         """`tracked`: the objects that are tracked."""
         self._tracked = tracked
         self._live: weakref.WeakSet[_Counted] = weakref.WeakSet()
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        """torch's iterators of passes that have begun since."""
+        self._early: weakref.WeakKeyDictionary[Any, _Count] = weakref.WeakKeyDictionary()
+        """By torch's iterator: passes that had begun before."""
         self._looks = 0
         self._hooks = contextlib.ExitStack()
         for kind in _kinds_of_loaders():
             self._replace(kind)
+        for kind in torch_private.kinds_of_passes():
+            self._replace_next(kind)
 
     def _replace(self, kind: Any) -> None:
         begin = kind.__iter__
@@ -92,44 +106,75 @@ class UntrackedData:
         @functools.wraps(begin)
         def counted(loader: Any) -> Iterator[Any]:
             batches = begin(loader)
-            # Loaders of ours are torch's within, and keep their position.
             noted = note()
-            return batches if noted is None or isinstance(loader.dataset, Seeded) else noted(loader, batches)
+            return batches if noted is None else noted(loader, batches)
 
         self._hooks.enter_context(replaced(kind, __iter__=counted))
 
+    def _replace_next(self, kind: Any) -> None:
+        following = kind.__next__
+        note = weakref.WeakMethod(self._note_batch)
+
+        @functools.wraps(following)
+        def counted(batches: Any) -> Any:
+            batch = following(batches)
+            noted = note()
+            if noted is not None:
+                noted(batches)
+            return batch
+
+        self._hooks.enter_context(replaced(kind, __next__=counted))
+
     def _note(self, loader: Any, batches: Iterator[Any]) -> Iterator[Any]:
+        self._known.add(batches)
+        if isinstance(loader.dataset, Seeded):  # loaders of ours are torch's within, and keep their position
+            return batches
         counted = _Counted(loader, batches)
         self._live.add(counted)
         return counted
+
+    def _note_batch(self, batches: Any) -> None:
+        """A pass has handed out a batch."""
+        if batches not in self._known and not isinstance(torch_private.parts_of_pass(batches)[0], Seeded):
+            self._early.setdefault(batches, _Count()).taken += 1
 
     def at_step(self) -> bool:
         """A step is complete. True once: the loop is over a loader that is not tracked."""
         if self._looks >= LOOKS_MAX:
             return False
         self._looks += 1
-        found = [each.loader() for each in list(self._live) if each.is_in_step()]
-        loaders = [each for each in found if each is not None]  # several, if the loop is over a zip() of them
-        if loaders or self._looks == LOOKS_MAX:
+        loaders = [each.loader() for each in list(self._live) if each.is_in_step()]
+        # Several, if the loop is over a zip() of them.
+        found = [_parts_of_loader(each) for each in loaders if each is not None]
+        found += [_parts_of_pass(batches) for batches, count in list(self._early.items()) if count.is_in_step()]
+        if found or self._looks == LOOKS_MAX:
             self.stop()
-        return not all(map(self._is_tracked, loaders))
+        return not all(map(self._is_tracked, found))
 
-    def _is_tracked(self, loader: Any) -> bool:
-        """Itself, or what it draws its samples from."""
-        parts = (
-            loader,
-            loader.dataset,
-            loader.sampler,
-            loader.batch_sampler,
-            getattr(loader.batch_sampler, "sampler", None),
-        )
+    def _is_tracked(self, parts: Sequence[Any]) -> bool:
+        """Whether a loader is, or what it draws its samples from."""
         tracked = {id(each) for each in self._tracked()}
-        return any(id(each) in tracked for each in parts if each is not None)
+        within = {id(getattr(each, "_iterator", None)) for each in self._tracked()}  # torchdata's has its pass
+        return any(id(each) in tracked | within for each in parts if each is not None)
 
     def stop(self) -> None:
         """Put torch's own function back."""
         self._looks = LOOKS_MAX
         self._hooks.close()
+
+
+def _parts_of_loader(loader: Any) -> list[Any]:
+    return [loader, loader.dataset, *_samplers(loader.sampler), *_samplers(loader.batch_sampler)]
+
+
+def _parts_of_pass(batches: Any) -> list[Any]:
+    dataset, sampler = torch_private.parts_of_pass(batches)
+    return [batches, dataset, *_samplers(sampler)]
+
+
+def _samplers(sampler: Any) -> list[Any]:
+    """A sampler, and the one within it, if it makes batches."""
+    return [sampler, getattr(sampler, "sampler", None)]
 
 
 class UntrackedOptimizers:

@@ -4,17 +4,21 @@
 
 CONTROL_FD is one end of a socket pair; supervisor/fork_server_client.py has the other. Messages of seqpacket.py:
 
-    first     {"modules", "later", "served", "first_path", "argv"}: what to import, whether workers run already, and a
-              worker's command line
+    first     {"modules", "first_path", "argv"}: what to import, and a worker's command line
     then      {"argv", "env_set", "env_unset", "cwd", "cpus", "fds", "supervisor"}: fork a worker; descriptors: its
               answer's socket, then one for each number in "fds"
               {"park", "supervisor"}: fork a standby, which reads from its answer's socket (its only descriptor) which
               worker it is to become, in a message as above
-    to supervisor {"is": "ready" | "left_out" | "later", "text"} and {"is": "unfit", "module", "text"}; then it ends
+              {"next": modules, "supervisor"}: fork the next fork server, whose control socket is its answer's socket
+    to supervisor {"is": "ready" | "left_out", "text"} and {"is": "unfit", "module", "text"}; then it ends
 
 On its answer's socket a worker sends `pid N` when it is the supervisor's own child, and runs when it receives `go`. For
 a worker that could not be forked, `no WHY` is sent. End of file from the supervisor means that the worker is no longer
 wanted. A standby sends `pid N` when it is parked, and again when it becomes a worker.
+
+A fork server that imports forks nobody, and a restart must not wait for an import. So the modules that only restarts
+need are imported by a copy, the next fork server. It sends `pid N`, imports, reports as the first one did, and serves
+requests from then on. The supervisor then closes the control socket of the old one, which ends after its last fork.
 
 Workers are forked twice, so that they become children of the supervisor (a subreaper), which is every worker's parent.
 Standard library only and nothing of holdfast: it runs under any Python that the user chose. forking.py removes the
@@ -25,21 +29,18 @@ from __future__ import annotations
 import fcntl
 import gc
 import os
-import select
 import socket
 import sys
 import time
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from typing import Any, NoReturn
+    from typing import NoReturn
 
     # The bootstrap puts them here: there is no holdfast to import them from.
     from holdfast import seqpacket  # noqa: TC004
     from holdfast.worker import forking  # noqa: TC004
 
-LATER_QUIET_S = 1.0
-"""Modules that only restarts need are imported this long after the last worker was forked: not while workers start."""
 TEXT_MAX = 500
 """Characters of a text for people; the error of an import may be longer."""
 BATCH_MAX = 64
@@ -59,9 +60,7 @@ class UnfitError(Exception):
 def serve(control_fd: int) -> None:
     """Import and serve. Returns only in the workers, each of which is then the process that its command line
     describes."""
-    control = socket.socket(fileno=fcntl.fcntl(control_fd, fcntl.F_DUPFD_CLOEXEC, forking.FD_MIN))
-    os.close(control_fd)
-    fork_server = ForkServer(control)
+    fork_server = ForkServer(high_socket(control_fd))
     try:
         fork_server.run()
     except (BrokenPipeError, ConnectionResetError):
@@ -177,7 +176,7 @@ def tracers() -> tuple[object, object]:
 
 
 class ForkServer:
-    """One single-threaded process: imports, then waits for requests; imports the remaining modules while it is idle."""
+    """One single-threaded process: imports, then forks a process for each request."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
@@ -193,22 +192,17 @@ class ForkServer:
     def run(self) -> None:
         """Serve requests. Returns only in the workers."""
         forking.set_name(NAME)
-        order, _ = self._receive()
+        received = seqpacket.receive(self._control)
+        if received is None:
+            os._exit(0)  # the supervisor is gone
+        first, _ = received
         if not getattr(sys.flags, "safe_path", False):
-            sys.path.insert(0, order["first_path"])
-        sys.argv = order["argv"][self._program_at + 2 :]
-        self._import_all(order["modules"])
-        later = list(order["later"])
-        served: bool = order["served"]
-        poller = select.poll()
-        poller.register(self._control, select.POLLIN)
-        while True:
-            if not poller.poll(LATER_QUIET_S * 1000 if later and served else None):
-                self._import_later(later.pop(0))
-                continue
-            if self._fork_all(self._requests(poller)):
-                return
-            served = True
+            sys.path.insert(0, first["first_path"])
+        sys.argv = first["argv"][self._program_at + 2 :]
+        self._import_all(first["modules"])
+        while not isinstance(became := self._fork_all(self._requests()), forking.WorkerRequest):
+            if isinstance(became, forking.NextRequest):
+                self._import_all(became.modules)
 
     def _import_all(self, modules: list[str]) -> None:
         began = time.monotonic()
@@ -226,12 +220,6 @@ class ForkServer:
             self._end_unfit("", "no module is left to be imported ahead")
         self._settle()
         self._tell("ready", f"{', '.join(done)} in {time.monotonic() - began:.2f} s")
-
-    def _import_later(self, module: str) -> None:
-        began = time.monotonic()
-        trouble = self._import(module)
-        self._settle()
-        self._tell("later", trouble or f"{module} in {time.monotonic() - began:.2f} s, for restarts")
 
     def _import(self, module: str) -> str:
         threshold = gc.get_threshold()
@@ -258,24 +246,25 @@ class ForkServer:
     def _tell(self, what: str, text: str, **more: str) -> None:
         seqpacket.send(self._control, {"is": what, "text": text[:TEXT_MAX], **more})
 
-    def _receive(self) -> tuple[dict[str, Any], list[int]]:
-        received = seqpacket.receive(self._control)
-        if received is None:
-            os._exit(0)  # the supervisor is gone
-        return received
-
-    def _requests(self, poller: select.poll) -> list[forking.ForkRequest | forking.Parking]:
-        """All pending requests: they share the first of the two forks."""
-        requests = [forking.wanted(*self._receive())]
-        while poller.poll(0) and len(requests) < BATCH_MAX:
-            requests.append(forking.wanted(*self._receive()))
+    def _requests(self) -> list[forking.Request]:
+        """All pending requests: they share the first of the two forks. Ends the process when there is none and none can
+        come any more: the supervisor is gone, or has another fork server."""
+        requests: list[forking.Request] = []
+        while not requests or (len(requests) < BATCH_MAX and seqpacket.is_readable(self._control)):
+            received = seqpacket.receive(self._control)
+            if received is not None:
+                requests.append(forking.wanted(*received))
+            elif requests:
+                break  # these first
+            else:
+                os._exit(0)
         return requests
 
-    def _fork_all(self, requests: list[forking.ForkRequest | forking.Parking]) -> bool:
-        """Fork a worker for each. True in a worker."""
-        ready: list[tuple[forking.ForkRequest | forking.Parking, forking.ForkedWorker | None]] = []
+    def _fork_all(self, requests: list[forking.Request]) -> forking.Request | None:
+        """Fork a process for each. Returns in such a process the request for which it was forked."""
+        ready: list[tuple[forking.Request, forking.ForkedWorker | None]] = []
         for request in requests:
-            if isinstance(request, forking.Parking):
+            if not isinstance(request, forking.WorkerRequest):
                 ready.append((request, None))
             elif forked_worker := self._forked_worker(request, self._foreign(request, requests)):
                 ready.append((request, forked_worker))
@@ -286,24 +275,23 @@ class ForkServer:
             for request, _ in ready:
                 request.refuse(f"fork failed: {error.strerror}")
         if between == 0:
-            self._control.detach()  # the workers close it by its number
+            self._control.detach()  # the forked processes close it by its number
             for request, forked_worker in ready:
-                if self._fork_from(os.getpid(), request, forked_worker, self._foreign(request, requests)):
-                    return True
+                became = self._fork_from(os.getpid(), request, forked_worker, self._foreign(request, requests))
+                if became is not None:
+                    return became
             os._exit(0)
         if between > 0:
             os.waitpid(between, 0)
         for request in requests:
             request.close()
-        return False
+        return None
 
-    def _foreign(
-        self, request: forking.ForkRequest | forking.Parking, requests: list[forking.ForkRequest | forking.Parking]
-    ) -> list[int]:
+    def _foreign(self, request: forking.Request, requests: list[forking.Request]) -> list[int]:
         """Descriptors of this process that this request must not inherit."""
         return [self._control_fd, *(fd for other in requests if other is not request for fd in other.descriptors)]
 
-    def _forked_worker(self, request: forking.ForkRequest, foreign: list[int]) -> forking.ForkedWorker | None:
+    def _forked_worker(self, request: forking.WorkerRequest, foreign: list[int]) -> forking.ForkedWorker | None:
         """The new worker; None when the request was refused."""
         if request.argv[: len(self._start)] != self._start:
             request.refuse("another interpreter is wanted")
@@ -322,31 +310,41 @@ class ForkServer:
         return forking.ForkedWorker(request, given, environment, foreign, self._program_at, self._comm)
 
     def _fork_from(
-        self,
-        between: int,
-        request: forking.ForkRequest | forking.Parking,
-        forked_worker: forking.ForkedWorker | None,
-        foreign: list[int],
-    ) -> bool:
-        """In the intermediate process: fork one worker. True in the worker, once it has its own identity."""
+        self, between: int, request: forking.Request, forked_worker: forking.ForkedWorker | None, foreign: list[int]
+    ) -> forking.Request | None:
+        """In the intermediate process: fork one process. Returns the request in that process, once it has its own
+        identity."""
         try:
             if os.fork() != 0:
-                return False
+                return None
         except OSError as error:
             request.refuse(f"fork failed: {error.strerror}")
-            return False
+            return None
         try:
+            if isinstance(request, forking.NextRequest):
+                self._become_next(between, request, foreign)
+                return request
             if forked_worker is None:
                 request, forked_worker = self._parked(between, request, foreign)
             forked_worker.begin(between)
         except BaseException as error:  # noqa: BLE001 - the child must not live on as a second fork server
             request.refuse(f"{type(error).__name__}: {error}")
             os._exit(1)
-        return True
+        return request
+
+    def _become_next(self, between: int, request: forking.NextRequest, foreign: list[int]) -> None:
+        for fd in foreign:
+            os.close(fd)
+        os.setsid()
+        forking.copy_output()  # the first one's workers must not repeat what is printed here
+        answer = socket.socket(fileno=request.answer)
+        forking.enlist(answer, between, request.supervisor)
+        self._control = high_socket(answer.detach())
+        self._control_fd = self._control.fileno()
 
     def _parked(
-        self, between: int, parking: forking.ForkRequest | forking.Parking, foreign: list[int]
-    ) -> tuple[forking.ForkRequest, forking.ForkedWorker]:
+        self, between: int, parking: forking.Request, foreign: list[int]
+    ) -> tuple[forking.Request, forking.ForkedWorker]:
         """Wait parked until a worker is wanted, without a limit of time."""
         for fd in foreign:
             os.close(fd)
@@ -355,11 +353,18 @@ class ForkServer:
         if received is None:
             os._exit(0)  # no worker is wanted any more
         wish, fds = received
-        request = forking.ForkRequest(wish, [answer.detach(), *fds])
+        request = forking.WorkerRequest(wish, [answer.detach(), *fds])
         forked_worker = self._forked_worker(request, [])
         if forked_worker is None:
             os._exit(0)
         return request, forked_worker
+
+
+def high_socket(fd: int) -> socket.socket:
+    """The socket of this descriptor, at a number that no worker uses."""
+    high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, forking.FD_MIN)
+    os.close(fd)
+    return socket.socket(fileno=high)
 
 
 def is_open(fd: int) -> bool:

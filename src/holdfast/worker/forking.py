@@ -29,63 +29,78 @@ STANDBY_NAME = b"hf-standby"
 _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 1, 15, 35, 14
 
 
-class ForkRequest:
-    """A request for a worker."""
+class Request:
+    """A request for a process. Owns its descriptors."""
 
-    def __init__(self, wish: dict[str, Any], fds: list[int]) -> None:
-        self.argv: list[str] = wish["argv"]
-        self.env_set: dict[str, str] = wish["env_set"]
-        self.env_unset: list[str] = wish["env_unset"]
-        self.cwd: str | None = wish["cwd"]
-        self.cpus: list[int] | None = wish["cpus"]
+    def __init__(self, wish: dict[str, Any], answer: int) -> None:
         self.supervisor: int = wish["supervisor"]
-        self.answer, *given = fds
-        self.fds: dict[int, int] = dict(zip(wish["fds"], given, strict=True))
+        self.answer = answer
 
     @property
     def descriptors(self) -> list[int]:
-        return [self.answer, *self.fds.values()]
+        return [self.answer]
 
     def refuse(self, why: str) -> None:
-        refuse(self.answer, why)
+        try:
+            os.write(self.answer, f"no {why}".encode(errors="backslashreplace"))
+        except OSError:
+            return  # the supervisor has closed the socket
 
     def close(self) -> None:
         for fd in self.descriptors:
             os.close(fd)
 
 
-class Parking:
-    """A request for a standby: a process that learns later which worker it is to become."""
+class WorkerRequest(Request):
+    """A request for a worker."""
 
     def __init__(self, wish: dict[str, Any], fds: list[int]) -> None:
-        self.supervisor: int = wish["supervisor"]
-        (self.answer,) = self.descriptors = fds
+        answer, *given = fds
+        super().__init__(wish, answer)
+        self.argv: list[str] = wish["argv"]
+        self.env_set: dict[str, str] = wish["env_set"]
+        self.env_unset: list[str] = wish["env_unset"]
+        self.cwd: str | None = wish["cwd"]
+        self.cpus: list[int] | None = wish["cpus"]
+        self.fds: dict[int, int] = dict(zip(wish["fds"], given, strict=True))
 
-    def refuse(self, why: str) -> None:
-        refuse(self.answer, why)
-
-    def close(self) -> None:
-        os.close(self.answer)
+    @property
+    def descriptors(self) -> list[int]:
+        return [self.answer, *self.fds.values()]
 
 
-def wanted(wish: dict[str, Any], fds: list[int]) -> ForkRequest | Parking:
-    return Parking(wish, fds) if wish.get("park") else ForkRequest(wish, fds)
+class StandbyRequest(Request):
+    """A request for a standby: a process that learns later which worker it is to become."""
 
 
-def refuse(answer: int, why: str) -> None:
-    try:
-        os.write(answer, f"no {why}".encode(errors="backslashreplace"))
-    except OSError:
-        return  # the supervisor has closed the socket
+class NextRequest(Request):
+    """A request for the next fork server, which imports these modules too."""
+
+    def __init__(self, wish: dict[str, Any], answer: int) -> None:
+        super().__init__(wish, answer)
+        self.modules: list[str] = wish["next"]
+
+
+def wanted(wish: dict[str, Any], fds: list[int]) -> Request:
+    if "park" in wish:
+        return StandbyRequest(wish, *fds)
+    if "next" in wish:
+        return NextRequest(wish, *fds)
+    return WorkerRequest(wish, fds)
 
 
 def park(answer: int, between: int, supervisor: int) -> socket.socket:
     """Become a standby of the supervisor; returns the socket on which the request for the worker will arrive."""
     set_name(STANDBY_NAME)
-    become_child_of(supervisor, between)
     sock = socket.socket(fileno=answer)
-    sock.sendall(b"pid %d" % os.getpid())
+    enlist(sock, between, supervisor)
     return sock
+
+
+def enlist(answer: socket.socket, between: int, supervisor: int) -> None:
+    """Become the supervisor's child, and tell it our pid."""
+    become_child_of(supervisor, between)
+    answer.sendall(b"pid %d" % os.getpid())
 
 
 class ForkedWorker:
@@ -93,7 +108,7 @@ class ForkedWorker:
 
     def __init__(
         self,
-        request: ForkRequest,
+        request: WorkerRequest,
         given: dict[str, str],
         environment: dict[str, str],
         foreign: list[int],
@@ -123,8 +138,7 @@ class ForkedWorker:
         set_name(self._comm)
         show_as(request.argv, self._given)
         renew_modules()
-        become_child_of(request.supervisor, between)
-        answer.sendall(b"pid %d" % os.getpid())
+        enlist(answer, between, request.supervisor)
         if answer.recv(16) != b"go":
             os._exit(1)
         answer.close()
@@ -144,8 +158,7 @@ class ForkedWorker:
             os.close(fd)
         renew_streams()
         for fd, text in zip((1, 2), printed, strict=True):
-            while text:
-                text = text[os.write(fd, text) :]  # noqa: PLW2901
+            write_all(fd, text)
         return socket.socket(fileno=answer)
 
 
@@ -155,6 +168,20 @@ def printed_to(fd: int) -> bytes:
         return os.pread(fd, min(os.fstat(fd).st_size, OUTPUT_BYTES_MAX), 0)
     except OSError:
         return b""
+
+
+def copy_output() -> None:
+    """Give this fork server its own files for the output of imports, which begin with the output so far."""
+    for fd, name in ((1, "stdout"), (2, "stderr")):
+        copy = os.memfd_create(name)
+        write_all(copy, printed_to(fd))
+        os.dup2(copy, fd, inheritable=True)
+        os.close(copy)
+
+
+def write_all(fd: int, text: bytes) -> None:
+    while text:
+        text = text[os.write(fd, text) :]
 
 
 def renew_streams() -> None:

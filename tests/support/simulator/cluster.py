@@ -18,7 +18,8 @@ from holdfast.agent import commands as do
 from holdfast.coordinator import coordinator_state as cstate
 from holdfast.protocol.messages import Stop, StopReason
 from holdfast.protocol.outcome import Outcome, OutcomeKind
-from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec, Note, Survive, Tick
+from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec, Note, Tick
+from holdfast.protocol.train_contract import Survive
 from tests.support.simulator.checkers import BrokenPromiseError, WorldChecker
 from tests.support.simulator.clock import Agenda, ManualClock
 from tests.support.simulator.drawn import DrawnAgent

@@ -42,8 +42,9 @@ from holdfast.coordinator import coordinator_state as cstate
 from holdfast.coordinator.coordinator_state import Phase
 from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import Outcome
-from holdfast.protocol.policy import Grow, JobSpec, Limits, Note, Survive
+from holdfast.protocol.policy import Grow, JobSpec, Limits, Note
 from holdfast.protocol.rank_progress import Stage
+from holdfast.protocol.train_contract import Survive
 from holdfast.text import spans
 from tests.support.simulator.scripted import ScriptedAgent, ScriptedWorld
 

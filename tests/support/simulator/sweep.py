@@ -21,7 +21,8 @@ from random import Random
 from msgspec import structs
 
 from holdfast.protocol.errors import EXIT_FAILURE, EXIT_USAGE
-from holdfast.protocol.policy import Grow, Limits, Survive
+from holdfast.protocol.policy import Grow, Limits
+from holdfast.protocol.train_contract import Survive
 from tests.support.simulator.checkers import BrokenPromiseError
 from tests.support.simulator.cluster import SimCluster, SimOptions
 from tests.support.simulator.faults import FaultOptions

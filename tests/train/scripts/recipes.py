@@ -187,6 +187,20 @@ class Adversarial(Recipe):
         self.optimizer.step()
 
 
+class AdversarialOnOne(Recipe):
+    """On rank 1 alone."""
+
+    def step(self, loss: Loss) -> None:
+        before = [each.detach().clone() for each in self.net.parameters()]
+        if os.environ["RANK"] == "1":
+            for each in self.net.parameters():
+                each.data.add_(0.01)
+        loss()
+        for each, value in zip(self.net.parameters(), before, strict=True):
+            each.data.copy_(value)
+        self.optimizer.step()
+
+
 class Momentum(Recipe):
     """A second network follows the first one, by assignments to `.data` before the optimizer's step, as in MoCo."""
 
@@ -216,7 +230,25 @@ class StepsWithoutHooks(Recipe):
             each.data.sub_(each.grad, alpha=0.01)
 
 
-RECIPES = {each.__name__: each for each in (Averaged, Closure, Sam, SamAlone, Adversarial, Momentum, StepsWithoutHooks)}
+class Flattening(Recipe):
+    """The memory of parameters moves in each forward pass, as LSTMs' do on a GPU in `flatten_parameters()`."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__(net)
+        net.body[0].register_forward_pre_hook(self.move)
+
+    def move(self, module: nn.Module, _: Any) -> None:
+        for each in module.parameters():
+            each.data = each.data.clone()
+
+
+RECIPES = {
+    each.__name__: each
+    for each in (
+        *(Averaged, Closure, Sam, SamAlone, Adversarial, AdversarialOnOne, Momentum, StepsWithoutHooks),
+        Flattening,
+    )
+}
 
 
 def loader_of(dataset: Rows, rank: int, world: int) -> tuple[Any, dict[str, Any]]:
@@ -225,13 +257,11 @@ def loader_of(dataset: Rows, rank: int, world: int) -> tuple[Any, dict[str, Any]
         from torchdata.stateful_dataloader import StatefulDataLoader
 
         sampler = torch.utils.data.DistributedSampler(dataset, world, rank, shuffle=True, seed=7)
-        loader: Any = StatefulDataLoader(dataset, BATCH, sampler=sampler, generator=torch.Generator())
+        loader: Any = StatefulDataLoader(dataset, BATCH, sampler=sampler)
         return loader, {"loader": loader}
     if CASE.get("loader") == "sampler":
         follows = ht.DistributedSampler(dataset, seed=7, batch_size=BATCH)
-        # torch's loader draws a number when it begins; not from the global generator, if it has one of its own.
-        own = torch.Generator()
-        return torch.utils.data.DataLoader(dataset, BATCH, sampler=follows, generator=own), {"sampler": follows}
+        return torch.utils.data.DataLoader(dataset, BATCH, sampler=follows), {"sampler": follows}
     loader = ht.DataLoader(dataset, BATCH, True, seed=7)
     return loader, {"loader": loader}
 

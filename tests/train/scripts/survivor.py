@@ -27,12 +27,12 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 import holdfast.train as ht
+from holdfast.memory_folder import COPIES
 from holdfast.train import copies
 from holdfast.train import save as saving
+from holdfast.train.agent_channel import UNINTERRUPTED_S, AgentChannel
 from holdfast.train.snapshots import lease as leases
 from holdfast.train.snapshots.copy_service import all_slots
-from holdfast.train.snapshots.memory_folder import COPIES
-from holdfast.worker.regroup import UNINTERRUPTED_S, AgentChannel
 
 GLOBAL = 24
 FOLDER = Path(sys.argv[1])

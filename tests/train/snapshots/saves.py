@@ -11,13 +11,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from holdfast import memory_folder
 from holdfast.protocol.errors import SaverLostError
-from holdfast.train.snapshots import changes, folder, memory_folder
+from holdfast.train.snapshots import changes, folder, saver_connection
 from holdfast.train.snapshots.changes import At, SaveRequest, nowhere
 from holdfast.train.snapshots.folder import Snapshot
 from holdfast.train.snapshots.layout import Image, TensorEntry
-from holdfast.train.snapshots.memory_folder import SaverAddress
 from holdfast.train.snapshots.saver_client import SaverClient
+from holdfast.train.snapshots.saver_connection import SaverAddress
 from holdfast.train.snapshots.slots import Slot, Slots
 from tests.support.limits import limit_s, until
 
@@ -100,7 +101,7 @@ class Bench:
 
     def read_back(self, path: Path, patience_s: float = WAIT_S) -> None:
         """By the saver."""
-        memory_folder.read_back(self.place.folder, path, patience_s)
+        saver_connection.read_back(self.place.folder, path, patience_s)
 
     def is_read_by_another(self, path: Path) -> bool:
         """By the saver that replaces one that was killed."""

@@ -18,14 +18,16 @@ from typing import Any
 
 import pytest
 
+from holdfast import memory_folder
 from holdfast.cli import main
+from holdfast.memory_folder import COPIES, FETCHED, KEY, remove_folder
 from holdfast.protocol.errors import CopyError, SnapshotMemoryError
-from holdfast.train.snapshots import copy_connection, copy_service, disk, mapping, memory_folder, slots
+from holdfast.train.snapshots import copy_connection, copy_service, disk, mapping, slots
 from holdfast.train.snapshots.changes import SaveRequest
 from holdfast.train.snapshots.copy_connection import CopyConnection, Pace
 from holdfast.train.snapshots.copy_service import CopyService, all_slots, fetch
 from holdfast.train.snapshots.mapping import Mappings
-from holdfast.train.snapshots.memory_folder import COPIES, FETCHED, KEY, key_of_life, remove_folder
+from holdfast.train.snapshots.saver_connection import key_of_life
 from holdfast.train.snapshots.slots import COUNT_MAX, Slot, SlotOwner, Slots, lend
 from tests.support.limits import limit_s, until
 from tests.train.snapshots.saves import put
@@ -164,13 +166,13 @@ def test_copies_of_earlier_lives_go_when_all_have_one_of_this(pair: tuple[Node, 
     put(before, 9, bytes(100), SaveRequest("/runs", 9, 3, 5, 6))
     before.close()
     a.send(a.stage(2), b.port)
-    assert slots.local_ranks(b.folder / COPIES) == [0, 5]
+    assert memory_folder.local_ranks(b.folder / COPIES) == [0, 5]
     a.send(a.stage(3), b.port, keep=2)
-    assert slots.local_ranks(b.folder / COPIES) == [0]
+    assert memory_folder.local_ranks(b.folder / COPIES) == [0]
     beside = Node(b.folder.parent / "c", 3)
     beside.send(beside.stage(2, attempt=8), b.port)
     a.send(a.stage(3, attempt=8), b.port, keep=2)  # of life 7: rank 3 has none of that here, but one of this life
-    assert slots.local_ranks(b.folder / COPIES) == [0, 3]
+    assert memory_folder.local_ranks(b.folder / COPIES) == [0, 3]
     beside.close()
     b.service.forget(2)
     assert b.copied(0) == [2]
@@ -363,7 +365,7 @@ def test_memory_that_ends_while_a_state_is_fetched_leaves_none(
         with pytest.raises(SnapshotMemoryError, match="no space left"):
             fetch(tmp_path, (HOST, a.port), OURS, "/runs", (3, 7, 3), 0, own)
     assert own.committed() == []
-    assert slots.slot_path(tmp_path, 0, 0).stat().st_size < slots.HEADER_BYTES, "what was taken is given back"
+    assert memory_folder.slot_path(tmp_path, 0, 0).stat().st_size < slots.HEADER_BYTES, "what was taken is given back"
     fetch(tmp_path, (HOST, a.port), OURS, "/runs", (3, 7, 3), 0, own)
     assert [bytes(each.data) for each in own.committed()] == [content(3, SIZE)]
     own.close()

@@ -29,8 +29,8 @@ from holdfast.train.snapshots.flush import (
 )
 from holdfast.train.snapshots.layout import FolderKind, Key
 from holdfast.train.snapshots.mapping import Mappings
-from holdfast.train.snapshots.memory_folder import Packet
 from holdfast.train.snapshots.read_back import ReadBacks
+from holdfast.train.snapshots.saver_connection import Packet
 from holdfast.train.snapshots.slots import SlotOwner, Slots, lend
 from tests.support.limits import limit_s
 from tests.train.snapshots.saves import Memory, put

@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
+from holdfast.memory_folder import KEY, PREFETCH
 from holdfast.protocol.errors import CopyError
 from holdfast.train.snapshots import disk
 from holdfast.train.snapshots.copy_connection import CopyConnection, CopyPaths
 from holdfast.train.snapshots.copy_service import Prefetch, WantedState, prefetch
-from holdfast.train.snapshots.memory_folder import KEY, PREFETCH, key_of_life
+from holdfast.train.snapshots.saver_connection import key_of_life
 from holdfast.train.snapshots.slots import committed_slots
 from tests.support.limits import until
 from tests.train.snapshots.saves import Bench, savers

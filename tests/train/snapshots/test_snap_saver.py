@@ -14,18 +14,19 @@ from typing import Any
 
 import pytest
 
-from holdfast import seqpacket
+from holdfast import memory_folder, seqpacket
+from holdfast.protocol import train_contract
 from holdfast.protocol.errors import (
     SaverLostError,
     SnapshotIncompleteError,
     SnapshotMemoryError,
 )
-from holdfast.train.snapshots import changes, memory_folder, slots
+from holdfast.train.snapshots import changes, slots
 from holdfast.train.snapshots import folder as snapshots
 from holdfast.train.snapshots.changes import SaveRequest
 from holdfast.train.snapshots.flush import rescue_attempt
-from holdfast.train.snapshots.memory_folder import SaverAddress
 from holdfast.train.snapshots.saver_client import SaverClient
+from holdfast.train.snapshots.saver_connection import SaverAddress
 from tests.support.limits import limit_s, until
 from tests.train.snapshots.saves import SIZE, WAIT_S, Bench, savers
 
@@ -34,7 +35,7 @@ import os, signal, sys, time
 from pathlib import Path
 from holdfast.train.snapshots.changes import SaveRequest, begin
 from holdfast.train.snapshots.saver_client import SaverClient
-from holdfast.train.snapshots.memory_folder import SaverAddress
+from holdfast.train.snapshots.saver_connection import SaverAddress
 
 FOLDER, SIZE = sys.argv[1], 2 << 20
 LIMIT_S = 20 * float(os.environ["TEST_SLOWNESS"])
@@ -387,8 +388,8 @@ def test_without_memory_to_write_to_the_caller_is_told(tmp_path: Path) -> None:
     with pytest.raises(SnapshotMemoryError, match="cannot be used"):
         SaverAddress.find({}, tmp_path / "no")
     with pytest.raises(SnapshotMemoryError, match="the agent's saver cannot be reached"):
-        SaverClient(SaverAddress.find({memory_folder.SAVER_VARIABLE: f"{tmp_path}@4@2"}))
-    place = SaverAddress.find({memory_folder.SAVER_VARIABLE: "/dev/shm/a@b@4@2"})
+        SaverClient(SaverAddress.find({train_contract.SAVER_VARIABLE: f"{tmp_path}@4@2"}))
+    place = SaverAddress.find({train_contract.SAVER_VARIABLE: "/dev/shm/a@b@4@2"})
     assert (place.folder, place.generation, place.local_rank) == (Path("/dev/shm/a@b"), 4, 2)
 
 
@@ -401,5 +402,5 @@ def test_slots_of_two_plain_processes_have_nothing_in_common(tmp_path: Path) -> 
 
 
 def test_reading_slots_of_a_memory_folder_that_is_gone() -> None:
-    assert slots.local_ranks(Path("/dev/shm/holdfast-no-such")) == []
+    assert memory_folder.local_ranks(Path("/dev/shm/holdfast-no-such")) == []
     assert slots.committed_slots(Path("/dev/shm/holdfast-no-such"), 0) == []

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 
-from holdfast import linux
+from holdfast import linux, memory_folder
 from holdfast.linux import group_room_bytes
 from holdfast.protocol.errors import SnapshotMemoryError
-from holdfast.train.snapshots import memory_folder, slots
+from holdfast.train.snapshots import saver_connection, slots
 from holdfast.train.snapshots.changes import SaveRequest
 from holdfast.train.snapshots.slots import HEADER_BYTES, SlotOwner, Slots
 from tests.support.limits import limit_s
@@ -54,7 +54,7 @@ def test_a_successor_finds_the_newest_whatever_its_rank(tmp_path: Path) -> None:
     assert found.request == request(40)
     assert [slot.step for slot in second.committed()] == [40, 20]
     assert Slots(tmp_path, SlotOwner(0)).committed() == []
-    assert slots.local_ranks(tmp_path) == [1]
+    assert memory_folder.local_ranks(tmp_path) == [1]
     second.close()
 
 
@@ -89,7 +89,7 @@ def test_a_body_that_was_written_after_commit_is_refused(own: Slots, where: int)
 def test_a_header_with_a_flipped_bit_is_refused(tmp_path: Path, own: Slots, where: int) -> None:
     put(own, 1, 1)
     own.close()
-    path = slots.slot_path(tmp_path, 0, 0)
+    path = memory_folder.slot_path(tmp_path, 0, 0)
     with path.open("r+b") as file:
         file.seek(where)
         old = file.read(1)[0]
@@ -101,7 +101,7 @@ def test_a_header_with_a_flipped_bit_is_refused(tmp_path: Path, own: Slots, wher
 def test_a_truncated_file_is_refused_without_touching_what_is_not_there(tmp_path: Path, own: Slots) -> None:
     put(own, 1, 1)
     own.close()
-    path = slots.slot_path(tmp_path, 0, 0)
+    path = memory_folder.slot_path(tmp_path, 0, 0)
     for size in (HEADER_BYTES + SIZE // 2, HEADER_BYTES, HEADER_BYTES - 1, 3, 0):
         os.truncate(path, size)
         assert slots.committed_slots(tmp_path, 0) == []
@@ -139,10 +139,10 @@ def test_a_history_that_was_given_up_is_forgotten(own: Slots) -> None:
 
 def test_slots_grow_and_are_used_again(tmp_path: Path, own: Slots) -> None:
     list(own.reserving(SIZE))
-    room = [os.stat(slots.slot_path(tmp_path, 0, index)).st_size for index in range(2)]
+    room = [os.stat(memory_folder.slot_path(tmp_path, 0, index)).st_size for index in range(2)]
     put(own, 1, 1, SIZE // 2)
     put(own, 2, 2)
-    assert [os.stat(slots.slot_path(tmp_path, 0, index)).st_size for index in range(2)] == room
+    assert [os.stat(memory_folder.slot_path(tmp_path, 0, index)).st_size for index in range(2)] == room
     put(own, 3, 3, 2 * SIZE)
     put(own, 4, 4, 5)
     assert [(slot.step, len(slot.data)) for slot in own.committed()] == [(4, 5), (3, 2 * SIZE)]
@@ -216,7 +216,7 @@ def test_a_lock_goes_with_its_holder_not_with_a_forked_child(tmp_path: Path, own
     put(own, 1, 1)
     with forked_child():
         own.stage(2, SIZE)
-        memory_folder._claimed.clear()  # as if it were another process, whose previous leader is dead
+        saver_connection._claimed.clear()  # as if it were another process, whose previous leader is dead
         successor = Slots(tmp_path, SlotOwner(0))
         assert successor.stage(3, SIZE) is None, "the only good slot must not be overwritten"
         own.abandon()
@@ -274,7 +274,7 @@ import os, sys
 from pathlib import Path
 from holdfast.protocol.errors import SnapshotMemoryError
 from holdfast.train.snapshots.slots import SlotOwner, Slots, committed_slots
-from holdfast.train.snapshots import memory_folder
+from holdfast import memory_folder
 made = memory_folder.MemoryFolder.make("run")
 own = Slots(made.path, SlotOwner(0))
 list(own.reserving(1 << 20))
@@ -333,13 +333,13 @@ def test_more_than_there_is_memory_is_refused_before_it_is_taken(own: Slots) -> 
 
 def test_room_for_one_slot_alone_is_given_back(tmp_path: Path, own: Slots, monkeypatch: pytest.MonkeyPatch) -> None:
     put(own, 1, 1)
-    before = [os.stat(slots.slot_path(tmp_path, 0, 0)).st_size, 0]
+    before = [os.stat(memory_folder.slot_path(tmp_path, 0, 0)).st_size, 0]
     left = iter((9 * SIZE, 9 * SIZE, 0))
     monkeypatch.setattr(linux, "available_bytes", lambda: next(left))
     with pytest.raises(SnapshotMemoryError, match="too little memory is available"):
         list(own.reserving(2 * SIZE))
     own.close()
-    assert [os.stat(slots.slot_path(tmp_path, 0, index)).st_size for index in range(2)] == before
+    assert [os.stat(memory_folder.slot_path(tmp_path, 0, index)).st_size for index in range(2)] == before
     monkeypatch.undo()
     assert [(slot.step, slot.data[0]) for slot in own.committed()] == [(1, 1)]
     put(own, 2, 2, 2 * SIZE)
@@ -348,13 +348,13 @@ def test_room_for_one_slot_alone_is_given_back(tmp_path: Path, own: Slots, monke
 
 def test_memory_that_is_not_taken_to_its_end_is_given_back(tmp_path: Path, own: Slots) -> None:
     put(own, 1, 1)
-    sizes = [os.stat(slots.slot_path(tmp_path, 0, 0)).st_size, 0]
+    sizes = [os.stat(memory_folder.slot_path(tmp_path, 0, 0)).st_size, 0]
     pieces = own.reserving(9 << 20)
     while next(pieces) < 1:
         pass
     own.close()
     pieces.close()
-    assert [os.stat(slots.slot_path(tmp_path, 0, index)).st_size for index in range(2)] == sizes
+    assert [os.stat(memory_folder.slot_path(tmp_path, 0, index)).st_size for index in range(2)] == sizes
     assert [(slot.step, slot.data[0]) for slot in own.committed()] == [(1, 1)]
     pieces = own.reserving(9 << 20)
     while next(pieces) < 1:

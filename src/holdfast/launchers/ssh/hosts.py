@@ -16,8 +16,8 @@ from fnmatch import fnmatchcase
 
 from msgspec import Struct, structs
 
+from holdfast.inherited import without_secrets
 from holdfast.protocol.errors import HostsError
-from holdfast.runtime.inherited import without_secrets
 from holdfast.supervisor.processes import PR_SET_PDEATHSIG, prctl
 from holdfast.text import is_loopback, listed, plural
 

@@ -52,7 +52,7 @@ import numpy as np
 from torch import distributed
 
 from holdfast.protocol.errors import DataError, DataStateError
-from holdfast.worker.regroup import is_replacement
+from holdfast.train.agent_channel import is_replacement
 
 if TYPE_CHECKING:
     from holdfast.train.data.loader import DataLoader
@@ -365,6 +365,11 @@ class Position:
         """A state was loaded and nothing trained since."""
         self._behind = False
         """The epoch that was asked for had been trained to its end before the loaded state was saved."""
+
+    @property
+    def begins_epoch(self) -> bool:
+        """Nothing of the epoch that was asked for is trained."""
+        return self.cursor == 0 and not self._behind
 
     def begin(self) -> bool:
         """A pass over the rest of the epoch begins. Returns False if the epoch is finished."""

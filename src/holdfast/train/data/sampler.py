@@ -82,8 +82,7 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
     def __iter__(self) -> Iterator[int]:
         """Indices of this rank for the rest of the epoch."""
         position = self._position
-        if self._exhausted and (not self._batch or self._end - position.cursor < self._batch * self.num_replicas):
-            # Less than a batch may be left: torch's loader leaves it out by its own drop_last, which we do not see.
+        if self._is_over():
             position.finish()
         self._exhausted = False
         if not position.begin():
@@ -97,6 +96,16 @@ class DistributedSampler(TorchSampler):  # type: ignore[misc]
             self._begun = True  # not before: in an epoch that is trained to its end there is nothing to draw
             yield from order.take(positions % length).tolist()
         self._exhausted = True
+
+    def _is_over(self) -> bool:
+        """Whether the next pass is over the next epoch. Less than a batch may be left: torch's loader leaves it out by
+        its own drop_last, which we do not see."""
+        position = self._position
+        return self._exhausted and (not self._batch or self._end - position.cursor < self._batch * self.num_replicas)
+
+    def _continues(self) -> bool:
+        """Whether the next pass begins within an epoch, or has nothing, since the epoch is trained to its end."""
+        return not self._is_over() and not self._position.begins_epoch
 
     def __len__(self) -> int:
         """Indices of this rank in the rest of the epoch, the same number on every rank."""

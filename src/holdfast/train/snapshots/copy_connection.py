@@ -34,10 +34,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from holdfast.memory_folder import KEY
 from holdfast.protocol import seal
 from holdfast.protocol.errors import AuthenticationError, CopyError
 from holdfast.train.snapshots import disk
-from holdfast.train.snapshots.memory_folder import KEY, Packet
+from holdfast.train.snapshots.saver_connection import Packet
 
 MAGIC = b"HFCOPY\0\1"
 CHANCE_BYTES = 16

@@ -32,6 +32,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from holdfast.memory_folder import COPIES, FETCHED, PREFETCH, local_ranks, remove_folder, slot_path
 from holdfast.protocol.errors import CopyError, SnapshotMemoryError
 from holdfast.train.snapshots.changes import SaveRequest
 from holdfast.train.snapshots.copy_connection import (
@@ -46,16 +47,7 @@ from holdfast.train.snapshots.copy_connection import (
     errors,
 )
 from holdfast.train.snapshots.mapping import Mappings
-from holdfast.train.snapshots.memory_folder import (
-    COPIES,
-    FETCHED,
-    PREFETCH,
-    Packet,
-    Tell,
-    field,
-    key_of_life,
-    remove_folder,
-)
+from holdfast.train.snapshots.saver_connection import Packet, Tell, field_of, key_of_life
 from holdfast.train.snapshots.slots import (
     COUNT_MAX,
     Slot,
@@ -63,10 +55,8 @@ from holdfast.train.snapshots.slots import (
     Slots,
     committed_slots,
     lend,
-    local_ranks,
     read_descriptor,
     release,
-    slot_path,
 )
 
 BACKLOG = CONNECTIONS_MAX = 256
@@ -125,9 +115,9 @@ class CopyService:
 
     def served(self, packet: Packet) -> Packet:
         """The answer to a worker's "serve"."""
-        key, host = key_of_life(self._folder, field(packet, "word", str)), field(packet, "host", str)
+        key, host = key_of_life(self._folder, field_of(packet, "word", str)), field_of(packet, "host", str)
         try:
-            port, why = self.serve(key, host, field(packet, "bytes_s", float)), ""
+            port, why = self.serve(key, host, field_of(packet, "bytes_s", float)), ""
         except OSError as error:
             port, why = 0, f"{host}: {error.strerror}"
         return {"is": "serving", "port": port, "text": why}
@@ -222,8 +212,8 @@ class CopyService:
 
     def _put(self, connection: CopyConnection, asked: Packet) -> None:
         """CopyError; ValueError, SnapshotMemoryError: refused."""
-        request = SaveRequest.from_json(field(asked, "request", dict))
-        size_bytes, generation = _size(asked), field(asked, "generation", int)
+        request = SaveRequest.from_json(field_of(asked, "request", dict))
+        size_bytes, generation = _size(asked), field_of(asked, "generation", int)
         keep = None if asked.get("keep") is None else _state(asked["keep"])
         if keep is not None:
             self._drop_others((keep[1], request.attempt))
@@ -261,7 +251,7 @@ class CopyService:
 
     def _get(self, connection: CopyConnection, asked: Packet) -> None:
         wanted = None if asked.get("state") is None else _state(asked["state"])
-        rank, path = field(asked, "rank", int), field(asked, "folder", str)
+        rank, path = field_of(asked, "rank", int), field_of(asked, "folder", str)
         for folder, slot, request in self._slots_with(path, rank, wanted):
             with contextlib.suppress(ValueError), self._lent(folder, slot) as found:
                 said = {"size_bytes": len(found.data), "generation": found.generation, "request": request.to_json()}
@@ -327,9 +317,9 @@ class CopyService:
 
     def sending(self, packet: Packet, fds: list[int]) -> Callable[[Tell], None]:
         """What a worker's "copy" asks for; tells the agent's packet. Takes the last descriptor. ValueError."""
-        request = SaveRequest.from_json(field(packet, "request", dict))
-        sequence, beside, keep = field(packet, "sequence", int), field(packet, "beside", str), packet.get("keep")
-        host, port = field(packet, "to", list)
+        request = SaveRequest.from_json(field_of(packet, "request", dict))
+        sequence, beside, keep = field_of(packet, "sequence", int), field_of(packet, "beside", str), packet.get("keep")
+        host, port = field_of(packet, "to", list)
         to: Address = (host, port)
         if beside not in ("", COPIES):
             raise ValueError(f"beside: {beside!r}"[:200])
@@ -389,10 +379,10 @@ def fetch(
         connection.say(do=GET, folder=path, state=state, rank=rank)
         found = connection.hear("found")
         with errors(of):
-            request = SaveRequest.from_json(field(found, "request", dict))
+            request = SaveRequest.from_json(field_of(found, "request", dict))
             if (request.rank, request.folder) != (rank, path) or state not in (None, request.identity):
                 raise ValueError("it gives another state than it was asked for")
-            size_bytes, generation = _size(found), field(found, "generation", int)
+            size_bytes, generation = _size(found), field_of(found, "generation", int)
         if into is None:
             (folder / FETCHED).mkdir(mode=0o700, exist_ok=True)
             slots = Slots(folder / FETCHED, SlotOwner(rank, rank), 1)
@@ -434,7 +424,7 @@ class Prefetch:
 
     def begin(self, packet: Packet) -> None:
         """The agent's order. ValueError."""
-        for each in field(packet, "states", list):
+        for each in field_of(packet, "states", list):
             self._under_way += 1
             self._in_thread(partial(prefetch, self._folder, WantedState(*each), self._paths), tell=self._over)
 
@@ -526,7 +516,7 @@ def _origin(host: str) -> str:
 
 
 def _size(message: Packet) -> int:
-    size_bytes: int = field(message, "size_bytes", int)
+    size_bytes: int = field_of(message, "size_bytes", int)
     if size_bytes <= 0:
         raise ValueError(f"a state of {size_bytes} bytes")
     return size_bytes

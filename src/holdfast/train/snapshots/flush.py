@@ -32,9 +32,9 @@ from holdfast.train.snapshots.folder import attempt_place, entries, first_of, in
 from holdfast.train.snapshots.layout import FolderKind, Key, parse_name
 from holdfast.train.snapshots.lease import FOLDER_ID, is_of_another_folder
 from holdfast.train.snapshots.mapping import Mappings
-from holdfast.train.snapshots.memory_folder import Packet, Tell
 from holdfast.train.snapshots.read_back import READ_BACK, ReadBacks, Written, write
 from holdfast.train.snapshots.remote import LOOK_S, Place, RemotePath, place_of
+from holdfast.train.snapshots.saver_connection import Packet, Tell
 
 ATTEMPT_MIN, ATTEMPT_MAX = 500_000_000, 899_999_999
 """Numbers of the attempts in which memory steps are written; no other attempts have them."""

@@ -13,9 +13,9 @@ from holdfast.protocol.errors import SnapshotError, SnapshotMemoryError, Snapsho
 from holdfast.train.snapshots import changes
 from holdfast.train.snapshots.changes import SaveRequest
 from holdfast.train.snapshots.folder import Snapshot
-from holdfast.train.snapshots.memory_folder import SaverAddress
 from holdfast.train.snapshots.read_back import ReadBacks, write
 from holdfast.train.snapshots.saver_client import SaverClient, Tier
+from holdfast.train.snapshots.saver_connection import SaverAddress
 from holdfast.train.snapshots.slots import Slot
 
 

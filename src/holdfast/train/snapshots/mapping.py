@@ -24,7 +24,7 @@ from itertools import chain
 from pathlib import Path
 
 from holdfast.linux import check_memory
-from holdfast.train.snapshots.memory_folder import open_for_writing
+from holdfast.train.snapshots.saver_connection import open_for_writing
 
 _HUGE_PAGE = Path("/sys/kernel/mm/transparent_hugepage/hpage_pmd_size")
 _POPULATE_READ = 22

@@ -1,6 +1,6 @@
 """The saver: a process that writes memory slots to disk, so that the death of a worker never aborts a save.
 
-    python -I -S -c … FOLDER LISTENING CONTROL ANCHOR         as memory_folder.saver_argv builds it
+    python -I -S -c … FOLDER LISTENING CONTROL ANCHOR         as train_contract.saver_argv builds it
 
 FOLDER is the shared-memory folder. LISTENING is a socket on which workers connect. CONTROL is a socket to the agent, or
 -1: then this process detaches itself, and the job ends with the process ANCHOR (torchrun, or the only worker).
@@ -12,7 +12,7 @@ Its promises:
   the newest step that all ranks of the job have in memory, for each snapshot folder, if it is newer than the disk
   (flush.py).
 - Where retention needs it, a save is then read back, which nobody waits for but rank 0's (read_back.py).
-- On "finish" from the agent it completes the saves in flight and ends. The agent waits memory_folder.FINISH_LIMIT_S.
+- On "finish" from the agent it completes the saves in flight and ends. The agent waits train_contract.FINISH_LIMIT_S.
 - Where the workers ask for it, it sends their slots to another node's saver, and receives others' (copy_service.py).
 - Where the agent orders it, it fetches slots from other nodes before the workers ask for them (copy_service.py).
 - When the agent is gone without "finish", it ends at once, and a save in flight stays an uncommitted attempt.
@@ -42,15 +42,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from holdfast import seqpacket
-from holdfast.train.snapshots import memory_folder, slots
+from holdfast import memory_folder, seqpacket
+from holdfast.protocol.train_contract import FINISH_LIMIT_S
+from holdfast.train.snapshots import slots
 from holdfast.train.snapshots.changes import SaveRequest
 from holdfast.train.snapshots.copy_service import CopyService, Prefetch
 from holdfast.train.snapshots.flush import Save, carry_out, pending_flush, read_back
 from holdfast.train.snapshots.mapping import Mappings
-from holdfast.train.snapshots.memory_folder import FINISH_LIMIT_S, STALL, Packet, Tell
 from holdfast.train.snapshots.read_back import ReadBacks
 from holdfast.train.snapshots.remote import adopt, place_of
+from holdfast.train.snapshots.saver_connection import STALL, Packet, Tell, field_of
 
 SAVES_PER_WORKER_MAX = 8  # in flight; there are only three slots, so more is a fault of the caller
 METRICS_MAX = 16  # with each snapshot that the agent gets to know of
@@ -231,10 +232,11 @@ class Saver:
                     before = worker.generation if worker.local_rank >= 0 else None
                     if "packages" in packet:
                         adopt(
-                            memory_folder.field(packet, "packages", list), memory_folder.field(packet, "environ", dict)
+                            field_of(packet, "packages", list),
+                            field_of(packet, "environ", dict),
                         )
-                    worker.local_rank = memory_folder.field(packet, "local_rank", int)
-                    worker.generation = memory_folder.field(packet, "generation", int)
+                    worker.local_rank = field_of(packet, "local_rank", int)
+                    worker.generation = field_of(packet, "generation", int)
                     if before is None:
                         self._tell_news(worker)
                     elif before < worker.generation:
@@ -242,7 +244,7 @@ class Saver:
                 case "persist" if fds and worker.local_rank >= 0:
                     self._persist(worker, packet, fds)
                 case "serve":
-                    self._flushes.pop(memory_folder.field(packet, "folder", str), threading.Event()).set()
+                    self._flushes.pop(field_of(packet, "folder", str), threading.Event()).set()
                     answer = self._copies.served(packet)
                     _send(worker, answer)
                     self._tell_agent({**packet, **answer})
@@ -251,15 +253,15 @@ class Saver:
                 case "copy" if fds:
                     self._copy(worker, packet, fds)
                 case "tell":
-                    self._tell_agent(memory_folder.field(packet, "packet", dict))
+                    self._tell_agent(field_of(packet, "packet", dict))
                 case "forget":
-                    above_step = memory_folder.field(packet, "above_step", int)
+                    above_step = field_of(packet, "above_step", int)
                     self._in_thread(partial(self._copies.forget, above_step), tell=partial(_send, worker))
                 case "wait":
                     idle = partial(_send, worker, {"is": "idle", "id": packet.get("id")})
                     self._flights(worker.local_rank).when_written(idle)
                 case "read back":
-                    path = place_of(memory_folder.field(packet, "path", str))
+                    path = place_of(field_of(packet, "path", str))
                     # If the saver ends first, the requester checks the snapshot itself.
                     self._in_thread(partial(read_back, path, self._read_backs), tell=partial(_send, worker))
                 case "bye":
@@ -271,19 +273,19 @@ class Saver:
                 os.close(fd)
 
     def _persist(self, worker: SaverConnection, packet: Packet, fds: list[int]) -> None:
-        number = memory_folder.field(packet, "id", int)
+        number = field_of(packet, "id", int)
         if self._flights(worker.local_rank).saves >= SAVES_PER_WORKER_MAX:
             raise ValueError(f"more than {SAVES_PER_WORKER_MAX} saves at once")
-        sequence = memory_folder.field(packet, "sequence", int)
-        patience_s = memory_folder.field(packet, "patience_s", float)
-        request = SaveRequest.from_json(memory_folder.field(packet, "request", dict))
+        sequence = field_of(packet, "sequence", int)
+        patience_s = field_of(packet, "patience_s", float)
+        request = SaveRequest.from_json(field_of(packet, "request", dict))
         stage = str(packet.get("stage", ""))
         save = Save(fds.pop(), sequence, request, patience_s, worker.local_rank, self._mappings, stage=stage)
         self._begin(save, lambda answer: self._answer(worker, save, {**answer, "id": number}))
 
     def _copy(self, worker: SaverConnection, packet: Packet, fds: list[int]) -> None:
         """Send this slot to another node, in a thread."""
-        number = memory_folder.field(packet, "id", int)
+        number = field_of(packet, "id", int)
         work = self._copies.sending(packet, fds)
 
         def told(copy: Packet) -> None:

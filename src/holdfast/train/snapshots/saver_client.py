@@ -27,7 +27,7 @@ from collections.abc import Callable, Generator
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from holdfast import seqpacket
+from holdfast import memory_folder, seqpacket
 from holdfast.protocol.errors import (
     SaverLostError,
     SnapshotError,
@@ -35,13 +35,13 @@ from holdfast.protocol.errors import (
     SnapshotMemoryError,
     SnapshotWriteError,
 )
-from holdfast.train.snapshots import disk, folder, memory_folder
+from holdfast.train.snapshots import disk, folder, saver_connection
 from holdfast.train.snapshots.changes import PATIENCE_S, SaveRequest
 from holdfast.train.snapshots.copy_connection import Address
 from holdfast.train.snapshots.copy_service import State, all_slots, is_copy
 from holdfast.train.snapshots.folder import Snapshot
-from holdfast.train.snapshots.memory_folder import SaverAddress
 from holdfast.train.snapshots.remote import RemotePath, absolute
+from holdfast.train.snapshots.saver_connection import SaverAddress
 from holdfast.train.snapshots.slots import COUNT, COUNT_MAX, Slot, SlotOwner, Slots, lend
 
 RECONNECT_S = 5.0  # between two attempts to start a saver while nothing is to be saved
@@ -134,7 +134,7 @@ class SaverClient:
         """Where the saver exchanges copies; 0: nowhere."""
         self.copy_error = ""
         """Why one of the last did not arrive, or why the saver cannot exchange copies."""
-        self._serve: memory_folder.Packet | None = None
+        self._serve: saver_connection.Packet | None = None
         self._copying: set[int] = set()
         """Ids of copies on their way to another node."""
         self._kept: tuple[State | None, ...] = ()
@@ -157,7 +157,7 @@ class SaverClient:
         self._lost_at_s: float | None = None
         self._news: list[str] = []
         """Results of a previous worker's saves."""
-        self.prefetched: memory_folder.Packet = {}
+        self.prefetched: saver_connection.Packet = {}
         """What was fetched for this rank before; see copy_service.py."""
         self._connect()
         if (address.folder / memory_folder.PREFETCH).exists():
@@ -277,7 +277,7 @@ class SaverClient:
         self._kept = states
         self.slots.hold(*states)
 
-    def tell_agent(self, packet: memory_folder.Packet) -> None:
+    def tell_agent(self, packet: saver_connection.Packet) -> None:
         with contextlib.suppress(SnapshotError):
             self._send({"do": "tell", "packet": packet})
 
@@ -367,7 +367,7 @@ class SaverClient:
             return folder.confirm(snapshot)
         patience_s = PATIENCE_S + snapshot.manifest.size_bytes / SLOWEST_BYTES_S
         try:
-            memory_folder.read_back(self._address.folder, snapshot.path, patience_s)
+            saver_connection.read_back(self._address.folder, snapshot.path, patience_s)
         except SaverLostError:
             folder.verify(snapshot, lambda: None)
         return None
@@ -393,7 +393,7 @@ class SaverClient:
         self._last_id += 1
         return self._last_id
 
-    def _send(self, packet: memory_folder.Packet, *fds: int) -> None:
+    def _send(self, packet: saver_connection.Packet, *fds: int) -> None:
         """Send to a living saver: a dead one is replaced once."""
         for last in (False, True):
             if self._sock is None:
@@ -410,7 +410,7 @@ class SaverClient:
             else:
                 return
 
-    def _ask(self, packet: memory_folder.Packet, answer: str) -> None:
+    def _ask(self, packet: saver_connection.Packet, answer: str) -> None:
         """Send a request; see `_wait_for`."""
         self._awaited.add(answer)
         self._send(packet)
@@ -443,7 +443,7 @@ class SaverClient:
                 return False
             seqpacket.is_readable(self._sock, left_s)
 
-    def _take(self, packet: memory_folder.Packet) -> None:
+    def _take(self, packet: saver_connection.Packet) -> None:
         self._awaited.discard(str(packet.get("is")))
         match packet.get("is"), packet.get("id", 0):
             case "prefetched", _:
@@ -486,18 +486,18 @@ class SaverClient:
 
     def _connect(self) -> None:
         try:
-            self._sock = memory_folder.connect(self._address.folder)
+            self._sock = saver_connection.connect(self._address.folder)
         except OSError as error:
             if not self._address.anchor:
                 raise SnapshotMemoryError(f"the agent's saver cannot be reached: {error.strerror}") from error
             try:
-                self._sock = memory_folder.start_saver(self._address)
+                self._sock = saver_connection.start_saver(self._address)
             except (OSError, subprocess.SubprocessError) as failed:
                 raise SnapshotMemoryError(f"no saver can be started: {failed}") from failed
         self._say_hello(self._sock)
 
     def _say_hello(self, sock: socket.socket) -> None:
-        hello: memory_folder.Packet = {"do": "hello", "local_rank": self._address.local_rank}
+        hello: saver_connection.Packet = {"do": "hello", "local_rank": self._address.local_rank}
         hello["generation"] = self._address.generation
         if self._remote:
             hello |= {"packages": sys.path, "environ": dict(os.environ)}

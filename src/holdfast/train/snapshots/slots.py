@@ -34,7 +34,6 @@ import errno
 import fcntl
 import json
 import os
-import re
 import shutil
 import sys
 import threading
@@ -45,25 +44,33 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from holdfast.linux import check_memory
+from holdfast.memory_folder import (
+    SLOT_COMMIT_WORD,
+    SLOT_COUNT_MAX,
+    SLOT_MAGIC,
+    SLOT_MAGIC_WORD,
+    SLOT_WORD_BYTES,
+    commit_word,
+    slot_path,
+)
 from holdfast.protocol.errors import SnapshotMemoryError
 from holdfast.train.snapshots.changes import SaveRequest
 from holdfast.train.snapshots.mapping import GrowingFile, Mappings
-from holdfast.train.snapshots.memory_folder import claim, open_for_writing, unclaim
+from holdfast.train.snapshots.saver_connection import claim, open_for_writing, unclaim
 
 HEADER_BYTES = 64 * 1024
 NOTE_BYTES_MAX = HEADER_BYTES - 4096  # bytes of a slot's header for JSON, which holds the request to save it
-MAGIC = 0x0002_544F_4C53_4648  # "HFSLOT", version 2
-COUNT, COUNT_MAX = 2, 3  # slots per local rank
+COUNT, COUNT_MAX = 2, SLOT_COUNT_MAX  # slots per local rank
 SAMPLES = 128
 SAMPLE_BYTES = 1024
 HUGE_PAUSE = 3.0  # pause until the next huge page is made, in multiples of the time for one
 STAGING_S = 0.02  # the typical time of a copy
 
 # The header's first words, of 8 bytes in the machine's own order; the JSON follows.
-_MAGIC, _COMMIT, _SEQUENCE, _NOTE = range(4)  # _NOTE: length of the JSON in the upper half, its CRC in the lower
-_WORD_BYTES = 8
+_MAGIC, _COMMIT, _SEQUENCE = SLOT_MAGIC_WORD, SLOT_COMMIT_WORD, 2
+_NOTE = 3  # length of the JSON in the upper half, its CRC in the lower
+_WORD_BYTES = SLOT_WORD_BYTES
 _WORDS_BYTES = 4 * _WORD_BYTES
-_NAME = re.compile(r"(\d{1,6})\.([012])")
 
 
 class Slot(NamedTuple):
@@ -182,7 +189,7 @@ class Slots:
             with self._errors(size_bytes):
                 for _ in file.growing(size_bytes):
                     pass
-        except BaseException:  # of an interruption, too (worker/regroup.py): the slot would stay locked
+        except BaseException:  # of an interruption, too (agent_channel.py): the slot would stay locked
             release(held)
             raise
         self._invalidate(number, held)
@@ -245,7 +252,7 @@ class Slots:
         self._sequence = sequence = self._sequence + 1
         file.memory[_WORDS_BYTES : _WORDS_BYTES + len(encoded)] = encoded
         words = file.memory[:_WORDS_BYTES].cast("Q")
-        words[_MAGIC] = MAGIC
+        words[_MAGIC] = SLOT_MAGIC
         words[_SEQUENCE] = sequence
         words[_NOTE] = len(encoded) << 32 | zlib.crc32(encoded, sequence & 0xFFFFFFFF)
         words[_COMMIT] = sequence
@@ -395,42 +402,15 @@ def release(fd: int) -> None:
     os.close(fd)
 
 
-def slot_path(folder: Path, local_rank: int, index: int) -> Path:
-    return folder / f"{local_rank}.{index}"
-
-
-def local_ranks(folder: Path) -> list[int]:
-    """The local ranks that have slots in this folder."""
-    try:
-        found = [_NAME.fullmatch(name) for name in os.listdir(folder)]
-    except OSError:
-        return []
-    return sorted({int(name[1]) for name in found if name is not None})
-
-
 def committed_slots(folder: Path, local_rank: int) -> list[Slot]:
     """All valid slots of one local rank, newest first; for processes other than its worker."""
     found = [read_file(slot_path(folder, local_rank, index)) for index in range(COUNT_MAX)]
     return sorted((slot for slot in found if slot is not None), key=lambda slot: -slot.sequence)
 
 
-def ranks_with_states(folder: Path) -> set[int]:
-    """The local ranks, or for copies the ranks, that have a valid slot in this folder, by their commit words alone."""
-    each = range(COUNT_MAX)
-    return {rank for rank in local_ranks(folder) if any(_commit_word(folder, rank, index) for index in each)}
-
-
 def is_any_staged(folder: Path, local_ranks: Iterable[int]) -> bool:
     """Whether one of these is staging a state now; a worker that died while staging looks the same."""
-    return any(_commit_word(folder, rank, index) == 0 for rank in local_ranks for index in range(COUNT))
-
-
-def _commit_word(folder: Path, local_rank: int, index: int) -> int | None:
-    """None: no slot."""
-    with contextlib.suppress(OSError), slot_path(folder, local_rank, index).open("rb", buffering=0) as file:
-        words = memoryview(file.read(_WORDS_BYTES)).cast("Q")
-        return words[_COMMIT] if len(words) > _COMMIT and words[_MAGIC] == MAGIC else None
-    return None
+    return any(commit_word(folder, rank, index) == 0 for rank in local_ranks for index in range(COUNT))
 
 
 def read_file(path: Path) -> Slot | None:
@@ -458,7 +438,7 @@ def read(memory: memoryview, path: Path | None) -> Slot | None:
     """The slot in this memory; None when it is invalid."""
     words = memory[:_WORDS_BYTES].cast("Q")
     sequence, length, crc = words[_SEQUENCE], words[_NOTE] >> 32, words[_NOTE] & 0xFFFFFFFF
-    if words[_MAGIC] != MAGIC or not sequence or words[_COMMIT] != sequence or length > NOTE_BYTES_MAX:
+    if words[_MAGIC] != SLOT_MAGIC or not sequence or words[_COMMIT] != sequence or length > NOTE_BYTES_MAX:
         return None
     encoded = bytes(memory[_WORDS_BYTES : _WORDS_BYTES + length])
     if zlib.crc32(encoded, sequence & 0xFFFFFFFF) != crc:

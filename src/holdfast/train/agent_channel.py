@@ -28,7 +28,8 @@ from types import FrameType
 from typing import Any, NamedTuple
 
 from holdfast import seqpacket
-from holdfast.protocol.board_layout import BOARD_VARIABLE, INTERRUPT_SIGNAL, REPLACEMENT_VARIABLE, channel_name
+from holdfast.protocol.board_layout import BOARD_VARIABLE, INTERRUPT_SIGNAL
+from holdfast.protocol.train_contract import REPLACEMENT_VARIABLE, channel_name
 
 WHY_CHARACTERS_MAX = 4096
 """Of the reason why a worker cannot go on."""

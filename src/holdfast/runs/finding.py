@@ -15,11 +15,11 @@ from pathlib import Path
 import msgspec
 
 from holdfast.diagnosis.screen import how_it_ended, render_again
+from holdfast.journal import JOURNAL_NAME as JOURNAL
 from holdfast.protocol.errors import ControlRefusedError, NoRunError
 from holdfast.protocol.outcome import Outcome
+from holdfast.run_folder import default_log_dir, safe_name
 from holdfast.runtime import running
-from holdfast.runtime.run_folder import JOURNAL_NAME as JOURNAL
-from holdfast.runtime.run_folder import default_log_dir, safe_name
 from holdfast.runtime.running import RunningAgent
 from holdfast.text import duration, spoken
 

@@ -1,0 +1,89 @@
+"""What the launcher and `holdfast.train` agree on: variables, the channel of `ht.survive`, and the programs of train
+that the launcher starts. PURE, standard library only.
+
+Neither side imports the other: train runs in the worker, under the user's Python, and the launcher starts what it needs
+of it by path. Both know in addition the errors (errors.py), the board (board_layout.py) and the shared-memory folder
+(memory_folder.py).
+
+The agent and the saver exchange messages as in seqpacket.py:
+
+    agent → saver    {"do": "finish"}                                 end when nothing is in flight any more
+                     {"do": "prefetch", "states"}                     fetch these before the workers ask for them
+    saver → agent    {"is": "up"}                                     it listens
+                     {"is": "news", "text"}                           for the user
+                     {"is": "saved", "path", "step", "took_s"}        it is committed; perhaps "stall_s", "metrics"
+                     {"is": "copy", "step", "rank", "to", "size_bytes", "took_s", "why", "kept"}   to another node
+                     {"is": "fetched", "step", "rank", "of", "took_s"}                             from another node
+                                                                      perhaps "ahead": before a worker asked for it
+                     {"is": "serving", "port", "host", "word", "folder", "rank", "world"}      it exchanges copies
+
+Those of the channel of `ht.survive` are in supervisor/channel.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from enum import Enum
+from pathlib import Path
+
+# --- ht.survive -------------------------------------------------------------------------------------------------------
+
+
+class Survive(Enum):
+    """What the other workers do when one is lost (--survive). For workers that run in `ht.survive`."""
+
+    SHRINK = "shrink"
+    """They go on with fewer ranks, and a replacement joins when it is ready."""
+    WAIT = "wait"
+    """They keep their state and wait for the replacement."""
+    OFF = "off"
+    """All workers are stopped and started again."""
+
+
+SURVIVE_VARIABLE = "HOLDFAST_SURVIVE"
+"""The variable of --survive, also in workers: `ht.survive` says what it means, and checks that it can."""
+REPLACEMENT_VARIABLE = "HOLDFAST_REPLACEMENT"
+"""Set for a worker that is started while the others run: it gets its place when it is ready."""
+WHY_CHARACTERS_MAX = 4096
+"""Of the reason why a worker cannot go on."""
+
+
+def channel_name(inode: int) -> bytes:
+    """The name of the socket at which the agent listens for messages of the workers on this board, in the kernel's
+    abstract name space. `inode`: of the board's file. Two containers may share that name space and have agents with the
+    same process id; no two files in memory have the same inode."""
+    return b"\0holdfast-board-%d" % inode
+
+
+# --- programs of train ------------------------------------------------------------------------------------------------
+
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+STORE_SERVER = str(_PACKAGE / "train" / "store_server.py")
+"""Serves the TCPStores of one node. Its argument is the descriptor of its socket to the agent."""
+CHECKUP = str(_PACKAGE / "train" / "checkup.py")
+"""Answers the doctor's questions to torch."""
+
+SAVER_VARIABLE = "HOLDFAST_SAVER"
+"""In a worker's environment: `MEMORY_FOLDER@GENERATION@LOCAL_RANK`, the place of its slots and its saver."""
+FINISH_LIMIT_S = 120.0
+"""At the agent's end: how long to wait for saves in flight. A save that is not done then is an uncommitted attempt."""
+_SAVER = (
+    "import os, sys; sys.argv[3] == '-1' and os.fork() and os._exit(0); sys.path.insert(0, {root!r}); "
+    "from holdfast.train.snapshots.saver import main; main()"
+)
+
+
+def saver_argv(folder: Path, *, listening: int, control: int = -1, anchor: int = 0) -> list[str]:
+    """The saver's command line: `listening` is a descriptor's number in it, and so is `control`, the agent's socket.
+
+    Without an agent, `anchor` is the process after whose end the saver ends. The worker that starts it waits only until
+    it is no child of its own: the imports take 0.1 s and more.
+    """
+    # Only our package is on its path: no site-packages, no PYTHONPATH, no folder of the user.
+    root = str(_PACKAGE.parent)
+    return [
+        sys.executable,
+        *("-I", "-S", "-c", _SAVER.format(root=root)),
+        *(str(folder), str(listening), str(control), str(anchor)),
+    ]

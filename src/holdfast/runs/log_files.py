@@ -1,0 +1,66 @@
+"""The workers' log files in a run folder; the journal records the ranks of each generation."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from holdfast.journal import JOURNAL_NAME as JOURNAL
+from holdfast.protocol.errors import NoRunError
+
+
+class LogFile(NamedTuple):
+    """The output of one worker into one of its streams."""
+
+    rank: int
+    stream: str
+    generation: int
+    path: Path
+
+
+def log_files(folder: Path) -> list[LogFile]:
+    """All log files of a run folder; its journal records the ranks of each generation."""
+    try:
+        lines = (folder / JOURNAL).read_bytes().splitlines()
+    except OSError as error:
+        raise NoRunError(f"{folder} is no run folder: {JOURNAL} in it: {error.strerror}") from error
+    found: list[LogFile] = []
+    for line in lines:
+        if b'"generation"' in line:
+            with contextlib.suppress(ValueError):
+                found += files_named(json.loads(line), folder)
+    return [file for file in found if file.path.is_file()]
+
+
+def files_named(event: dict[str, Any], folder: Path) -> list[LogFile]:
+    """The log files of the workers that were started here with this event of the folder's journal."""
+    return [
+        LogFile(rank, stream, generation, its_folder / f"{stream}.log")
+        for generation, rank, its_folder in workers(event, folder)
+        for stream in ("stdout", "stderr")
+    ]
+
+
+def workers(event: dict[str, Any], folder: Path) -> Iterator[tuple[int, int, Path]]:
+    """The workers that were started here with this event: generation, rank, the folder of its logs."""
+    with contextlib.suppress(KeyError, TypeError):
+        match event["event"]:
+            case "generation":
+                for place, its_folder in enumerate(folders_of(event, folder)):
+                    yield event["generation"], event["rank_base"] + place, its_folder
+            case "replacing":
+                yield event["generation"], event["rank"], folder / event["folder"]
+
+
+def folders_of(generation: dict[str, Any], folder: Path) -> list[Path]:
+    """The log folders of a generation's workers here, in the order of their ranks."""
+    if "folders" in generation:  # they have gone on from another generation
+        return [folder / name for name in generation["folders"]]
+    number, restart_count = generation["generation"], generation["restart_count"]
+    attempt = folder / f"attempt_{restart_count}_generation_{number}"
+    if not attempt.is_dir():
+        attempt = folder / f"attempt_{restart_count}"
+    return [attempt / str(local_rank) for local_rank in range(generation["nproc"])]
