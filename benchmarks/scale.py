@@ -33,12 +33,12 @@ from typing import Any
 
 from benchmarks.harness import cpu_s
 from benchmarks.simulated import judge
+from holdfast.authority.voters import Voters
+from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.coordinator.coordinator_state import StepDown
-from holdfast.coordinator.replicated import ReplicatedCoordinator
 from holdfast.protocol.charter import NO_CHARTER, Renew, Renewed, Seat, Succession
 from holdfast.protocol.codec import decode_from_coordinator
 from holdfast.protocol.messages import (
-    REVISION,
     Assign,
     FromAgent,
     FromCoordinator,
@@ -133,7 +133,7 @@ class LightAgent:
         self._held = NO_CHARTER
 
     def join(self) -> None:
-        self._send(Join(self._node, revision=REVISION, port=AGENT_PORT))
+        self._send(Join(self._node, port=AGENT_PORT))
 
     def hear(self, message: FromCoordinator) -> None:
         traffic = self._crowd.traffic
@@ -317,8 +317,9 @@ class Alone(SuccessionClient):
 async def coordinate(job: JobSpec, limits: Limits, port: int, pipe: Pipe, journal: Path) -> None:
     """Serve for ever."""
     now, node = asyncio.get_running_loop().time(), light(0)
-    machine = ReplicatedCoordinator(job, limits, judge, now, node, Succession())
-    service = ReplicatedService(machine, Journal(journal), lambda text: print(text, file=sys.stderr), Alone())
+    voters = Voters(limits, now, node, Succession())
+    machine = Coordinator(job, limits, judge, now, voters)
+    service = ReplicatedService(machine, voters, Journal(journal), lambda text: print(text, file=sys.stderr), Alone())
     await service.listen(claim(Endpoint(host="127.0.0.1", port=port), is_host=True), None, static=False)
     link = service.connect_locally()
     own = LightAgent(Crowd(job, port, range(0), pipe), node, link.send)

@@ -24,7 +24,8 @@ from holdfast.agent import events as ev
 from holdfast.agent.agent_machine import AgentMachine
 from holdfast.agent.agent_state import Work
 from holdfast.coordinator.coordinator_state import Event, Heard, LinkClosed, LinkOpened
-from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.authority.sole import Sole
+from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.coordinator.coordinator_state import Phase
 from holdfast.protocol.outcome import Evidence, Failure, Verdict
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
@@ -73,9 +74,9 @@ def judge(evidence: Evidence) -> Verdict:
     return Verdict(code="HF200", cause="pretended", culprit=evidence.failures[0] if evidence.failures else None)
 
 
-def coordinator(count: int) -> CoordinatorMachine:
+def coordinator(count: int) -> Coordinator:
     job = JobSpec(run_id="simulated", min_nodes=count // 2, max_nodes=count + 1, backend="c10d", max_restarts=1)
-    return CoordinatorMachine(job, Limits(), judge, 0.0)
+    return Coordinator(job, Limits(), judge, 0.0, Sole(Limits(), 0.0))
 
 
 class Node:

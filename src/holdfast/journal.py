@@ -71,7 +71,7 @@ class Journal:
 
     def fault(self, what: str, error: Exception) -> None:
         """Record a fault of a part that only watches or shows: the job continues."""
-        self.write("insight_fault", what=what, error=f"{type(error).__name__}: {error}")
+        self.write("observer_fault", what=what, error=f"{type(error).__name__}: {error}")
 
     def close(self, drain_s_max: float = CLOSE_S_MAX) -> bool:
         """Write the queued events; False if that took longer than `drain_s_max`."""

@@ -102,7 +102,7 @@ def joining() -> Desk:
 
 def idle() -> Desk:
     desk = joining()
-    desk.hear(msg.Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s, msg.REVISION))
+    desk.hear(msg.Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s))
     return desk
 
 

@@ -37,7 +37,7 @@ JOINED = msg.Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s)
 
 def test_it_joins_with_an_identity_never_used_before() -> None:
     desk = joining()
-    assert desk.sent() == [msg.Join(NodeSpec(member="a#1", host="a", nproc=NPROC), revision=msg.REVISION)]
+    assert desk.sent() == [msg.Join(NodeSpec(member="a#1", host="a", nproc=NPROC))]
     desk.give(ev.LinkLost("reset"))
     desk.give(ev.Dialed())
     (again,) = desk.sent()
@@ -241,7 +241,7 @@ def test_a_node_that_has_done_its_part_is_not_held() -> None:
 
 def test_workers_killed_by_the_supervisor_at_the_fence_are_no_failures() -> None:
     desk = running()
-    assert desk.give(ev.WorkersFenced()) == [Note("fenced_by_keeper", {}), KillTree(1)]
+    assert desk.give(ev.WorkersFenced()) == [Note("fenced_by_supervisor", {}), KillTree(1)]
     for local_rank in range(NPROC):
         desk.give(ev.WorkerEnded(1, local_rank, failure(after_stop=True)))
         assert not desk.sent()
@@ -395,15 +395,6 @@ def test_a_failure_is_reported_before_what_it_left_is_read(kind: type[ev.WorkerE
     desk.give(kind(1, 0, failure=BARE, evidence_follows=True))
     assert desk.sent() == [msg.WorkersFailed(1, (BARE,), evidence_follows=True)]
     desk.hear(msg.Stop(1, msg.StopReason.WORKER_FAILED))
-    desk.give(ev.FailureRead(1, 0, READ))
-    assert desk.sent() == [msg.WorkersFailed(1, (READ,))]
-
-
-def test_a_coordinator_of_the_first_version_gets_the_whole_failure_alone() -> None:
-    desk = running()
-    desk.hear(JOINED)  # as it says it: without a revision
-    desk.give(ev.WorkerEnded(1, 0, BARE, evidence_follows=True))
-    assert not desk.sent()
     desk.give(ev.FailureRead(1, 0, READ))
     assert desk.sent() == [msg.WorkersFailed(1, (READ,))]
 

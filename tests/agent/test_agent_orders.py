@@ -164,19 +164,6 @@ def test_the_ping_does_not_wait_for_workers_that_ended_meanwhile() -> None:
     assert desk.sent() == [msg.Ping(1)]
 
 
-def test_an_older_coordinator_gets_pings_and_progress() -> None:
-    desk = joining()
-    desk.hear(msg.Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s, revision=5))
-    desk.hear(assign(1))
-    desk.give(ev.NodePrepared(1, 40_000))
-    desk.hear(msg.Start(1, "10.0.0.1", 40_000))
-    desk.wait(LIMITS.ping_interval_s - 0.1)
-    desk.give(ev.WorkersProgress(1, RANKS))
-    assert desk.sent() == [msg.Progress(1, RANKS)]
-    desk.wait(0.11)
-    assert desk.sent() == [msg.Ping(1)]
-
-
 @pytest.mark.parametrize("state", [idle, stopping, killing, cut_off_running])
 def test_nothing_is_told_of_workers_that_are_not_at_work_or_to_nobody(state) -> None:
     desk: Desk = state()

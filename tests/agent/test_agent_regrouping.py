@@ -28,14 +28,12 @@ from holdfast.agent.events import (
     TreeGone,
     WorkerEnded,
     WorkerRaised,
-    WorkersAble,
     WorkersHeld,
 )
 from holdfast.protocol.errors import EXIT_REQUEUE
 from holdfast.protocol.messages import (
     DrainTo,
     Join,
-    Joined,
     Leave,
     Prepared,
     Regroup,
@@ -57,7 +55,6 @@ from tests.agent.agent_desk import (
     failure,
     held,
     idle,
-    joining,
     killed,
     killing,
     leaving_drained,
@@ -169,16 +166,6 @@ def test_a_replacement_that_ends_with_0_has_failed() -> None:
     (sent,) = desk.sent()
     assert isinstance(sent, ReplacementFailed)
     assert sent.failures[0].message == "it ended before it had a place"
-
-
-def test_an_old_coordinator_is_not_told_who_is_able() -> None:
-    desk = joining()
-    desk.hear(Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s, 1))
-    desk.hear(assign(1))
-    desk.give(NodePrepared(1, 40_000))
-    desk.hear(Start(1, "10.0.0.1", 40_000))
-    desk.give(WorkersAble(1, (0, 1)))
-    assert not desk.sent()
 
 
 def test_an_order_to_regroup_that_comes_too_late_is_answered_when_no_worker_is_left() -> None:

@@ -15,7 +15,7 @@ from holdfast.protocol.policy import PINGS_PER_SUSPENSION, Note
 from tests.agent.agent_desk import LIMITS, Desk, able, assign, idle, killed, running, survivor
 
 SUSPEND_S = LIMITS.suspend_of(2)
-JOINED = msg.Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s, msg.REVISION, suspend_s=SUSPEND_S)
+JOINED = msg.Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s, suspend_s=SUSPEND_S)
 
 
 def granted(desk: Desk) -> Desk:
@@ -110,7 +110,7 @@ def test_a_lost_link_suspends_them_too_until_a_coordinator_lets_them_continue() 
     assert noted(desk) == ["resumed", "workers_continued"]
 
 
-@pytest.mark.parametrize("make", [running, able], ids=["not in ht.survive", "an older coordinator"])
+@pytest.mark.parametrize("make", [running, able], ids=["not in ht.survive", "a coordinator that grants no time"])
 def test_others_are_not_suspended(make) -> None:
     desk = make() if make is able else granted(make())
     assert desk.machine.suspend_at_s is None
@@ -216,7 +216,7 @@ def test_where_all_answers_come_too_late_workers_are_not_suspended_any_more(late
     desk.give(ev.TreeGone(1))
     desk.give(ev.Dialed())
     (join,) = [each for each in desk.sent() if isinstance(each, msg.Join)]
-    assert join.revision < msg.REVISION
+    assert not join.suspends
     granted(desk)
     desk.hear(assign(2))
     desk.give(ev.NodePrepared(2, 40_000))

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.authority.sole import Sole
+from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.coordinator.coordinator_state import (
     Conclude,
     DropLink,
@@ -68,7 +69,7 @@ class Desk:
         )
         self.nproc = nproc
         self.now = 0.0
-        self.machine = CoordinatorMachine(job, limits, judge, self.now, examine=examine)
+        self.machine = Coordinator(job, limits, judge, self.now, Sole(limits, self.now), examine=examine)
         self.told: list[tuple[int, msg.FromCoordinator]] = []
         self.dropped: list[int] = []
         self.concluded = 0
@@ -108,7 +109,7 @@ class Desk:
         for link in links:
             self.give(LinkOpened(link, f"{address}{link}", "10.0.0.9"))
             node = NodeSpec(member=f"n{link}#1", host=f"n{link}", nproc=self.nproc, versions=versions or {})
-            self.say(link, msg.Join(node, last_generation, revision=msg.REVISION))
+            self.say(link, msg.Join(node, last_generation))
 
     def join_running(self, *links: int, generation: int = 7, of: int = 2, restart_count: int = 0) -> None:
         """They come from another coordinator, link n with group rank n-1."""
@@ -158,7 +159,7 @@ class Desk:
         world = self.machine.world
         assert world is not None
         place = world.places[f"n{link}#1"].index(local_rank)
-        rank = world.rank_base(f"n{link}#1") + place
+        rank = world.ranks_of(f"n{link}#1")[place]
         failure = Failure(rank=rank, local_rank=local_rank, host=f"n{link}", pid=100 + rank, exit_code=exit_code)
         self.say(link, msg.WorkersFailed(world.generation, (failure,), evidence_follows=not read))
 

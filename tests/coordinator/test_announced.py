@@ -32,24 +32,6 @@ def test_members_that_prepared_what_was_announced_are_started_without_an_assignm
     assert not [message for _, message in desk.told if isinstance(message, msg.Assign) and message.generation == 2]
 
 
-def test_an_agent_of_the_first_version_is_assigned_its_place_when_all_have_stopped() -> None:
-    desk = Desk(max_restarts=1)
-    desk.join(1)
-    desk.give(LinkOpened(2, "10.0.0.2", "10.0.0.9"))
-    desk.say(2, msg.Join(NodeSpec(member="n2#1", host="n2", nproc=1)))  # as it says it: without a revision
-    desk.prepare(1, 2)
-    desk.fail(2)
-    assert list(announced(desk)) == [1]
-    desk.say(1, msg.Stopped(1))
-    desk.say(1, msg.Prepared(2, 40_001))
-    desk.say(2, msg.Stopped(1))
-    assert [link for link, message in desk.told if isinstance(message, msg.Assign) and message.generation == 2] == [2]
-    desk.say(2, msg.Prepared(2))
-    assert (
-        desk.last(1) == desk.last(2) == msg.Start(2, "10.0.0.1", 40_001, before="failed 0 exit code 1", job_uid="n1#1")
-    )
-
-
 def one_joins(desk: Desk) -> None:
     desk.join(3)
 
@@ -68,7 +50,7 @@ def one_comes_back(desk: Desk) -> None:
     desk.say(2, msg.Prepared(2))
     desk.give(LinkClosed(2, "reset"))
     desk.give(LinkOpened(4, "10.0.0.2", "10.0.0.9"))
-    desk.say(4, msg.Join(NodeSpec(member="n2#1.1", host="n2", nproc=1), 2, led_by="n1 (rank 0)", revision=msg.REVISION))
+    desk.say(4, msg.Join(NodeSpec(member="n2#1.1", host="n2", nproc=1), 2, led_by="n1 (rank 0)"))
 
 
 @pytest.mark.parametrize("change", [one_joins, one_is_lost, one_leaves, one_comes_back])

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.coordinator.coordinator_state import (
     TRANSITIONS,
     Event,
@@ -291,13 +291,13 @@ def test_left_alone_it_ends_or_waits_for_workers(phase: Phase) -> None:
 def test_the_state_is_examined_once_for_many_messages_that_wait_for_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ten thousand agents send each of them, and to examine all transitions costs as much as the rest of a message."""
     examined: list[float] = []
-    advance = CoordinatorMachine._advance
+    advance = Coordinator._advance
 
-    def count(machine: CoordinatorMachine, now: float) -> None:
+    def count(machine: Coordinator, now: float) -> None:
         examined.append(now)
         advance(machine, now)
 
-    monkeypatch.setattr(CoordinatorMachine, "_advance", count)
+    monkeypatch.setattr(Coordinator, "_advance", count)
     desk, links = Desk(least=8, most=8, max_restarts=1), range(1, 9)
 
     def examinations(event: Callable[[int], Event], phase: Phase) -> int:
@@ -312,7 +312,7 @@ def test_the_state_is_examined_once_for_many_messages_that_wait_for_the_last(mon
     desk.give(Tick())
     assert examinations(lambda link: LinkOpened(link, f"10.0.0.{link}", "10.0.0.9"), Phase.GATHERING) == 0
     specs = {link: NodeSpec(member=f"n{link}#1", host=f"n{link}", nproc=1) for link in links}
-    joins = {link: msg.Join(specs[link], revision=msg.REVISION) for link in links}
+    joins = {link: msg.Join(specs[link]) for link in links}
     assert examinations(lambda link: Heard(link, joins[link]), Phase.GATHERING) == 8
     prepared = {link: msg.Prepared(1, 40_000 if link == 1 else None) for link in links}
     assert examinations(lambda link: Heard(link, prepared[link]), Phase.PREPARING) == 1

@@ -182,7 +182,7 @@ def test_members_are_told_the_lease() -> None:
     desk = Desk()
     desk.join(1)
     times = LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s
-    assert desk.told == [(1, msg.Joined(*times, msg.REVISION, suspend_s=LIMITS.suspend_of(2)))]
+    assert desk.told == [(1, msg.Joined(*times, suspend_s=LIMITS.suspend_of(2)))]
 
 
 def test_the_more_agents_the_rarer_their_pings_and_reports() -> None:

@@ -151,14 +151,14 @@ def test_a_coordinator_that_stood_still_loses_nobody_for_its_own_pause() -> None
     assert not lost(desk)
 
 
-def test_only_agents_that_know_it_are_taken_at_their_word() -> None:
+def test_an_agent_that_suspends_no_more_is_not_relied_on() -> None:
     desk = Desk(1, 2)
     desk.join(1)
     joined = desk.told_to(1)[0]
     assert isinstance(joined, msg.Joined)
     assert joined.suspend_s == desk.machine.members["n1#1"].suspend_s == LIMITS.suspend_of(1)
     desk.give(LinkOpened(2, "10.0.0.2", "10.0.0.9"))
-    desk.give(Heard(2, msg.Join(NodeSpec(member="n2#1", host="n2", nproc=1), revision=6)))
+    desk.give(Heard(2, msg.Join(NodeSpec(member="n2#1", host="n2", nproc=1), suspends=False)))
     assert desk.machine.members["n2#1"].suspend_s == 0.0
 
 

@@ -7,6 +7,7 @@ from msgspec import structs
 
 from holdfast.coordinator.coordinator_state import LEFT_MAX, World
 from holdfast.coordinator.ending import UNBOUNDED, Again, Budget, GiveUp, Retry, after_stop, previous_end
+from holdfast.coordinator.incident import Incident, Incidents
 from holdfast.protocol.messages import StopReason
 from holdfast.protocol.outcome import Evidence, Failure, Outcome, OutcomeKind, Verdict
 from holdfast.protocol.policy import Limits
@@ -19,25 +20,24 @@ def failure(exit_code: int, *, after_stop: bool = False) -> Failure:
 
 def ended(
     *failures: Failure, reason: StopReason = StopReason.WORKER_FAILED, lost: tuple[str, ...] = (), lived_s: float = 1.0
-) -> World:
-    return World(
+) -> tuple[World, Incident]:
+    world = World(
         generation=4,
         order=("a#1", "b#1"),
         places={"a#1": (0, 1), "b#1": (0,)},
         started_s=10.0,
         stop_began_s=10.0 + lived_s,
-        failures=list(failures),
-        lost_nodes=list(lost),
         stop_reason=reason,
     )
+    return world, Incident(failures=list(failures), lost_nodes=list(lost), lost_hosts=list(lost))
 
 
-def decided(world: World, max_restarts: int = 3, *, before: int = 0) -> tuple[Again | Outcome, Budget]:
+def decided(end: tuple[World, Incident], max_restarts: int = 3, *, before: int = 0) -> tuple[Again | Outcome, Budget]:
     """`before`: so many other quick failures came first."""
     budget = Budget(max_restarts + before, Limits())
     for n in range(before):
         budget.charge(f"earlier {n}", 1.0)
-    return after_stop(world, budget, simple_judge), budget
+    return after_stop(*end, budget, simple_judge), budget
 
 
 def test_a_worker_that_asks_to_be_requeued_ends_the_job() -> None:
@@ -122,13 +122,14 @@ def test_a_long_life_counts_from_the_start_of_the_workers() -> None:
 
 
 def test_the_judge_learns_who_left_and_which_ranks_are_lost() -> None:
-    world = ended(failure(1))
+    world, incident = ended(failure(1))
     left = Failure(rank=1, local_rank=1, host="a", pid=9, exit_code=0, step=20)
     for _ in range(2):
         world.mark_done("a#1", 1, left)
-    world.lost("b#1", "b", "silent")
+    incidents = Incidents(incident)
+    incidents.lost("b", "silent", world.ranks_of("b#1"))
     seen: list[Evidence] = []
-    after_stop(world, Budget(0, Limits()), lambda evidence: seen.append(evidence) or simple_judge(evidence))
+    after_stop(world, incident, Budget(0, Limits()), lambda evidence: seen.append(evidence) or simple_judge(evidence))
     assert (seen[0].done, seen[0].left, seen[0].lost_ranks) == ((1,), (left,), (2,))
     assert seen[0].lost_nodes == ("b (silent)",)
 

@@ -465,7 +465,7 @@ def test_an_examination_that_fails_is_noted_and_finds_nothing() -> None:
     desk.machine._monitor._examine = broken
     look_on(desk, 500.0, 1, 2)
     assert desk.machine.phase is Phase.RUNNING
-    assert desk.noted("insight_fault")[0] == {"what": "examine", "error": "KeyError: 'x'"}
+    assert desk.noted("observer_fault")[0] == {"what": "examine", "error": "KeyError: 'x'"}
     assert notices(desk, 1) == []
 
 
@@ -475,5 +475,5 @@ def test_a_judge_that_fails_is_noted_and_the_first_failure_is_to_blame() -> None
     desk.fail(2, 3)
     desk.both_say(msg.Stopped(1))
     assert (desk.machine.phase, desk.machine.budget.used) == (Phase.PREPARING, 1)
-    assert desk.noted("insight_fault")[0]["what"] == "judge"
+    assert desk.noted("observer_fault")[0]["what"] == "judge"
     assert desk.noted("verdict")[0]["cause"] == "rank 1 on n2 ended with exit code 3"

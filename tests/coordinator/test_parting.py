@@ -81,14 +81,6 @@ def test_a_coordinator_that_nobody_succeeds_leaves_with_all() -> None:
     assert desk.last(1) == DrainTo(1, 8)
 
 
-def test_an_older_agent_that_leaves_stops_all() -> None:
-    desk = able(least=1)
-    desk.machine.members["n2#1"].revision = 4
-    desk.say(2, Leave("SIGTERM", drain=True))
-    desk.both_say(Held(1, 7))
-    assert desk.last(1) == DrainTo(1, 8)
-
-
 def test_a_node_that_is_lost_before_its_last_step_is_done_is_not_waited_for() -> None:
     desk = parting()
     desk.give(LinkClosed(2, "reset"))

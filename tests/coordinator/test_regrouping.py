@@ -500,11 +500,10 @@ def test_a_new_node_that_is_lost_before_it_takes_part_disturbs_nobody() -> None:
         assert len(desk.machine.world.order) == 2
 
 
-@pytest.mark.parametrize("old", [True, False])
-def test_a_node_that_cannot_do_that_joins_by_a_drain(old: bool) -> None:
-    desk = two_of_three(max_restarts=3, **({} if old else {"grow": Grow.NOW}))
+def test_with_grow_now_a_node_joins_by_a_stop() -> None:
+    desk = two_of_three(max_restarts=3, grow=Grow.NOW)
     desk.able(1, 2)
     desk.give(LinkOpened(3, "10.0.0.3", "10.0.0.9"))
-    desk.say(3, Join(NodeSpec(member="n3#1", host="n3", nproc=1), revision=1 if old else 2))
+    desk.say(3, Join(NodeSpec(member="n3#1", host="n3", nproc=1)))
     desk.wait(LIMITS.gather_s)
-    assert isinstance(desk.last(1), Drain if old else Stop)
+    assert isinstance(desk.last(1), Stop)

@@ -57,11 +57,3 @@ def test_what_does_not_run_is_not_saved(state: Callable[[], Desk]) -> None:
     desk = state()
     desk.give(SaveAsked("somebody"))
     assert "the job is" in desk.saves[0].refused
-
-
-def test_an_older_agent_would_stop_where_the_others_save() -> None:
-    desk = running()
-    desk.machine.members["n2#1"].revision = 3
-    desk.give(SaveAsked("somebody"))
-    assert "n2 has an older holdfast" in desk.saves[0].refused
-    assert desk.machine.phase is Phase.RUNNING

@@ -65,5 +65,5 @@ def test_every_event_of_the_source_is_in_the_table() -> None:
 
 
 def test_every_event_of_the_table_is_in_the_source() -> None:
-    elsewhere = {"phases", "progress", "journal_dropped", "insight_fault", "serving", "coordinator.straggler"}
+    elsewhere = {"phases", "progress", "journal_dropped", "observer_fault", "serving", "coordinator.straggler"}
     assert events().keys() - written() <= elsewhere

@@ -163,7 +163,7 @@ def test_stop_from_the_page_is_stop_from_the_command_line(site: Site) -> None:
     assert holdfast("exclude", "nowhere", "--for", "soon").returncode == 2
     assert client.act(f"{place(agent)}act", do="stop")[0] == 200
     assert agent.end() == 143
-    assert not agent.events("insight_fault")
+    assert not agent.events("observer_fault")
     (order,) = agent.events("coordinator.quit")
     assert order["by"].startswith("holdfast stop, from the dashboard at 127.0.0.1, on ")
     site.all_gone()

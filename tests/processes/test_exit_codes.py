@@ -120,7 +120,7 @@ def test_what_is_loaded_for_the_end_is_asked_for_while_workers_are_stopped(site)
     script = site.script("meet()\nif RANK:\n    hold()\nraise ValueError('nan')")
     agent = site.ends(1, "--standalone", "--nproc-per-node", "2", script, program=site.changed(LOADS_BADLY))
     assert agent.verdict["verdict"]["culprit"]["message"] == "ValueError: nan"
-    assert [each["what"] for each in agent.events("insight_fault")] == ["load"]
+    assert [each["what"] for each in agent.events("observer_fault")] == ["load"]
 
 
 LEAVES = """

@@ -282,7 +282,7 @@ def test_one_that_never_stays_ends_the_agent(site, text: str) -> None:
     assert agent.end() == 70, agent.text
     assert "HF903" in agent.text
     assert agent.verdict["code"] == "HF903"
-    assert len(agent.events("keeper_died")) <= 6
+    assert len(agent.events("supervisor_died")) <= 6
     site.all_gone()
 
 

@@ -40,7 +40,7 @@ machine.{kind}.handle = broken
 
 
 @pytest.mark.parametrize("calls", [1, 4, 8])
-@pytest.mark.parametrize(("part", "kind"), [("agent", "AgentMachine"), ("coordinator", "CoordinatorMachine")])
+@pytest.mark.parametrize(("part", "kind"), [("agent", "AgentMachine"), ("coordinator", "Coordinator")])
 def test_a_broken_invariant_ends_the_agent(site, part: str, kind: str, calls: int) -> None:
     script = site.script("child()\nmeet()\nhold()")
     program = site.changed(BROKEN.format(part=part, kind=kind, calls=calls))
@@ -74,14 +74,14 @@ POISONED = """
 from holdfast.coordinator import coordinator_machine as machine
 from holdfast.protocol.messages import Leave
 
-handle = machine.CoordinatorMachine.handle
+handle = machine.Coordinator.handle
 
 def poisoned(self, now, event):
     if isinstance(getattr(event, "message", None), Leave):
         raise OverflowError("int too big to convert")
     return handle(self, now, event)
 
-machine.CoordinatorMachine.handle = poisoned
+machine.Coordinator.handle = poisoned
 """
 
 
@@ -109,8 +109,8 @@ BROKEN_VIEWS = """
 def broken(*_, **__):
     raise RuntimeError("the test broke it")
 
-from holdfast.coordinator.coordinator_machine import CoordinatorMachine
-CoordinatorMachine.view = broken
+from holdfast.coordinator.coordinator_machine import Coordinator
+Coordinator.view = broken
 from holdfast.runtime.control_handlers import OwnNode
 OwnNode.view = OwnNode.stacks = broken
 from holdfast.supervisor.stack_sampler import StackSampler
@@ -150,8 +150,8 @@ def test_a_job_goes_on_whatever_fails_that_only_looks(site, tmp_path: Path) -> N
             timeout=limit_s(30),
         )
         assert (asked.returncode, b"Traceback" in asked.stderr) != (0, True)
-    until(lambda: {"vitals", "status", "listener", "look", "examine"} <= {each["what"] for each in agent.events("insight_fault")},
-          lambda: f"{agent.events('insight_fault')} {agent.text}")  # fmt: skip
+    until(lambda: {"vitals", "status", "listener", "look", "examine"} <= {each["what"] for each in agent.events("observer_fault")},
+          lambda: f"{agent.events('observer_fault')} {agent.text}")  # fmt: skip
     (site.folder / "finish").touch()
     assert agent.end() == 0, agent.text
     assert "Traceback" not in agent.text
@@ -162,7 +162,7 @@ def test_a_failure_is_told_in_few_words_where_nobody_finds_better_ones(site) -> 
         7, "--standalone", "--max-restarts", "1", site.script("sys.exit(7)"), program=site.changed(BROKEN_VIEWS)
     )
     assert "holdfast: failed, exit code 7: rank 0 on" in agent.text
-    faults = [each["what"] for each in agent.events("insight_fault")]
+    faults = [each["what"] for each in agent.events("observer_fault")]
     assert faults.count("judge") >= 2
     assert faults[-1] == "render"
 

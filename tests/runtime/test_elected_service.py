@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from holdfast.coordinator.leased import LeasedCoordinator
+from holdfast.authority.leased import Lease
+from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.journal import Journal
 from holdfast.protocol.messages import (
-    REVISION,
     Assign,
     FromAgent,
     FromCoordinator,
@@ -58,9 +58,8 @@ class FakeLease:
 async def test_a_generation_announced_with_stop_starts_when_its_number_is_written() -> None:
     lease = FakeLease()
     job = JobSpec(run_id="j", min_nodes=1, max_nodes=1, backend="etcd", max_restarts=1)
-    machine = LeasedCoordinator(
-        job, Limits(), simple_judge, asyncio.get_running_loop().time(), holds=lambda: True, tail_s=0.0
-    )
+    now = asyncio.get_running_loop().time()
+    machine = Coordinator(job, Limits(), simple_judge, now, Lease(Limits(), now, holds=lambda: True))
     service = ElectedService(machine, lease, Journal(None), print, print)  # type: ignore[arg-type]
     heard: list[FromCoordinator] = []
     link = service.connect_locally()
@@ -79,7 +78,7 @@ async def test_a_generation_announced_with_stop_starts_when_its_number_is_writte
         return await say()
 
     failure = Failure(rank=0, local_rank=0, host="a", pid=1, exit_code=1)
-    await say(Join(NodeSpec(member="a#1", host="a", nproc=1), revision=REVISION))
+    await say(Join(NodeSpec(member="a#1", host="a", nproc=1)))
     assert isinstance(await written(), Assign)
     assert isinstance(await say(Prepared(1, 40_001)), Start)
     stop = await say(WorkersFailed(1, (failure,)))

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 
-from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.authority.sole import Sole
+from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.journal import Journal
 from holdfast.protocol.errors import BindingError, HoldfastError, InternalError, PlatformError
-from holdfast.protocol.messages import REVISION, FromAgent, FromCoordinator, Join, Joined, Leave, Ping, Pong
+from holdfast.protocol.messages import FromAgent, FromCoordinator, Join, Joined, Leave, Ping, Pong
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.runtime.connection import Connection
 from holdfast.runtime.coordinator_service import CoordinatorService
@@ -88,7 +89,8 @@ def test_an_error_of_the_callers_stays_one() -> None:
 async def test_a_broken_coordinator_answers_no_ping(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its agents have received the end of the job; an answer would confirm a coordinator that decides nothing more."""
     job = JobSpec(run_id="t", min_nodes=1, max_nodes=1, backend="c10d")
-    machine = CoordinatorMachine(job, Limits(), simple_judge, asyncio.get_running_loop().time())
+    now = asyncio.get_running_loop().time()
+    machine = Coordinator(job, Limits(), simple_judge, now, Sole(Limits(), now))
     journal = Journal(tmp_path / "events.jsonl")
     service = CoordinatorService(machine, journal, lambda _: None)
     received: list[FromCoordinator] = []
@@ -101,7 +103,7 @@ async def test_a_broken_coordinator_answers_no_ping(tmp_path: Path, monkeypatch:
         await asyncio.sleep(0)
         return [type(each) for each in received]
 
-    assert Joined in await answers(Join(NodeSpec(member="a#1", host="a", nproc=1), revision=REVISION))
+    assert Joined in await answers(Join(NodeSpec(member="a#1", host="a", nproc=1)))
     assert await answers(Ping(1)) == [Pong]
     monkeypatch.setattr(machine, "_on_message", lambda now, link, message: 1 // 0)
     with pytest.raises(InternalError):

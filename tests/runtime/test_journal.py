@@ -90,5 +90,5 @@ def test_a_listener_that_fails_is_noted_and_not_told_again(tmp_path: Path) -> No
     journal.write("two")
     assert journal.close()
     events = [json.loads(line) for line in (tmp_path / "events.jsonl").read_text().splitlines()]
-    assert [each["event"] for each in events] == ["insight_fault", "one", "two"]
+    assert [each["event"] for each in events] == ["observer_fault", "one", "two"]
     assert (events[0]["what"], events[0]["error"], heard) == ("listener", "KeyError: 'one'", ["one"])

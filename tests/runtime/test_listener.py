@@ -88,7 +88,7 @@ async def test_an_old_version_is_told_why() -> None:
     async with door() as opened:
         answer = await say(opened.claim.port, preamble(0) + frame(b"x"))
         assert answer.startswith(preamble())
-        assert b"REFUSED\nHF111\nthe coordinator speaks version 2" in answer
+        assert b"REFUSED\nHF111\nthe coordinator speaks version 1" in answer
 
 
 async def test_a_wrong_proof_is_dropped_and_told() -> None:

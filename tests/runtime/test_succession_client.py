@@ -10,11 +10,12 @@ import pytest
 from msgspec import structs
 
 from holdfast.agent.voter import AskVote, PolledCame, PollFailed, Unlinked, VoterState
-from holdfast.coordinator.coordinator_state import Deposed, Phase
+from holdfast.authority.voter_events import Deposed
+from holdfast.coordinator.coordinator_state import Phase
 from holdfast.journal import Journal
 from holdfast.protocol.charter import Charter, CharterPosition, Poll, Polled, Renew, Seat
 from holdfast.protocol.errors import CoordinatorUnreachableError, PortInUseError, RefusedError
-from holdfast.protocol.messages import REVISION, FromCoordinator, Join, Joined, Moved, Supersede
+from holdfast.protocol.messages import FromCoordinator, Join, Joined, Moved, Supersede
 from holdfast.protocol.options import CommandKind, Endpoint, LogOptions, RunOptions, WorkerCommand
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.rendezvous.bind import claim
@@ -64,7 +65,7 @@ class Agent:
     async def join(self) -> None:
         self.link = await self.client.connect(self.node)
         self.link.start(self.heard.append, self.lost.append)
-        self.link.send(Join(self.node, revision=REVISION, port=self.client.port, term=self.client.term))
+        self.link.send(Join(self.node, port=self.client.port, term=self.client.term))
         await settled(lambda: any(isinstance(each, Joined) for each in self.heard))
 
     @property
@@ -250,7 +251,7 @@ async def test_who_joins_a_coordinator_in_its_process_that_steps_down_follows_no
         link = await a.client.connect(a.node)
         link.start(a.heard.append, a.lost.append)
         assert a.client.service is not None
-        link.send(Join(a.node, revision=REVISION, port=a.client.port))
+        link.send(Join(a.node, port=a.client.port))
         asyncio.get_running_loop().call_soon(a.client.service.deposed, Deposed(9, "", 0))
         await settled(lambda: bool(a.lost))
         assert any(isinstance(message, Joined) for message in a.heard)
@@ -306,9 +307,9 @@ async def test_a_founder_hears_of_an_older_job_and_is_joined_when_its_voters_hav
                 with pytest.raises(CoordinatorUnreachableError):
                     await b.client.connect(b.node)
                 assert a.client.service is not None
-                machine = a.client.service.replicated
-                assert (machine.older, machine.founded, machine.budget.used) == (older, True, 2)
-            await settled(lambda: not machine.founded)
+                machine, voters = a.client.service.machine, a.client.service.voters
+                assert (voters.older, voters.founded, machine.budget.used) == (older, True, 2)
+            await settled(lambda: not voters.founded)
             await b.join()
             assert b.client.service is None
         finally:
@@ -355,12 +356,12 @@ async def test_a_founder_waits_for_a_slow_witness_before_it_forms_a_generation()
             for each in made:
                 await each.join()
             assert made[0].client.service is not None
-            machine = made[0].client.service.replicated
+            machine, voters = made[0].client.service.machine, made[0].client.service.voters
             assert len(machine.members) == JOB.max_nodes
-            assert (machine.phase, machine.older) == (Phase.GATHERING, None)
+            assert (machine.phase, voters.older) == (Phase.GATHERING, None)
             arrives.set()
-            await settled(lambda: machine.older is not None)
-            assert (machine.older, machine.generation, machine.budget.used) == (older, 0, 2)
+            await settled(lambda: voters.older is not None)
+            assert (voters.older, machine.generation, machine.budget.used) == (older, 0, 2)
         finally:
             arrives.set()
             for each in made:
@@ -377,7 +378,7 @@ async def test_a_witness_votes_for_many_jobs_and_knows_their_coordinators() -> N
     a = Agent("a", own)
     try:
         await a.join()
-        await settled(lambda: a.client.service is not None and bool(a.client.service.replicated._witnesses))
+        await settled(lambda: a.client.service is not None and bool(a.client.service.voters._witnesses))
         other = JobSpec(run_id="other", min_nodes=1, max_nodes=2, backend="c10d")
         names = set()
         for job in (JOB, other):

@@ -12,7 +12,8 @@ from msgspec import structs
 from holdfast.agent.agent_machine import AgentMachine
 from holdfast.agent.commands import Command as AgentCommand
 from holdfast.agent.events import Event, Received
-from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.authority.sole import Sole
+from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.coordinator.coordinator_state import Command, Tell
 from holdfast.coordinator.coordinator_state import Event as CoordinatorEvent
 from holdfast.protocol.messages import Assign, Finish
@@ -164,13 +165,14 @@ def test_a_fence_longer_than_the_lease_is_found() -> None:
 def with_broken_coordinator(broken: Callable[[Command], Command]) -> type[SimCluster]:
     """Clusters whose coordinator's commands are changed by `broken`."""
 
-    class BrokenCoordinator(CoordinatorMachine):
+    class BrokenCoordinator(Coordinator):
         def handle(self, now: float, event: CoordinatorEvent) -> list[Command]:
             return [broken(command) for command in super().handle(now, event)]
 
     class Cluster(SimCluster):
-        def coordinator_machine(self) -> CoordinatorMachine:
-            return BrokenCoordinator(self.job, self.options.limits, simple_judge, self.clock.now)
+        def coordinator_machine(self) -> Coordinator:
+            limits, now = self.options.limits, self.clock.now
+            return BrokenCoordinator(self.job, limits, simple_judge, now, Sole(limits, now))
 
     return Cluster
 

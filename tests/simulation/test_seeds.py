@@ -16,8 +16,7 @@ import pytest
 
 from holdfast.agent.agent_machine import AgentMachine
 from holdfast.agent.voter import Voter
-from holdfast.coordinator.coordinator_machine import CoordinatorMachine
-from holdfast.coordinator.replicated import ReplicatedCoordinator
+from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.diagnosis.reference import problems
 from holdfast.protocol.policy import Limits, Note
 from tests.support.simulator.cluster import SimCluster, SimOptions
@@ -123,8 +122,7 @@ def test_every_note_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(machine, "handle", listen)
 
     listening(AgentMachine, "agent.")
-    listening(CoordinatorMachine, "coordinator.")
-    listening(ReplicatedCoordinator, "coordinator.")
+    listening(Coordinator, "coordinator.")
     listening(Voter, "agent.")
     for path in SCENARIOS:
         play(inputs(path.read_text(encoding="utf-8")))

@@ -8,14 +8,16 @@ from __future__ import annotations
 import os
 import re
 from collections import Counter
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import pytest
 
 from holdfast.agent.voter import Voter, VoterState
+from holdfast.authority.voters import Voters
 from holdfast.coordinator.coordinator_state import Command
-from holdfast.coordinator.replicated import ReplicatedCoordinator
+from holdfast.coordinator.formation import Gathering
+from holdfast.coordinator.previous_generation import Spared
 from holdfast.protocol.charter import Charter, CharterPosition, Poll, majority
 from holdfast.protocol.policy import Grow, Limits, Note
 from tests.support.simulator.checkers import BrokenPromiseError, SuccessionChecker
@@ -140,24 +142,24 @@ class AsksTheNewOnly(Voter):
         return self.charter is not None and majority(self.charter.voters, names)
 
 
-class StartsAtOnce(ReplicatedCoordinator):
+class StartsAtOnce(Voters):
     """It orders what no majority knows."""
 
-    def _settle(self, now: float, commands: list[Command]) -> list[Command]:
-        out = super()._settle(now, commands)
+    def release(self, now: float, commands: Sequence[Command]) -> list[Command]:
+        out = super().release(now, commands)
         held, self._held = self._held, []
         return out + held
 
 
-class WaitsForNoFence(ReplicatedCoordinator):
+class WaitsForNoFence(Voters):
     """It forms a generation while the old one may live."""
 
-    def _advance_gathering(self, now: float) -> None:
-        self._gathering.not_before_s = now
-        super()._advance_gathering(now)
+    def gathers(self, now: float, gathering: Gathering) -> Mapping[int, Spared]:
+        gathering.not_before_s = now
+        return super().gathers(now, gathering)
 
 
-class NeverStepsDown(ReplicatedCoordinator):
+class NeverStepsDown(Voters):
     """It needs no majority to stay."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -165,14 +167,14 @@ class NeverStepsDown(ReplicatedCoordinator):
         self._charters.authority_s = lambda now: now  # type: ignore[method-assign]
 
 
-class AnswersWithoutAge(ReplicatedCoordinator):
+class AnswersWithoutAge(Voters):
     """Its answers prolong what it has started, although no majority confirms it."""
 
-    def _authority_age_s(self) -> float:
+    def age_s(self, now: float) -> float:
         return 0.0
 
 
-class CountsTheNewOnly(ReplicatedCoordinator):
+class CountsTheNewOnly(Voters):
     """A charter counts without a majority of the voters before."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
@@ -191,11 +193,11 @@ class CountsTheNewOnly(ReplicatedCoordinator):
 def breaking(*rules: type) -> type[SuccessionCluster]:
     """A cluster whose machines break these rules."""
     voters = [rule for rule in rules if issubclass(rule, Voter)]
-    coordinators = [rule for rule in rules if issubclass(rule, ReplicatedCoordinator)]
+    authorities = [rule for rule in rules if issubclass(rule, Voters)]
 
     class Breaking(SuccessionCluster):
         voter_class = voters[0] if voters else Voter
-        coordinator_class = coordinators[0] if coordinators else ReplicatedCoordinator
+        authority_class = authorities[0] if authorities else Voters
 
     return Breaking
 

@@ -36,8 +36,6 @@ class AgentActs:
         self.outcome: Outcome | None = None
         self._node = node
         self._joins, self._joined = 0, False
-        self.revision = 0
-        """The REVISION of messages that the coordinator understands."""
         self._local = False
         """The coordinator runs in this process: both sleep at the same time, and no network is between them."""
         self._listens, self._known_term = 0, 0  # as in Join

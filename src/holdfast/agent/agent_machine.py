@@ -58,7 +58,6 @@ from holdfast.agent.events import (
     WorkersSeen,
 )
 from holdfast.protocol.messages import (
-    REVISION,
     Abandon,
     Able,
     Assign,
@@ -100,10 +99,6 @@ from holdfast.protocol.rank_progress import Stage
 KEYBOARD_SIGNALS = (signal.SIGINT, signal.SIGQUIT)
 """A user wants the end now. Every other signal that ends this node's part is a notice, with time to drain."""
 
-REVISION_OF_ABLE = 2
-"""From this revision of the messages on, a coordinator knows which workers can go on after a loss."""
-REVISION_OF_PING_IN_PROGRESS = 6
-"""From this revision on, a coordinator answers a Progress that takes the place of a Ping."""
 WAIT_FOR_PING = 0.25
 """A report waits for the next ping this part of its interval at most: one message instead of two."""
 SUSPENDED_S_MAX = 5.0
@@ -186,7 +181,7 @@ class AgentMachine(AgentActs):
                 self._on_regrouping(now, event)
             case WorkersFenced():
                 if self._at_work() or self.work is Work.STOPPING:
-                    self._note("fenced_by_keeper")
+                    self._note("fenced_by_supervisor")
                     self._kill()
             case TreeGone(generation):
                 self._on_tree_gone(now, generation)
@@ -258,7 +253,6 @@ class AgentMachine(AgentActs):
         match message:
             case Joined(lease_s, fence_s, ping_interval_s):
                 self._joined = True
-                self.revision = message.revision
                 asked_s = self._join_sent_s if self._join_sent_s is not None else now
                 granted = lease_s, fence_s, ping_interval_s, 0.0 if self._too_slow else message.suspend_s
                 self._lease.granted(*granted, confirmed_s=asked_s - message.age_s, now=now)
@@ -392,7 +386,7 @@ class AgentMachine(AgentActs):
                 self._report(CannotRegroup(generation, text))
 
     def _send_able(self, current: LocalGeneration) -> None:
-        if current.confirmed and self.revision >= REVISION_OF_ABLE:
+        if current.confirmed:
             self._send(Able(current.generation, current.able))
 
     def _on_resume(self, now: float, generation: int) -> None:
@@ -500,10 +494,10 @@ class AgentMachine(AgentActs):
         spared = failure.after_stop and not failure.error_type and failure.stop_may_cause
         if spared and (bare or failure.rank != current.hung):
             return
-        if not bare:
-            self._report(WorkersFailed(generation or current.generation, (failure,)))
-        elif self.revision or not current.confirmed:
+        if bare:
             self._report(WorkersFailed(current.generation, (failure,), evidence_follows=True))
+        else:
+            self._report(WorkersFailed(generation or current.generation, (failure,)))
 
     def _on_tree_gone(self, now: float, generation: int) -> None:
         current = self.current
@@ -683,13 +677,13 @@ class AgentMachine(AgentActs):
             self._lease.confirmed_s = now
             unlinked_s = max(0.0, now - self._unlinked_s) if self._last_generation else 0.0
             running = self.current.running() if self.current is not None else None
-            revision = REVISION_OF_PING_IN_PROGRESS if self._too_slow else REVISION
-            about = self._last_generation, unlinked_s, running, self._led_by, revision, self._listens, self._known_term
+            suspends = not self._too_slow
+            about = self._last_generation, unlinked_s, running, self._led_by, suspends, self._listens, self._known_term
             self._send(Join(self._named_node(), *about))
 
     def _on_progress(self, now: float, event: WorkersProgress) -> None:
         self._progress = event, now
-        if self.revision < REVISION_OF_PING_IN_PROGRESS or now + self._report_wait_s < self._lease.ping_at_s:
+        if now + self._report_wait_s < self._lease.ping_at_s:
             self._send_progress(now)
 
     def _send_progress(self, now: float) -> bool:
@@ -707,7 +701,7 @@ class AgentMachine(AgentActs):
             structs.replace(each, stage=done.get(each.local_rank, each.stage), age_s=each.age_s + age_s)
             for each in event.ranks
         )
-        ping = self._lease.ping(now) if self.revision >= REVISION_OF_PING_IN_PROGRESS else 0
+        ping = self._lease.ping(now)
         self._send(Progress(event.generation, ranks, event.job_step, event.job_steps, event.load, ping))
         return bool(ping)
 

@@ -264,7 +264,7 @@ TORCH = ("numpy", "torch")
 TRAINING = "torch._dynamo"
 """Imported by the first optimizer and by DistributedDataParallel; takes as long as torch itself."""
 OURS = "holdfast.train"
-OUR_MODULES = (f"{OURS}.snapshots", f"{OURS}.data.loader", f"{OURS}.survival")
+OUR_MODULES = (f"{OURS}.snapshots_api", f"{OURS}.data.loader", f"{OURS}.survival")
 """What `holdfast.train` imports when its names are used: 0.15 to 0.25 s in each worker."""
 SOURCE_BYTES_MAX = 300_000
 """Limit for a program and the modules beside it: reading them takes about 50 ms."""

@@ -1,1 +1,1 @@
-"""The job's single authority as a pure state machine. Start reading at `coordinator_machine.py`."""
+"""The coordinator of a job as a pure state machine. Start reading at `coordinator_machine.py`."""

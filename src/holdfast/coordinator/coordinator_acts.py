@@ -6,6 +6,7 @@ from collections.abc import Collection, Iterable
 from math import inf
 
 from holdfast.coordinator.admission import Admission, Versions
+from holdfast.coordinator.authority import Authority, PreviousLeader
 from holdfast.coordinator.coordinator_state import (
     TRANSITIONS,
     Command,
@@ -23,6 +24,7 @@ from holdfast.coordinator.coordinator_state import (
 from holdfast.coordinator.ending import FINAL, Budget, Endings, Judge, ended_without
 from holdfast.coordinator.formation import (
     BACK_OFF,
+    FENCE,
     Candidate,
     Gathering,
     all_places,
@@ -30,11 +32,14 @@ from holdfast.coordinator.formation import (
     offers,
     seat,
 )
-from holdfast.coordinator.membership import HostBackoff, Liveness, Membership, PreviousLeader
+from holdfast.coordinator.incident import Incidents
+from holdfast.coordinator.membership import HostBackoff, Liveness, Membership
 from holdfast.coordinator.monitor import Monitor, cannot_tell
+from holdfast.coordinator.previous_generation import PreviousGeneration
 from holdfast.coordinator.regrouping import Plan, Regrouping
 from holdfast.coordinator.replacements import Replacements
 from holdfast.coordinator.views import job_view
+from holdfast.protocol.charter import Charter
 from holdfast.protocol.messages import (
     Abandon,
     Drain,
@@ -65,6 +70,7 @@ class CoordinatorActs:
         limits: Limits,
         judge: Judge,
         now: float,
+        authority: Authority,
         *,
         fixed_master: tuple[str, int] | None = None,
         examine: Examine = cannot_tell,
@@ -73,45 +79,67 @@ class CoordinatorActs:
         `judge` makes a verdict of failures, `examine` a finding of stacks."""
         self.job = job
         self.limits = limits
+        self._authority = authority
+        self.stepped_down = False
+        """It has no authority any more, and never will: it ignores every event."""
         self._fixed_master = fixed_master
         self.phase = Phase.GATHERING
+        """Changed by `_enter` only, along TRANSITIONS."""
         self.host_backoff = HostBackoff(limits, job.exclude_after)
         self._membership = Membership(self.host_backoff, limits)
-        self._monitor = Monitor(limits, self._membership.members, examine)
+        self._incidents = Incidents()
+        """What was lost last. No world has a part of it."""
+        self._monitor = Monitor(limits, self._membership.members, self._incidents, examine)
         self.world: World | None = None
+        """The newest generation, also after its end; None: this coordinator has formed or continued none. It has the
+        number `generation` in every phase but GATHERING and OVER."""
         self.generation = 0
+        """The newest number of a generation that was formed; it only grows. 0: none was."""
         self.job_uid = ""
         """As in Start; empty until the first generation is formed."""
         self._announced: Formation | None = None
         """The next generation, announced with the stop of the present one; None: there was no announcement."""
-        self._previous_leader = PreviousLeader()
+        self.previous = PreviousGeneration()
+        """Every generation that is formed has a larger number than this one."""
         self.outcome: Outcome | None = None
+        """Set when the phase becomes OVER, and never changed."""
         self.budget = Budget(job.max_restarts, limits)
         self._endings = Endings(job, self.budget, self.host_backoff, judge, self._note)
         replacements = Replacements(limits, self.budget, self._membership)
-        self._regrouping = Regrouping(job, limits, self.budget, self._membership, replacements)
+        self._regrouping = Regrouping(job, limits, self.budget, self._membership, replacements, self._incidents)
         self._regrouping.longest_step_s = lambda: self._monitor.longest_step_s
+        self._regrouping.succeeded = authority.succeeds_without
         self._lost: list[str] = []
         """Nodes of the world that this event has shown to be lost, in words."""
         self._liveness = Liveness(limits, now)
         self._versions = Versions()
         self._admission = Admission(job, self._versions.other_line)
-        self._born_s = self._job_began_s = now
+        self._job_began_s = now
+        """Earlier than this coordinator if it is a successor."""
         self._now = now
+        """Of the newest event that was decided."""
         self._due_s: float = -inf
         """The next deadline; -inf: not computed since the last event."""
-        self._gathering = Gathering(
+        self.gathering = Gathering(
             present=0, began_s=now, last_arrival_s=now, quorum_s=None, not_before_s=now, regroup=False
         )
+        """Input of the rule that forms a generation. Means something in GATHERING."""
         self._gather_until_s: float | None = None
+        """While a generation runs: when the newcomers are taken in, so that several come in at one time; None: there is
+        none."""
         self._phase_since_s = now
         self._waiting_said = Pauses.begin(now, limits.say_interval_s)
         self._quit: Quit | None = None
         """A user asked for the end of the job: an agent that joins now is refused, and ends."""
         self._reason = ""
+        """Why no generation was formed at the newest event, as it was noted last."""
         self._why = ""
         """Why the last generation ended."""
         self._out: list[Command] = []
+        """The commands of this event. Empty between two events."""
+        before = authority.begin(self)
+        if before is not None:
+            self._follow_leader(now, before)
 
     # ---------------------------------------------------------------- what others may see
 
@@ -130,9 +158,23 @@ class CoordinatorActs:
         return self.generation if self._announced is None else self._announced.world.generation
 
     @property
+    def workers_may_live(self) -> bool:
+        """Whether a member may still run workers of a generation of this coordinator."""
+        return self._membership.anybody_busy
+
+    @property
     def knows_previous_leader(self) -> bool:
         """Whether an agent has reported a generation that another coordinator formed."""
-        return self._previous_leader.generation > 0
+        return self.previous.generation > 0
+
+    @property
+    def training_s(self) -> float:
+        """As in JobView."""
+        return self._monitor.training_s
+
+    def job_s(self, now: float) -> float:
+        """Age of the job."""
+        return now - self._job_began_s
 
     def view(self, now: float) -> JobView:
         """The state of the job for users. The cost grows with the number of ranks."""
@@ -144,7 +186,7 @@ class CoordinatorActs:
             world=self.world,
             restarts=self.budget.used,
             since_s=now - self._phase_since_s,
-            job_s=now - self._job_began_s,
+            job_s=self.job_s(now),
             why=self._why,
             membership=self._membership,
             monitor=self._monitor,
@@ -156,7 +198,7 @@ class CoordinatorActs:
         return self._membership.candidates(self._now)
 
     def _count_candidates(self, now: float) -> None:
-        self._gathering.count(len(self._candidates()), self.job.min_nodes, now)
+        self.gathering.count(len(self._candidates()), self.job.min_nodes, now)
 
     def _who_is_here(self) -> str:
         here = names(self._candidates()) or "nobody"
@@ -206,13 +248,44 @@ class CoordinatorActs:
     def _is_current(self, member: Member, generation: int) -> bool:
         return generation == self.generation and self._in_world(member)
 
+    # ---------------------------------------------------------------- the coordinator before
+
+    def _follow_leader(self, now: float, before: PreviousLeader) -> None:
+        """Begin where the coordinator before this one has ended."""
+        charter = before.charter
+        if charter is not None:
+            self._inherit(now, charter)
+            self._job_began_s = now - before.job_s
+            self._monitor.take_over(before.training_s)
+            self.job_uid = charter.job_uid
+        if before.generation:
+            self.previous.generation = before.generation
+            self._wait_for_fence(before.fenced_at_s)
+        if charter is not None and charter.led_from is not None:
+            self._why = f"lost {charter.led_from.node.host}, which had the coordinator"
+        if charter is not None and charter.outcome is not None:
+            self._finish(charter.outcome)
+
+    def _inherit(self, now: float, charter: Charter) -> None:
+        """Continue the counts of an earlier coordinator."""
+        budget = self.budget
+        budget.used, budget.streak = charter.restarts, charter.streak
+        budget.identical, budget.last_signature = charter.identical, charter.signature
+        self.host_backoff.take_over(charter.hosts, now)
+
+    def _wait_for_fence(self, fenced_at_s: float) -> None:
+        """Workers of an earlier coordinator may be alive until then: form nothing before."""
+        if fenced_at_s > self.gathering.not_before_s:
+            self.gathering.not_before_s, self.gathering.pause = fenced_at_s, FENCE
+
     # ---------------------------------------------------------------- changes of phase
 
     def _resume(self, now: float) -> None:
         """Every node of the previous leader's generation has joined with living workers: continue that generation."""
-        world = self.world = self._previous_leader.world(now)
+        world = self.world = self.previous.world(now)
+        self._incidents.over()
         self.generation = world.generation
-        known = max(self.budget.used, self._previous_leader.restart_count)
+        known = max(self.budget.used, self.previous.restart_count)
         self.budget.used = min(known, self.job.max_restarts)
         self._enter(now, Phase.RUNNING)
         for name in world.order:
@@ -221,8 +294,12 @@ class CoordinatorActs:
                 self._tell(self.members[name], Resume(world.generation))
         self._monitor.begin(world)
         self._out += self._regrouping.started(now, world)
-        self._previous_leader.parts.clear()
+        self.previous.parts.clear()
         self._note("resumed", generation=world.generation, order=list(world.order))
+        for _, spared in sorted(self.previous.missing.items()):
+            node = spared.part.node
+            self._incidents.lost(node.host, spared.reason, world.ranks_of(node.member))
+            self._lost.append(f"{node.host} was lost: {spared.text}")
 
     def _form(self, now: float) -> None:
         announced, self._announced = self._announced, None
@@ -232,11 +309,12 @@ class CoordinatorActs:
         elif announced is not None:  # some nodes prepare the announced one: the number must differ
             formation, announced = self._next_formation(announced.world.generation, self.budget.used), None
         world = self.world = formation.world
+        self._incidents.over()
         self.generation = world.generation
         self.job_uid = self.job_uid or world.order[0]  # names an agent's join, which happens once
         self._enter(now, Phase.PREPARING)
         for name, assign in formation.places.items():
-            if announced is None or not self.members[name].revision:
+            if announced is None:
                 self._tell(self.members[name], assign)
         self._note("assigned", generation=self.generation, world_size=world.size, order=list(world.order))
 
@@ -244,7 +322,7 @@ class CoordinatorActs:
         """The formation of the present candidates, with a number that is larger than `after`."""
         previous = self.world.order if self.world is not None else ()
         seats = seat([Candidate(m.node, m.arrival) for m in self._candidates()], previous, self.job)
-        generation = max(after, self._previous_leader.generation) + 1
+        generation = max(after, self.previous.generation) + 1
         order = tuple(node.member for node in seats)
         world = World(generation=generation, order=order, places=all_places(seats))
         return Formation(world, assigned(world, self.members, restart_count))
@@ -252,11 +330,12 @@ class CoordinatorActs:
     def _announcement(self, world: World, reason: StopReason) -> Formation | None:
         """The generation that follows this stop, where a restart of the same nodes is likely. None: wait for the end of
         the stop, because what is prepared in vain costs a node some work."""
-        failed = reason in (StopReason.WORKER_FAILED, StopReason.HUNG) and not (world.drain or world.lost_nodes)
-        final = any(failure.exit_code in FINAL for failure in world.failures)
+        incident = self._incidents.newest
+        failed = reason in (StopReason.WORKER_FAILED, StopReason.HUNG) and not (world.drain or incident.lost_nodes)
+        final = any(failure.exit_code in FINAL for failure in incident.failures)
         if not failed or final or self._quit or self.job.exclude_after or not self.budget.allows_restart:
             return None
-        formation = self._next_formation(self.generation, self.budget.used + (not world.charged))
+        formation = self._next_formation(self.generation, self.budget.used + (not incident.charged))
         return formation if formation.world.order == world.order else None
 
     def _start(self, now: float, world: World) -> None:
@@ -287,12 +366,8 @@ class CoordinatorActs:
         self._membership.set_busy(member, world.generation)
         member.first_started_s = member.first_started_s or now
         interval_s = self.limits.progress_interval_of(len(world.order))
-        before, age_s = self._endings.before, self._authority_age_s()
+        before, age_s = self._endings.before, self._authority.age_s(now)
         self._tell(member, Start(world.generation, *world.master, interval_s, before, self.job_uid, age_s, states))
-
-    def _authority_age_s(self) -> float:
-        """How long ago this coordinator was confirmed by those that could elect another one; 0: nobody could."""
-        return 0.0
 
     def _admit(self, newcomers: Collection[Member]) -> None:
         """Let these join the running generation without a worker in it, as far as there is room."""
@@ -307,7 +382,7 @@ class CoordinatorActs:
     def _regroup(self, now: float, plan: Plan) -> None:
         """Form the next generation of workers that are already running."""
         before = self._world()
-        self.generation = max(self.generation, self._previous_leader.generation) + 1
+        self.generation = max(self.generation, self.previous.generation) + 1
         world = self.world = self._regrouping.form(now, self.generation, plan, before)
         self._enter(now, Phase.REGROUPING)
         for name, assign in assigned(world, self.members, self.budget.used).items():
@@ -356,12 +431,11 @@ class CoordinatorActs:
         if self.phase is Phase.STOPPING:
             return
         world.stop_reason, world.stop_text, world.stop_began_s = reason, text, now
-        self._regrouping.judged = True  # by the end of this generation
         announced = self._announced = self._announcement(world, reason)
         self._enter(now, Phase.STOPPING)
         hung = world.hung.rank if world.hung is not None and reason is StopReason.HUNG else None
         for member in [self.members[name] for name in world.order if name in self.members]:
-            place = announced.places[member.name] if announced is not None and member.revision else None
+            place = announced.places[member.name] if announced is not None else None
             self._tell(member, Stop(world.generation, reason, text, place, hung))
         self._note("stopping", generation=world.generation, reason=reason.value, text=text)
 
@@ -382,7 +456,7 @@ class CoordinatorActs:
     def _gather(self, now: float, reason: str, *, not_before_s: float) -> None:
         self._enter(now, Phase.GATHERING)
         self._regrouping.reset()
-        gathering = self._gathering
+        gathering = self.gathering
         gathering.began_s, gathering.not_before_s, gathering.regroup = now, not_before_s, True
         gathering.pause = BACK_OFF
         self._waiting_said = Pauses.begin(now, self.limits.say_interval_s)

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 from math import inf
 
 from holdfast.coordinator.admission import Admit, Deny
+from holdfast.coordinator.authority import Answered, Inherited, NodeEnded, Spares
 from holdfast.coordinator.coordinator_acts import CoordinatorActs
 from holdfast.coordinator.coordinator_state import (
     Command,
@@ -35,22 +36,22 @@ from holdfast.coordinator.coordinator_state import (
     QuitAsked,
     SaveAgreed,
     SaveAsked,
+    StepDown,
     Tell,
     World,
     names,
 )
 from holdfast.coordinator.ending import Restart
 from holdfast.coordinator.formation import (
-    FENCE,
     FormNow,
     NoQuorum,
     WaitUntil,
     decide,
 )
-from holdfast.coordinator.regrouping import Plan, how
+from holdfast.coordinator.incident import how
+from holdfast.coordinator.regrouping import Plan
 from holdfast.protocol.errors import NodesError
 from holdfast.protocol.messages import (
-    REVISION,
     Able,
     CannotRegroup,
     DrainTo,
@@ -78,7 +79,7 @@ from holdfast.protocol.messages import (
 )
 from holdfast.protocol.outcome import Outcome, OutcomeKind
 from holdfast.protocol.policy import Grow
-from holdfast.protocol.questions import REVISION_OF_PROFILES, Question
+from holdfast.protocol.questions import Question
 from holdfast.protocol.train_contract import Survive
 from holdfast.text import spans
 
@@ -86,9 +87,6 @@ NO_SAVES = (
     "not every rank asks at a safe point whether to save: "
     "`snaps.step()` of ht.Snapshots does, and holdfast.worker.should_save()"
 )
-
-REVISION_OF_SUSPENSION = 7
-"""From this revision of the messages on, an agent suspends workers while the coordinator does not answer."""
 
 FREQUENT = frozenset({Ping, Progress, Prepared, Stopped})
 
@@ -98,34 +96,69 @@ def is_frequent(event: Event) -> bool:
     return type(event.message) in FREQUENT if isinstance(event, Heard) else isinstance(event, LinkOpened)
 
 
-class CoordinatorMachine(CoordinatorActs):
+class Coordinator(CoordinatorActs):
     """Decides membership, generations, ranks and the end of one job."""
 
     # ---------------------------------------------------------------- surface
 
     def handle(self, now: float, event: Event) -> list[Command]:
+        """Decide what follows, if this coordinator may decide; the authority releases the orders."""
+        authority = self._authority
+        if self.stepped_down:
+            return []
+        if not authority.decides(now):
+            order = authority.resign()
+            return [] if order is None else self._step_down(order)
         if isinstance(event, Heard) and isinstance(event.message, Ping):
             pong = self.pong(now, event.link, event.message)
             if pong is not None:
                 return [Tell(event.link, pong)]
         self._now = now
-        return self._handle(now, event)
+        if authority.is_quiet(now) and is_frequent(event):
+            commands = self._decide(now, event)
+            if self._due_s > -inf:  # nothing has changed, and nothing is due
+                return commands
+            return authority.release(now, commands)
+        match authority.hears(now, event):
+            case StepDown() as order:
+                return self._step_down(order)
+            case Answered(answers):
+                return list(answers)
+            case Inherited(charter, term):
+                number, generation = charter.position.number, charter.generation
+                self._note("recalled", number=number, term=term, generation=generation)
+                self._inherit(now, charter)
+                self._abandon(self.previous.heard_of(generation))
+            case NodeEnded():
+                self._abandon(self.previous.end())
+            case Spares(parts):
+                self.previous.spare(parts)
+            case None:
+                pass
+        return authority.release(now, self._decide(now, event))
+
+    def _step_down(self, order: StepDown) -> list[Command]:
+        self.stepped_down = True
+        self._note("steps_down", reason=order.reason, term=self._authority.term)
+        out, self._out = self._out, []
+        return [*out, order]
 
     def pong(self, now: float, link: int, ping: Ping) -> Pong | None:
         """The answer to a member's ping if nothing else follows from it, as nearly always: a shell may ask for it
         instead of feeding the event. None: the ping must be handled."""
-        member = self._membership.by_link(link) if self._is_quiet(now) else None
+        quiet = self._is_quiet(now) and self._authority.is_quiet(now) and not self.stepped_down
+        member = self._membership.by_link(link) if quiet else None
         if member is None:
             return None
         self._now = member.last_heard_s = now
-        return Pong(ping.number, self._authority_age_s())
+        return Pong(ping.number, self._authority.age_s(now))
 
     def _is_quiet(self, now: float) -> bool:
         """Whether nothing is due, and no claim waits for a sign of life."""
         return now < self._due_s and not self._admission.claims
 
-    def _handle(self, now: float, event: Event) -> list[Command]:
-        before, quiet = self.phase, CoordinatorMachine._is_quiet(self, now)
+    def _decide(self, now: float, event: Event) -> list[Command]:
+        before, quiet = self.phase, self._is_quiet(now)
         match event:
             case LinkOpened(link, address, reached_at, local):
                 too_many = self._membership.open_link(link, Pending(address, reached_at, local, now))
@@ -140,7 +173,7 @@ class CoordinatorMachine(CoordinatorActs):
                 self._on_host_asked(now, event)
             case SaveAsked(by):
                 self._on_save_asked(now, by)
-            case _:  # a Tick, or an event of succession
+            case _:  # a Tick, or an event of the authority
                 pass
         frequent = quiet and self.phase is before and is_frequent(event)
         if not (frequent and self._nothing_follows(now, event)):
@@ -171,18 +204,21 @@ class CoordinatorMachine(CoordinatorActs):
 
     def _waits_as_before(self, now: float) -> bool:
         """Whether it waits for members, for the same reason as at the last event, and not for a time or a stop."""
-        gathering = self._gathering
+        gathering = self.gathering
         if self.phase is not Phase.GATHERING or self._membership.anybody_busy or now < gathering.not_before_s:
             return False
         return decide(self.job, self.limits, gathering, now).reason == self._reason
 
     def next_deadline(self) -> float | None:
-        """When the next Tick is due; None once the job is over."""
-        if self.phase is Phase.OVER:
+        """When the next Tick is due; None: never, the job is over or goes on elsewhere."""
+        if self.stepped_down:
             return None
-        if self._due_s == -inf:
-            self._due_s = self._find_deadline()
-        return self._due_s
+        due_s = self._authority.due_s(self._now)
+        if self.phase is not Phase.OVER:
+            if self._due_s == -inf:
+                self._due_s = self._find_deadline()
+            due_s = min(due_s, self._due_s)
+        return due_s if due_s < inf else None
 
     def _find_deadline(self) -> float:
         look_s = self._liveness.next_look_s(self._short_lease_s())
@@ -192,7 +228,7 @@ class CoordinatorMachine(CoordinatorActs):
             deadlines.append(self._regrouping.next_change_s(self._now, self._world()))
         if self.phase is Phase.GATHERING:
             deadlines.append(self._waiting_said.at_s)
-            decision = decide(self.job, self.limits, self._gathering, self._now)
+            decision = decide(self.job, self.limits, self.gathering, self._now)
             if isinstance(decision, WaitUntil):
                 deadlines.append(decision.deadline_s)
             deadlines.append(self._membership.next_change_s(self._now))
@@ -212,10 +248,12 @@ class CoordinatorMachine(CoordinatorActs):
 
     def check_invariants(self) -> None:
         """Raises when the state contradicts itself. Cheap enough to run after every event in tests."""
+        self._authority.check_invariants()
         assert self.budget.used <= self.job.max_restarts, "the restart budget is overdrawn"
         assert (self.outcome is not None) == (self.phase is Phase.OVER)
         self._membership.check_invariants()
-        newest = max(self.generation, self._previous_leader.generation)
+        self._incidents.newest.check_invariants()
+        newest = max(self.generation, self.previous.generation)
         assert all(member.busy_generation <= newest for member in self._membership.busy())
         if self.phase not in (Phase.GATHERING, Phase.OVER):
             world = self.world
@@ -253,10 +291,10 @@ class CoordinatorMachine(CoordinatorActs):
             return
         member.last_heard_s = now
         if isinstance(message, Progress) and message.ping:
-            self._tell(member, Pong(message.ping, self._authority_age_s()))
+            self._tell(member, Pong(message.ping, self._authority.age_s(now)))
         match message:
             case Ping(number):
-                self._tell(member, Pong(number, self._authority_age_s()))
+                self._tell(member, Pong(number, self._authority.age_s(now)))
             case Prepared():
                 self._on_prepared(now, member, message)
             case Held(generation, reached, saves):
@@ -303,6 +341,7 @@ class CoordinatorMachine(CoordinatorActs):
 
     def _on_join(self, now: float, link: int, join: Join) -> None:
         if self.outcome is not None:
+            self._authority.came_too_late(join.node.agent, link)
             self._out.append(self._greet_after_end(link, join, self.outcome))
             return
         if self._quit is not None:
@@ -315,14 +354,15 @@ class CoordinatorMachine(CoordinatorActs):
         match decision:
             case Admit(link, join):
                 member = self._membership.add(link, join.node, now=now, heard_s=decision.heard_s)
-                member.revision, member.port = join.revision, join.port
-                self._gathering.last_arrival_s = now
-                joined = self._joined()
-                member.suspend_s = joined.suspend_s if join.revision >= REVISION_OF_SUSPENSION else 0.0
+                member.port = join.port
+                self.gathering.last_arrival_s = now
+                joined = self._joined(now)
+                member.suspend_s = joined.suspend_s if join.suspends else 0.0
                 self._tell(member, joined)
                 self._note("joined", member=member.name, address=member.address, nproc=member.node.nproc)
                 self._compare(member)
-                self._observe_previous_leader(now, member, join)
+                self._authority.joined(member, join)
+                self._observe_previous(now, member, join)
                 wait_s = self.host_backoff.until_s(member.node.host, now) - now
                 if wait_s > 0:
                     why = "is excluded" if self.host_backoff.excludes(member.node.host, now) else "failed too often"
@@ -337,38 +377,32 @@ class CoordinatorMachine(CoordinatorActs):
             case None:
                 pass
 
-    def _joined(self) -> Joined:
+    def _joined(self, now: float) -> Joined:
         limits, agents = self.limits, max(len(self.members), self.job.min_nodes)
         return Joined(
             limits.lease_s,
             limits.fence_s,
             limits.ping_interval_of(agents),
-            REVISION,
-            age_s=self._authority_age_s(),
+            term=self._authority.term,
+            age_s=self._authority.age_s(now),
             suspend_s=limits.suspend_of(self.job.max_nodes) if self.job.survive is not Survive.OFF else 0.0,
         )
 
-    def _observe_previous_leader(self, now: float, member: Member, join: Join) -> None:
+    def _observe_previous(self, now: float, member: Member, join: Join) -> None:
         """A joining agent may still run a generation of an earlier coordinator; adopt it if all its nodes rejoin."""
+        self.previous.came(member.node.agent)
         if join.running is not None:
             self._membership.set_busy(member, join.running.generation)
         if join.last_generation > self.newest_generation:
-            self._wait_for_fence_previous_leader(min(self._born_s, now - join.unlinked_s), join.last_generation)
+            self._wait_for_fence(self._authority.reported(now, join))
             if join.led_by:
                 self._why = f"lost {join.led_by}, which had the coordinator"
         if self.world is None and not self.job.fixed_ranks:
-            self._abandon(self._previous_leader.observe(member, join))
+            self._abandon(self.previous.observe(member, join))
         else:  # with fixed ranks the workers reached their store through the coordinator that is gone
-            self._previous_leader.generation = max(self._previous_leader.generation, join.last_generation)
+            self.previous.generation = max(self.previous.generation, join.last_generation)
             if join.running is not None:
                 self._abandon([member])
-
-    def _wait_for_fence_previous_leader(self, died_s: float, generation: int) -> None:  # noqa: ARG002
-        """Other agents of that generation may still run its workers. They kill them one fence after that coordinator
-        died, which was before this one started and before the reporting agent lost its link."""
-        gone_s = died_s + self.limits.fence_s + self.limits.kill_s
-        if gone_s > self._gathering.not_before_s:
-            self._gathering.not_before_s, self._gathering.pause = gone_s, FENCE
 
     def _on_prepared(self, now: float, member: Member, message: Prepared) -> None:
         generation = message.generation
@@ -384,7 +418,7 @@ class CoordinatorMachine(CoordinatorActs):
         if member.busy_generation > generation:
             return
         self._membership.set_busy(member, 0)
-        self._abandon(self._previous_leader.lost(member))
+        self._abandon(self.previous.lost(member))
         self._forgo_answer(member)
         current = self._at_work() and self._is_current(member, generation)
         if current and member.name in self._world().parting:
@@ -416,12 +450,13 @@ class CoordinatorMachine(CoordinatorActs):
     def _on_failures(self, now: float, member: Member, message: WorkersFailed) -> None:
         world, failures = self._world(), message.failures
         past = self._regrouping.past.get(message.generation)
-        if past is not None and not message.evidence_follows and past.awaits(failures):
-            past.failed(failures, evidence_follows=False)
+        if past is not None and not message.evidence_follows and past.incident.awaits(failures):
+            for failure in failures:
+                past.incident.read(failure)
             if self._at_work():
-                self._follow(now, self._regrouping.evidence(past, world))
+                self._follow(now, self._regrouping.evidence(past.incident, world))
             return
-        new = world.failed(failures, evidence_follows=message.evidence_follows)
+        new = self._incidents.failed(failures, evidence_follows=message.evidence_follows)
         text = f"rank {failures[0].rank} failed on {member.node.host}"
         if new:
             self._note("workers_failed", member=member.name, ranks=[f.rank for f in failures])
@@ -467,6 +502,7 @@ class CoordinatorMachine(CoordinatorActs):
                 self._out.append(order)
 
     def _on_leave(self, now: float, member: Member, reason: str, *, drain: bool) -> None:
+        self._authority.leaves()
         if not member.leaving:
             member.leaving = reason or "asked to"
             self._membership.changed()
@@ -525,12 +561,7 @@ class CoordinatorMachine(CoordinatorActs):
         if self.phase is not Phase.RUNNING or world is None:
             self._out.append(SaveAgreed(0, f"no generation runs: the job is {self.phase.value}"))
             return
-        old = [self.members[name] for name in world.order if name in self.members]
-        old = [member for member in old if member.revision < REVISION_OF_PROFILES]
-        if old:
-            self._out.append(SaveAgreed(0, f"{names(old)} has an older holdfast, which knows no save on demand"))
-        else:
-            self._drain(now, StopReason.MEMBER_LEFT, by, saves=True)
+        self._drain(now, StopReason.MEMBER_LEFT, by, saves=True)
 
     def _advance_saving(self, now: float, world: World, drain: Draining) -> None:
         leaving = next((m for m in self.members.values() if m.leaving and self._in_world(m)), None)
@@ -550,9 +581,10 @@ class CoordinatorMachine(CoordinatorActs):
 
     def _lose(self, now: float, member: Member, reason: str) -> None:
         """Remove a member whose link was closed, whose lease expired, or that was dropped."""
+        self._authority.lost(now, member)
         in_world, was_busy = self._in_world(member), member.busy_generation != 0
         self._membership.remove(member)
-        self._abandon(self._previous_leader.lost(member))
+        self._abandon(self.previous.lost(member))
         if member.leaving and not (self.phase in (Phase.DRAINING, Phase.REGROUPING) and in_world and was_busy):
             self._note("left", member=member.name)
             return
@@ -566,7 +598,7 @@ class CoordinatorMachine(CoordinatorActs):
         if member.name in world.parting:
             self._parted(now, member, text)
             return
-        world.lost(member.name, member.node.host, reason)
+        self._incidents.lost(member.node.host, reason, world.ranks_of(member.name))
         self._member_gone(now, StopReason.MEMBER_LOST, text)
 
     def _member_gone(self, now: float, reason: StopReason, text: str) -> None:
@@ -598,8 +630,8 @@ class CoordinatorMachine(CoordinatorActs):
         self._close_unjoined(late, f"it did not join within {self.limits.unjoined_s:g} s")
         if self._lost:
             self._on_lost(now)
-        if self._at_work() and (lost := self._regrouping.to_judge(self._world())) is not None:
-            notice, excluded = self._endings.survived(now, lost)
+        if self._at_work() and (past := self._regrouping.to_judge()) is not None:
+            notice, excluded = self._endings.survived(now, past.world, past.incident)
             self._tell_world(self._world(), notice)
             self._exclude(excluded)
         while (decision := self._admission.settle(self.members.values())) is not None:
@@ -636,7 +668,7 @@ class CoordinatorMachine(CoordinatorActs):
         others go on without all of them, and a majority confirms this coordinator."""
         short_s, lease_s = self._short_lease_s(), self.limits.lease_s
         silent = self._liveness.silent(self.members.values(), now, short_s)
-        if not silent and short_s < inf and self._authority_age_s() < short_s / 2:
+        if not silent and short_s < inf and self._authority.age_s(now) < short_s / 2:
             world = self._world()
             nodes = [self.members[n] for n in world.order if n in self.members and n not in world.parting]
             silent, lease_s = self._liveness.early(nodes, now, short_s), short_s
@@ -652,15 +684,20 @@ class CoordinatorMachine(CoordinatorActs):
         return self.phase is Phase.OVER
 
     def _advance_gathering(self, now: float) -> None:
-        if self.world is None and self._previous_leader.whole:
+        self.previous.spare(self._authority.gathers(now, self.gathering))
+        if (uid := self._authority.continued_uid) is not None:
+            self.job_uid = uid
+        if self.world is None and self.previous.whole:
             self._resume(now)
+            if self._lost:
+                self._on_lost(now)
             return
         if self._membership.anybody_busy:  # still ending a previous leader's generation: the wait for it is bounded
             patience_s = self._stop_patience_s()
             since_s = self._phase_since_s
             self._drop_busy(now, [m for m in self._membership.busy() if now >= max(since_s, m.joined_s) + patience_s])
             self._count_candidates(now)
-        decision = decide(self.job, self.limits, self._gathering, now)
+        decision = decide(self.job, self.limits, self.gathering, now)
         if isinstance(decision, FormNow) and self._membership.anybody_busy:
             hosts = names(self._membership.busy())
             decision = WaitUntil(inf, f"workers of an earlier generation are still alive on {hosts}")
@@ -673,7 +710,7 @@ class CoordinatorMachine(CoordinatorActs):
             case NoQuorum(reason):
                 before = f"; previous generation ended: {self._why}" if self._why else ""
                 text = f"{reason}; here: {self._who_is_here()}{before}"
-                self._finish(self._endings.no_quorum(reason, text, self.generation))
+                self._finish(self._endings.no_quorum(reason, text, self.generation, self._incidents.newest.verdict))
             case WaitUntil():
                 if self._waiting_said.due(now):
                     left = f"; giving up in {decision.deadline_s - now:.0f} s" if decision.gives_up else ""
@@ -728,7 +765,7 @@ class CoordinatorMachine(CoordinatorActs):
         text = f"node{'' if len(newcomers) == 1 else 's'} {names(newcomers)} joined"
         if self._regrouping.settling or self._regrouping.may_admit_later(world):
             self._gather_until_s = now + self.limits.gather_s
-        elif all(self._regrouping.admits(world, member) for member in newcomers):
+        elif self._regrouping.admits(world):
             self._admit(newcomers)
         elif self.job.grow is Grow.DRAIN:
             self._drain(now, StopReason.MEMBER_JOINED, text)
@@ -778,7 +815,7 @@ class CoordinatorMachine(CoordinatorActs):
         if self._membership.anybody_busy:
             return
         world = self._world()
-        match self._endings.stopped(now, world):
+        match self._endings.stopped(now, world, self._incidents.newest):
             case Restart(backoff_s, notice, excluded):
                 if notice is not None:
                     self._tell_world(world, notice)

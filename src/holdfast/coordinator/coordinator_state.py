@@ -11,8 +11,7 @@ from enum import Enum
 
 from msgspec import Struct
 
-from holdfast.protocol.charter import Seat
-from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator, StopReason, Supersede
+from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator, StopReason
 from holdfast.protocol.outcome import Failure, Outcome
 from holdfast.protocol.policy import HeldStates, NodeSpec, Note, Tick
 from holdfast.protocol.questions import Question
@@ -49,36 +48,8 @@ class QuitAsked(Struct, frozen=True):
     by: str
 
 
-class WitnessOpened(Struct, frozen=True):
-    """A witness is connected. Its messages come as Heard, its end as LinkClosed."""
-
-    link: int
-    seat: Seat
-
-
-class NoWitness(Struct, frozen=True):
-    """It was found that there is none at this place of the job now."""
-
-    host: str
-    port: int
-
-
-class VoterGone(Struct, frozen=True):
-    """It was proved that the process of this voter has ended."""
-
-    name: str
-
-
-class Deposed(Struct, frozen=True):
-    """There is another coordinator, of this term."""
-
-    term: int
-    address: str
-    port: int
-    name: str = ""
-    elected: bool = False
-    forms: bool = False
-    """As in Supersede."""
+class AuthorityEvent(Struct, frozen=True):
+    """Concerns the authority alone (`coordinator.authority`): what it means for the coordinator, that one says."""
 
 
 class HostAsked(Struct, frozen=True):
@@ -96,19 +67,7 @@ class SaveAsked(Struct, frozen=True):
     by: str
 
 
-Event = (
-    LinkOpened
-    | LinkClosed
-    | Heard
-    | QuitAsked
-    | HostAsked
-    | SaveAsked
-    | WitnessOpened
-    | NoWitness
-    | VoterGone
-    | Deposed
-    | Tick
-)
+Event = LinkOpened | LinkClosed | Heard | QuitAsked | HostAsked | SaveAsked | AuthorityEvent | Tick
 
 
 class Tell(Struct, frozen=True):
@@ -149,19 +108,11 @@ class StepDown(Struct, frozen=True):
     """There is no newer one yet: this node's voter lets the others stand first."""
 
 
-class ProveCaller(Struct, frozen=True):
-    """Connect to the coordinator that has called. Ends in Deposed if it is there; else in nothing."""
-
-    call: Supersede
+class AuthorityCommand(Struct, frozen=True):
+    """An order of the authority to the shell."""
 
 
-class ProveVoterGone(Struct, frozen=True):
-    """Connect to this voter's port. Ends in VoterGone if nobody listens there, or another process; else in nothing."""
-
-    seat: Seat
-
-
-Command = Tell | DropLink | Conclude | SaveAgreed | StepDown | ProveCaller | ProveVoterGone | Note
+Command = Tell | DropLink | Conclude | SaveAgreed | StepDown | AuthorityCommand | Note
 
 
 class EndGeneration(Struct, frozen=True):
@@ -235,14 +186,12 @@ class Member:
     last_heard_s: float
     leaving: str = ""
     """Why it leaves; empty while it does not."""
-    revision: int = 0
-    """The REVISION of messages that the agent understands."""
     port: int = 0
     """Where the agent listens; 0: it does not."""
     suspend_s: float = 0.0
-    """As in Joined, for an agent that knows it; else 0."""
+    """As in Joined, for an agent that suspends its workers; else 0."""
     suspends: bool = False
-    """It has reported on this link that its workers are able to go on: it knows `suspend_s`, and goes by it."""
+    """It has reported on this link that its workers are able to go on: it goes by `suspend_s`."""
     busy_generation: int = 0
     """The generation whose worker processes may be alive on this node; 0: none. Changed through Membership."""
     first_started_s: float | None = None
@@ -316,38 +265,30 @@ class World:
     states: dict[str, HeldStates] = field(default_factory=dict)
     """By member, when it was prepared."""
     done: dict[str, set[int]] = field(default_factory=dict)
-    """Local ranks that ended with 0, by member. Renewed when the member is lost."""
+    """Local ranks that ended with 0, by member."""
     left: list[Failure] = field(default_factory=list)
     """How the first LEFT_MAX of these ended."""
     done_count: int = 0
+    """The number of ranks in `done`."""
     started_s: float | None = None
+    """None: Start was not sent."""
     undisturbed_s: float | None = None
     """Since when no rank was lost, if that is longer ago: workers that join do not count as a disturbance."""
     stepped: bool = False
     """A rank has reported that it made a step."""
-    failures: list[Failure] = field(default_factory=list)
-    """In the order in which they were reported."""
-    unread: set[tuple[int, int]] = field(default_factory=set)
-    """(Rank, process) of each failure that was reported, but not its evidence yet."""
-    judged: bool = False
-    """The verdict on all losses so far was given."""
-    charged: bool = False
-    """These failures have been charged to the restart budget: the others went on without the ranks that failed."""
-    covered: bool = False
-    """By a charge for an earlier loss: the job would have been restarted once for both."""
-    lost_nodes: list[str] = field(default_factory=list)
-    lost_hosts: list[str] = field(default_factory=list)
-    lost_ranks: list[int] = field(default_factory=list)
     able: dict[str, set[int]] = field(default_factory=dict)
     """Local ranks that can go on in another generation, by member. Changed by `set_able`."""
     able_count: int = 0
+    """The number of ranks in `able`."""
     short_lease_s: float = 0.0
     """A member is lost after this silence, in seconds, if the others can go on without it: its workers are suspended
     by then. 0: not before its lease expires."""
     gone: dict[str, set[int]] = field(default_factory=dict)
-    """Local ranks that failed, by member."""
+    """Local ranks that failed, by member. Never empty sets: `all_able` asks whether there is one."""
     master: tuple[str, int] = ("", 0)
+    """As in Start; port 0: it was not sent by this coordinator."""
     drain: Draining | None = None
+    """Set by a drain, and not taken back unless the workers are let go."""
     stop_reason: StopReason | None = None
     stop_text: str = ""
     stop_began_s: float = 0.0
@@ -405,38 +346,10 @@ class World:
         self.order = tuple(name for name in self.order if name != member)
         self.prepared.discard(member)
 
-    def failed(self, failures: Sequence[Failure], *, evidence_follows: bool) -> bool:
-        """Add failures. True if any of them is new, and not the evidence of a failure that was reported before."""
-        new = False
-        for failure in failures:
-            key = failure.rank, failure.pid
-            if key in self.unread and not evidence_follows:
-                self.unread.discard(key)
-                place = next(n for n, each in enumerate(self.failures) if (each.rank, each.pid) == key)
-                self.failures[place] = failure
-                continue
-            new = True
-            self._begin_anew()
-            self.failures.append(failure)
-            if evidence_follows:
-                self.unread.add(key)
-        return new
-
-    def _begin_anew(self) -> None:
-        """Another loss gets a verdict of its own, if those before it have theirs."""
-        if self.judged:
-            self.judged, self.covered, self.failures, self.unread = False, self.charged, [], set()
-            self.lost_nodes, self.lost_hosts, self.lost_ranks = [], [], []
-
     def lived_s(self, until_s: float) -> float:
         """For how long its workers ran, those of the generations without a loss before it included."""
         since_s = self.started_s if self.undisturbed_s is None else self.undisturbed_s
         return 0.0 if since_s is None else until_s - since_s
-
-    def awaits(self, failures: Sequence[Failure]) -> bool:
-        """Whether these are the evidence of failures that were reported before."""
-        known = self.unread.intersection((each.rank, each.pid) for each in self.failures)  # the next world has more
-        return all((failure.rank, failure.pid) in known for failure in failures)
 
     def done_ranks(self) -> tuple[int, ...]:
         """All ranks that ended with 0."""
@@ -448,16 +361,10 @@ class World:
             base += len(places)
         return tuple(ranks)
 
-    def rank_base(self, member: str) -> int:
-        """The first rank of this member."""
-        return sum(len(self.places[name]) for name in self.order[: self.order.index(member)])
-
-    def lost(self, member: str, host: str, reason: str) -> None:
-        self._begin_anew()
-        self.lost_nodes.append(f"{host} ({reason})")
-        self.lost_hosts.append(host)
-        base = self.rank_base(member)
-        self.lost_ranks += range(base, base + len(self.places[member]))
+    def ranks_of(self, member: str) -> range:
+        """The ranks of this member."""
+        base = sum(len(self.places[name]) for name in self.order[: self.order.index(member)])
+        return range(base, base + len(self.places[member]))
 
     @property
     def drain_agreed(self) -> bool:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from msgspec import Struct, structs
 
 from holdfast.coordinator.coordinator_state import World
+from holdfast.coordinator.incident import Incident
 from holdfast.coordinator.membership import HostBackoff
 from holdfast.protocol.errors import EXIT_NO_PROGRESS, EXIT_REQUEUE, JoinTimeoutError, NodesError
 from holdfast.protocol.messages import Notice, StopReason, Waiting
@@ -98,7 +99,7 @@ class Again(Struct, frozen=True):
     verdict: Verdict
 
 
-def after_stop(world: World, budget: Budget, judge: Judge) -> Again | Outcome:
+def after_stop(world: World, incident: Incident, budget: Budget, judge: Judge) -> Again | Outcome:
     """First match wins.
 
     | the generation ended because            | then                                              |
@@ -113,15 +114,15 @@ def after_stop(world: World, budget: Budget, judge: Judge) -> Again | Outcome:
     | a worker failed, or all stood still     | again if the budget allows, else over             |
     """
     lived_s = world.lived_s(world.stop_began_s)
-    own = [failure for failure in world.failures if not failure.after_stop]
+    own = [failure for failure in incident.failures if not failure.after_stop]
     if any(failure.exit_code == EXIT_REQUEUE for failure in own):
         text = f"a worker asked to be requeued (exit code {EXIT_REQUEUE})"
         return Outcome(kind=OutcomeKind.PREEMPTED, exit_code=EXIT_REQUEUE, message=text)
-    verdict = judge(_evidence(world, budget, ""))
+    verdict = judge(_evidence(world, incident, budget, ""))
     if any(failure.exit_code == EXIT_NO_PROGRESS for failure in own):
         return Outcome(kind=OutcomeKind.FAILED, exit_code=EXIT_NO_PROGRESS, code=verdict.code, verdict=verdict)
     decision: Retry | GiveUp = Retry(0.0)
-    if not (world.lost_nodes or world.free or world.charged):
+    if not (incident.lost_nodes or world.free or incident.charged):
         if world.stop_reason is StopReason.STORE_LOST:
             decision = budget.pause("the store host died", lived_s)
         elif own or world.stop_reason is StopReason.HUNG:
@@ -129,7 +130,7 @@ def after_stop(world: World, budget: Budget, judge: Judge) -> Again | Outcome:
             decision = budget.charge(shown.signature if shown else verdict.cause, lived_s)
     if isinstance(decision, Retry):
         return Again(decision.backoff_s, verdict)
-    verdict = judge(_evidence(world, budget, decision.reason))
+    verdict = judge(_evidence(world, incident, budget, decision.reason))
     verdict = structs.replace(verdict, hang=verdict.hang or world.stop_reason is StopReason.HUNG)
     return Outcome(kind=OutcomeKind.FAILED, exit_code=job_exit_code(verdict), code=verdict.code, verdict=verdict)
 
@@ -186,18 +187,18 @@ def ended_without(outcome: Outcome, run_id: str, other_line: str) -> Outcome:
     return structs.replace(outcome, message="the job succeeded before this node could join it")
 
 
-def _evidence(world: World, budget: Budget, gave_up: str) -> Evidence:
+def _evidence(world: World, incident: Incident, budget: Budget, gave_up: str) -> Evidence:
     return Evidence(
         generation=world.generation,
         restarts=budget.used,
-        failures=tuple(world.failures),
-        lost_nodes=tuple(world.lost_nodes),
+        failures=tuple(incident.failures),
+        lost_nodes=tuple(incident.lost_nodes),
         gave_up=gave_up,
         hang=world.hang,
         hung=world.hung,
         done=world.done_ranks(),
         left=tuple(world.left),
-        lost_ranks=tuple(world.lost_ranks),
+        lost_ranks=tuple(incident.lost_ranks),
         survivors=world.survivors,
         hosts=tuple(name.rpartition("#")[0] for name in world.order),
     )
@@ -226,40 +227,38 @@ class Endings:
         self._host_backoff = host_backoff
         self._judge = judge
         self._note = note
-        self._newest: Verdict | None = None
-        """Verdict on the last generation after which another one followed."""
         self.before = ""
         """For the workers of the next generation."""
 
-    def stopped(self, now: float, world: World) -> Restart | Outcome:
+    def stopped(self, now: float, world: World, incident: Incident) -> Restart | Outcome:
         """Decide, now that no worker of this world is alive any more."""
         used = self._budget.used
-        end = after_stop(world, self._budget, self._judged)
+        end = after_stop(world, incident, self._budget, self._judged)
         if isinstance(end, Outcome):
             return end
-        verdict = self._newest = end.verdict
-        charged = world.charged or self._budget.used > used
+        verdict = incident.verdict = end.verdict
+        charged = incident.charged or self._budget.used > used
         self.before = previous_end(verdict, charged=charged, hung=world.stop_reason is StopReason.HUNG)
         text = restart_text(end, self._budget, charged=charged)
         self._note_verdict(world, verdict)
         notice = Notice(text, verdict.victims) if text else None
-        return Restart(end.backoff_s, notice, self._excluded(now, world, verdict))
+        return Restart(end.backoff_s, notice, self._excluded(now, world, incident, verdict))
 
-    def survived(self, now: float, world: World) -> tuple[Notice, tuple[Waiting, ...]]:
+    def survived(self, now: float, world: World, incident: Incident) -> tuple[Notice, tuple[Waiting, ...]]:
         """What ranks of this world were lost by, now that the others go on without them. Also the hosts that are
         excluded now."""
-        verdict = self._judged(_evidence(world, self._budget, ""))
+        verdict = incident.verdict = self._judged(_evidence(world, incident, self._budget, ""))
         self._note_verdict(world, verdict)
-        charged = f"; it counts as {self._budget.newest}" if world.charged and not world.covered else ""
-        return Notice(f"{verdict.code}: {verdict.cause}{charged}"), self._excluded(now, world, verdict)
+        charged = f"; it counts as {self._budget.newest}" if incident.charged and not incident.covered else ""
+        return Notice(f"{verdict.code}: {verdict.cause}{charged}"), self._excluded(now, world, incident, verdict)
 
     def _note_verdict(self, world: World, verdict: Verdict) -> None:
         judged = {"cause": verdict.cause, "code": verdict.code, "advice": verdict.advice}
         self._note("verdict", generation=world.generation, **judged)
 
-    def _excluded(self, now: float, world: World, verdict: Verdict) -> tuple[Waiting, ...]:
+    def _excluded(self, now: float, world: World, incident: Incident, verdict: Verdict) -> tuple[Waiting, ...]:
         """Count the end of this generation against the host that caused it. Returns the hosts that are excluded now."""
-        culprits = set(world.lost_hosts)
+        culprits = set(incident.lost_hosts)
         if not culprits and verdict.culprit is not None and not world.free:
             culprits = {verdict.culprit.host}
         excluded: list[Waiting] = []
@@ -271,11 +270,11 @@ class Endings:
                 excluded.append(Waiting(text))
         return tuple(excluded)
 
-    def no_quorum(self, reason: str, text: str, generation: int) -> Outcome:
-        """The outcome when too few nodes joined. If the last generation lost nodes, that is the cause."""
+    def no_quorum(self, reason: str, text: str, generation: int, before: Verdict | None) -> Outcome:
+        """The outcome when too few nodes joined. If the last generation lost nodes, that is the cause. `before`: the
+        verdict on the newest incident."""
         code, exit_code = JoinTimeoutError.code, JoinTimeoutError.exit_code
         verdict = Verdict(code=code, cause=text, generation=generation, restarts=self._budget.used)
-        before = self._newest
         if before is not None and before.lost_nodes and before.generation == generation:
             verdict = structs.replace(before, cause=f"{before.cause}; then {text}", gave_up=reason)
         return Outcome(kind=OutcomeKind.NO_QUORUM, exit_code=exit_code, code=code, message=text, verdict=verdict)
@@ -285,5 +284,5 @@ class Endings:
         try:
             return self._judge(evidence)
         except Exception as error:  # noqa: BLE001
-            self._note("insight_fault", what="judge", error=f"{type(error).__name__}: {error}")
+            self._note("observer_fault", what="judge", error=f"{type(error).__name__}: {error}")
             return plain_verdict(evidence)

@@ -14,6 +14,7 @@ from math import inf
 from holdfast.coordinator.complaints import awaited_s, may_be_consequence, timed_out
 from holdfast.coordinator.coordinator_state import Command, EndGeneration, Member, Tell, World
 from holdfast.coordinator.hang_detector import EndHung, HangDetector, HangOver, LookNow, Order, ReportHang, ReportStill
+from holdfast.coordinator.incident import Incidents
 from holdfast.coordinator.stragglers import Straggler, Stragglers
 from holdfast.coordinator.throughput import Throughput, of_world
 from holdfast.protocol.messages import FromCoordinator, Look, Looked, Notice, Progress, StopReason
@@ -61,8 +62,9 @@ class SampleRound:
 class Monitor:
     """Monitors one generation after the other. Methods that take an event return the commands that follow."""
 
-    def __init__(self, limits: Limits, members: Mapping[str, Member], examine: Examine) -> None:
+    def __init__(self, limits: Limits, members: Mapping[str, Member], incidents: Incidents, examine: Examine) -> None:
         """`members`: the coordinator's live table of members by name."""
+        self._incidents = incidents
         self._limits = limits
         self._members = members
         self._examine = examine
@@ -158,7 +160,9 @@ class Monitor:
         self._unread, self._unread_until_s = None, inf
         in_vain = timed_out(failures)
         new = {failure.rank for failure in failures}
-        read = [each for each in world.failures if each.rank not in new and (each.rank, each.pid) not in world.unread]
+        incident = self._incidents.newest
+        known = [each for each in incident.failures if (each.rank, each.pid) not in incident.unread]
+        read = [each for each in known if each.rank not in new]
         wait_s = awaited_s(failures, read)
         if not in_vain and (world.done_count or not wait_s or world.size == 1):
             return [end]
@@ -206,11 +210,11 @@ class Monitor:
     def _advance_kept(self, now: float, end: EndGeneration) -> list[Command | EndGeneration]:
         asked, world = self._round, self._world()
         awaited = asked is not None and asked.awaited & self._members.keys()
-        may_report = not world.done_count and len(world.failures) < world.size
+        may_report = not world.done_count and len(self._incidents.newest.failures) < world.size
         if now < self._kept_until_s and (awaited or may_report):
             return []
         if asked is not None:
-            reported = {failure.rank for failure in world.failures}
+            reported = {failure.rank for failure in self._incidents.newest.failures}
             world.survivors = tuple(
                 RankStory(pace.rank, pace.host, pace.local_rank, now - pace.newest_s, (asked.samples[pace.rank],))
                 for pace in self._measured().ranks
@@ -239,7 +243,7 @@ class Monitor:
         try:
             return self._examine(stories)
         except Exception as error:  # noqa: BLE001
-            self._note("insight_fault", what="examine", error=f"{type(error).__name__}: {error}")
+            self._note("observer_fault", what="examine", error=f"{type(error).__name__}: {error}")
             return cannot_tell(stories)
 
     def _look(self, now: float, *, store: bool) -> None:

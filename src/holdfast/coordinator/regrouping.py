@@ -23,6 +23,7 @@ from holdfast.coordinator.coordinator_state import (
     World,
 )
 from holdfast.coordinator.ending import Budget, GiveUp
+from holdfast.coordinator.incident import Incident, Incidents, how
 from holdfast.coordinator.membership import Membership
 from holdfast.coordinator.replacements import Replacements
 from holdfast.protocol.messages import (
@@ -40,13 +41,9 @@ from holdfast.protocol.train_contract import Survive
 from holdfast.text import listed, plural, spans
 
 ATTEMPTS_MAX = 3
-"""So many generations in a row may be formed of running workers without that one of them is started."""
+"""Give up regrouping after this many attempts in a row that never started."""
 PAST_MAX = 8
-"""The evidence of failures in so many earlier generations is expected."""
-REVISION_NEEDED = 2
-"""From this revision of the messages on, a node can belong to a generation without a worker in it."""
-REVISION_OF_PARTING = 5
-"""From this revision on, its running workers come to the gate all the same."""
+"""Evidence of failures is taken for this many earlier generations."""
 
 
 class Plan(Struct, frozen=True):
@@ -65,23 +62,31 @@ class Plan(Struct, frozen=True):
 Order = Command | EndGeneration | Plan
 
 
+@dataclass(frozen=True, slots=True)
+class PastGeneration:
+    """One that the workers have left together. Its world does not change any more; the incident may."""
+
+    world: World
+    incident: Incident
+    """The newest one when the workers left. The generation after it may have the same."""
+
+
 @dataclass(slots=True)
 class Regrouping:
-    """What lies between two generations of the same workers."""
+    """State of a regroup: the next generation is formed of running workers."""
 
     job: JobSpec
     limits: Limits
     budget: Budget
     membership: Membership
     replacements: Replacements
+    incidents: Incidents
     settling: bool = False
     """The generation was formed of running workers, and not all of them are able to go on from it."""
     began_s: float = 0.0
     """When that began."""
-    past: dict[int, World] = field(default_factory=dict)
+    past: dict[int, PastGeneration] = field(default_factory=dict)
     """Generations since the last one that was gathered, by number: the evidence of a failure may still arrive."""
-    judged: bool = True
-    """The verdict on the newest loss was given."""
     succeeded: Callable[[Collection[str]], bool] = lambda _: False
     """Whether another coordinator would continue the job without these agents, of which one has the coordinator."""
     longest_step_s: Callable[[], float] = lambda: 0.0
@@ -93,6 +98,7 @@ class Regrouping:
     _wanted: int = 0
     """With --survive wait: the number of ranks without which the next generation is not started."""
     _attempts: int = 0
+    """Generations formed of running workers since the last one that was started."""
     _rejoin_by_s: float = inf
     """When all workers must have gone on in the newest generation."""
     _went_on: set[tuple[str, int]] = field(default_factory=set)
@@ -106,7 +112,7 @@ class Regrouping:
 
     def reset(self) -> None:
         """All workers are stopped: the next generation is gathered."""
-        self.plan, self.settling, self.judged, self._wanted, self._attempts = None, False, True, 0, 0
+        self.plan, self.settling, self._wanted, self._attempts = None, False, 0, 0
         self.replacements.reset()
         self._rejoin_by_s = inf
         for each in (self.past, self.arriving, self._newcomers):
@@ -125,7 +131,6 @@ class Regrouping:
         if self.job.survive is Survive.WAIT:
             self._wanted = max(world.size, self._wanted)
         self._attempts += 1
-        self.judged = self.judged and (world.judged or not (world.failures or world.lost_nodes))
         return Plan(_with_ranks_first(places), places, f"{what}; {self._go_on(sum(map(len, places.values())))}")
 
     def spares(self, world: World, phase: Phase, silent: Collection[str]) -> bool:
@@ -150,15 +155,13 @@ class Regrouping:
     def _problem(self, world: World, phase: Phase, places: Mapping[str, tuple[int, ...]]) -> str:
         """Why the workers at these places cannot go on alone. First match wins."""
         members = self.membership.members
-        if own := _own_fault(world):
+        if own := self.incidents.newest.own_fault:
             return own
         if self._attempts >= ATTEMPTS_MAX:
             return f"{ATTEMPTS_MAX} losses in a row while regrouping"
         if world.done_count:
             return f"rank {spans(world.done_ranks())} has ended"
         leaving = [members[name] for name in self.leaving(world)]
-        if old := next((each for each in leaving if each.revision < REVISION_OF_PARTING), None):
-            return f"{old.node.host} is leaving, and has an older holdfast"
         led = next((each for each in leaving if each.node.hosts_coordinator), None)
         if led is not None and not self.succeeded([each.node.agent for each in leaving]):
             return f"{led.node.host} is leaving, it has the coordinator, and no other node can take over"
@@ -180,53 +183,53 @@ class Regrouping:
 
     def _charge(self, now: float, world: World) -> str:
         """Charge the loss to the restart budget, once, as a restart is. A lost node is free. Why it cannot be."""
-        if world.charged or world.free or world.lost_nodes or not world.failures:
+        incident = self.incidents.newest
+        if incident.charged or world.free or incident.lost_nodes or not incident.failures:
             return ""
         # A worker that is killed from outside again and again does no harm as long as the job makes steps in between.
         # Progress is reported once a second, so what the failure itself says may be newer.
-        before, self._lost_step = self._lost_step, max(self._lost_step, *(each.step for each in world.failures))
+        before, self._lost_step = self._lost_step, max(self._lost_step, *(each.step for each in incident.failures))
         stepped = world.stepped or self._lost_step > before
-        harmless = stepped and all(each.exit_code == -signal.SIGKILL for each in world.failures)
+        harmless = stepped and all(each.exit_code == -signal.SIGKILL for each in incident.failures)
         lived_s = inf if harmless else world.lived_s(now)
-        pause = self.budget.charge(world.failures[0].signature, lived_s)
+        pause = self.budget.charge(incident.failures[0].signature, lived_s)
         if isinstance(pause, GiveUp):
             return pause.reason
-        world.charged, self.replacements.not_before_s = True, now + pause.backoff_s
+        incident.charged, self.replacements.not_before_s = True, now + pause.backoff_s
         return ""
 
-    def evidence(self, lost: World, world: World) -> list[Order]:
+    def evidence(self, incident: Incident, world: World) -> list[Order]:
         """The evidence of a failure in an earlier generation was read: the others may have to stop after all."""
-        own = _own_fault(lost)
+        own = incident.own_fault
         if not own:
             return []
-        world.failures, world.unread, world.charged = lost.failures, lost.unread, lost.charged
+        self.incidents.reopen(incident)
         return self._refusal(world, own)
 
-    def to_judge(self, world: World) -> World | None:
+    def to_judge(self) -> PastGeneration | None:
         """The generation that lost ranks, once the evidence is complete; None: nothing to report."""
-        if self.judged or not self.past or self.past[max(self.past)].unread:
+        past = self.past[max(self.past)] if self.past else None
+        if past is None or past.incident.empty or past.incident.unread or past.incident.verdict is not None:
             return None
-        self.judged = world.judged = True
-        return self.past[max(self.past)]
+        return past
 
     # ---------------------------------------------------------------- the next generation
 
     def form(self, now: float, generation: int, plan: Plan, before: World) -> World:
-        """The world of a plan. It keeps the failures of the one before until all its ranks are able to go on from it:
-        if they are not, these failures are the reason for the restart."""
+        """The world of a plan. The incident stays the newest one until all ranks are able to go on from that world: if
+        they are not, it is the reason for the restart."""
         if not self.settling:
             self.began_s = now
         self.settling, self.plan = True, plan
-        self.past[before.generation] = before
+        self.past[before.generation] = PastGeneration(before, self.incidents.newest)
+        self.incidents.carried_on()
         self.past.pop(before.generation - PAST_MAX, None)
         self.arriving.clear()
-        world = World(generation, plan.order, plan.places)
+        world = World(generation, plan.order, dict(plan.places))
         for name in self.leaving(before):
             gone = before.gone.get(name, set()) | before.done.get(name, set())
             world.parting[name] = tuple(each for each in before.workers_of(name) if each not in gone)
             self.forget(now, name)
-        world.failures, world.unread, world.charged = before.failures, before.unread, before.charged
-        world.lost_nodes, world.lost_hosts, world.lost_ranks = before.lost_nodes, before.lost_hosts, before.lost_ranks
         if plan.fresh:
             world.undisturbed_s = before.started_s if before.undisturbed_s is None else before.undisturbed_s
         world.short_lease_s = before.short_lease_s
@@ -235,7 +238,7 @@ class Regrouping:
 
     def all_done(self, world: World) -> bool:
         """All ranks have ended with 0 instead of reaching the safe point at which others would have joined them."""
-        return not self.cut and world.done_count == self.past[max(self.past)].size
+        return not self.cut and world.done_count == self.past[max(self.past)].world.size
 
     @property
     def cut(self) -> bool:
@@ -296,7 +299,7 @@ class Regrouping:
         return self.limits.regroup_of(self.longest_step_s()) if self.cut else self.limits.safe_point_s
 
     def _refusal(self, world: World, why: str) -> list[Order]:
-        reason = StopReason.MEMBER_LOST if world.lost_nodes else StopReason.WORKER_FAILED
+        reason = StopReason.MEMBER_LOST if self.incidents.newest.lost_nodes else StopReason.WORKER_FAILED
         note = Note("regroup_refused", {"generation": world.generation, "reason": why})
         return [note, EndGeneration(reason, f"the workers cannot go on: {why}")]
 
@@ -334,9 +337,7 @@ class Regrouping:
             world.short_lease_s = self.limits.short_lease_of(max(known)) if known and all(known) else 0.0
         if self.settling and world.all_able:
             self.settling = False
-            world.failures, world.unread = [], set()
-            world.charged = world.covered = world.judged = False
-            world.lost_nodes, world.lost_hosts, world.lost_ranks = [], [], []
+            self.incidents.over()
 
     def _replacements_failed(
         self, now: float, world: World, member: Member, failures: tuple[Failure, ...]
@@ -352,7 +353,7 @@ class Regrouping:
         if not self.waits(world):
             left = f"no restart is left: {self._go_on(world.size)}"
             return [note, *self._tell_world(world, Notice(f"{what}; {left}"))]
-        world.failures, world.charged = [*world.failures, *failures], False
+        self.incidents.replacements_failed(failures)
         return [note, EndGeneration(StopReason.WORKER_FAILED, what)]
 
     # ---------------------------------------------------------------- replacements
@@ -428,13 +429,12 @@ class Regrouping:
 
     # ---------------------------------------------------------------- nodes that arrive
 
-    def admits(self, world: World, member: Member) -> bool:
-        """Whether this node may join the running generation without a worker in it, and start its workers there."""
+    def admits(self, world: World) -> bool:
+        """Whether a node may join the running generation without a worker in it, and start its workers there."""
         return (
             self.job.survive is not Survive.OFF
             and self.job.grow is Grow.DRAIN
             and world.all_able
-            and member.revision >= REVISION_NEEDED
             and world.master[1] > 0
         )
 
@@ -464,32 +464,6 @@ class Regrouping:
     def _tell_world(self, world: World, message: Notice) -> list[Order]:
         members = self.membership.members
         return [Tell(members[name].link, message) for name in world.order if name in members]
-
-
-def _own_fault(world: World) -> str:
-    """What a worker of this world did that its peers, or its replacement, may do as well; empty: all were killed."""
-    own = next((failure for failure in world.failures if not killed(failure)), None)
-    if own is None:
-        return ""
-    return f"rank {own.rank} ran out of memory" if own.out_of_memory else f"rank {own.rank} exited"
-
-
-def killed(failure: Failure) -> bool:
-    """Whether this worker ended by a signal, and by nothing that its peers or its replacement would do as well."""
-    return failure.exit_code < 0 and failure.started and not failure.error_type and not failure.out_of_memory
-
-
-def how(failure: Failure) -> str:
-    """
-    >>> how(Failure(rank=3, local_rank=3, host="a", pid=1, exit_code=-9))
-    'killed by SIGKILL'
-    """
-    if failure.exit_code >= 0:
-        return f"exit code {failure.exit_code}"
-    try:
-        return f"killed by {signal.Signals(-failure.exit_code).name}"
-    except ValueError:
-        return f"killed by signal {-failure.exit_code}"
 
 
 def _with_ranks_first(places: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:

@@ -241,7 +241,7 @@ class History(Struct):
 
 
 def history(journals: Iterable[Iterable[Event]]) -> History | None:
-    """The history, from one journal per node. None: an older version wrote them, without the starts of generations."""
+    """The history, from one journal per node. None: no generation was started."""
     nodes = [_node(list(journal)) for journal in journals]
     if not any(node.lives for node in nodes):
         return None
@@ -472,11 +472,11 @@ def _incident(event: Event) -> Incident | None:
         case "coordinator.straggler" | "coordinator.straggler_over":
             over = " over" if event["event"].endswith("_over") else ""
             return here(what=f"straggler{over}", text=_straggler(event), code=event["code"])
-        case "agent.fenced" | "agent.fenced_by_keeper":
+        case "agent.fenced" | "agent.fenced_by_supervisor":
             return of_job(what="fenced", text="cut off too long: it stopped its own workers")
         case "supervisor_killed":
             return of_job(what="supervisor", text=f"the supervisor executed no order for {event['seconds']:.1f} s")
-        case "keeper_died":
+        case "supervisor_died":
             return of_job(what="supervisor", text="the supervisor was killed, and the workers with it")
         case "store_lost":
             return here(what="store lost", text=event["why"])

@@ -38,7 +38,8 @@ from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure, Outcome
 from holdfast.protocol.rank_progress import Frame, RankSample
 
 MAGIC = b"HOLDFAST"
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 1
+"""Of preamble, handshake and messages together. A peer of another version is refused, with a text that names both."""
 PREAMBLE_BYTES = len(MAGIC) + 2
 LENGTH_BYTES = 4
 

@@ -4,7 +4,7 @@ A formation costs every agent four messages whatever the size of the job:
 Join (or Stopped) up, Assign down, Prepared up, Start down. No message carries the roster. After a failure Stop carries
 the Assign, and Prepared follows Stopped: one message and one round trip fewer.
 
-Structs are array-like on the wire: new fields go to the end and have defaults.
+All nodes of a job have the same version of these messages (`codec.PROTOCOL_VERSION`): the handshake refuses others.
 """
 
 from __future__ import annotations
@@ -34,13 +34,6 @@ from holdfast.protocol.rank_progress import NodeLoad, RankProfile, RankProgress,
 
 OF_ONE_NODE = Meta(max_length=WORKERS_PER_NODE_MAX)
 LocalRanks: TypeAlias = Annotated[tuple[LocalRank, ...], OF_ONE_NODE]
-
-REVISION = 7
-"""Revision of these messages, in `Joined.revision` and `Join.revision`. From 1 on, an agent reports a failure before it
-has read the evidence, and prepares the generation that a Stop announces. From 2 on, it reports which workers can go on
-after a loss (`Able`). From 3 on, it can vote for a successor (`Renew`, `Poll`). From 4 on, it takes profiles, and its
-workers can save at a safe point. From 5 on, workers of a node that leaves do their last step with the others
-(`Regroup`). From 6 on, a Progress takes the place of a Ping. From 7 on, it suspends workers (`Joined.suspend_s`)."""
 
 
 class StopReason(Enum):
@@ -85,8 +78,8 @@ class Join(AgentMessage, frozen=True, tag="join"):
     """The generation whose workers are alive. Resume lets them continue; else the agent kills them at its fence."""
     led_by: str = ""
     """`led_by` of the Assign of last_generation, so that a new coordinator can report which node was lost."""
-    revision: Count = 0
-    """The agent's REVISION."""
+    suspends: bool = True
+    """It suspends its workers as `Joined.suspend_s` says. False: answers came so late that it does not any more."""
     port: PortOrNone = 0
     """Where the agent listens for candidates and newcomers; 0: it does not listen, and has no vote."""
     term: Count = 0
@@ -220,7 +213,7 @@ class Ping(AgentMessage, frozen=True, tag="ping"):
 
 class Supersede(AgentMessage, frozen=True, tag="supersede"):
     """A coordinator calls the job's endpoint, where a node that returned may have started another one: one of the two
-    steps down (`ReplicatedCoordinator`). Answered by Moved if it is the caller."""
+    steps down (`authority.voters`). Answered by Moved if it is the caller."""
 
     term: Count
     address: str
@@ -243,7 +236,7 @@ class Recall(AgentMessage, frozen=True, tag="recall"):
     lost_s: Seconds
     """How long ago it lost its coordinator."""
     patience_s: Seconds = 0.0
-    """For so long it does not join."""
+    """The sender waits this long before it joins."""
 
 
 class Ask(AgentMessage, frozen=True, tag="ask"):
@@ -271,8 +264,6 @@ class Joined(CoordinatorMessage, frozen=True, tag="joined"):
     lease_s: Seconds
     fence_s: Period
     ping_interval_s: Period
-    revision: Count = 0
-    """The coordinator's REVISION."""
     term: Count = 0
     """The coordinator's term. An agent that knows a newer one hangs up."""
     age_s: Seconds = 0.0

@@ -11,8 +11,6 @@ from msgspec import Struct
 from holdfast.protocol.errors import UsageError
 from holdfast.protocol.rank_progress import Frame, JobView, Operation, RankSample, RankStack, StacksView
 
-REVISION_OF_PROFILES = 4
-"""From this revision of the messages on, an agent takes profiles, and its workers save at a safe point and go on."""
 RANKS_MAX = 1_000_000
 """Of one range that a user writes."""
 PROFILED_RANKS_MAX = 64

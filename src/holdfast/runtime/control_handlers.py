@@ -17,7 +17,7 @@ from msgspec import Struct
 
 from holdfast.agent.agent_machine import AgentMachine
 from holdfast.agent.events import Event, Received
-from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.coordinator.coordinator_state import HostAsked, QuitAsked, SaveAgreed, SaveAsked
 from holdfast.protocol.messages import (
     Answer,
@@ -35,7 +35,6 @@ from holdfast.protocol.policy import JobSpec, NodeSpec
 from holdfast.protocol.questions import (
     OF_A_HOST,
     PROFILE_S_MAX,
-    REVISION_OF_PROFILES,
     ProfiledRank,
     ProfileView,
     Question,
@@ -118,7 +117,7 @@ class Answers:
 
     def __init__(
         self,
-        machine: CoordinatorMachine,
+        machine: Coordinator,
         links: Mapping[int, MemberLink],
         feed: Callable[[QuitAsked | HostAsked | SaveAsked], None],
         fault: Callable[[str, Exception], None],
@@ -261,15 +260,9 @@ class Answers:
         places = {to: range(base, base + len(local_ranks)) for to, (_, base, local_ranks) in nodes.items()}
         asked = {to: node for to, node in nodes.items() if wanted.intersection(places[to])}
         missing = wanted.difference(*places.values())
-        members = self._machine.members.values()
-        old = {
-            member.node.host for member in members if member.revision < REVISION_OF_PROFILES and member.link in asked
-        }
         refused = "" if wanted else "no ranks are named"
         if missing:
             refused = f"no rank {spans(missing)} runs now; there are {plural(size, 'rank')}"
-        elif old:
-            refused = f"{', '.join(sorted(old))} has an older holdfast, which takes no profiles"
         if refused:
             self._tell(link, ask, lambda: msgspec.json.encode(ProfileView(refused=refused)))
             return
@@ -360,11 +353,6 @@ class OwnNode:
             notices=("the coordinator does not answer: this is what this node knows",),
         )
 
-    @property
-    def revision(self) -> int:
-        """The REVISION of messages that the coordinator understands."""
-        return self._machine.revision
-
     async def stacks(self) -> bytes:
         current = self._machine.current
         place = current.assign if current is not None else None
@@ -425,16 +413,13 @@ class ControlRequests:
         by = f"{ask.by or f'holdfast {ask.question.value}'} on {self._host}"
         self._number += 1
         ask = msgspec.structs.replace(ask, number=self._number, by=by)
-        new = ask.question in (Question.PROFILE, Question.SAVE)
-        if not new or self._own.revision >= REVISION_OF_PROFILES:  # an older coordinator would drop the link
-            body = await self._ask_coordinator(ask)
-            if body is not None:
-                return Reply(body=msgspec.Raw(body))
+        body = await self._ask_coordinator(ask)
+        if body is not None:
+            return Reply(body=msgspec.Raw(body))
         if ask.question is Question.STACKS:
             body = await self._own.stacks()
-        elif new:
-            refused = "the coordinator does not answer, or has an older holdfast"
-            body = msgspec.json.encode({"nodes": 0, "refused": refused})
+        elif ask.question in (Question.PROFILE, Question.SAVE):
+            body = msgspec.json.encode({"nodes": 0, "refused": "the coordinator does not answer"})
         else:
             body = answer_at_once(self._own, ask)
         return Reply(whole=False, body=msgspec.Raw(body))

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.coordinator.coordinator_state import (
     Command,
     Conclude,
@@ -111,9 +111,9 @@ class _ToAgent:
 
 
 class CoordinatorService:
-    """Runs a CoordinatorMachine behind the sockets of a claim."""
+    """Runs a Coordinator behind the sockets of a claim."""
 
-    def __init__(self, machine: CoordinatorMachine, journal: Journal, say: Callable[[str], None]) -> None:
+    def __init__(self, machine: Coordinator, journal: Journal, say: Callable[[str], None]) -> None:
         self._journal = journal
         self._say = say
         self._links: dict[int, AgentLink] = {}

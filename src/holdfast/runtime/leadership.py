@@ -25,9 +25,10 @@ from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
 
+from holdfast.authority.leased import Lease
+from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.coordinator.coordinator_state import Command, DropLink, Tell
 from holdfast.coordinator.ending import Judge
-from holdfast.coordinator.leased import LeasedCoordinator
 from holdfast.coordinator.monitor import cannot_tell
 from holdfast.detached import run_detached
 from holdfast.journal import Journal
@@ -187,7 +188,7 @@ class ElectedService(CoordinatorService):
 
     def __init__(
         self,
-        machine: LeasedCoordinator,
+        machine: Coordinator,
         lease_holder: LeaseHolder,
         journal: Journal,
         say: Callable[[str], None],
@@ -441,16 +442,15 @@ class ElectedClient:
     async def _host(self, won: Won) -> None:
         options, lease_holder = self._options, won.lease_holder
         before = lease_holder.previous_leader
-        machine = LeasedCoordinator(
-            options.job,
+        now = asyncio.get_running_loop().time()
+        lease = Lease(
             options.limits,
-            self._judge,
-            asyncio.get_running_loop().time(),
+            now,
             holds=lease_holder.holds,
             floor=before.generation if before is not None else 0,
             tail_s=before.tail_s if before is not None else 0.0,
-            examine=self._examine,
         )
+        machine = Coordinator(options.job, options.limits, self._judge, now, lease, examine=self._examine)
         service = ElectedService(machine, lease_holder, self._journal, self._say, self._step_down)
         self._service, self._lease_holder = service, lease_holder
         await service.listen(won.place, options.token, static=False)

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from holdfast.agent.events import Dialed, DialFailed
-from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.authority.sole import Sole
+from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.coordinator.ending import Judge
 from holdfast.coordinator.monitor import cannot_tell
 from holdfast.journal import Journal
@@ -148,11 +149,13 @@ class RendezvousClient:
     async def _host(self, place: Claim | None) -> None:
         options = self._options
         static = options.job.fixed_ranks and options.share_store
-        machine = CoordinatorMachine(
+        now = asyncio.get_running_loop().time()
+        machine = Coordinator(
             options.job,
             options.limits,
             self._judge,
-            asyncio.get_running_loop().time(),
+            now,
+            Sole(options.limits, now),
             fixed_master=(options.endpoint.host, place.port) if static and place is not None else None,
             examine=self._examine,
         )

@@ -7,17 +7,17 @@ from functools import partial
 from typing import Protocol
 
 from holdfast.agent.voter import HeardOf, Linked, Unlinked
-from holdfast.coordinator.coordinator_state import (
-    Command,
+from holdfast.authority.voter_events import (
     Deposed,
     NoWitness,
     ProveCaller,
     ProveVoterGone,
-    StepDown,
     VoterGone,
     WitnessOpened,
 )
-from holdfast.coordinator.replicated import ReplicatedCoordinator
+from holdfast.authority.voters import Voters
+from holdfast.coordinator.coordinator_machine import Coordinator
+from holdfast.coordinator.coordinator_state import Command, StepDown
 from holdfast.journal import Journal
 from holdfast.protocol.charter import Poll, Renew, Seat
 from holdfast.protocol.messages import FromAgent, FromCoordinator, Joined, Moved, Supersede
@@ -42,16 +42,17 @@ class OtherVoters(Protocol):
 
 
 class ReplicatedService(CoordinatorService):
-    """Runs a ReplicatedCoordinator."""
+    """Runs a coordinator whose authority is a majority of voters."""
 
     def __init__(
         self,
-        machine: ReplicatedCoordinator,
+        machine: Coordinator,
+        voters: Voters,
         journal: Journal,
         say: Callable[[str], None],
         client: OtherVoters,
     ) -> None:
-        self.replicated = machine
+        self.voters = voters
         self.errands = Errands()
         """They end with this coordinator."""
         self._client = client

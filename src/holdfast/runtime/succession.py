@@ -24,12 +24,11 @@ from holdfast.agent.voter import (
     Unlinked,
     Voter,
 )
-from holdfast.coordinator.coordinator_state import (
-    Deposed,
-    StepDown,
-)
+from holdfast.authority.voter_events import Deposed
+from holdfast.authority.voters import Voters
+from holdfast.coordinator.coordinator_machine import Coordinator
+from holdfast.coordinator.coordinator_state import StepDown
 from holdfast.coordinator.ending import Judge
-from holdfast.coordinator.replicated import ReplicatedCoordinator
 from holdfast.journal import Journal
 from holdfast.protocol.charter import VOTERS_MIN, Poll, Polled, Renew, Seat, Succession
 from holdfast.protocol.errors import (
@@ -191,10 +190,8 @@ class SuccessionClient:
         assert self._voter is not None
         self._place = None
         self._link = WatchedLink(self.service.connect_locally(), self._voter)
-        replicated, voter = self.service.replicated, self._voter.machine
-        recall = voter.recall(
-            self._loop.time(), "", replicated.term, founded=replicated.founded, forms=replicated.forms
-        )
+        voters, voter = self.service.voters, self._voter.machine
+        recall = voter.recall(self._loop.time(), "", voters.term, founded=voters.founded, forms=voters.forms)
         if recall is not None:
             self._link.send(recall)
         return self._link
@@ -356,20 +353,13 @@ class SuccessionClient:
         assert self._reception is not None
         options = self._options
         others = [each for each in (options.endpoint, *options.more_endpoints) if each not in self._bound]
-        machine = ReplicatedCoordinator(
-            options.job,
-            options.limits,
-            self._judge,
-            self._loop.time(),
-            node,
-            succession,
-            examine=self._examine,
-            places=[(each.host, each.port) for each in others],
-        )
-        service = self.service = ReplicatedService(machine, self._journal, self._say, self)
+        now, places = self._loop.time(), [(each.host, each.port) for each in others]
+        voters = Voters(options.limits, now, node, succession, places=places)
+        machine = Coordinator(options.job, options.limits, self._judge, now, voters, examine=self._examine)
+        service = self.service = ReplicatedService(machine, voters, self._journal, self._say, self)
         self._reception.connected = service.connected
         self._reception.leading = lambda accepted: structs.replace(
-            accepted, term=machine.term, founded=machine.founded, forms=machine.forms
+            accepted, term=voters.term, founded=voters.founded, forms=voters.forms
         )
         self._journal.write("leads", term=succession.term, founds=succession.charter is None)
         for endpoint in others:
@@ -384,10 +374,10 @@ class SuccessionClient:
         self._reception.connected = None
         self._say(f"this node is not the coordinator any more: {command.reason}")
         # Until now its voter has voted for nobody, and it may not hold the newest charter.
-        machine = service.replicated
-        if machine.charter.voters:
-            self._voter.renew_came(Renew(machine.term, 0, machine.charter), lambda _: None)
-        self._voter.feed(Unlinked(machine.term, closed=False, local=True, aside=command.aside))
+        voters = service.voters
+        if voters.charter.voters:
+            self._voter.renew_came(Renew(voters.term, 0, voters.charter), lambda _: None)
+        self._voter.feed(Unlinked(voters.term, closed=False, local=True, aside=command.aside))
         if self._link is not None:
             self._link.stepped_down()
         if command.port:
@@ -470,7 +460,7 @@ class SuccessionClient:
         service.no_witness(endpoint)
         connection.start(partial(self._answered, service, connection), end)
         address = self._options.local_addr or connection.local_address
-        connection.send(service.replicated.call(address, self.port))
+        connection.send(service.voters.call(address, self.port))
         await asyncio.wait({closed}, timeout=self._options.limits.poll_s)
 
     def _answered(self, service: ReplicatedService, connection: Outgoing, message: FromCoordinator) -> None:

@@ -159,7 +159,7 @@ class DashboardHost:
         if packet.get("is") == "used":
             self._credentials = msgspec.structs.replace(self._credentials, token="")
         elif packet.get("is") == "fault":
-            self._journal.write("insight_fault", what=DASHBOARD, error=str(packet.get("text")))
+            self._journal.write("observer_fault", what=DASHBOARD, error=str(packet.get("text")))
 
     def _gone_silent(self) -> None:
         self._gone.set()

@@ -481,7 +481,7 @@ class WorkerGroup:
         Raises SupervisorLostError when that does not help.
         """
         self._supervisor_ready.clear()
-        self._journal.write("keeper_died")
+        self._journal.write("supervisor_died")
         self._revivals.count(self._loop.time())
         running = self._running
         report = running.lost() if running is not None else None

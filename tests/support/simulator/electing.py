@@ -2,7 +2,7 @@
 
     ElectingAgent       an agent's process: the agent, its voter, and perhaps the coordinator
     SimWitness          a witness's process
-    SimReplicated       a ReplicatedCoordinator in an agent's process
+    SimReplicated       a coordinator in an agent's process, and the voters that confirm it
 
 They find the coordinator as the runtime does (`holdfast.runtime.succession`): all likely places are tried side by side.
 """
@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 from holdfast.agent import commands as do
 from holdfast.agent import events as ev
 from holdfast.agent import voter as vote
+from holdfast.authority import voter_events as votes
+from holdfast.authority.voters import Voters
 from holdfast.coordinator import coordinator_state as cstate
-from holdfast.coordinator.replicated import ReplicatedCoordinator
+from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.protocol.charter import Charter, Poll, Polled, Renew, Renewed, Seat, Succession
 from holdfast.protocol.errors import CoordinatorUnreachableError
 from holdfast.protocol.messages import FromCoordinator, Joined, Moved, Supersede
@@ -199,7 +201,7 @@ class ElectingAgent(DrawnAgent):
 
     def lead(self, succession: Succession) -> None:
         if self.coordinator is not None:
-            self.coordinator.handle(cstate.Deposed(succession.term, "", 0))
+            self.coordinator.handle(votes.Deposed(succession.term, "", 0))
         if self.coordinator is not None:
             self.voter.handle(vote.Unlinked(succession.term, closed=False, local=True))
             return
@@ -210,10 +212,10 @@ class ElectingAgent(DrawnAgent):
         coordinator, self.coordinator = self.coordinator, None
         assert coordinator is not None
         self.world.log(coordinator.who, f"steps down: {command.reason}")
-        machine = coordinator.machine
-        if machine.charter.voters:
-            self.voter.renew_came(Renew(machine.term, 0, machine.charter), lambda _: None)
-        self.voter.handle(vote.Unlinked(machine.term, closed=False, local=True, aside=command.aside))
+        voters = coordinator.voters
+        if voters.charter.voters:
+            self.voter.renew_came(Renew(voters.term, 0, voters.charter), lambda _: None)
+        self.voter.handle(vote.Unlinked(voters.term, closed=False, local=True, aside=command.aside))
         if command.port:
             coordinator.announce(Moved(command.term, command.address, command.port))
             self.voter.handle(vote.HeardOf(command.term, command.address, command.port))
@@ -386,25 +388,27 @@ class SimReplicated(SimCoordinator):
     """A coordinator in an agent's process. Renews its connections to witnesses, and calls the other endpoints."""
 
     def __init__(
-        self, world: SuccessionCluster, agent: ElectingAgent, number: int, machine: ReplicatedCoordinator
+        self, world: SuccessionCluster, agent: ElectingAgent, number: int, machine: Coordinator, voters: Voters
     ) -> None:
         super().__init__(world, agent.host, number, machine, f"coordinator on {agent.host}")
         self.cluster = world
         self.agent = agent
+        self.voters = voters
         self.began_s = world.clock.now
         self._committed: Charter | None = None
         self._older: Charter | None = None
         self._watched: set[str] = set()
         """Witnesses with a connection."""
-        machine._charters._count = partial(self._count, machine._charters._count)  # type: ignore[method-assign]
+        charters = voters._charters
+        charters._count = partial(self._count, charters._count)  # type: ignore[method-assign]
         for host in (*world.endpoints, *world.witnesses):
             if host != self.host:
                 world.on_host(self.host, partial(self._watch, host))
 
     def introduction(self) -> Accepted:
         """What an agent that connects learns of it."""
-        name, machine = self.agent.voter.machine.name, self.machine
-        return Accepted(1, name=name, term=machine.term, founded=machine.founded, forms=machine.forms)
+        name, voters = self.agent.voter.machine.name, self.voters
+        return Accepted(1, name=name, term=voters.term, founded=voters.founded, forms=voters.forms)
 
     def announce(self, message: Moved) -> None:
         for end in self._ends.values():
@@ -418,12 +422,12 @@ class SimReplicated(SimCoordinator):
     def _handled(self) -> None:
         super()._handled()
         self._look_back()
-        self.cluster.jobs.wrote(self.number, self.machine.charter)
+        self.cluster.jobs.wrote(self.number, self.voters.charter)
 
     def _look_back(self) -> None:
         """Whether a founder continues another charter."""
-        older = self.machine.older
-        if older is not self._older:
+        older = self.voters.older
+        if older is not None and older is not self._older:
             self._older = older
             self.cluster.jobs.recalls(self.number, older)
 
@@ -432,19 +436,19 @@ class SimReplicated(SimCoordinator):
         that nobody has reached yet."""
         count()
         self._look_back()
-        machine = self.machine
-        charter = machine.charter
-        if charter is not self._committed and not machine.forms and machine._charters.counts:
+        voters = self.voters
+        charter = voters.charter
+        if charter is not self._committed and not voters.forms and voters._charters.counts:
             self._committed = charter
-            self.cluster.jobs.committed(self.number, machine.term, charter)
+            self.cluster.jobs.committed(self.number, voters.term, charter)
 
     def _do(self, command: cstate.Command) -> None:
         match command:
             case cstate.StepDown():
                 self.agent.stepped_down(command)
-            case cstate.ProveCaller(call):
+            case votes.ProveCaller(call):
                 self.cluster.reach(self.host, (call.address, call.port), partial(self._found_caller, call))
-            case cstate.ProveVoterGone(seat):
+            case votes.ProveVoterGone(seat):
                 self.cluster.reach(self.host, (seat.address, seat.port), partial(self._proved, seat))
             case _:
                 super()._do(command)
@@ -455,12 +459,12 @@ class SimReplicated(SimCoordinator):
         it = process.coordinator.introduction()
         if it.name == call.name:
             about = it.name, not it.founded, it.forms
-            self.handle(cstate.Deposed(it.term, call.address, call.port, *about))
+            self.handle(votes.Deposed(it.term, call.address, call.port, *about))
 
     def _proved(self, seat: Seat, process: Process | str) -> None:
         another = not isinstance(process, str) and process.voter.machine.name != seat.name
         if process == "refused" or another:
-            self.handle(cstate.VoterGone(seat.name))
+            self.handle(votes.VoterGone(seat.name))
 
     def _watch(self, host: str) -> None:
         """Connect to a witness, or call another endpoint: a node that returned there may have founded the job again."""
@@ -473,7 +477,7 @@ class SimReplicated(SimCoordinator):
 
     def _reached(self, host: str, process: Process | str) -> None:
         if self.alive and not isinstance(process, SimWitness):
-            self.handle(cstate.NoWitness(host, ENDPOINT_PORT))
+            self.handle(votes.NoWitness(host, ENDPOINT_PORT))
         if isinstance(process, str) or not self.alive or host in self._watched:
             return
         link = self.cluster.network.connect(self.host, host)
@@ -491,9 +495,9 @@ class SimReplicated(SimCoordinator):
                 self.handle(cstate.LinkClosed(number, reason))
 
             end.on_closed = closed
-            self.handle(cstate.WitnessOpened(number, process.seat))
+            self.handle(votes.WitnessOpened(number, process.seat))
             return
-        call = self.machine.call(self.cluster.address(self.host), self.agent.port)
+        call = self.voters.call(self.cluster.address(self.host), self.agent.port)
         if process.coordinator is not None:
             link.a.on_message = self._answered
             process.coordinator.accept(link.b, self.host)
@@ -508,5 +512,5 @@ class SimReplicated(SimCoordinator):
     def _answered(self, message: object) -> None:
         if isinstance(message, Moved):
             self.handle(
-                cstate.Deposed(message.term, message.address, message.port, message.name, elected=message.elected)
+                votes.Deposed(message.term, message.address, message.port, message.name, elected=message.elected)
             )

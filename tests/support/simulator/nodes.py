@@ -1,7 +1,7 @@
 """The shell of the simulation: what runtime/ does with asyncio and processes, done with an agenda and a fake network.
 
     World           hosts by name; the endpoint is the first one's, so its agent hosts the coordinator
-    SimCoordinator  a CoordinatorMachine on a host
+    SimCoordinator  a Coordinator on a host
     SimAgent        an AgentMachine on a host; what its pretend workers do is said by a subclass
 
 Every machine's invariants are checked after every event.
@@ -15,8 +15,9 @@ from holdfast.agent import commands as do
 from holdfast.agent import events as ev
 from holdfast.agent.agent_machine import AgentMachine
 from holdfast.agent.agent_state import Work
+from holdfast.authority.sole import Sole
 from holdfast.coordinator import coordinator_state as cstate
-from holdfast.coordinator.coordinator_machine import CoordinatorMachine
+from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.protocol.errors import CoordinatorUnreachableError
 from holdfast.protocol.messages import Assign
 from holdfast.protocol.outcome import Evidence, Failure, Outcome, Verdict
@@ -94,8 +95,9 @@ class World:
     def agent_machine(self, node: NodeSpec) -> AgentMachine:
         return AgentMachine(node, self.limits, self.clock.now)
 
-    def coordinator_machine(self) -> CoordinatorMachine:
-        return CoordinatorMachine(self.job, self.limits, simple_judge, self.clock.now, examine=simple_examine)
+    def coordinator_machine(self) -> Coordinator:
+        now = self.clock.now
+        return Coordinator(self.job, self.limits, simple_judge, now, Sole(self.limits, now), examine=simple_examine)
 
     def claim(self, host: str) -> None:
         """As before every attempt to reach the coordinator: whoever can bind the endpoint hosts it."""
@@ -191,14 +193,14 @@ class Shell:
 
 
 class SimCoordinator(Shell):
-    """A CoordinatorMachine on a host."""
+    """A Coordinator on a host."""
 
     def __init__(
         self,
         world: World,
         host: str,
         number: int,
-        machine: CoordinatorMachine | None = None,
+        machine: Coordinator | None = None,
         name: str = "coordinator",
     ) -> None:
         super().__init__(world, name, machine or world.coordinator_machine(), COORDINATOR_RANK)

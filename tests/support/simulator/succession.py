@@ -12,9 +12,10 @@ from itertools import combinations
 from msgspec import structs
 
 from holdfast.agent import voter as vote
+from holdfast.authority.voters import Voters
+from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.coordinator.coordinator_state import Phase
 from holdfast.coordinator.formation import BACK_OFF
-from holdfast.coordinator.replicated import ReplicatedCoordinator
 from holdfast.protocol.charter import VOTERS_MIN, Charter, Poll, Polled, Succession
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.policy import NodeSpec, Note
@@ -48,7 +49,7 @@ class SuccessionCluster(SimCluster):
     """Nodes `n0` … and witnesses `w0` …; the endpoint is on n0, others may be listed after it."""
 
     voter_class = vote.Voter
-    coordinator_class = ReplicatedCoordinator
+    authority_class = Voters
 
     def __init__(
         self,
@@ -235,19 +236,15 @@ class SuccessionCluster(SimCluster):
 
     def lead(self, agent: ElectingAgent, node: NodeSpec, succession: Succession) -> SimReplicated:
         self.coordinators += 1
-        machine = self.replicated(node, succession)
-        coordinator = self.leaders[self.coordinators] = SimReplicated(self, agent, self.coordinators, machine)
+        judge, now = simple_judge, self.clock.now
+        places = [(host, ENDPOINT_PORT) for host in (*self.endpoints, *self.witnesses) if host != node.host]
+        voters = self.authority_class(self.limits, now, node, succession, places=places)
+        machine = Coordinator(self.job, self.limits, judge, now, voters, examine=simple_examine)
+        coordinator = self.leaders[self.coordinators] = SimReplicated(self, agent, self.coordinators, machine, voters)
         self.jobs.leads(coordinator.number, succession.charter, succession.term)
         self.log(coordinator.who, f"begins: term {succession.term}, {succession.silent_s:.3f} s, {succession.closed}")
         self.coordinator = coordinator
         return coordinator
-
-    def replicated(self, node: NodeSpec, succession: Succession) -> ReplicatedCoordinator:
-        judge, now = simple_judge, self.clock.now
-        places = [(host, ENDPOINT_PORT) for host in (*self.endpoints, *self.witnesses) if host != node.host]
-        return self.coordinator_class(
-            self.job, self.limits, judge, now, node, succession, examine=simple_examine, places=places
-        )
 
     def new_voter(self, name: str, *, stands: bool) -> vote.Voter:
         return self.voter_class(name, self.limits, self.clock.now, stands=stands)
@@ -315,7 +312,7 @@ class SuccessionCluster(SimCluster):
         """Voters that could go on with the newest charter without this founder, as far as they know who votes."""
         newest = self.jobs.newest
         assert newest is not None
-        living = self.living(newest, self.leaders[founder].machine.term)
+        living = self.living(newest, self.leaders[founder].voters.term)
         agents = [self.processes[host].voter.machine for host in living.values() if host in self.hosts]
         known = max((voter.charter for voter in agents), key=lambda charter: charter.position, default=None)
         able = known is not None and known.carried_by(living)
@@ -359,7 +356,7 @@ class SuccessionCluster(SimCluster):
         coordinator = getattr(process, "coordinator", None)
         if coordinator is None or self._runs(process):
             return coordinator is not None
-        gathering = coordinator.machine._gathering
+        gathering = coordinator.machine.gathering
         enough = gathering.present >= self.options.min_nodes
         return bool(enough and gathering.pause == BACK_OFF and self.clock.now < gathering.not_before_s)
 

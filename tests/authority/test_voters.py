@@ -8,25 +8,22 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from holdfast.coordinator import succeeded
+from holdfast.authority import succeeded
+from holdfast.authority.voter_events import Deposed, ProveCaller, ProveVoterGone, VoterGone, WitnessOpened
+from holdfast.authority.voters import Voters
+from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.coordinator.coordinator_state import (
     Command,
     Conclude,
-    Deposed,
     DropLink,
     Event,
     Heard,
     LinkClosed,
     LinkOpened,
     Phase,
-    ProveCaller,
-    ProveVoterGone,
     StepDown,
     Tell,
-    VoterGone,
-    WitnessOpened,
 )
-from holdfast.coordinator.replicated import ReplicatedCoordinator
 from holdfast.protocol import messages as msg
 from holdfast.protocol.charter import (
     NO_CHARTER,
@@ -71,8 +68,8 @@ class Desk:
         self.now = 100.0
         self.own = own
         self.limits: Limits = LIMITS
-        about = LIMITS, simple_judge, self.now, node(own), succession or Succession()
-        self.machine = ReplicatedCoordinator(job, *about, places=places)
+        self.voters = Voters(LIMITS, self.now, node(own), succession or Succession(), places=places)
+        self.machine = Coordinator(job, LIMITS, simple_judge, self.now, self.voters)
         self.told: list[tuple[int, msg.FromCoordinator]] = []
         self.kept: list[Renew] = []  # by the witness
         self.commands: list[Command] = []
@@ -87,7 +84,7 @@ class Desk:
                 self.kept.append(command.message)
             match command:
                 case Tell(link, Renew(term, probe, charter)) if link not in self.silent:
-                    held = charter.position if charter is not None else self.machine.charter.position
+                    held = charter.position if charter is not None else self.voters.charter.position
                     self.give(Heard(link, Renewed(term, probe, held)))
                 case ProveVoterGone(seat) if seat.name in self.gone:
                     self.give(VoterGone(seat.name))
@@ -101,7 +98,7 @@ class Desk:
         for link in links:
             local = link == self.own
             self.give(LinkOpened(link, "127.0.0.1" if local else f"10.0.0.{link}", f"10.0.0.{self.own}", local=local))
-            about = last, 0.0, running, "", msg.REVISION, 7000, term
+            about = last, 0.0, running, "", True, 7000, term
             self.give(Heard(link, msg.Join(node(link), *about)))
 
     def prepare(self, *links: int) -> None:
@@ -142,12 +139,12 @@ def test_the_start_waits_for_a_majority() -> None:
     desk.started(1, 2, 3)
     assert desk.machine.phase is Phase.RUNNING
     assert not desk.to(1, msg.Start)
-    assert desk.machine.charter.generation == 1
-    assert [seat.name for seat in desk.machine.charter.voters] == ["n1#1", "n2#1", "n3#1"]
+    assert desk.voters.charter.generation == 1
+    assert [seat.name for seat in desk.voters.charter.voters] == ["n1#1", "n2#1", "n3#1"]
     desk.silent = {3}
     desk.wait(1.0)
     assert [len(desk.to(link, msg.Start)) for link in (1, 2, 3)] == [1, 1, 1]
-    assert desk.machine.charter.before == ()
+    assert desk.voters.charter.before == ()
 
 
 def test_two_nodes_elect_nobody_and_wait_for_nobody() -> None:
@@ -164,9 +161,9 @@ def test_a_witness_is_a_third_voter() -> None:
     desk = Desk(most=2)
     desk.give(WitnessOpened(50, Seat("w#1", "w", "10.0.0.50", 7000, witness=True)))
     desk.started(1, 2)
-    assert [seat.name for seat in desk.machine.charter.voters] == ["n1#1", "n2#1", "w#1"]
+    assert [seat.name for seat in desk.voters.charter.voters] == ["n1#1", "n2#1", "w#1"]
     desk.give(LinkClosed(50, "closed"))
-    assert [seat.name for seat in desk.machine.charter.voters] == ["n1#1"]
+    assert [seat.name for seat in desk.voters.charter.voters] == ["n1#1"]
 
 
 def test_a_lone_coordinator_goes_on_and_its_witness_keeps_the_charter() -> None:
@@ -176,8 +173,8 @@ def test_a_lone_coordinator_goes_on_and_its_witness_keeps_the_charter() -> None:
     desk.give(LinkClosed(2, "lost"))
     desk.give(Heard(1, msg.Stopped(1)))
     desk.prepare(1)
-    assert (desk.machine.generation, [seat.name for seat in desk.machine.charter.seats]) == (2, ["n1#1"])
-    assert [renew.charter for renew in desk.kept if renew.charter][-1] == desk.machine.charter
+    assert (desk.machine.generation, [seat.name for seat in desk.voters.charter.seats]) == (2, ["n1#1"])
+    assert [renew.charter for renew in desk.kept if renew.charter][-1] == desk.voters.charter
     desk.silent, desk.kept = {9}, []
     desk.wait(3 * LIMITS.fence_s)
     assert not desk.did(StepDown), "the witness may be lost, too"
@@ -251,7 +248,7 @@ def test_of_two_founders_of_the_same_term_the_one_with_the_later_name_goes_on(fo
     desks = [Desk(own=own) for own in (1, 2)]
     for number, desk in enumerate(desks, 1):
         desk.started(1, 2, 3) if formed else desk.join(number)
-    calls = [desk.machine.call(f"10.0.0.{number}", 7000) for number, desk in enumerate(desks, 1)]
+    calls = [desk.voters.call(f"10.0.0.{number}", 7000) for number, desk in enumerate(desks, 1)]
     assert [call.term for call in calls] == [1, 1]
     for desk, call in zip(desks, reversed(calls), strict=True):
         desk.give(LinkOpened(9, call.address, "10.0.0.8"))
@@ -296,7 +293,7 @@ def test_voters_that_are_proved_dead_are_left_out() -> None:
     desk.prepare(1)
     desk.wait(3 * LIMITS.fence_s)
     assert not desk.did(StepDown)
-    assert [seat.name for seat in desk.machine.charter.voters] == ["n1#1"]
+    assert [seat.name for seat in desk.voters.charter.voters] == ["n1#1"]
     assert len(desk.to(1, msg.Start)) == 2
 
 
@@ -304,7 +301,7 @@ def test_the_job_uid_goes_on_with_a_successor() -> None:
     desk = Desk(Succession(3, structs.replace(charter_of(), job_uid="n1#1"), closed=True), own=2)
     desk.join(2, 3, last=4)
     desk.prepare(2, 3)
-    assert desk.to(2, msg.Start)[0].job_uid == desk.machine.charter.job_uid == "n1#1"
+    assert desk.to(2, msg.Start)[0].job_uid == desk.voters.charter.job_uid == "n1#1"
 
 
 def test_a_founder_that_continues_an_older_charter_may_be_another_job() -> None:
@@ -332,8 +329,8 @@ def test_lost_voters_that_may_live_are_not_left_out() -> None:
 def test_a_lost_voter_is_replaced_with_the_consent_of_those_before() -> None:
     desk = Desk(least=2, most=4).started(1, 2, 3, 4)
     desk.give(LinkClosed(4, "closed"))
-    assert [seat.name for seat in desk.machine.charter.voters] == ["n1#1", "n2#1", "n3#1"]
-    assert desk.machine.charter.before == (), "two of the three others agreed"
+    assert [seat.name for seat in desk.voters.charter.voters] == ["n1#1", "n2#1", "n3#1"]
+    assert desk.voters.charter.before == (), "two of the three others agreed"
 
 
 def test_the_founder_steps_down_for_the_job_that_lives() -> None:
@@ -358,7 +355,7 @@ def recalled(desk: Desk, *links: int, patience_s: float = 20.0) -> None:
 def test_who_has_formed_a_generation_continues_no_other() -> None:
     desk = Desk().started(1, 2, 3)
     recalled(desk)
-    assert desk.machine.older is None
+    assert desk.voters.older is None
 
 
 def test_a_call_of_an_older_term_is_told_where_the_job_is() -> None:
@@ -403,7 +400,7 @@ def test_numbers_and_the_budget_continue() -> None:
     assert desk.machine.budget.used == 1
     desk.prepare(2, 3)
     assert desk.to(3, msg.Start)
-    assert desk.machine.charter.position.term == 2
+    assert desk.voters.charter.position.term == 2
 
 
 def test_a_node_that_does_not_come_is_given_its_fence() -> None:
@@ -455,7 +452,7 @@ def test_who_has_no_vote_is_told_who_has_and_not_the_roster() -> None:
     desk.silent = {4}
     desk.started(1, 2, 3, 4)
     told = [renew.charter for renew in desk.to(4, Renew) if renew.charter]  # type: ignore[attr-defined]
-    newest = desk.machine.charter
+    newest = desk.voters.charter
     assert newest.nodes == ("n1#1", "n2#1", "n3#1", "n4#1")
     assert {(charter.seats, charter.nodes, charter.listeners) for charter in told} == {(newest.seats, (), ())}
     assert all(renew.founded for renew in desk.to(4, Renew)), "it may have voted for another one in this term"  # type: ignore[attr-defined]
@@ -464,8 +461,8 @@ def test_who_has_no_vote_is_told_who_has_and_not_the_roster() -> None:
 def test_the_charter_is_made_when_something_has_changed_and_not_for_each_message(monkeypatch) -> None:
     """While the first generation is prepared no voter can be chosen. In a job of 10,000 each one costs milliseconds."""
     made = []
-    content = ReplicatedCoordinator._content
-    monkeypatch.setattr(ReplicatedCoordinator, "_content", lambda *args: made.append(args) or content(*args))
+    content = Voters._content
+    monkeypatch.setattr(Voters, "_content", lambda *args: made.append(args) or content(*args))
     desk = Desk(least=2, most=12)
     desk.join(*range(1, 13))
     made.clear()
@@ -478,12 +475,12 @@ def test_the_charter_is_made_when_something_has_changed_and_not_for_each_message
 
 def test_a_node_that_leaves_gives_its_vote_to_another_one() -> None:
     desk = Desk(least=2, most=4).started(1, 2, 3, 4)
-    assert [seat.name for seat in desk.machine.charter.voters] == ["n1#1", "n2#1", "n3#1"]
+    assert [seat.name for seat in desk.voters.charter.voters] == ["n1#1", "n2#1", "n3#1"]
     desk.give(Heard(2, msg.Leave("SIGTERM", drain=True)))
-    assert [seat.name for seat in desk.machine.charter.voters] == ["n1#1", "n3#1", "n4#1"]
+    assert [seat.name for seat in desk.voters.charter.voters] == ["n1#1", "n3#1", "n4#1"]
     desk.give(Heard(3, msg.Leave("SIGTERM", drain=True)))
-    assert len(desk.machine.charter.voters) == 3, "two have no majority"
-    assert desk.machine.charter.listeners[1] == ("10.0.0.2", 7000)
+    assert len(desk.voters.charter.voters) == 3, "two have no majority"
+    assert desk.voters.charter.listeners[1] == ("10.0.0.2", 7000)
 
 
 def test_the_age_of_the_job_continues() -> None:

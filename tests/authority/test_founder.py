@@ -7,12 +7,13 @@ import re
 import pytest
 from msgspec import structs
 
-from holdfast.coordinator.coordinator_state import Heard, LinkOpened, NoWitness, Phase, WitnessOpened
+from holdfast.authority.voter_events import NoWitness, WitnessOpened
+from holdfast.coordinator.coordinator_state import Heard, LinkOpened, Phase
 from holdfast.protocol import messages as msg
 from holdfast.protocol.charter import CharterPosition
 from holdfast.protocol.outcome import Outcome, OutcomeKind
+from tests.authority.test_voters import WITNESS, Desk, charter_of, recalled
 from tests.coordinator.coordinator_desk import LIMITS
-from tests.coordinator.test_replicated import WITNESS, Desk, charter_of, recalled
 
 
 def test_the_founder_waits_for_the_voters_of_an_older_job_and_continues_it() -> None:
@@ -21,20 +22,20 @@ def test_the_founder_waits_for_the_voters_of_an_older_job_and_continues_it() -> 
     desk.wait(19.9)
     assert desk.machine.phase is Phase.GATHERING
     assert re.search("n11, n12, n13 may still run it.* another --rdzv-id .* s at most", desk.waits())
-    assert desk.machine.founded
+    assert desk.voters.founded
     desk.wait(0.2)
     assert desk.machine.phase is Phase.PREPARING
     assert desk.machine.generation == 5
     assert desk.machine.budget.used == 1
-    assert desk.machine.term == 5, "after every term that anybody knows"
+    assert desk.voters.term == 5, "after every term that anybody knows"
 
 
 def test_the_founder_waits_for_no_voters_that_have_ended() -> None:
     desk = Desk()
     desk.gone = {"n11#1", "n12#1"}
     recalled(desk, 1, 2, 3)
-    assert not desk.machine.founded, "those that know the older job may join it"
-    assert desk.machine.forms, "and tell it what they know before they do"
+    assert not desk.voters.founded, "those that know the older job may join it"
+    assert desk.voters.forms, "and tell it what they know before they do"
     desk.wait(LIMITS.fence_s + LIMITS.kill_s - 1.0)
     assert desk.machine.generation == 5
 
@@ -48,7 +49,7 @@ def test_a_founder_that_waits_no_longer_still_hears_of_a_newer_charter() -> None
     desk.give(Heard(3, msg.Recall(newer, 4, 1.0, 0.0)))
     desk.join(3)
     desk.wait(LIMITS.fence_s + LIMITS.kill_s)
-    assert not desk.machine.forms
+    assert not desk.voters.forms
     assert desk.machine.budget.used == 2
 
 

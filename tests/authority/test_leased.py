@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from holdfast.authority.leased import Lease
+from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.coordinator.coordinator_state import Command, Heard, LinkOpened, Tell
-from holdfast.coordinator.leased import LeasedCoordinator
 from holdfast.protocol.messages import Assign, Join, Ping, Pong
 from holdfast.protocol.outcome import Verdict
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
@@ -15,11 +16,12 @@ def judge(*_: object) -> Verdict:
     raise AssertionError("nothing failed")
 
 
-def made(lease: list[bool], floor: int = 0, tail_s: float = 0.0) -> LeasedCoordinator:
-    return LeasedCoordinator(JOB, Limits(), judge, 100.0, holds=lambda: lease[0], floor=floor, tail_s=tail_s)
+def made(lease: list[bool], floor: int = 0, tail_s: float = 0.0) -> Coordinator:
+    authority = Lease(Limits(), 100.0, holds=lambda: lease[0], floor=floor, tail_s=tail_s)
+    return Coordinator(JOB, Limits(), judge, 100.0, authority)
 
 
-def joined(machine: LeasedCoordinator, now: float, last_generation: int = 0) -> list[Command]:
+def joined(machine: Coordinator, now: float, last_generation: int = 0) -> list[Command]:
     machine.handle(now, LinkOpened(1, "10.0.0.1", "10.0.0.2", local=False))
     node = NodeSpec(member="a#1", host="a", nproc=1)
     return machine.handle(now, Heard(1, Join(node, last_generation, 0.0)))

@@ -7,8 +7,8 @@ from msgspec import structs
 from holdfast.coordinator.coordinator_state import Heard, LinkClosed, Phase
 from holdfast.protocol import messages as msg
 from holdfast.protocol.charter import Charter, LedFrom, Succession
+from tests.authority.test_voters import Desk, charter_of, node
 from tests.coordinator.coordinator_desk import LIMITS
-from tests.coordinator.test_replicated import Desk, charter_of, node
 
 SHORT_S = LIMITS.short_lease_of(LIMITS.suspend_of(4))
 SILENT_S = 2.4
@@ -132,11 +132,11 @@ def test_workers_that_have_left_ht_survive_do_not_go_on() -> None:
 
 def test_the_charter_says_when_all_workers_would_be_suspended() -> None:
     desk = Desk(most=3).started(1, 2, 3)
-    assert desk.machine.charter.sizes == (1, 1, 1)
-    assert desk.machine.charter.short_lease_s == 0.0
+    assert desk.voters.charter.sizes == (1, 1, 1)
+    assert desk.voters.charter.short_lease_s == 0.0
     for link in (1, 2, 3):
         desk.give(Heard(link, msg.Able(1, (0,))))
-    assert desk.machine.charter.short_lease_s == SHORT_S
+    assert desk.voters.charter.short_lease_s == SHORT_S
     desk.give(LinkClosed(3, "lost"))
     assert desk.machine.phase is Phase.REGROUPING
-    assert desk.machine.charter.short_lease_s == 0.0, "the workers leave the generation in which they were suspended"
+    assert desk.voters.charter.short_lease_s == 0.0, "the workers leave the generation in which they were suspended"

@@ -1,7 +1,7 @@
 """What a successor knows of the nodes that ran the old coordinator's generation, from its charter: which of them have
 come, which have ended, and from when on the workers of the others are suspended. PURE.
 
-Bookkeeping only: `replicated.py` decides whether that generation continues, and without whom.
+Bookkeeping only: `voters.py` decides whether that generation continues, and without whom.
 """
 
 from __future__ import annotations

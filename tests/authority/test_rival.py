@@ -5,8 +5,8 @@ from __future__ import annotations
 from holdfast.coordinator.coordinator_state import Heard, LinkClosed, Phase, StepDown
 from holdfast.protocol.charter import Renewed
 from holdfast.protocol.messages import Stopped
+from tests.authority.test_voters import Desk
 from tests.coordinator.coordinator_desk import LIMITS
-from tests.coordinator.test_replicated import Desk
 
 ASIDE = StepDown("too few nodes reach it, and another node wants to be the coordinator", aside=True)
 
@@ -26,7 +26,7 @@ def stand(desk: Desk, seconds: float, every_s: float = 2.0) -> None:
     """Node 4 asks node 2 for its vote, again and again."""
     until = desk.now + seconds
     while desk.now < until and not desk.machine.stepped_down:
-        desk.give(Heard(2, Renewed(desk.machine.term, 0, desk.machine.charter.position, rival=True)))
+        desk.give(Heard(2, Renewed(desk.voters.term, 0, desk.voters.charter.position, rival=True)))
         desk.wait(every_s)
 
 

@@ -1,7 +1,7 @@
 """Replicates the coordinator's charter to its voters, and measures its authority: since when a majority confirms it.
 Keeps what a founder hears of an older job.
 
-Bookkeeping only: `replicated.py` says what the charter contains, holds orders back until it counts, and steps down.
+Bookkeeping only: `voters.py` says what the charter contains, holds orders back until it counts, and steps down.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from math import inf
 
 from msgspec import structs
 
-from holdfast.coordinator.coordinator_state import Command, Member, ProveVoterGone, Tell, World
+from holdfast.authority.voter_events import ProveVoterGone
+from holdfast.coordinator.coordinator_state import Command, Member, Tell, World
 from holdfast.coordinator.formation import FENCE
 from holdfast.protocol.charter import (
     NO_CHARTER,
@@ -32,8 +33,6 @@ from holdfast.text import listed
 
 RENEWALS_OPEN_MAX = 16
 """Renews of one voter without an answer. An answer to an older one counts for nothing."""
-REVISION_OF_VOTES = 3
-"""From this revision of the messages on, an agent can be a voter."""
 
 
 @dataclass(slots=True)
@@ -60,31 +59,37 @@ class Charters:
         self.term = succession.term
         self._founded = succession.charter is None
         self.charter = succession.charter or Charter(NO_CHARTER, ())
+        """The newest one. Its position only grows."""
         self.counts = succession.charter is None
         """A majority holds the newest charter. The empty one of a founder needs none."""
         self.settled = self.counts
-        """A majority holds what it says, but perhaps not yet its voters."""
+        """A majority holds what it says, but perhaps not yet its voters. True whenever `counts` is."""
         self._limits = limits
         self.name = name
         self._since_s = now - succession.asked_s
         """The voters gave their votes after this time."""
         self._voters: dict[str, VoterRecord] = {seat.name: VoterRecord(seat) for seat in self.charter.seats}
+        """One for each of the charter's seats, by name."""
         self._links: dict[str, int] = {}
         """Links of agents and witnesses, voters or not, by name."""
         self._names: dict[int, str] = {}
         """The same, by link."""
         self._gone: set[str] = set()
+        """Voters whose process was proved to have ended. None of them has a link."""
         self._confirmed_s: float | None = None
         """As in `authority_s`, which every message asks for; None: it has to be found again."""
         self._uninformed: set[str] = set()
         """Agents without a vote that do not know the present voters, one of which may be the next coordinator, and
         witnesses without a vote that do not know the newest charter."""
         self._witnesses: set[str] = set()
-        """Those with a link. Without a vote they keep the charter, too: a node that founds the job again asks them."""
+        """Those with a link. Without a vote they keep the charter, too: a node that founds the job again asks them.
+        Else the numbers of generations went back when the last of two nodes was lost (seeds 56 and 65 of `pair`)."""
         self._rival_since_s, self._rival_s = inf, -inf
         """From when until when another voter has asked for the votes, with no pause longer than a lease."""
         self._number = 0
+        """Of the newest Renew."""
         self._send_at_s = now
+        """When the next Renews are due."""
         if succession.charter is not None:  # its own term's first charter: it counts only with a majority for this term
             self.charter = structs.replace(self.charter, position=CharterPosition(self.term, self._next_number()))
 
@@ -96,7 +101,7 @@ class Charters:
         return len(self._voters) > (self.name in self._voters)
 
     def authority_s(self, now: float) -> float:
-        """Since when a majority confirms this coordinator, at the latest."""
+        """The latest time at which a majority had confirmed this coordinator."""
         if self._confirmed_s is None:
             self._confirmed_s = self._find_confirmed_s()
         return min(now, self._confirmed_s)
@@ -105,7 +110,8 @@ class Charters:
         """inf: its own vote is a majority, or nobody else has one."""
         if not self.elects:
             return inf
-        # While the voters change, nobody is elected without a majority of those before.
+        # While the voters change, nobody is elected without a majority of those before ("only the new voters" in
+        # `test_each_rule_is_needed`).
         voters = self.charter.before or self.charter.voters
         times = {seat.name: inf if seat.name == self.name else self._voters[seat.name].confirmed_s for seat in voters}
         for time_s in sorted(set(times.values()), reverse=True):
@@ -276,7 +282,8 @@ class Charters:
 
     def _count(self) -> None:
         position = self.charter.position
-        # The voter in this process holds it only once it has said so: it outlives a coordinator that steps down.
+        # The voter in this process holds it only once it has said so: it outlives a coordinator that steps down, and
+        # may be asked for its vote then.
         holders = [name for name, voter in self._voters.items() if voter.held >= position or not self.elects]
         self.counts = self.charter.carried_by(holders, self._gone)
         self.settled = self.settled or self.counts
@@ -396,7 +403,7 @@ def voters_of(
     own = seat_of(local, members) or known
     seats = {own.name: own} if own is not None else {}
     names = [seat.name for seat in present]
-    able = [m for m in members if m.port and m.revision >= REVISION_OF_VOTES and m is not local]
+    able = [m for m in members if m.port and m is not local]
     for member in sorted(able, key=lambda m: (bool(m.leaving), m.node.agent not in names)):  # stable
         if (seat := seat_of(member, members)) is not None:
             seats.setdefault(seat.name, seat)

@@ -1,0 +1,47 @@
+"""The authority of a coordinator under a leader lease, in etcd or in another store's value. PURE: a function says
+whether the lease is held.
+
+The shell releases orders while the lease is fresh and steps down when it is lost (`runtime.leadership`): only the
+storage can tell it when.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+
+from holdfast.authority.sole import Sole
+from holdfast.coordinator.authority import Facts, PreviousLeader
+from holdfast.protocol.messages import Join
+from holdfast.protocol.policy import Limits
+
+
+class Lease(Sole):
+    """It decides while the lease is held. Another coordinator can follow, and one may have been before."""
+
+    def __init__(
+        self, limits: Limits, now: float, *, holds: Callable[[], bool], floor: int = 0, tail_s: float = 0.0
+    ) -> None:
+        """`floor`: the newest generation that the previous leader may have started. `tail_s`: for how long from now
+        its workers may live on nodes that do not report to this coordinator (one fence at most)."""
+        super().__init__(limits, now)
+        self._holds = holds
+        self._floor = floor
+        self._tail_s = tail_s
+
+    def begin(self, facts: Facts) -> PreviousLeader | None:  # noqa: ARG002
+        if not self._floor:
+            return None
+        return PreviousLeader(self._floor, self._began_s + self._tail_s)
+
+    def decides(self, now: float) -> bool:  # noqa: ARG002
+        """Not without the lease: this process may have slept, and another one may hold the lease now."""
+        return self._holds()
+
+    def is_quiet(self, now: float) -> bool:  # noqa: ARG002
+        return self._holds()
+
+    def reported(self, now: float, join: Join) -> float:
+        """The record in the storage says when the previous leader's workers are gone. The time at which an agent lost
+        its link does not: the link may have broken before that coordinator ended."""
+        return super().reported(now, join) if join.last_generation > self._floor else -inf
