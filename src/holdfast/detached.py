@@ -14,12 +14,14 @@ Result = TypeVar("Result")
 
 
 async def run_detached(function: Callable[[], Result]) -> Result:
-    """The result or exception of the call. When the caller is cancelled, the call continues alone and its result is
-    dropped."""
+    """Call the function in a thread of its own. Returns its result or raises its exception.
+
+    If the caller is cancelled, the call continues alone, and its result is dropped.
+    """
     loop = asyncio.get_running_loop()
     answer: asyncio.Future[Result] = loop.create_future()
 
-    def tell(result: Result | None, error: BaseException | None) -> None:
+    def answer_with(result: Result | None, error: BaseException | None) -> None:
         if answer.done():
             return
         if error is not None:
@@ -34,7 +36,7 @@ async def run_detached(function: Callable[[], Result]) -> Result:
         except Exception as raised:  # noqa: BLE001 - passed to the caller unchanged
             error = raised
         try:
-            loop.call_soon_threadsafe(tell, result, error)
+            loop.call_soon_threadsafe(answer_with, result, error)
         except RuntimeError:
             return  # the loop has ended
 

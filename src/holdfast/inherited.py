@@ -1,13 +1,12 @@
-"""What this process inherits, changes for itself and must not pass on: the limits of open files and processes, and
-secrets.
+"""Handles what this process inherits and must not pass on: the limits of open files and processes, and secrets.
 
-Open files: the soft limit is raised to the hard limit, and a node that needs more is refused before any start. Workers
-keep the limit that the command was started with: the supervisor restores it for its children.
+The soft limit of open files is raised to the hard limit, and a node that needs more is refused before any start.
+Workers have the limit that the command was started with: the supervisor restores it for its children.
 
-Secrets, which are the job's token and etcd's password: they are read once and then removed from the environment, so
-that no started program finds them there.
+Secrets are the job's token and etcd's password. They are read once and then removed from the environment, so that no
+started program finds them there.
 
-Light: the supervisor uses it before heavy imports.
+It imports nothing heavy: the supervisor uses it.
 """
 
 from __future__ import annotations
@@ -22,25 +21,27 @@ from collections.abc import Mapping
 from holdfast.protocol.errors import EnvironmentValueError, PlatformError, RendezvousConfigError
 
 DESCRIPTORS_WANTED = 65_536
-"""A coordinator has a link to each of thousands of agents."""
+"""The soft limit of open files if the hard one allows it: a coordinator has a link to each of thousands of agents."""
 DESCRIPTORS_OWN = 64
-"""For an agent or a supervisor without workers, with room for commands that ask it a question."""
+"""Descriptors of an agent or a supervisor without workers, with room for commands that ask it a question."""
 DESCRIPTORS_PER_WORKER = 8
-"""Two streams: memory, the worker's end and the log file of each; the memory for its stacks, and one spare."""
+"""Descriptors for each worker: memory, worker's end and log file of two streams; the memory for its stacks; one
+spare."""
 DESCRIPTORS_PER_TERMINAL_WORKER = 12
-"""Where our console is a terminal, each of the two streams also has a pseudo-terminal."""
+"""Descriptors for each worker if our console is a terminal: each of the two streams also has a pseudo-terminal."""
 
 THREADS_OWN = 3
-"""For an agent: its console, its journal and one more."""
+"""Threads of an agent: its console, its journal and one more."""
 THREADS_TRIED_MAX = 32
-"""Some milliseconds. Where far more workers find no room, each of them is reported."""
+"""Number of threads that are tried, which takes some milliseconds. If there is room for these, but not for all workers,
+each worker that cannot be started is reported."""
 THREAD_STACK_BYTES = 64 * 1024
 THREADS_END_S_MAX = 0.2
 TASKS = "/proc/self/task"
 
 
 def soft_limit() -> int:
-    """How many files this process may have open."""
+    """The number of files that this process may have open."""
     return resource.getrlimit(resource.RLIMIT_NOFILE)[0]
 
 
@@ -59,13 +60,13 @@ def restore_limit(soft: int) -> None:
 
 
 def needed(nproc: int, *, terminal: bool) -> int:
-    """Descriptors that the agent, and the supervisor, need for this many workers. `terminal`: our console is a
-    terminal."""
+    """The number of descriptors that the agent, and the supervisor, need for this many workers. `terminal` says whether
+    our console is one."""
     return DESCRIPTORS_OWN + (DESCRIPTORS_PER_TERMINAL_WORKER if terminal else DESCRIPTORS_PER_WORKER) * nproc
 
 
 def provide_descriptors(nproc: int) -> None:
-    """Make room for this many workers. Raises PlatformError where the hard limit is too low."""
+    """Make room for this many workers. Raises PlatformError if the hard limit is too low."""
     need = needed(nproc, terminal=os.isatty(1) or os.isatty(2))
     raise_limit(max(DESCRIPTORS_WANTED, need))
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
@@ -77,10 +78,11 @@ def provide_descriptors(nproc: int) -> None:
 
 
 def provide_processes(nproc: int) -> None:
-    """Check that so many workers, and the threads of the agent, can be started. Raises PlatformError.
+    """Check that this many workers, and the threads of the agent, can be started. Raises PlatformError.
 
-    It starts that many threads and ends them: which limit counts (of the user, of a cgroup above), and how much of it
-    others use, no file says for certain."""
+    It starts that many threads and ends them: no file says for certain which limit counts (of the user, of a cgroup
+    above), and how much of it others use.
+    """
     need = THREADS_OWN + nproc
     can = _started_at_once(min(need, THREADS_TRIED_MAX))
     if can < min(need, THREADS_TRIED_MAX):
@@ -93,8 +95,8 @@ def provide_processes(nproc: int) -> None:
 
 
 def _started_at_once(count: int) -> int:
-    """How many of so many threads could be started while the others ran."""
-    import threading  # lazily: the supervisor needs the rest of this module alone
+    """Start this many threads at the same time, and end them. Returns how many could be started."""
+    import threading  # here, since the supervisor only needs the rest of this module
 
     stay = threading.Event()
     threads: list[threading.Thread] = []
@@ -119,9 +121,9 @@ def _started_at_once(count: int) -> int:
 TOKEN_BYTES_MAX = 4096
 TOKEN_VARIABLE = "HOLDFAST_TOKEN"
 TOKEN_CHARS_MIN = 20
-"""Shorter tokens cause a warning: a recorded handshake suffices to try all of them offline."""
+"""Length of a token below which there is a warning: with a recorded handshake, all of them can be tried offline."""
 TOKEN_BYTES = 32
-"""Bytes of randomness in a token that we draw."""
+"""Number of random bytes in a token that we draw."""
 
 
 def read_token(path: str | None, environ: Mapping[str, str]) -> bytes | None:
@@ -155,14 +157,14 @@ def _from_file(path: str) -> bytes:
 
 
 def draw_token() -> str:
-    """A new random token: letters and digits, fit for a file, a variable and a Secret."""
-    import secrets  # lazily: only the command that draws a token needs it
+    """Make a random token of letters and digits, for a file, a variable or a Secret."""
+    import secrets  # here, since only a command that draws a token needs it
 
     return secrets.token_hex(TOKEN_BYTES)
 
 
 def weakness(secret: bytes) -> str:
-    """The warning for a token that can be guessed; empty when it is long enough."""
+    """The warning about a token that can be guessed; empty: it is long enough."""
     if len(secret) >= TOKEN_CHARS_MIN:
         return ""
     return (
@@ -192,7 +194,9 @@ def without_secrets(environ: Mapping[str, str]) -> dict[str, str]:
 
 def forget_secrets() -> None:
     """Remove the secrets from this process's environment, once they are read, so that its children do not inherit them.
-    They are overwritten in memory too, where /proc/PID/environ would show them to every process of this user."""
+
+    They are overwritten in memory, too, where /proc/PID/environ would show them to every process of this user.
+    """
     names = secret_variables(os.environ)
     if not names:
         return
@@ -201,7 +205,7 @@ def forget_secrets() -> None:
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_void_p
     for name in names:
-        place = libc.getenv(name.encode())
-        if place:
-            ctypes.memset(place, ord("*"), len(os.environb[name.encode()]))
+        address = libc.getenv(name.encode())
+        if address:
+            ctypes.memset(address, ord("*"), len(os.environb[name.encode()]))
         del os.environ[name]

@@ -16,24 +16,27 @@ from typing import Any
 
 JOURNAL_NAME = "events.jsonl"
 EVENTS_MAX = 10_000
-"""Events that wait to be written; more are dropped and counted."""
+"""Number of events that wait to be written; more are dropped and counted."""
 CLOSE_S_MAX = 1.0
 
 Listener = Callable[[str, Mapping[str, Any]], None]
-"""Gets an event's name and its fields; must neither block nor raise."""
+"""A function that gets an event's name and fields. It must neither block nor raise."""
 
 
 class Journal:
     """An append-only file of events. Its thread starts with the first event, and opens the file."""
 
     def __init__(self, path: Path | str | None) -> None:
-        """`path` None: all events are dropped silently (`--log-dir /dev/null`)."""
+        """`path` is None for `--log-dir /dev/null`: all events are dropped silently."""
         self._path = path
         self._news = threading.Condition()
+        """Guards the fields below; notified when there are lines, when they are written, and at the end."""
         self._lines: deque[bytes] = deque()
+        """The events that wait to be written."""
         self._writing = False
+        """Whether the thread is writing lines that it has taken from the queue."""
         self._dropped = 0
-        """Events lost because the queue was full or the disk failed, and not yet recorded."""
+        """Number of events that were lost because the queue was full or the disk failed, and not recorded yet."""
         self._thread: threading.Thread | None = None
         self._closed = False
         self._listeners: list[Listener] = []
@@ -74,7 +77,7 @@ class Journal:
         self.write("observer_fault", what=what, error=f"{type(error).__name__}: {error}")
 
     def close(self, drain_s_max: float = CLOSE_S_MAX) -> bool:
-        """Write the queued events; False if that took longer than `drain_s_max`."""
+        """Write the queued events. Returns False if that took longer than `drain_s_max`."""
         with self._news:
             self._closed = True
             self._news.notify_all()
@@ -110,7 +113,7 @@ class Journal:
 
 
 def _append(fd: int, data: bytes) -> None:
-    """All of it or nothing: half a line at a full disk would spoil the next one, too. OSError."""
+    """Write all of it or nothing: half a line at a full disk would spoil the next one, too. Raises OSError."""
     size = os.fstat(fd).st_size
     try:
         while data:
@@ -122,7 +125,7 @@ def _append(fd: int, data: bytes) -> None:
 
 
 def _encode(event: str, fields: dict[str, object]) -> bytes:
-    import json  # lazily: most importers never write
+    import json  # here, since most modules that import this one never write
 
     own: dict[str, object] = {"time": time.time(), "monotonic": time.monotonic(), "event": event}
     record = own | {name: value for name, value in fields.items() if name not in own}

@@ -25,18 +25,20 @@ VIRTUAL = (
     *("docker", "br-", "virbr", "veth", "cni", "flannel", "cali", "cilium", "lxc", "lxd", "podman", "kube", "wg"),
     *("weave", "tailscale", "zt", "tun", "tap", "vmnet", "dummy", "nerdctl", "ovs", "genev", "vxlan"),
 )
-"""Beginnings of names: interfaces of containers, virtual machines and tunnels, which seldom lead to other nodes."""
+"""Beginnings of the names of containers', virtual machines' and tunnels' interfaces, which seldom reach other nodes."""
 UNLIMITED_BYTES = 2**60
-"""cgroup v1 writes a number near 2**63 where there is no limit."""
+"""Limit of memory from which a cgroup has none: version 1 writes a number near 2**63 then."""
 
 
 class ProcessStat(NamedTuple):
-    """/proc/PID/stat of a process or of one thread. A scan of all processes reads only two of its numbers, so each is
-    converted on access."""
+    """The content of /proc/PID/stat of a process, or of one thread.
+
+    A scan of all processes reads only two of its numbers, so each is converted on access.
+    """
 
     command: bytes
     fields: list[bytes]
-    """The fields after the name: proc(5) counts them from 3."""
+    """The fields after the name, the first of which is number 3 in proc(5)."""
 
     @property
     def name(self) -> str:
@@ -67,18 +69,18 @@ class ProcessStat(NamedTuple):
 
     @property
     def has_ended(self) -> bool:
-        """Whether this is a zombie. A main thread that ended before its other threads looks like one while they still
-        run."""
+        """Whether this is a zombie. A main thread that ended before its other threads has the state of one while they
+        run, so their number is checked as well."""
         return self.fields[0] in (b"Z", b"X", b"x") and self.fields[17] in (b"0", b"1")
 
     @property
     def started(self) -> str:
-        """Start time in ticks since boot: it distinguishes two processes that had the same id."""
+        """Start time in ticks since boot. It distinguishes two processes that had the same id."""
         return self.fields[19].decode()
 
 
 def process_stat(pid: int | str) -> ProcessStat | None:
-    """The status of a process, or of a thread given as `PID/task/TID`. None when there is none."""
+    """The status of a process, or of a thread given as `PID/task/TID`; None: there is none."""
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The name is in parentheses and may itself hold any byte, parentheses too.
@@ -90,8 +92,7 @@ def process_stat(pid: int | str) -> ProcessStat | None:
 
 
 def boot_id() -> str:
-    """An id that changes with each start of the machine; the same in all its containers. Empty where it is not
-    readable."""
+    """An id that changes with each start of the machine, and is the same in all its containers; empty: not readable."""
     return read_text("/proc/sys/kernel/random/boot_id").strip()
 
 
@@ -100,14 +101,16 @@ def own_address(towards: str) -> str:
     with contextlib.suppress(OSError, UnicodeError):
         for family, kind, protocol, _, address in socket.getaddrinfo(towards, 1, type=socket.SOCK_DGRAM):
             with socket.socket(family, kind, protocol) as sock:
-                sock.connect(address)  # sends nothing
+                sock.connect(address)  # chooses a route, and sends nothing
                 return str(sock.getsockname()[0])
     return ""
 
 
 def addresses() -> dict[str, str]:
-    """The IPv4 addresses of the interfaces that are up, by name. psutil would list IPv6 too, and cost a tenth of a
-    second."""
+    """The IPv4 addresses of the interfaces that are up, by name.
+
+    psutil would list IPv6 too, but its import costs a tenth of a second.
+    """
     return {name: found for _, name in socket.if_nameindex() if (found := _address(name))}
 
 
@@ -121,13 +124,14 @@ def _address(name: str) -> str:
 
 
 class GroupLimits:
-    """The lowest limits of the cgroups of this process, v1 or v2."""
+    """The lowest limits of the cgroups of this process, version 1 or 2. None: there is no limit."""
 
     def __init__(self, root: str | os.PathLike[str] = "/") -> None:
         self.memory_bytes: int | None = None
         self.cpus: float | None = None
         self.pids: int | None = None
         self.pids_used = 0
+        """Number of processes and threads in the cgroup that has the lowest limit of them."""
         for folder in group_folders(root):
             self._take(folder)
 
@@ -149,11 +153,11 @@ class ControlGroup(NamedTuple):
     """A cgroup of this process, as one mounted hierarchy shows it."""
 
     controllers: str
-    """Controllers of version 1, with commas; empty: version 2."""
+    """Controllers of the hierarchy, separated by commas, in version 1; empty in version 2."""
     top: str
-    """The folder of the hierarchy's root, or a container's own root where the paths are the host's."""
+    """The folder of the hierarchy's root. In a container it may be the container's own cgroup."""
     path: str
-    """Its path below `top`; a part of it may be missing."""
+    """The cgroup's path below `top`. In a container it may be the host's path, of which a part is missing here."""
 
 
 def own_groups(root: str | os.PathLike[str] = "/") -> Iterator[ControlGroup]:
@@ -177,7 +181,7 @@ def group_folders(root: str | os.PathLike[str] = "/") -> Iterator[str]:
 
 
 def group_room_bytes(folder: str | os.PathLike[str]) -> float:
-    """Memory left within the limit of a cgroup (version 2); the page cache counts as free."""
+    """Memory left within the limit of a cgroup (version 2); the page cache counts as free. inf: there is no limit."""
     limit, used = read_int(os.path.join(folder, "memory.max")), read_int(os.path.join(folder, "memory.current"))
     if limit is None or used is None:
         return inf
@@ -186,14 +190,14 @@ def group_room_bytes(folder: str | os.PathLike[str]) -> float:
 
 
 def check_memory(more_bytes: int) -> None:
-    """OSError where so much is not available. A tmpfs may be larger than the free memory: taking that would wake the
-    kernel's OOM killer."""
+    """Raise OSError if this memory is not available. A tmpfs may be larger than the free memory: to use that would wake
+    the kernel's OOM killer."""
     if more_bytes > min(available_bytes(), *map(group_room_bytes, group_folders())):
         raise OSError(errno.ENOMEM, "too little memory is available")
 
 
 def available_bytes() -> float:
-    """Memory that this machine has available."""
+    """Memory that this machine has available; inf: unknown."""
     found = re.search(r"MemAvailable: +(\d+) kB", read_text("/proc/meminfo"))
     return inf if found is None else int(found[1]) * 1024
 

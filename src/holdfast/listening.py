@@ -8,7 +8,7 @@ from holdfast.protocol.errors import PortInUseError
 from holdfast.protocol.options import Endpoint
 
 BACKLOG = 32
-"""Connections that may wait to be accepted."""
+"""Number of connections that may wait to be accepted."""
 
 
 def bind_named(place: Endpoint, option: str) -> socket.socket:

@@ -5,7 +5,7 @@ their own, in its place. So a folder is opened once, without following a link, t
 decide, and everything below it is reached from that descriptor.
 
 All packages except the pure ones may import this: standard library only, and no shutil, which the agent and the
-supervisor do not load. shutil.rmtree would not do in any case: it looks at no owner, and opens the folder by its path.
+supervisor do not load. shutil.rmtree would not be right in any case: it checks no owner, and opens the folder by path.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from collections.abc import Iterator
 Path = str | os.PathLike[str]
 
 DEPTH_MAX = 32
-"""Folders within folders that are removed; each holds a descriptor. Ours have three."""
+"""Depth of folders that are removed: each level keeps a descriptor open. Ours have three levels."""
 NAME_TRIES_MAX = 8
+"""Number of random names that are tried for a new file."""
 
 
 def open_folder(path: Path, dir_fd: int | None = None) -> int:
@@ -30,9 +31,10 @@ def open_folder(path: Path, dir_fd: int | None = None) -> int:
 
 @contextlib.contextmanager
 def private(path: Path, others: int = 0o077) -> Iterator[int]:
-    """A descriptor of a folder that belongs to this user, and for which nobody else has one of the rights `others`.
+    """Open a folder that belongs to this user, and for which nobody else has one of the rights `others`.
 
-    Raises OSError; PermissionError for any other folder."""
+    Raises OSError; PermissionError for any other folder.
+    """
     fd = open_folder(path)
     try:
         check(fd, path, others)
@@ -42,16 +44,31 @@ def private(path: Path, others: int = 0o077) -> Iterator[int]:
 
 
 def check(fd: int, path: Path, others: int = 0o077) -> None:
-    """Raises PermissionError when this open folder or file is not this user's alone. `path` is for the message."""
+    """Raise PermissionError when this open folder or file is not this user's alone. `path` is for the message."""
     found = os.fstat(fd)
     if found.st_uid != os.geteuid() or stat.S_IMODE(found.st_mode) & others:
         raise PermissionError(errno.EACCES, f"{os.fspath(path)} is not this user's alone")
 
 
+def open_file(path: Path) -> int:
+    """Open a file for reading and writing, and make it if it is missing, in a folder that is this user's alone.
+
+    Raises OSError; PermissionError for any other folder, and for a link of that name."""
+    folder, name = os.path.split(os.fspath(path))
+    with private(folder) as within:
+        try:
+            return os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600, dir_fd=within)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise PermissionError(errno.EACCES, f"{os.fspath(path)} is a link") from None
+            raise
+
+
 def remove(path: Path, dir_fd: int | None = None, depth: int = 0) -> None:
     """Remove a folder with all that is below it; a link there is removed and never followed.
 
-    Raises the first OSError, and removes what it can nevertheless."""
+    Raises the first OSError, and removes what it can nevertheless.
+    """
     fd = open_folder(path, dir_fd)
     try:
         empty(fd, depth)
@@ -61,10 +78,10 @@ def remove(path: Path, dir_fd: int | None = None, depth: int = 0) -> None:
 
 
 def remove_private(path: Path) -> None:
-    """As `remove`, but only a folder that is this user's alone. Raises OSError."""
+    """Remove a folder with all that is below it, if it is this user's alone. Raises OSError."""
     with private(path) as fd:
         empty(fd)
-    os.rmdir(path)  # refuses a link, and whatever is not empty
+    os.rmdir(path)  # fails for a link, and for a folder that is not empty
 
 
 def empty(folder: int, depth: int = 0) -> None:
@@ -91,8 +108,10 @@ def _remove_entry(name: str, folder: int, depth: int) -> None:
 
 
 def write_new(path: Path, data: bytes, mode: int) -> None:
-    """Make a file of this mode, or replace the one of that name, all or nothing. A link of that name is replaced and
-    not followed, and a file of another user is never written into. Raises OSError."""
+    """Make a file of this mode, or replace the one of that name, all or nothing. Raises OSError.
+
+    A link of that name is replaced and not followed, and a file of another user is never written into.
+    """
     folder, name = os.path.split(os.fspath(path))
     for _ in range(NAME_TRIES_MAX):
         beside = os.path.join(folder, f".{name}.{os.urandom(4).hex()}")

@@ -1,4 +1,4 @@
-"""The run folder of one agent: the places of the workers' logs.
+"""The run folder of one agent: its name, and the folders in it.
 
 Knows names and modes. Must not know who writes or reads the files, or where lines are shown.
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from holdfast.protocol.options import LogOptions
 
 RUN_ID_BYTES_MAX = 200
-"""A file name may have 255 bytes; the random suffix needs some of them."""
+"""Length of a run id in a file name, which may have 255 bytes with the random suffix."""
 SUFFIX_ALPHABET = "abcdefghijklmnopqrstuvwxyz0123456789"
 SUFFIX_LENGTH = 8
 NAME_TRIES_MAX = 100
@@ -49,11 +49,13 @@ class RunFolder:
 
     def __init__(self, path: Path | None, why_none: str = "--log-dir /dev/null", notice: str = "") -> None:
         self.path = path
-        """None: there are no files at all."""
+        """The folder; None: there are no files at all."""
         self.why_none = why_none
+        """The reason why there are no files, for messages."""
         self.notice = notice
-        """For the user: why the folder is not where it was to be."""
+        """A line for the user if the folder is not where it was to be; empty: it is."""
         self._attempts: dict[int, Path] = {}
+        """The folder of each generation's attempt."""
 
     @classmethod
     def create(cls, options: LogOptions, run_id: str) -> RunFolder:
@@ -91,14 +93,14 @@ class RunFolder:
             names = (first, f"{first}_generation_{generation}")
             try:
                 made = make_first(self.path, names)
-            except OSError:  # what writes into it makes it when the disk allows
+            except OSError:  # the code that writes into it tries to make it again
                 made = self.path / names[(self.path / first) in self._attempts.values()]
             self._attempts[generation] = made
         return self._attempts[generation]
 
 
 def _make_run(parent: Path, run_id: str) -> Path:
-    """Raises LogDirError."""
+    """Make a run folder in this one. Raises LogDirError."""
     try:
         if parent.name.startswith(TEMPORARY_NAME):
             parent = _own_temporary(parent)
@@ -113,7 +115,7 @@ def _make_run(parent: Path, run_id: str) -> Path:
 
 
 KERNEL_FOLDERS = ("/proc", "/sys")
-"""Root has every permission there, but no folder can be created."""
+"""Folders of the kernel, in which root has every permission, but no folder can be made."""
 
 
 def default_log_dir() -> str:

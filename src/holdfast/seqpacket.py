@@ -23,18 +23,18 @@ if TYPE_CHECKING:
     Message = dict[str, Any]
 
 PACKET_BYTES_MAX = 64 * 1024
-"""Bytes of JSON; longer messages go into a memory file. Well below the kernel's limit for packets."""
+"""Length of JSON in a packet, well below the kernel's limit; longer messages go into a memory file."""
 MESSAGE_BYTES_MAX = 16 * 1024 * 1024
-"""Far above any environment the kernel would accept at exec."""
+"""Length of a message, far above any environment that the kernel would accept at exec."""
 DESCRIPTORS_MAX = 64
 CREDENTIALS = struct.Struct("3i")
-"""Of SO_PEERCRED: process, user, group."""
+"""Layout of SO_PEERCRED: process, user, group."""
 LONG = b"0"
 """The packet of a message in a memory file."""
 
 
 def pair() -> tuple[socket.socket, socket.socket]:
-    """A pair of sockets: ours, which never blocks, and the other. Raises OSError."""
+    """Make a pair of sockets: ours, which never blocks, and the other side's. Raises OSError."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     return ours, theirs
@@ -64,7 +64,7 @@ def send(sock: socket.socket, message: Message, fds: Sequence[int] = ()) -> None
 
 
 def receive(sock: socket.socket) -> tuple[Message, list[int]] | None:
-    """One message and its descriptors, which the caller then owns. None: the other side is gone.
+    """Receive a message and its descriptors, which the caller then owns. None: the other side is gone.
 
     Raises BlockingIOError when there is none now, ValueError when the packet is not a message of ours.
     """
@@ -77,6 +77,7 @@ def receive(sock: socket.socket) -> tuple[Message, list[int]] | None:
     for level, kind, payload in ancillary:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             numbers.frombytes(payload[: len(payload) - len(payload) % numbers.itemsize])
+
     fds = list(numbers)
     try:
         if not packet:
@@ -89,10 +90,10 @@ def receive(sock: socket.socket) -> tuple[Message, list[int]] | None:
             raise ValueError("a message that is nested too deeply") from None
         if not isinstance(message, dict):
             raise ValueError("a message that is no object")  # noqa: TRY004 - the content is wrong, not the caller
-        taken, fds = fds, []
-        return message, taken
+        received, fds = fds, []
+        return message, received
     finally:
-        _close(fds)
+        _close(fds)  # those of a message that is refused
 
 
 class Outbox:

@@ -35,7 +35,7 @@ def duration(seconds: float) -> str:
 
 
 def seconds_of(text: str | float) -> float | None:
-    """The seconds of a duration that a person writes: seconds, or a number with a unit. None: not a time above zero.
+    """The seconds of a duration that a person writes: seconds, or a number with a unit; None: not a time above zero.
 
     >>> [seconds_of(text) for text in ("90s", "2min", "1.5h", "1d", 30, "0", "soon")]
     [90.0, 120.0, 5400.0, 86400.0, 30.0, None, None]
@@ -49,7 +49,8 @@ def seconds_of(text: str | float) -> float | None:
 
 
 def plural(number: int, word: str) -> str:
-    """
+    """A number with its noun.
+
     >>> plural(1, "rank"), plural(2, "rank")
     ('1 rank', '2 ranks')
     """
@@ -85,8 +86,9 @@ _CONTROLS = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u20
 
 
 def visible(text: str) -> str:
-    """The text with its control characters as escapes, except tabs and newlines: what a program printed must not move
-    the cursor, clear the screen or reverse the direction of our own lines.
+    """The text with its control characters as escapes, except tabs and newlines.
+
+    What a program printed must not move the cursor, clear the screen or reverse the direction of our own lines.
 
     >>> visible("\\x1b[2Jred\\n")
     '\\\\x1b[2Jred\\n'
@@ -104,7 +106,7 @@ def is_loopback(host: str) -> bool:
     return address in ("localhost", "::1") or address.startswith("127.")
 
 
-_NOBODYS = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
+_UUID = re.compile(r"[0-9a-f]{8}(?:-[0-9a-f]{4}){3}-[0-9a-f]{12}")
 
 _FIRST = [
     "able",
@@ -241,23 +243,24 @@ _SECOND = [
 
 
 def spoken(run_id: str) -> str:
-    """`brave-otter` for a UUID; a name that the user chose is kept. Computed from the run id, so it is equal on all
-    nodes.
+    """A name that people can say, `brave-otter`, for a run id that is a UUID. A name that the user chose stays.
+
+    It is computed from the run id, so it is equal on all nodes.
 
     >>> spoken("1b4e28ba-2fa1-41d2-883f-0016d3cca427"), spoken("train-7b")
     ('snug-birch', 'train-7b')
     """
-    if not _NOBODYS.fullmatch(run_id):
+    if not _UUID.fullmatch(run_id):
         return run_id
     second, first = divmod(zlib.crc32(run_id.encode()), len(_FIRST))
     return f"{_FIRST[first]}-{_SECOND[second % len(_SECOND)]}"
 
 
 def read_table(module: str, name: str) -> dict[str, Any]:
-    """The table in the TOML file `name`, which is in the same folder as the module's file. A text over several lines
-    becomes one line: a line break with the blanks around it counts as one blank.
+    """The table in the TOML file `name`, which is in the same folder as the module's file.
 
-    Callers read a table on first use, so that no start-up pays for it.
+    A text over several lines becomes one line: a line break with the blanks around it counts as one blank. Callers read
+    a table on first use, so that no start-up pays for it.
     """
     import tomllib
 

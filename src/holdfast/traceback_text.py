@@ -1,5 +1,7 @@
-"""Shortens the text of a Python traceback: of a chain the root and the last exception stay, of each the outermost and
-innermost frames and the first lines of the message; what is left out is counted in brackets.
+"""Shortens the text of a Python traceback.
+
+The root and the last exception of a chain stay, and of each the outermost and innermost frames and the first lines of
+the message. What is left out is counted in brackets.
 
 Pure, standard library only: supervisors use it before they send a traceback, the last screen before it shows one.
 """
@@ -13,11 +15,11 @@ JOINT = re.compile(
     r"|The above exception was the direct cause of the following exception:)\s*\n",
     re.MULTILINE,
 )
-"""What Python prints between two exceptions of a chain."""
+"""The lines that Python prints between two exceptions of a chain."""
 LINE_CHARACTERS_MAX = 2000
 FRAME = re.compile(r"^[\s|+-]*File \"")
 LEVELS = (400, 200, 100, 50, 25, 12)
-"""Numbers of lines that are tried until the bytes fit."""
+"""Numbers of lines that are tried in turn until the bytes fit."""
 OUTER_LINES, MESSAGE_LINES_MIN = 4, 3
 
 
@@ -34,7 +36,8 @@ def shortened(text: str, *, bytes_max: int) -> str:
 
 
 def cut_middle(text: str, bytes_max: int) -> str:
-    """The text in at most this many bytes, as text that can be sent. The end says most and the beginning some."""
+    """The text in at most this many bytes of valid UTF-8: a quarter of them from its beginning, the rest from its end,
+    which says most."""
     raw = text.encode(errors="replace")
     if len(raw) <= bytes_max:
         return raw.decode()
@@ -67,6 +70,7 @@ def fewer_lines(text: str, lines_max: int) -> str:
     blocks, joints = JOINT.split(text.rstrip()), [found[0].strip() for found in JOINT.finditer(text)]
     if len(blocks) == 1:
         return "\n".join(_shorter(lines, lines_max))
+
     first, last = blocks[0].splitlines(), blocks[-1].splitlines()
     left_out = len(blocks) - 2
     between = ["", joints[0], ""]
@@ -83,7 +87,7 @@ def _shorter(block: list[str], lines_max: int) -> list[str]:
         return block
     frames = next((number for number in range(len(block) - 1, -1, -1) if FRAME.match(block[number])), -1)
     message = next((n for n in range(frames + 1, len(block)) if block[n][:1].strip()), len(block))
-    if frames < 0 or message == len(block):  # no traceback that we know, or that of a group
+    if frames < 0 or message == len(block):  # no traceback as Python writes it, or that of an exception group
         return _without_middle(block, lines_max)
     for_message = max(min(MESSAGE_LINES_MIN, len(block) - message), lines_max - message)
     head = _without_middle(block[:message], lines_max - for_message)
@@ -103,5 +107,5 @@ def _without_end(lines: list[str], lines_max: int) -> list[str]:
     """The first lines, and the very last one."""
     if len(lines) <= lines_max:
         return lines
-    kept = max(lines_max - 2, 1)
-    return [*lines[:kept], f"[... {len(lines) - kept - 1} lines left out ...]", lines[-1]][:lines_max]
+    first = max(lines_max - 2, 1)
+    return [*lines[:first], f"[... {len(lines) - first - 1} lines left out ...]", lines[-1]][:lines_max]

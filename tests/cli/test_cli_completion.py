@@ -171,7 +171,7 @@ def spread(typed: str, wanted: str) -> str:
 def test_every_command_and_option_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     known = {command.name: command for command in commands()}
     assert list(known) == list(COMMANDS)
-    names = {name for word in known["run"].words for name in word.names}
+    names = {name for option in known["run"].options for name in option.names}
     assert names == {name for option in OPTIONS for name in (option.name, option.short) if name}
     assert set(KNOWN_VALUES) <= names
     for shell in SHELLS:

@@ -178,14 +178,14 @@ def test_the_owner_is_that_of_the_bytes_that_were_read(monkeypatch: pytest.Monke
     file = own("notify = 'touch x'")
     (theirs := file.with_name("theirs")).write_text("notify = 'rm x'")
     os.chown(theirs, OTHER_UID, OTHER_UID)
-    looks = config.is_everybodys
+    looks = config.is_world_writable
 
     def exchange(folder: str) -> bool:
         if theirs.exists():
             theirs.rename(file)
         return looks(folder)
 
-    monkeypatch.setattr(config, "is_everybodys", exchange)
+    monkeypatch.setattr(config, "is_world_writable", exchange)
     with pytest.raises(ConfigFileError, match="decides what runs"):
         parsed()
 
@@ -434,7 +434,7 @@ def test_lines_are_found_in_every_shape_of_file(tmp_path: Path) -> None:
         '[project]\nmax-restarts = 0\n[tool.holdfast]\n# max-restarts = 1\n"grow" = "now"\n'
         'role = """\nmax-restarts = 5\n"""\nmax-restarts = 2\nrdzv-conf.lease = 3\n[tool.other]\nstandby = "on"\n'
     )
-    places = {dest: setting.place.rpartition(":")[2] for dest, setting in read(str(path)).items()}
+    places = {dest: setting.source.rpartition(":")[2] for dest, setting in read(str(path)).items()}
     assert places["grow"] == "5"
     assert places["rdzv_conf"] == "10"
 

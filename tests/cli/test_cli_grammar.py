@@ -56,8 +56,8 @@ def test_a_misspelt_variable_is_said_and_a_strangers_is_not() -> None:
 
 def test_flag_beats_variable_beats_default() -> None:
     parsed = parse(["--nnodes", "3", "x.py"], {"PET_NNODES": "2", "PET_ROLE": "r"}, OPTIONS)
-    assert (parsed.values.nnodes, parsed.sources["nnodes"], parsed.said("nnodes")) == ("3", "flag", "--nnodes 3")
-    assert (parsed.values.role, parsed.sources["role"], parsed.said("role")) == ("r", "PET_ROLE", "PET_ROLE=r")
+    assert (parsed.values.nnodes, parsed.sources["nnodes"], parsed.as_written("nnodes")) == ("3", "flag", "--nnodes 3")
+    assert (parsed.values.role, parsed.sources["role"], parsed.as_written("role")) == ("r", "PET_ROLE", "PET_ROLE=r")
     assert (parsed.values.tee, parsed.given("tee")) == ("0", False)
 
 
@@ -85,7 +85,7 @@ def test_every_option_reads_its_variable(option: Option) -> None:
     text = option.choices[0] if option.choices else "1"
     parsed = parse(["x.py"], {option.variable: text}, OPTIONS)
     assert parsed.sources[option.dest] == option.variable
-    assert parsed.said(option.dest).startswith(option.variable + "=")
+    assert parsed.as_written(option.dest).startswith(option.variable + "=")
 
 
 def test_help_and_version_need_no_script_and_read_no_variable() -> None:

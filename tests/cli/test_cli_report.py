@@ -17,7 +17,15 @@ from holdfast.cli import main, run_command
 from holdfast.cli.report import safe_text
 from holdfast.diagnosis.causes.find import advice, rules
 from holdfast.diagnosis.history import incidents
-from holdfast.diagnosis.reference import events, everything, headings, nearest, normal, search, verdict_texts
+from holdfast.diagnosis.reference import (
+    events,
+    explanations,
+    headings,
+    nearest_codes,
+    normal_code,
+    search,
+    verdict_texts,
+)
 from holdfast.runs.copies_report import copies_of
 from holdfast.runs.journal_reader import read_journal
 from tests.support.limits import limit_s
@@ -381,7 +389,7 @@ def test_all_codes_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     status, out, _ = explain(capsys)
     assert status == 0
     listed = re.findall(r"^  (HF\d{3})  \S", out, re.MULTILINE)
-    assert listed == sorted(everything())
+    assert listed == sorted(explanations())
     assert [f"{start}xx  {heading}" for start, heading in headings().items()] == re.findall(r"^HF.*", out, re.MULTILINE)
 
 
@@ -390,7 +398,7 @@ def test_explain_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     (told,) = json.loads(out)
     assert (told["code"], told["name"]) == ("HF216", verdict_texts()["HF216"].name)
     assert "shm-size" in told["fix"]
-    assert len(json.loads(explain(capsys, "--json")[1])) == len(everything())
+    assert len(json.loads(explain(capsys, "--json")[1])) == len(explanations())
 
 
 def test_an_unknown_code_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -401,7 +409,7 @@ def test_an_unknown_code_names_the_nearest(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_a_word_finds_codes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "HF208" in nearest("nccl")
+    assert "HF208" in nearest_codes("nccl")
     status, _, err = explain(capsys, "xyzzy")
     assert (status, len(err.splitlines())) == (2, 1)
 
@@ -413,7 +421,7 @@ def test_a_bad_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_every_code_in_the_source_is_explained() -> None:
     codes = {code for file in SOURCE.rglob("*.py") for code in re.findall(r"\bHF\d{3}\b", file.read_text())}
-    assert codes - set(everything()) == set()
+    assert codes - set(explanations()) == set()
 
 
 def test_every_rule_and_advice_has_a_text() -> None:
@@ -421,8 +429,8 @@ def test_every_rule_and_advice_has_a_text() -> None:
 
 
 def test_texts_are_complete_and_differ() -> None:
-    for code, each in everything().items():
-        assert normal(code) == code
+    for code, each in explanations().items():
+        assert normal_code(code) == code
         assert all((each.name, each.cause, each.evidence, each.fix)), code
         assert "\n" not in each.name + each.cause + each.evidence + each.fix
     names = [text.name for text in verdict_texts().values()]
@@ -447,7 +455,7 @@ def test_words_are_searched_for(capsys: pytest.CaptureFixture[str], words: list[
 # --- mistakes in a command line: each has an example, and the examples are true ----------------------------------------
 
 
-@pytest.mark.parametrize("code", [code for code in everything() if code.startswith("HF1")])
+@pytest.mark.parametrize("code", [code for code in explanations() if code.startswith("HF1")])
 def test_a_mistake_has_a_wrong_and_a_right_example(code: str, capsys: pytest.CaptureFixture[str]) -> None:
     _, out, _ = explain(capsys, code)
     rows = [line.split()[0] for line in out.splitlines() if line.startswith("  ") and line[2] != " "]
@@ -460,7 +468,7 @@ def test_the_examples_are_what_they_are_called(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("train.py").touch()
-    about = everything()[code]
+    about = explanations()[code]
     meeting = "--rdzv-backend c10d --rdzv-endpoint node0:29400"
 
     def planned(example: str) -> int:

@@ -224,7 +224,8 @@ def test_a_run_that_has_ended(pretend: Pretend, tmp_path: Path, capsys) -> None:
         assert "has ended: failed, exit code 3" in said(capsys, "stop", name, code=2)
     assert "the newest run here" in said(capsys, "stop", code=2)
     (runs / "verdict.json").write_text("[")
-    assert "has ended" in said(capsys, "status", str(runs), code=2)
+    told = said(capsys, "status", str(runs), code=2)
+    assert "has ended without a verdict: its agent was killed, or its disk took none" in told
 
 
 def ended_run(tmp_path: Path, outcome: Outcome) -> Path:

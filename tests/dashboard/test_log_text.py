@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.dashboard.feed import LINES_MAX, MARKS_MAX, LogLines, LogSizes
-from holdfast.dashboard.log_text import Levels, LineLevel, tame, times
+from holdfast.dashboard.log_text import Levels, LineLevel, times, without_controls
 from holdfast.supervisor.log_fold import LINE_BYTES_MAX
 from tests.dashboard.test_dashboard_server import log_job
 
@@ -39,7 +39,7 @@ CHAINED = f"{TRACEBACK}\nDuring handling of the above exception, another excepti
     ],
 )
 def test_a_line_that_says_so_is_an_error(line: str) -> None:
-    assert Levels().of(line) is LineLevel.ERROR
+    assert Levels().next(line) is LineLevel.ERROR
 
 
 @pytest.mark.parametrize(
@@ -47,7 +47,7 @@ def test_a_line_that_says_so_is_an_error(line: str) -> None:
     ["train.py:3: UserWarning: old", "WARNING:root:old", "[W1122 10:03:24.117 socket.cpp:767] no IPv6", "WARN old"],
 )
 def test_a_warning_is_no_error(line: str) -> None:
-    assert Levels().of(line) is LineLevel.WARNING
+    assert Levels().next(line) is LineLevel.WARNING
 
 
 @pytest.mark.parametrize(
@@ -55,15 +55,15 @@ def test_a_warning_is_no_error(line: str) -> None:
     ["", "epoch 1: 45%|####  | 3/7", "error=0.25", "0 errors", "  loss 3", "INFO root: error rate 0.1", "terror: 1"],
 )
 def test_another_line_of_stderr_is_neither(line: str) -> None:
-    assert Levels().of(line) is LineLevel.OTHER
+    assert Levels().next(line) is LineLevel.OTHER
 
 
 @pytest.mark.parametrize("prefix", ["", "[rank3]: ", "[3]: "])
 def test_a_traceback_is_one_error_from_its_first_line_to_its_last(prefix: str) -> None:
     levels = Levels()
-    assert {levels.of(prefix + line) for line in TRACEBACK.splitlines()} == {LineLevel.ERROR}
-    assert levels.of(prefix + "goes on") is LineLevel.OTHER
-    both = [levels.of(prefix + line) for line in CHAINED.splitlines()]
+    assert {levels.next(prefix + line) for line in TRACEBACK.splitlines()} == {LineLevel.ERROR}
+    assert levels.next(prefix + "goes on") is LineLevel.OTHER
+    both = [levels.next(prefix + line) for line in CHAINED.splitlines()]
     assert [place for place, level in enumerate(both) if level is not LineLevel.ERROR] == [5, 7], (
         "the blank lines between"
     )
@@ -71,8 +71,10 @@ def test_a_traceback_is_one_error_from_its_first_line_to_its_last(prefix: str) -
 
 def test_control_sequences_other_than_colours_are_removed() -> None:
     link = "\x1b]8;;http://x\x1b\\here\x1b]8;;\x07"
-    assert tame(f"\x1b[2J\x1b[1;31mred\x1b[0m {link}\x1b[1A\x1b7\x00\x9b\x1b") == "\x1b[1;31mred\x1b[0m here"
-    assert tame("tab\tand é stay") == "tab\tand é stay"
+    assert (
+        without_controls(f"\x1b[2J\x1b[1;31mred\x1b[0m {link}\x1b[1A\x1b7\x00\x9b\x1b") == "\x1b[1;31mred\x1b[0m here"
+    )
+    assert without_controls("tab\tand é stay") == "tab\tand é stay"
 
 
 def test_a_line_without_a_time_has_the_one_before_it() -> None:
@@ -116,7 +118,7 @@ def test_lines_without_times_are_ordered_by_when_the_feed_first_saw_them(tmp_pat
             with out.open("a") as file:
                 file.write(f"rank {rank} turn {turn}\n" + "x" * turn)
             os.utime(out, (0.0, 1_000.0 + 10 * turn - rank))
-        sizes.look(source.log_files())
+        sizes.note(source.log_files())
     told = LogLines(source, frozenset(), 0, "turn", sizes).read()
     assert told is not None
     assert [line[2].lstrip("x") for line in told["lines"]] == [
@@ -125,7 +127,7 @@ def test_lines_without_times_are_ordered_by_when_the_feed_first_saw_them(tmp_pat
     for size in range(3 * MARKS_MAX):
         with (tmp_path / "attempt_0" / "0" / "stdout.log").open("a") as file:
             file.write(f"{size}\n")
-        sizes.look(source.log_files())
+        sizes.note(source.log_files())
     assert max(map(len, sizes._marks.values())) <= MARKS_MAX
 
 

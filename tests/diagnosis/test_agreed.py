@@ -138,11 +138,31 @@ def test_an_exit_status_that_a_stop_cannot_cause_is_the_ranks_own(code: int, cul
 
 
 def test_what_holdfast_raises_on_all_ranks_names_the_rank_on_which_it_began() -> None:
-    """Whatever the ranks have written before, and whichever of them is heard first."""
+    """Whatever the ranks have written before, and whichever of them is heard first. An error file has the class alone,
+    and a traceback has it with its module."""
     kind = "holdfast.protocol.errors.SnapshotWriteError"
     says = "cannot write /data/snapshots: No space left on device"
     warning = "RuntimeWarning: holdfast: rank 0: 4 of 10000 failed saves in a row; training goes on\n"
     for before in ("", warning):
-        culprit = raised(0, f"{kind}: {says}", before=before)
-        for verdict in verdicts(culprit, raised(1, f"{kind}: rank 0: {says}", before=warning)):
+        failures = raised(0, f"{kind}: {says}", before=before), raised(1, f"{kind}: rank 0: {says}", before=warning)
+        recorded = [structs.replace(each, message=each.message.rpartition("errors.")[2]) for each in failures]
+        for verdict in verdicts(*failures) + verdicts(*recorded):
             assert (verdict.code, named(verdict)) == ("HF214", 0), verdict.cause
+
+
+def test_what_holdfast_raises_alike_on_all_ranks_is_the_cause_whatever_one_of_them_has_warned_of() -> None:
+    kind = "holdfast.protocol.errors.SnapshotWriteError"
+    says = "cannot write /data/snapshots: Disk quota exceeded"
+    warning = "/data/job/train.py:23: RuntimeWarning: holdfast: cannot write\n1 of 10 failed saves in a row.\n  snaps.step()\n"
+    alike = [raised(0, f"{kind}: {says}", before=warning), raised(1, f"{kind}: {says}")]
+    alike = [structs.replace(each, message=f"SnapshotWriteError: {says}") for each in alike]
+    assert {verdict.code for verdict in verdicts(*alike)} == {"HF214"}
+
+
+def test_a_warning_of_one_rank_is_not_why_all_ranks_raise() -> None:
+    warning = (
+        "/data/job/train.py:23: UserWarning: the cache is cold\n3 downloads failed and are tried again\n  load()\n"
+    )
+    alike = [raised(0, "ValueError: lr must be positive", before=warning), raised(1, "ValueError: lr must be positive")]
+    for verdict in verdicts(*alike):
+        assert "raised ValueError: lr must be positive" in verdict.cause

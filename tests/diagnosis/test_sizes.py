@@ -39,6 +39,9 @@ def verdict_on(*failures: Failure) -> Verdict:
     [
         ((notices(0, "all_reduce"), calls(1, "all_reduce(float32[5])"), calls(2, "all_reduce(float32[4])")), 1),
         ((notices(0, "all_reduce"), calls(1, "all_reduce(float32[5])"), calls(2, "all_reduce(float32[5])")), 0),
+        ((notices(0, "all_reduce"), calls(1, "all_reduce(float64[5])"), calls(2, "all_reduce(float32[5])")), 1),
+        ((notices(0, "all_reduce"), calls(1, "all_reduce(bfloat16[9])"), calls(2, "all_reduce(float32[5])")), 2),
+        ((notices(0, "all_reduce"), calls(1, "all_reduce(bool[8])"), calls(2, "all_reduce(int32[3])")), 2),
         ((notices(0, "gather"), calls(1, "gather(float32[4])"), calls(2, "gather(float32[2, 3])")), 2),
         (
             (notices(0, "all_reduce"), *(calls(rank, f"all_reduce(float32[{4 + (rank == 2)}])") for rank in (1, 2, 3))),

@@ -287,8 +287,8 @@ def test_an_entry_that_is_nobodys_is_reported_with_the_nodes_that_miss_it() -> N
         NodeReport(
             summary=Summary(host=host, python="", torch="", cuda="", nccl="", holdfast=""),
             entries=(
-                ListEntry(place="b:1", own=host == "b", error="" if host == "b" else "connection refused"),
-                ListEntry(place="w:2", error="" if host == "b" else "no answer within 3 s"),
+                ListEntry(address="b:1", own=host == "b", error="" if host == "b" else "connection refused"),
+                ListEntry(address="w:2", error="" if host == "b" else "no answer within 3 s"),
             ),
         )
         for host in ("a", "b")

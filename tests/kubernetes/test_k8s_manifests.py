@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from holdfast.cli import main
-from holdfast.launchers.kubernetes import Noted, documents
+from holdfast.launchers.kubernetes import Commented, documents
 from tests.kubernetes.manifests import (
     IMAGE,
     NEWEST,
@@ -226,7 +226,12 @@ def test_several_documents_under_a_comment(values: list[object], head: str) -> N
 
 def test_comments_stand_above_what_they_are_about() -> None:
     text = documents(
-        [{"a": Noted(1, "one\ntwo"), "b": [Noted({"c": 1, "d": Noted([2], "in it")}, "item"), Noted("x", "y")]}]
+        [
+            {
+                "a": Commented(1, "one\ntwo"),
+                "b": [Commented({"c": 1, "d": Commented([2], "in it")}, "item"), Commented("x", "y")],
+            }
+        ]
     )
     assert (
         text

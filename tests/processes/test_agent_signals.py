@@ -221,3 +221,20 @@ async def spawn_and_signal(handle: SupervisorHandle) -> list[int]:
     finally:
         await supervisor.close()
     return codes
+
+
+def test_a_signal_after_the_end_does_not_cost_the_verdict(site) -> None:
+    """As where a scheduler ends the step of a job that fails at that moment."""
+    program = site.changed(
+        "import os, signal, time\n"
+        "from holdfast.runtime import agent_service\n"
+        "write = agent_service.write_reports\n"
+        "def write_at_a_signal(*given):\n"
+        "    os.kill(os.getpid(), signal.SIGTERM)\n"
+        "    time.sleep(0.2)\n"
+        "    write(*given)\n"
+        "agent_service.write_reports = write_at_a_signal\n"
+    )
+    agent = site.ends(1, "--standalone", site.script("raise ValueError('bad row')"), program=program)
+    assert agent.verdict["code"] == "HF201"
+    assert "ValueError: bad row" in agent.text

@@ -1,7 +1,6 @@
 """A disk that takes nothing under the run folder: the job ends as it would have ended, and its output is complete.
 
-The disks are small tmpfs mounts, or are mounted read-only. See also tests/supervisor/test_log_spool.py for errors that no
-mount gives (a quota).
+The disks are small tmpfs mounts, are mounted read-only, or break in the middle (tests/support/breaking_disks.py).
 """
 
 from __future__ import annotations
@@ -14,6 +13,8 @@ from pathlib import Path
 import pytest
 
 from tests.processes.conftest import LACKS, Agent, Site, SmallDisk
+from tests.support import breaking_disks
+from tests.support.breaking_disks import FAULTS
 from tests.support.limits import limit_s
 
 LINES = 3000
@@ -118,6 +119,46 @@ def test_a_disk_that_is_full_for_a_while_gets_all_lines(site: Site, disk: SmallD
         assert [line for line in lines if not line.startswith("child")] == [line for each in wanted for line in each]
     events = [each["event"] for each in job.agent.events()]
     assert events[-1] == "ended", "each line of the journal is whole"
+
+
+@pytest.mark.parametrize("end", ["well", "raises"])
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_disk_that_breaks_in_the_middle_ends_no_job(site: Site, tmp_path: Path, fault: str, end: str) -> None:
+    with FAULTS[fault](tmp_path) as disk:
+        job = Job(site, "--log-dir", disk.path, end=end)
+        job.reach("before")
+        disk.fails()
+        job.go_on(0)
+        job.reach("after")
+        job.go_on(1)
+        code, text = job.end(), job.agent.text
+    assert code == (1 if end == "raises" else 0), text
+    job.is_shown()
+    assert text.count(TROUBLE) == 1, text[-2000:]
+    assert disk.reason in text
+    if end == "raises":
+        assert "HF201" in text
+        assert "ValueError: bad row 17" in text
+
+
+def test_a_quota_that_is_raised_later_gets_all_lines(site: Site, tmp_path: Path) -> None:
+    with breaking_disks.over_quota(tmp_path) as disk:
+        job = Job(site, "--log-dir", disk.path)
+        job.agent.logs = disk.path
+        job.reach("before")
+        disk.fails()
+        job.go_on(0)
+        job.reach("after")
+        job.agent.says(TROUBLE)
+        disk.recovers()
+        job.agent.says(AGAIN)
+        job.go_on(1)
+        assert job.end() == 0
+        job.is_shown()
+        for rank in RANKS:
+            lines = (job.agent.folder / "attempt_0" / str(rank) / "stdout.log").read_text().splitlines()
+            wanted = [f"{word} {rank} {n} " + "x" * 80 for word in ("before", "after", "last") for n in range(LINES)]
+            assert [line for line in lines if not line.startswith("child")] == wanted
 
 
 def test_a_restart_on_a_full_disk(site: Site, disk: SmallDisk) -> None:

@@ -1,4 +1,7 @@
-"""A disk of snapshots that takes nothing, under jobs of two ranks: while they train, when they restart, at their last save."""
+"""A disk of snapshots that takes nothing, under jobs of two ranks: while they train, when they restart, at their last save.
+
+The disks are small tmpfs mounts that are full, or break in the middle (tests/support/breaking_disks.py).
+"""
 
 from __future__ import annotations
 
@@ -10,9 +13,13 @@ import pytest
 
 from holdfast.train.snapshots import folder
 from tests.processes.conftest import LACKS, Agent, Site, SmallDisk
+from tests.support.breaking_disks import FAULTS, BreakingDisk, over_quota
 from tests.support.limits import until
 
 pytestmark = [pytest.mark.xdist_group("torch jobs"), pytest.mark.timeout(240)]
+
+CODES = {"over quota": "HF214", "read-only": "HF218", "dead": "HF217"}
+"""Of the verdict, by fault."""
 
 TRAIN = """
 import torch
@@ -51,8 +58,8 @@ snaps.close()
 class Training:
     """A job of two ranks that trains until it is asked to make its last save."""
 
-    def __init__(self, site: Site, disk: SmallDisk, *options: str, keep: str = "some") -> None:
-        self.site, self.disk = site, disk
+    def __init__(self, site: Site, disk: SmallDisk | BreakingDisk, *options: str, keep: str = "some") -> None:
+        self.site = site
         self.snapshots = disk.path / "snapshots"
         self.gate = site.folder / "gate"
         head = ("--standalone", "--nproc-per-node", "2", "--preload", "torch,torch._dynamo", *options)
@@ -62,15 +69,20 @@ class Training:
         """Wait until both ranks have done so many more."""
         self.site.wait(len(self.site.trail("step")) + 2 * count, "step", 90.0)
 
-    def fill(self, lack: str) -> None:
+    def fill(self, disk: SmallDisk, lack: str) -> None:
         """Leave no room until a save has failed. One that was being written may still be committed, and the deletion of
         an older one then makes room for the next."""
 
         def failed() -> bool:
-            LACKS[lack](self.disk)
+            LACKS[lack](disk)
             return "No space left on device" in self.agent.text
 
         until(failed, "a save fails", 90.0)
+
+    def breaks(self, disk: BreakingDisk) -> None:
+        """Let no save succeed until one has failed."""
+        disk.fails()
+        self.agent.says(disk.reason, 90.0)
 
     def end(self) -> int:
         self.gate.touch()
@@ -86,7 +98,7 @@ class Training:
 def test_a_full_disk_at_the_last_save_ends_the_job_with_its_reason(site: Site, disk: SmallDisk, lack: str) -> None:
     job = Training(site, disk, keep="all")  # else the deletion of older ones makes room
     job.make_steps(5)
-    job.fill(lack)
+    job.fill(disk, lack)
     assert job.end() == 1
     text = job.agent.text
     assert "HF214" in text, text
@@ -96,10 +108,40 @@ def test_a_full_disk_at_the_last_save_ends_the_job_with_its_reason(site: Site, d
     assert job.steps, "older snapshots are there"
 
 
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_disk_that_breaks_costs_the_saves_and_the_last_one_says_why(site: Site, tmp_path: Path, fault: str) -> None:
+    with FAULTS[fault](tmp_path) as disk:
+        job = Training(site, disk)
+        job.make_steps(5)
+        job.breaks(disk)
+        job.make_steps(10)
+        assert job.end() == 1
+        text = job.agent.text
+    assert CODES[fault] in text, text
+    assert "SnapshotWriteError" in text
+    assert text.count(disk.reason) > 1, text
+    assert "training goes on" not in text[text.index("Traceback") :], text
+    assert "has not ended" not in text, "nothing is waited for"
+
+
+def test_a_quota_that_is_raised_later_costs_saves_and_nothing_else(site: Site, tmp_path: Path) -> None:
+    with over_quota(tmp_path) as disk:
+        job = Training(site, disk)
+        until(lambda: job.steps, "a first snapshot", 90.0)
+        job.breaks(disk)
+        job.make_steps(10)
+        newest = max(job.steps)
+        disk.recovers()
+        job.make_steps(40)
+        assert job.end() == 0, job.agent.text
+        assert len(job.steps) == 2
+        assert min(job.steps) > newest
+
+
 def test_a_disk_that_is_full_for_a_while_costs_saves_and_retention_goes_on(site: Site, disk: SmallDisk) -> None:
     job = Training(site, disk)
     job.make_steps(5)
-    job.fill("no blocks")
+    job.fill(disk, "no blocks")
     job.make_steps(20)
     newest = max(job.steps)
     disk.free()
@@ -113,7 +155,7 @@ def test_a_disk_that_is_full_for_a_while_costs_saves_and_retention_goes_on(site:
 def test_a_restart_on_a_full_disk_goes_on_from_memory(site: Site, disk: SmallDisk, lack: str) -> None:
     job = Training(site, disk, "--max-restarts", "1")
     job.make_steps(6)
-    job.fill(lack)
+    job.fill(disk, lack)
     job.make_steps(6)
     newest = max(job.steps)
     os.kill(site.trail("resumed", rank=1)[-1]["pid"], signal.SIGKILL)

@@ -199,7 +199,7 @@ def test_a_failed_save_of_a_dead_worker_is_told_on_the_console(site, wait: str) 
     """The worker dies before the saver answers, or has got the answer and said nothing."""
     body = f"stage(1)\nsaver.persist(SaveRequest('/nowhere', 1, 1, 0, 1))\ntry: {wait}\nfinally: die()"
     agent = site.ends(137, *ONE, "--max-restarts", "0", script(site, body))
-    assert "snapshots: rank 0, before its restart: /nowhere" in agent.text, agent.text
+    assert "snapshots: rank 0, after its end: /nowhere" in agent.text, agent.text
 
 
 def test_a_job_that_saves_nothing_has_no_saver_and_leaves_nothing(site) -> None:

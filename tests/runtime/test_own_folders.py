@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from holdfast import memory_folder, own_folders
-from holdfast.train.snapshots import disk
+from holdfast.train.snapshots import changes, disk, read_back
 from tests.support.second_user import OTHER_UID, as_other, everybodys_folder, exchanging, needs_root
 
 ROUNDS = 300
@@ -193,4 +193,44 @@ def test_a_link_beside_a_snapshot_file_is_not_written_through(tmp_path: Path, pr
     (tmp_path / "MANIFEST.json.part").symlink_to(precious / "file")
     disk.write_atomically(tmp_path / "MANIFEST.json", "{}")
     assert (tmp_path / "MANIFEST.json").read_text() == "{}"
+    assert is_whole(precious)
+
+
+# --- records that a replacement reads ---------------------------------------------------------------------------------
+
+
+@needs_root
+def test_a_file_of_a_record_is_opened_only_in_a_folder_of_ones_own_and_through_no_link(
+    common: Path, precious: Path
+) -> None:
+    """As the states of a rank in /dev/shm, which its replacement reads."""
+    theirs = planted(common / "theirs", precious / "file")
+    with pytest.raises(PermissionError, match="not this user's alone"):
+        own_folders.open_file(theirs / "0.objects.0")
+    (common / "open").mkdir(mode=0o777)
+    (common / "open").chmod(0o777)
+    with pytest.raises(PermissionError, match="not this user's alone"):
+        own_folders.open_file(common / "open" / "0.objects.0")
+    own = common / "own"
+    own.mkdir(mode=0o700)
+    (own / "0.objects.0").symlink_to(precious / "file")
+    with pytest.raises(PermissionError, match="is a link"):
+        own_folders.open_file(own / "0.objects.0")
+    (common / "linked").symlink_to(own)
+    with pytest.raises(NotADirectoryError):
+        own_folders.open_file(common / "linked" / "0.objects.1")
+    os.close(own_folders.open_file(own / "0.objects.1"))
+    assert stat.S_IMODE((own / "0.objects.1").stat().st_mode) == 0o600
+    assert is_whole(precious)
+
+
+def test_what_a_writer_notes_in_a_shared_snapshot_folder_follows_no_link(tmp_path: Path, precious: Path) -> None:
+    number = changes.begin(tmp_path / "runs", 1)
+    request = changes.SaveRequest(str(tmp_path / "runs"), 1, number, 0, 1, note={read_back.READ_BACK: True})
+    note = request.attempt_path / f"{read_back.checked_file(0)}.part"
+    note.symlink_to(precious / "file")
+    written = read_back.write(request, bytes(4096))
+    assert written is not None
+    written.check(lambda: None)
+    written.close()
     assert is_whole(precious)

@@ -13,7 +13,7 @@ from holdfast.cli.grammar import FROM_STEP, Parsed, parse
 from holdfast.cli.option_table import OPTIONS
 from holdfast.cli.plan import render
 from holdfast.cli.resolve import resolve
-from holdfast.cli.under_slurm import srun_environment, srun_line, take_in
+from holdfast.cli.under_slurm import complete, srun_environment, srun_line
 from holdfast.launchers.slurm import ScontrolOutput, SlurmStep, expand, over, read_step, tasks_per_node
 from holdfast.protocol.errors import EnvironmentValueError, NodesError, UsageError
 from tests.support.tables import tables
@@ -42,7 +42,7 @@ STEP = {
 
 def taken(line: str, **more: str) -> Parsed:
     environ = {**STEP, **more}
-    return take_in(parse(shlex.split(line), environ, OPTIONS), environ, address=lambda host: host)[0]
+    return complete(parse(shlex.split(line), environ, OPTIONS), environ, address=lambda host: host)[0]
 
 
 def differing(line: str, **more: str) -> dict[str, object]:

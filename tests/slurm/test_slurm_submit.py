@@ -117,8 +117,8 @@ def test_what_scontrol_says_of_a_job() -> None:
 def test_a_log_is_followed_to_the_jobs_end(
     folder: Path, capfdbinary: pytest.CaptureFixture[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(submit, "JOB_LOOK_S", 0.0)
-    monkeypatch.setattr(submit, "LAST_WORDS_S", 0.0)
+    monkeypatch.setattr(submit, "JOB_POLL_S", 0.0)
+    monkeypatch.setattr(submit, "LOG_END_S", 0.0)
     log = folder / "log"
     states = iter(["PENDING", "RUNNING", None, "RUNNING", "PENDING", "RUNNING", "COMPLETED"])
 

@@ -117,6 +117,18 @@ def test_with_a_folder_of_their_own_the_script_need_not_be_here(tmp_path: Path) 
     assert here.interpreter == sys.executable
 
 
+def test_a_program_is_looked_for_where_the_hosts_will_run_it(tmp_path: Path) -> None:
+    """And not in this folder or on this PATH, which the hosts may not have."""
+    for line in ("--cwd /somewhere/else --no-python ./prog", "--no-python only-there", "--no-python only-there a b"):
+        made = order(f"--hosts a {line}")
+        assert made.expected.path in ("./prog", "only-there")
+    (tmp_path / "prog").write_text("echo hello\n")
+    with pytest.raises(ScriptError, match="is not executable"):
+        words(f"--hosts a --cwd {tmp_path} --no-python ./prog")
+    with pytest.raises(ScriptError, match="does not exist"):
+        words("--hosts a --no-python ./nowhere")
+
+
 @pytest.mark.parametrize("there", ["--cwd /somewhere/else", "--python /other/bin/python"])
 def test_a_module_of_another_folder_or_another_python_need_not_be_here(there: str) -> None:
     assert words(f"--hosts a {there} -m nowhere.here")[-2:] == ["--", "nowhere.here"]

@@ -14,16 +14,16 @@ from holdfast.launchers.ssh.hosts import (
     HostFacts,
     HostSpec,
     expected_from,
-    meeting_address,
     parse_file,
     parse_list,
     problems,
     remarks,
+    rendezvous_address,
     same_machine,
     select,
 )
 from holdfast.launchers.ssh.launcher import chosen_end
-from holdfast.launchers.ssh.session import explain, is_turned_away, last_words, parting_words
+from holdfast.launchers.ssh.session import connection_message, explain, has_too_many_logins, last_message
 from holdfast.protocol.errors import HostsError
 from tests.support.limits import limit_s
 from tests.support.tables import tables
@@ -110,12 +110,12 @@ def test_words_of_a_login_shell_that_lets_nobody_in() -> None:
 
 
 def test_words_of_ssh() -> None:
-    assert is_turned_away("Warning: x\nkex_exchange_identification: Connection closed by remote host\r\n")
-    assert not is_turned_away("ssh: connect to host b port 22: Connection refused\r\n")
-    assert last_words("") == ""
-    assert last_words("@@@@\nWarning: Permanently added 'b' to the list.\r\n\r\n") == ""
-    assert parting_words("Timeout, server b not responding.\r\n") == "Timeout, server b not responding"
-    assert parting_words("node1:0| Connection to my database\n") == ""
+    assert has_too_many_logins("Warning: x\nkex_exchange_identification: Connection closed by remote host\r\n")
+    assert not has_too_many_logins("ssh: connect to host b port 22: Connection refused\r\n")
+    assert last_message("") == ""
+    assert last_message("@@@@\nWarning: Permanently added 'b' to the list.\r\n\r\n") == ""
+    assert connection_message("Timeout, server b not responding.\r\n") == "Timeout, server b not responding"
+    assert connection_message("node1:0| Connection to my database\n") == ""
 
 
 SAME = Expected(
@@ -159,10 +159,10 @@ def test_two_names_of_one_machine() -> None:
 def test_where_they_meet() -> None:
     far = HostFacts(host="a", python="", address="10.0.0.1", client="10.0.0.9")
     here = HostFacts(host="h", python="", address="127.0.0.1", client="127.0.0.1")
-    assert meeting_address(far, [here]) == "10.0.0.1"
-    assert meeting_address(here, [far]) == "10.0.0.9"
-    assert meeting_address(here, []) == "127.0.0.1"
-    assert meeting_address(here, [here]) == ""
+    assert rendezvous_address(far, [here]) == "10.0.0.1"
+    assert rendezvous_address(here, [far]) == "10.0.0.9"
+    assert rendezvous_address(here, []) == "127.0.0.1"
+    assert rendezvous_address(here, [here]) == ""
 
 
 def test_whose_end_is_the_jobs() -> None:
@@ -179,12 +179,12 @@ def test_whose_end_is_the_jobs() -> None:
 # --- the user's program that tells which hosts there are: when its answer counts --------------------------------------
 
 
-ANSWER_S = round(limit_s(0.25), 1)
+DISCOVERY_S = round(limit_s(0.25), 1)
 """A program that answers at all does so within this time on a slow machine too."""
 
 
 async def test_an_answer_counts_when_it_is_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hosts, "ANSWER_S", ANSWER_S)
+    monkeypatch.setattr(hosts, "DISCOVERY_S", DISCOVERY_S)
     program, told = tmp_path / "hosts", list[str]()
 
     async def answers(*texts: str) -> list[list[HostSpec] | None]:
@@ -211,7 +211,13 @@ async def test_an_answer_counts_when_it_is_one(tmp_path: Path, monkeypatch: pyte
         "#!/not/here\n",
     ]
     assert await answers(*bad) == [None] * len(bad)
-    said = ("ended with 3", "a is listed twice", "line 1: 'error:'", f"no answer within {ANSWER_S:g} s", "No such file")
+    said = (
+        "ended with 3",
+        "a is listed twice",
+        "line 1: 'error:'",
+        f"no answer within {DISCOVERY_S:g} s",
+        "No such file",
+    )
     for line, part in zip(told, said, strict=True):
         assert part in line
         assert line.endswith("; the hosts stay as they are")

@@ -303,6 +303,67 @@ def test_no_word_of_our_own_stands_for_a_word_of_the_field() -> None:
     assert not found
 
 
+# --- sentences --------------------------------------------------------------------------------------------------------
+
+READ = (
+    *("cli", "dashboard", "diagnosis", "doctor", "launchers", "launching", "rendezvous", "runs", "torchrun_handler"),
+    "worker",
+)
+"""Packages whose docstrings a reader has gone through. Add a package when its docstrings are whole sentences."""
+WITHOUT_SUBJECT = re.compile(
+    r"(?:After|Already|Also|Always|Among|As|At|Before|Behind|Beside|Between|Beyond|By|For|From|Had|Has|Have|How|In|Into|Is"
+    r"|May|Must|Never|Not|Nor|Of|On|Or|Per|Since|So|Still|Than|To|Under|Until|Was|When|Where|Which|While|Who|Whom|Whose"
+    r"|Why|With|Within|Without)\b"
+)
+"""First words after which no subject follows. Words that often begin a whole sentence (If, Because, Only) are not here."""
+
+
+def docstrings(module: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and text of all docstrings, those of attributes and constants too."""
+    for node in ast.walk(module):
+        for statement in getattr(node, "body", []) if isinstance(getattr(node, "body", []), list) else []:
+            if (
+                isinstance(statement, ast.Expr)
+                and isinstance(statement.value, ast.Constant)
+                and isinstance(statement.value.value, str)
+            ):
+                yield statement.lineno, statement.value.value
+
+
+def test_docstrings_are_sentences() -> None:
+    shared = [path for path in python_files("src/holdfast") if path.parent.name == "holdfast"]
+    found = [
+        f"{place(path, line)}: {text.splitlines()[0][:80]}"
+        for path in [*python_files(*(f"src/holdfast/{name}" for name in READ)), *shared]
+        for line, text in docstrings(tree(path))
+        if WITHOUT_SUBJECT.match(text)
+    ]
+    assert found == [], (
+        "write a sentence with a subject and a verb, or a noun that says what the thing is, with its unit: "
+        "not `Of a hash.` but `Number of a hash's characters that are shown.`; not `Why it is closed.` but `The reason "
+        "why it is closed; empty while it is open.`; not `When it ended.` but `The time of its end (epoch s).`"
+    )
+
+
+def test_the_rule_about_sentences_finds_what_it_is_for() -> None:
+    faults = (
+        "Of a hash.",
+        "By index; None: no report.",
+        "Why it is closed.",
+        "For each problem the reason.",
+        "In words.",
+    )
+    assert all(map(WITHOUT_SUBJECT.match, faults))
+    good = (
+        "Whether it is open.",
+        "If it is lost, others go on.",
+        "Only our file is overwritten.",
+        "`8` or `500m`.",
+        "",
+    )
+    assert not any(map(WITHOUT_SUBJECT.match, good))
+
+
 # --- errors -----------------------------------------------------------------------------------------------------------
 
 

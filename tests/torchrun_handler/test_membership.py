@@ -11,7 +11,7 @@ import pytest
 
 from holdfast.protocol.errors import RendezvousConfigError
 from holdfast.protocol.outcome import OutcomeKind
-from holdfast.torchrun_handler.member import Formed, HandlerMembership, OverError, options_from
+from holdfast.torchrun_handler.member import FormedGeneration, HandlerMembership, OverError, options_from
 from tests.support.limits import limit_s, until
 
 WAIT_S = 20.0
@@ -37,11 +37,11 @@ class Torchrun:
     def __init__(self, endpoint: str, nodes: str, conf: dict[str, Any]) -> None:
         self.said: list[str] = []
         self.membership = HandlerMembership(options_from(Parameters(endpoint, nodes, conf)), self.said.append)
-        self.generations: list[Formed] = []
+        self.generations: list[FormedGeneration] = []
 
-    def next(self) -> Future[Formed]:
+    def next(self) -> Future[FormedGeneration]:
         """As next_rendezvous, in a thread of its own."""
-        answer: Future[Formed] = Future()
+        answer: Future[FormedGeneration] = Future()
 
         def ask() -> None:
             try:
@@ -80,11 +80,11 @@ def start(free_port: Callable[[], int]) -> Iterator[Start]:
                 formed.listening.close()
 
 
-def places(*answers: Future[Formed]) -> list[Formed]:
+def places(*answers: Future[FormedGeneration]) -> list[FormedGeneration]:
     return [answer.result(limit_s(WAIT_S)) for answer in answers]
 
 
-def refused(answer: Future[Formed]) -> OverError:
+def refused(answer: Future[FormedGeneration]) -> OverError:
     """Why there is no further generation."""
     error = answer.exception(limit_s(WAIT_S))
     assert isinstance(error, OverError)

@@ -334,6 +334,10 @@ def test_a_save_that_cannot_begin_counts() -> None:
     assert not saves.not_begun(SnapshotFolderError("vanished")).fatal
     assert saves.not_begun(SnapshotFolderError("vanished")).fatal
     assert FailedSaves(9).not_begun(SnapshotBusyError("taken over")).fatal
+    demanded = FailedSaves(9).not_begun(SnapshotFolderError("vanished"), demanded=True)
+    assert demanded == RankFailure(SnapshotFolderError.code, "vanished", fatal=True), (
+        "it does not say that training goes on"
+    )
 
 
 # --- one cause for all ranks, and one folder ---------------------------------------------------------------------------

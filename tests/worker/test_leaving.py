@@ -116,8 +116,8 @@ raise ValueError("no such batch")
 @pytest.mark.parametrize("how", ["atexit.register(for_ever)", "threading.Thread(target=for_ever).start()"])
 def test_what_never_ends_after_an_exception_is_told_and_ended(tmp_path: Path, how: str, torch: str) -> None:
     source = Path(bootstrap.__file__).read_text()
-    hasty = source.replace("UNENDED_S = 5.0", "UNENDED_S = 0.5").replace("LEAVE_S = 15.0", "LEAVE_S = 1.0")
-    assert hasty.count(" = 0.5") == hasty.count("LEAVE_S = 1.0") == 1
+    hasty = source.replace("END_REPORT_S = 5.0", "END_REPORT_S = 0.5").replace("END_S_MAX = 15.0", "END_S_MAX = 1.0")
+    assert hasty.count(" = 0.5") == hasty.count("END_S_MAX = 1.0") == 1
     (tmp_path / "hasty.py").write_text(hasty)
     done = run(tmp_path, NEVER.format(how=how, torch=torch), line=str(tmp_path / "hasty.py"))
     assert done.returncode == 1

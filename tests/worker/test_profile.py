@@ -96,36 +96,36 @@ def bench(tmp_path: Path) -> Iterator[Bench]:
 
 def test_a_rank_with_a_gpu_has_its_times_and_its_memory(bench: Bench, torch: Torch) -> None:
     order = bench.order(steps=2)
-    assert bench.profiler.look(order, stepped=True)
-    assert bench.profiler.look(order, stepped=True)
-    assert not bench.profiler.look(order, stepped=True)
+    assert bench.profiler.follow(order, stepped=True)
+    assert bench.profiler.follow(order, stepped=True)
+    assert not bench.profiler.follow(order, stepped=True)
     last = bench.last()
     assert last["operations"] == [["aten::mm", 3, 2.0, 5.0]]
     assert last["files"] == ["rank3.trace.json", "rank3.operations.txt", "rank3.memory.pickle"]
     assert (bench.folder / "rank3.operations.txt").read_text() == "by self_device_time_total"
     until(lambda: torch.did[-1] == "record None 0", lambda: str(torch.did))
     assert torch.did == ["record all 100000", "start", "stop", "record None 0"]
-    assert not bench.profiler.look(order, stepped=True), "the same order again"
+    assert not bench.profiler.follow(order, stepped=True), "the same order again"
 
 
 def test_what_the_program_records_itself_is_left_to_it(bench: Bench, torch: Torch) -> None:
     torch.recording = True
     order = bench.order(for_s=0.0)
-    bench.profiler.look(order, stepped=False)
-    bench.profiler.look(order, stepped=False)
+    bench.profiler.follow(order, stepped=False)
+    bench.profiler.follow(order, stepped=False)
     assert bench.last()["files"] == ["rank3.trace.json", "rank3.operations.txt"]
     assert torch.did == ["start", "stop"]
 
 
 def test_an_order_that_is_withdrawn_or_replaced_leaves_no_profiler_on(bench: Bench, torch: Torch) -> None:
     torch.recording = True
-    assert bench.profiler.look(bench.order(steps=5), stepped=True)
-    assert not bench.profiler.look(0, stepped=True)
+    assert bench.profiler.follow(bench.order(steps=5), stepped=True)
+    assert not bench.profiler.follow(0, stepped=True)
     assert torch.did == ["start", "stop"]
-    assert bench.profiler.look(bench.order(steps=5), stepped=True)
-    assert bench.profiler.look(bench.order(steps=5), stepped=True)
+    assert bench.profiler.follow(bench.order(steps=5), stepped=True)
+    assert bench.profiler.follow(bench.order(steps=5), stepped=True)
     assert torch.did == ["start", "stop"] * 2 + ["start"]
-    bench.profiler.look(0, stepped=True)
+    bench.profiler.follow(0, stepped=True)
     assert list(bench.folder.iterdir()) == []
 
 
@@ -134,7 +134,7 @@ def test_a_torch_that_cannot_ends_no_training(bench: Bench, torch: Torch, monkey
         raise RuntimeError("Profiler is already enabled on this thread")
 
     monkeypatch.setattr(torch, "start", busy)
-    assert not bench.profiler.look(bench.order(steps=5), stepped=True)
+    assert not bench.profiler.follow(bench.order(steps=5), stepped=True)
     assert bench.last()["why"] == "RuntimeError: Profiler is already enabled on this thread"
 
 
@@ -143,9 +143,9 @@ def test_a_signal_inside_our_own_code_does_nothing(bench: Bench, torch: Torch, m
 
     def start() -> None:
         torch.did.append("start")
-        bench.profiler.look(order, stepped=False)
+        bench.profiler.follow(order, stepped=False)
 
     monkeypatch.setattr(torch, "start", start)
-    assert bench.profiler.look(order, stepped=True)
+    assert bench.profiler.follow(order, stepped=True)
     assert torch.did.count("start") == 1
-    bench.profiler.look(0, stepped=False)
+    bench.profiler.follow(0, stepped=False)

@@ -69,7 +69,7 @@ SHARED = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line, `sys.argv[1:]` when none is given; returns the exit status."""
+    """Run one command line, `sys.argv[1:]` when none is given. Returns the exit status."""
     try:
         return run_line(list(sys.argv[1:] if argv is None else argv))
     except KeyboardInterrupt:
@@ -87,6 +87,7 @@ def entry() -> NoReturn:
 
 def leave(status: int) -> NoReturn:
     """End the agent's process without the interpreter's shutdown, which takes time: the job ends with this process."""
+    # Buffers are written first, as the shutdown would do.
     try:
         for stream in (sys.stdout, sys.stderr):
             if stream is not None:
@@ -132,10 +133,12 @@ def run_command(command: str, rest: list[str]) -> int:
     """Run one sub-command; a HoldfastError becomes its message and its exit code."""
     from importlib import import_module
 
-    if command in ("run", "launch") and is_in_a_thread():  # signals and forks need the main thread
+    # Signals and forks need the main thread: a caller of main() in another thread gets a process for it.
+    if command in ("run", "launch") and is_in_a_thread():
         import subprocess
 
         return subprocess.call([sys.executable, "-m", "holdfast", command, *rest])
+
     from holdfast.protocol.errors import Fault, HoldfastError
 
     if hasattr(sys.stdout, "reconfigure"):  # logs and file names may contain characters that the terminal cannot encode
@@ -143,7 +146,7 @@ def run_command(command: str, rest: list[str]) -> int:
     try:
         module, function = SHARED.get(command, (command, "main"))
         status: int = getattr(import_module(f"holdfast.cli.{module}"), function)(rest)
-        if sys.stdout is not None:  # closed: `holdfast report >&-`
+        if sys.stdout is not None:  # None if it is closed: `holdfast report >&-`
             sys.stdout.flush()
     except HoldfastError as error:
         if error.fault is Fault.OURS:
@@ -189,7 +192,7 @@ def print_error(error: HoldfastError) -> None:
 
 
 def nobody_reads() -> bool:
-    """Whether the reader of stdout is gone, as with `| head`: another broken pipe is an error."""
+    """Whether the reader of stdout is gone, as with `| head`. Any other broken pipe is an error."""
     from select import POLLERR, poll
 
     if sys.stdout is None:
@@ -210,6 +213,7 @@ def say(text: str) -> None:
 
 
 def complain(code: str, text: str) -> int:
+    """Print an error. Returns the exit code of a line that is wrong."""
     say(f"{code}: {text}")
     return EXIT_USAGE
 

@@ -1,7 +1,8 @@
 """`holdfast completion bash|zsh|fish|tcsh`: prints a completion script, made from the tables of options.
 
-Knows the words of each command and the format of each shell. shtab is no substitute: it completes our options among the
-script's own words, does not complete `--option=value`, and needs argparse parsers, which `run` and `launch` lack.
+Knows the options of each command and the format of each shell. shtab is no substitute: it completes our options among
+the script's own arguments, does not complete `--option=value`, and needs argparse parsers, which `run` and `launch`
+lack.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 SHELLS = ("bash", "zsh", "fish", "tcsh")
 SCRIPT, FILE, NOTHING = "script", "file", "nothing"
-"""What follows the options: a script with its own words, files, or nothing."""
+"""What follows the options: a script with its own arguments, files, or nothing."""
 FILE_METAVARS = frozenset({"FILE", "DIR", "PROGRAM", "PATH", "FOLDER"})
 KNOWN_VALUES = {
     "--nproc-per-node": ("auto", "gpu", "cpu", "xpu"),
@@ -41,8 +42,8 @@ Prints a script that completes holdfast's commands, options and values:
   tcsh  holdfast completion tcsh > ~/.holdfast.tcsh; source ~/.holdfast.tcsh"""
 
 
-class Word(NamedTuple):
-    """One option."""
+class KnownOption(NamedTuple):
+    """An option, as the shells must know it."""
 
     names: tuple[str, ...]
     help: str
@@ -52,16 +53,19 @@ class Word(NamedTuple):
 
 
 class Command(NamedTuple):
+    """A command with its options, and what may follow them."""
+
     name: str
     help: str
-    words: tuple[Word, ...]
+    options: tuple[KnownOption, ...]
     beside: str = FILE
+    """SCRIPT, FILE or NOTHING."""
     values: tuple[str, ...] = ()
-    """Known words that may follow the options."""
+    """Known values that may follow the options, such as sub-commands."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status. Raises UsageError."""
+    """Run `holdfast completion` with these arguments. Returns the exit status. Raises UsageError."""
     if list(argv) in (["-h"], ["--help"]):
         print(USAGE)
         return 0
@@ -75,13 +79,18 @@ def main(argv: Sequence[str]) -> int:
 def commands() -> list[Command]:
     """All commands, from their own tables and parsers."""
     from holdfast.cli import doctor, submit, submit_k8s
-    from holdfast.diagnosis.reference import everything
+    from holdfast.diagnosis.reference import explanations
 
-    sbatch = [Word(("--" + name,), "as for sbatch", takes_value=True) for name in sorted(submit.VALUES)]
-    sbatch += [Word(("--" + name,), "as for sbatch") for name in sorted(submit.FLAGS)]
-    sbatch.append(Word(("--no-follow",), "submit, and do not follow the log"))
-    submitting = [Word(("--slurm",), "to Slurm"), Word(("--k8s",), "to Kubernetes"), *words(submit_k8s.TABLE), *sbatch]
-    tables = {**{name: words(table) for name, table in TABLES.items()}, "doctor": words(doctor.TABLE)}
+    sbatch = [KnownOption(("--" + name,), "as for sbatch", takes_value=True) for name in sorted(submit.VALUES)]
+    sbatch += [KnownOption(("--" + name,), "as for sbatch") for name in sorted(submit.FLAGS)]
+    sbatch.append(KnownOption(("--no-follow",), "submit, and do not follow the log"))
+    submitting = [
+        KnownOption(("--slurm",), "to Slurm"),
+        KnownOption(("--k8s",), "to Kubernetes"),
+        *options_of(submit_k8s.TABLE),
+        *sbatch,
+    ]
+    tables = {**{name: options_of(table) for name, table in TABLES.items()}, "doctor": options_of(doctor.TABLE)}
     tables["submit"] = once(submitting)
     found = []
     for name, text in COMMANDS.items():
@@ -91,22 +100,22 @@ def commands() -> list[Command]:
         elif parser is None:  # this command itself
             found.append(Command(name, text, (), NOTHING, SHELLS))
         elif name == "explain":
-            found.append(Command(name, text, words_of_parser(parser), NOTHING, tuple(sorted(everything()))))
+            found.append(Command(name, text, options_of_parser(parser), NOTHING, tuple(sorted(explanations()))))
         else:
-            found.append(Command(name, text, words_of_parser(parser), FILE, tuple(sub_parsers(parser))))
+            found.append(Command(name, text, options_of_parser(parser), FILE, tuple(sub_parsers(parser))))
     return found
 
 
 def parser_of(name: str) -> argparse.ArgumentParser | None:
-    """argparse's parser of a command; None where it has none."""
+    """The argparse parser of a command; None: it has none."""
     module = import_module(f"holdfast.cli.{SHARED.get(name, (name,))[0]}")
     make = getattr(module, f"{name}_parser" if name in SHARED else "parser", None)
     return None if make is None else make()
 
 
-def words(table: Iterable[Option]) -> tuple[Word, ...]:
+def options_of(table: Iterable[Option]) -> tuple[KnownOption, ...]:
     return tuple(
-        Word(
+        KnownOption(
             (option.name, *([option.short] if option.short else [])),
             option.help,
             takes_value=option.kind != FLAG,
@@ -117,7 +126,7 @@ def words(table: Iterable[Option]) -> tuple[Word, ...]:
     )
 
 
-def words_of_parser(parser: argparse.ArgumentParser) -> tuple[Word, ...]:
+def options_of_parser(parser: argparse.ArgumentParser) -> tuple[KnownOption, ...]:
     """The options of an argparse parser, sub-commands included."""
     found = []
     for action in parser._actions:
@@ -126,9 +135,9 @@ def words_of_parser(parser: argparse.ArgumentParser) -> tuple[Word, ...]:
             choices = tuple(map(str, action.choices or ()))
             long_first = tuple(sorted(action.option_strings, key=lambda name: not name.startswith("--")))
             takes_value = action.nargs not in (0, "?")
-            found.append(Word(long_first, action.help or "", takes_value, choices, metavar in FILE_METAVARS))
+            found.append(KnownOption(long_first, action.help or "", takes_value, choices, metavar in FILE_METAVARS))
     for each in sub_parsers(parser).values():
-        found += words_of_parser(each)
+        found += options_of_parser(each)
     return once(found)
 
 
@@ -141,11 +150,11 @@ def sub_parsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentP
     }
 
 
-def once(found: Iterable[Word]) -> tuple[Word, ...]:
-    """The words without duplicates: the first of each name."""
-    kept: dict[str, Word] = {}
-    for word in found:
-        kept.setdefault(word.names[0], word)
+def once(found: Iterable[KnownOption]) -> tuple[KnownOption, ...]:
+    """The options without duplicates: the first of each name."""
+    kept: dict[str, KnownOption] = {}
+    for option in found:
+        kept.setdefault(option.names[0], option)
     return tuple(kept.values())
 
 
@@ -234,16 +243,20 @@ complete -o default -F _holdfast holdfast
 def bash(commands: Sequence[Command]) -> str:
     known, values = [], []
     for command in commands:
-        options = shlex.quote(" ".join(name for word in command.words for name in word.names if name.startswith("--")))
-        valued = shlex.quote(" ".join(name for word in command.words if word.takes_value for name in word.names))
+        options = shlex.quote(
+            " ".join(name for option in command.options for name in option.names if name.startswith("--"))
+        )
+        valued = shlex.quote(
+            " ".join(name for option in command.options if option.takes_value for name in option.names)
+        )
         more = f" beside={shlex.quote(' '.join(command.values))}" if command.values else ""
         more += " script=yes" if command.beside == SCRIPT else " nothing=yes" if command.beside == NOTHING else ""
         known.append(f"    {command.name}) options={options} valued={valued}{more} ;;")
-        for word in command.words:
-            label = "|".join(f'"{command.name} {name}"' for name in word.names)
-            if word.values:
-                values.append(f"    {label}) values={shlex.quote(' '.join(word.values))} ;;")
-            elif word.is_file:
+        for option in command.options:
+            label = "|".join(f'"{command.name} {name}"' for name in option.names)
+            if option.values:
+                values.append(f"    {label}) values={shlex.quote(' '.join(option.values))} ;;")
+            elif option.is_file:
                 values.append(f"    {label}) files=yes ;;")
     parts = {
         "%COMMANDS%": "\n".join(known),
@@ -295,9 +308,9 @@ def zsh(commands: Sequence[Command]) -> str:
 def zsh_command(command: Command) -> Iterator[str]:
     yield f"        {command.name})"
     yield "            _arguments -S -A '-*' \\"
-    for word in command.words:
-        for name in word.names:
-            yield f"                {shlex.quote(zsh_option(name, word))} \\"
+    for option in command.options:
+        for name in option.names:
+            yield f"                {shlex.quote(zsh_option(name, option))} \\"
     if command.values:
         several = " ".join(command.values)
         yield f"                {shlex.quote(f'*:word:({several})')}"
@@ -308,14 +321,14 @@ def zsh_command(command: Command) -> Iterator[str]:
     yield "            ;;"
 
 
-def zsh_option(name: str, word: Word) -> str:
-    about = word.help
+def zsh_option(name: str, option: KnownOption) -> str:
+    about = option.help
     for letter in "\\[]:":
         about = about.replace(letter, "\\" + letter)
-    if not word.takes_value:
+    if not option.takes_value:
         return f"*{name}[{about}]"
-    several = " ".join(word.values)
-    action = f"({several})" if several else "_files" if word.is_file else ""
+    several = " ".join(option.values)
+    action = f"({several})" if several else "_files" if option.is_file else ""
     return f"*{name}{'=' if name.startswith('--') else '+'}[{about}]:value:{action or ' '}"
 
 
@@ -368,25 +381,25 @@ def fish_command(command: Command) -> Iterator[str]:
     where = f"__holdfast_is {command.name}"
     if command.beside == SCRIPT:
         variable = f"__holdfast_valued_{command.name}"
-        valued = " ".join(name for word in command.words if word.takes_value for name in word.names)
+        valued = " ".join(name for option in command.options if option.takes_value for name in option.names)
         yield f"set -g {variable} {valued}".rstrip()
         where = f"__holdfast_in {command.name} ${variable}"
     elif command.beside == NOTHING:
         yield f"complete -c holdfast -n '{where}' -f"
     if command.values:
         yield f"complete -c holdfast -n '{where}' -a {fish_text(' '.join(command.values))}"
-    for word in command.words:
-        names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in word.names)
+    for option in command.options:
+        names = " ".join(f"-l {name[2:]}" if name.startswith("--") else f"-s {name[1:]}" for name in option.names)
         value = ""
-        if word.values:
-            value = f" -x -a {fish_text(' '.join(word.values))}"
-        elif word.takes_value:
-            value = " -r -F" if word.is_file else " -x"
-        yield f"complete -c holdfast -n '{where}' {names}{value} -d {fish_text(word.help)}"
+        if option.values:
+            value = f" -x -a {fish_text(' '.join(option.values))}"
+        elif option.takes_value:
+            value = " -r -F" if option.is_file else " -x"
+        yield f"complete -c holdfast -n '{where}' {names}{value} -d {fish_text(option.help)}"
 
 
 def fish_text(text: str) -> str:
-    """Quote for fish in single quotes, in which it knows two escapes."""
+    """Quote a text for fish, which knows two escapes in single quotes."""
     return "'" + text.replace("\\", "\\\\").replace("'", "\\'") + "'"
 
 
@@ -400,12 +413,15 @@ def filled(text: str, parts: dict[str, str]) -> str:
 
 
 def tcsh(commands: Sequence[Command]) -> str:
-    """One `complete` line. tcsh knows the word before and the beginning of a word, but no sub-commands, so it completes
-    the options of all commands."""
-    words = [word for command in commands for word in command.words]
-    options = sorted({name for word in words for name in word.names if name.startswith("--")} | {"--help"})
-    values = {name: " ".join(word.values) for word in words for name in word.names if word.values}
-    files = {name for word in words for name in word.names if word.is_file} - values.keys()
+    """The script for tcsh: one `complete` line.
+
+    tcsh knows the word before and the beginning of a word, but no sub-commands, so it completes the options of all
+    commands.
+    """
+    known = [option for command in commands for option in command.options]
+    options = sorted({name for option in known for name in option.names if name.startswith("--")} | {"--help"})
+    values = {name: " ".join(option.values) for option in known for name in option.names if option.values}
+    files = {name for option in known for name in option.names if option.is_file} - values.keys()
     rules = [f"'p/1/({' '.join(command.name for command in commands)} --help --version)/'"]
     rules += [f"'n/{name}/({listed})/'" for name, listed in sorted(values.items())]
     rules += [f"'n/{name}/f/'" for name in sorted(files)]

@@ -1,5 +1,5 @@
-"""The configuration file: the nearest holdfast.toml, or pyproject.toml with [tool.holdfast], from the working folder
-upwards.
+"""Reads the configuration file: the nearest holdfast.toml, or pyproject.toml with [tool.holdfast], from the working
+folder upwards.
 
 Keys are the long names of options, values are TOML's own types; resolve.py validates values, as for flags. Standard
 library only.
@@ -26,13 +26,14 @@ FILE_BYTES_MAX = 1 << 20
 OWN_FILE, PROJECT_FILE, REPOSITORY = "holdfast.toml", "pyproject.toml", ".git"
 TOOL, OURS = "tool", "holdfast"
 LINE_ONLY = frozenset({"config", "no_config", "plan", "json", "help", "version", "use_env"})
+"""Options that belong on the command line only."""
 NUMBERS_TOO = frozenset({"nnodes", "nproc_per_node", "rdzv_id", "redirects", "tee", "metrics", "health", "dashboard"})
-"""Text options whose value is often a number."""
+"""Text options whose value is often a number, which TOML writes without quotes."""
 PATHS = ("DIR", "FILE")
 """Metavars of paths, which are relative to the file's folder."""
 LISTED = ",..."
-"""The metavar of a list ends with this."""
-WORDS = {
+"""End of the metavar of a list."""
+TYPE_NAMES = {
     bool: "true or false",
     int: "a whole number",
     float: "a number",
@@ -40,11 +41,11 @@ WORDS = {
     list: "a list",
     dict: "a table",
 }
-RUNS = frozenset(
+DECIDE_WHAT_RUNS = frozenset(
     {"notify", "host_discovery", "ssh", "python", "preload", "module", "no_python", "run_path"}
     | {"hosts", "hostfile", "cwd", "env"}
 )
-"""Options that decide which programs run, and where, or what is sent there. A file that was only found, and that
+"""Options that decide which programs run, and where, or what is sent there. A file that was found, not named, and that
 another user can change, may not have them."""
 HARMLESS = ("", "auto", "none", False)
 """Values with which those options run nothing of the file's choice."""
@@ -60,7 +61,7 @@ class ReadFile(NamedTuple):
     path: str
     text: str
     status: os.stat_result
-    """Of the opened file: its owner, its group and its mode."""
+    """Owner, group and mode of the opened file."""
 
 
 def read(path: str) -> dict[str, Setting]:
@@ -77,21 +78,22 @@ def settings(file: ReadFile) -> dict[str, Setting]:
     header = f"{TOOL}.{OURS}" if os.path.basename(path) == PROJECT_FILE else ""
     found: dict[str, Setting] = {}
     for key, raw in table.items():
-        place = f"{shown(path)}:{line_of(file.text, header, key)}"
-        option = find(key, raw, place)
+        source = f"{shown(path)}:{line_of(file.text, header, key)}"
+        option = find(key, raw, source)
         if option.dest in found:
-            raise ConfigFileError(f"{place}: {key} is given twice, with dashes and with underscores")
+            raise ConfigFileError(f"{source}: {key} is given twice, with dashes and with underscores")
         try:
             value = value_of(option, raw, os.path.dirname(path))
         except ValueError as error:
-            raise ConfigFileError(f"{place}: {key}: {error}") from None
-        found[option.dest] = Setting(value, place)
+            raise ConfigFileError(f"{source}: {key}: {error}") from None
+        found[option.dest] = Setting(value, source)
     check_secrets(file, found)
     return found
 
 
 def read_file(path: str) -> ReadFile:
-    """Raises ConfigFileError."""
+    """Read a file, and its owner and mode from the same descriptor: another user could exchange it in between. Raises
+    ConfigFileError."""
     try:
         with open(path, "rb") as file:
             content, status = file.read(FILE_BYTES_MAX + 1), os.fstat(file.fileno())
@@ -148,7 +150,7 @@ def line_of(text: str, header: str, key: str) -> int:
     return began
 
 
-def find(key: str, raw: object, place: str) -> Option:
+def find(key: str, raw: object, source: str) -> Option:
     """The option of this key. Raises ConfigFileError."""
     name = key.replace("_", "-")
     if name in OPTIONS_BY_KEY:
@@ -158,19 +160,19 @@ def find(key: str, raw: object, place: str) -> Option:
             key = f"{key}.{next(iter(raw))}"
         whole = f"only {PROJECT_FILE} has one, [{TOOL}.{OURS}]"
         raise ConfigFileError(
-            f"{place}: options need no table [{key}]: remove this heading, keep the lines below ({whole})"
+            f"{source}: options need no table [{key}]: remove this heading, keep the lines below ({whole})"
         )
     if name.replace("-", "_") in LINE_ONLY:
-        raise ConfigFileError(f"{place}: {key} belongs on the command line, not in a file")
+        raise ConfigFileError(f"{source}: {key} belongs on the command line, not in a file")
     import difflib
 
     matches = difflib.get_close_matches(name, OPTIONS_BY_KEY, n=1, cutoff=0.6)
     hint = f"did you mean {matches[0]}?" if matches else "keys are the long names in holdfast run --help"
-    raise ConfigFileError(f"{place}: {key} is not an option; {hint}")
+    raise ConfigFileError(f"{source}: {key} is not an option; {hint}")
 
 
 def value_of(option: Option, raw: object, folder: str) -> object:
-    """The value that the option's flag would give. Raises ValueError in words."""
+    """The value that the option's flag would give. Raises ValueError with the problem."""
     kind = type(raw)
     if option.kind == FLAG and kind is bool:
         return raw
@@ -184,7 +186,7 @@ def value_of(option: Option, raw: object, folder: str) -> object:
             raise ValueError("must not contain NUL")
         return CONVERTERS[option.kind](chosen(option, text))
     wanted = {FLAG: bool, INT: int, FLOAT: float}[option.kind]
-    raise ValueError(f"must be {WORDS[wanted]}, and is {said(raw)}")
+    raise ValueError(f"must be {TYPE_NAMES[wanted]}, and is {described(raw)}")
 
 
 def text_of(option: Option, raw: object, folder: str) -> str:
@@ -202,7 +204,7 @@ def text_of(option: Option, raw: object, folder: str) -> str:
     wanted = (
         "a text or a number" if option.dest in NUMBERS_TOO else "a text or a list of texts" if is_list else "a text"
     )
-    raise ValueError(f"must be {wanted}, and is {said(raw)}")
+    raise ValueError(f"must be {wanted}, and is {described(raw)}")
 
 
 def conf_value(key: str, raw: object) -> str:
@@ -215,11 +217,11 @@ def conf_value(key: str, raw: object) -> str:
             return raw
         case str():
             raise ValueError(f"{key} must not contain a comma, which separates settings")
-    raise ValueError(f"{key} must be a text, a number, true or false, and is {said(raw)}")
+    raise ValueError(f"{key} must be a text, a number, true or false, and is {described(raw)}")
 
 
-def said(raw: object) -> str:
-    name = WORDS.get(type(raw), "a date or time")
+def described(raw: object) -> str:
+    name = TYPE_NAMES.get(type(raw), "a date or time")
     return f"{name}, {str(raw).lower() if isinstance(raw, bool) else repr(raw)}" if len(repr(raw)) < 40 else name
 
 
@@ -230,34 +232,34 @@ def chosen(option: Option, text: str) -> str:
 
 
 def check_secrets(file: ReadFile, found: dict[str, Setting]) -> None:
-    """Raises ConfigFileError for a password in a file that others may read."""
+    """Raise ConfigFileError for a password in a file that others may read."""
     conf, endpoint = (str(found[dest].value) if dest in found else "" for dest in ("rdzv_conf", "rdzv_endpoint"))
     keys = {item.partition("=")[0].strip() for item in conf.split(",")}
     holds = "rdzv_conf" if keys.intersection(PASSWORD_KEYS) else "rdzv_endpoint" if IN_URL.search(endpoint) else ""
     if holds and file.status.st_mode & (stat.S_IRGRP | stat.S_IROTH):
         raise ConfigFileError(
-            f"{found[holds].place}: the file contains a password, and others can read it; "
+            f"{found[holds].source}: the file contains a password, and others can read it; "
             f"chmod 600 {file.path}, or use password_file = FILE"
         )
 
 
 def check_owner(file: ReadFile, found: dict[str, Setting]) -> None:
-    """Raises ConfigFileError for a file that was only found, that runs something, and that another user can change: to
-    be in a folder means no consent to what is in it (as with git's safe.directory)."""
-    runs = next((dest for dest in found if dest in RUNS and found[dest].value not in HARMLESS), None)
+    """Raise ConfigFileError for a file that was found, not named, that decides what runs, and that another user can
+    change: to be in a folder means no consent to what is in it (as with git's safe.directory)."""
+    runs = next((dest for dest in found if dest in DECIDE_WHAT_RUNS and found[dest].value not in HARMLESS), None)
     who = other_writer(file.status) if runs is not None else ""
     if runs is not None and who:
         raise ConfigFileError(
-            f"{found[runs].place}: {runs.replace('_', '-')} decides what runs, and {who} can change this file; "
+            f"{found[runs].source}: {runs.replace('_', '-')} decides what runs, and {who} can change this file; "
             f"--config {shown(file.path)} uses it, --no-config does not"
         )
 
 
 def other_writer(status: os.stat_result) -> str:
-    """Who can change a file, besides this user and root, in words; empty: nobody."""
+    """The users who can change a file, besides this one and root, in words; empty: nobody."""
     own = {0, os.geteuid()}
     sudo = os.environ.get("SUDO_UID", "")
-    if os.geteuid() == 0 and sudo.isdecimal():
+    if os.geteuid() == 0 and sudo.isdecimal():  # under sudo, the files are those of the user who called it
         own.add(int(sudo))
     if status.st_uid not in own:
         return f"its owner, {user_name(status.st_uid) or f'uid {status.st_uid}'},"
@@ -269,8 +271,8 @@ def other_writer(status: os.stat_result) -> str:
 
 
 def is_private_group(gid: int, uid: int) -> bool:
-    """Whether this group is its user's alone, as many systems make one for each user, with a umask of 002."""
-    import grp  # the few files that are read with group rights ask for it
+    """Whether this group is its user's alone: many systems make one for each user, with a umask of 002."""
+    import grp  # needed only for a file that its group may write
 
     name = user_name(uid)
     try:
@@ -326,13 +328,14 @@ def candidates() -> Iterator[str]:
             if os.path.isfile(path := os.path.join(folder, name)) and not is_planted(path, folder):
                 yield path
         above = os.path.dirname(folder)
-        if above == folder or os.path.lexists(os.path.join(folder, REPOSITORY)) or is_everybodys(above):
+        # A file above the repository, or in a folder such as /tmp, is hardly meant for this project.
+        if above == folder or os.path.lexists(os.path.join(folder, REPOSITORY)) or is_world_writable(above):
             return
         folder = above
 
 
-def is_everybodys(folder: str) -> bool:
-    """Whether any user may create files there, as in /tmp: such a file is not the choice of this user."""
+def is_world_writable(folder: str) -> bool:
+    """Whether any user may create files in the folder, as in /tmp. True if that cannot be found out."""
     try:
         return bool(os.stat(folder).st_mode & stat.S_IWOTH)
     except OSError:
@@ -342,7 +345,7 @@ def is_everybodys(folder: str) -> bool:
 def is_planted(path: str, folder: str) -> bool:
     """Whether another user owns this file, in a folder that any user can write to."""
     try:
-        return is_everybodys(folder) and os.stat(path).st_uid not in (0, os.geteuid())
+        return is_world_writable(folder) and os.stat(path).st_uid not in (0, os.geteuid())
     except OSError:
         return True
 
@@ -351,9 +354,10 @@ def is_about_us(path: str) -> bool:
     """Whether a pyproject.toml has our table. Raises ConfigFileError for one that mentions us and is not TOML."""
     try:
         text = read_file(path).text
-    except ConfigFileError:  # a file of another tool
+    except ConfigFileError:  # it cannot be read, so it is not ours
         return False
+    # Most files are not parsed: without these texts they cannot have the table.
     bare = re.sub(r"[ \t\"']", "", text)
-    if "tool.holdfast" not in bare and not ("[tool]" in bare and "holdfast" in bare):  # most are not parsed
+    if "tool.holdfast" not in bare and not ("[tool]" in bare and "holdfast" in bare):
         return False
     return own_table(path, text) is not None

@@ -17,11 +17,11 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
 TORCH_ANSWER_S_MAX = 120.0
-"""Importing torch from a slow network file system takes long."""
+"""Limit for torch's answer: its import from a slow network file system takes long."""
 
 NAMES = ("auto", "cpu", "gpu", "xpu")
 REFUSED_NAMES = {"cuda": "gpu", "rocm": "gpu", "mps": "auto", "hpu": "auto", "mtia": "auto"}
-"""Names that torchrun refuses although torch knows them, and their replacement."""
+"""Names that torchrun refuses although torch knows them, and what to write instead."""
 NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten")
 TORCH_OWN_BACKEND = "privateuseone"
 """The name of torch's extra backend if no package has renamed it."""
@@ -30,11 +30,13 @@ BACKEND_PACKAGES = "torch.backends"
 
 
 class Count(NamedTuple):
-    """The number of workers, the kind that was counted, and the source."""
+    """The number of workers, and where it comes from."""
 
     number: int
     kind: str
+    """What was counted: gpu, cpu, another device, or `workers` if the number was given."""
     source: str
+    """The source of the number, for `--plan` and messages."""
 
 
 class Probes(NamedTuple):
@@ -43,11 +45,12 @@ class Probes(NamedTuple):
     root: str = "/"
     """Root of the tree that holds dev and sys."""
     nvml: Callable[[], list[str] | None] | None = None
-    """UUIDs of all GPUs by index, None without a driver; by default NVML itself."""
+    """A function that returns the UUIDs of all GPUs by index, or None without a driver; by default NVML itself."""
     torch: Callable[[str], int] | None = None
-    """Asks torch for the number of devices of a kind; by default in a subprocess. Raises ProcessesError."""
+    """A function that asks torch for the number of devices of a kind; by default in a subprocess. Raises
+    ProcessesError."""
     backends: Callable[[str], bool] | None = None
-    """Whether an installed package may give torch a backend of this name."""
+    """A function that returns whether an installed package may give torch a backend of this name."""
     cpus: int | None = None
     """Size of the affinity mask; by default this process's."""
 
@@ -90,7 +93,7 @@ def count_devices(name: str, environ: Mapping[str, str], probes: Probes) -> Coun
 
 
 def refuse_typing_error(name: str) -> None:
-    """Raises ProcessesError for a text that cannot be the name of a torch backend, or is nearly one of ours."""
+    """Raise ProcessesError for a text that cannot be the name of a torch backend, or is nearly one of ours."""
     import difflib
 
     word = name.strip().lower()
@@ -137,6 +140,7 @@ ROCM_FILTERS = ("ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
 
 def visible(environ: Mapping[str, str], variable: str, present: int, uuids: list[str], source: str) -> Count:
+    """The GPUs that are present and that the variable, if it is set, makes visible."""
     listed = environ.get(variable)
     if listed is None:
         return Count(present, "gpu", source)
@@ -145,10 +149,11 @@ def visible(environ: Mapping[str, str], variable: str, present: int, uuids: list
 
 
 def count_listed(listed: str, present: int, uuids: list[str]) -> int:
-    """How many of `present` devices the list makes visible, by CUDA's rules.
+    """The number of `present` devices that the list makes visible, by CUDA's rules.
 
     The items are numbers or UUIDs (a unique beginning is enough). The list ends at the first device that does not
-    exist; a duplicate makes none visible. CUDA shows a process only one MIG slice. Without known UUIDs each is valid.
+    exist; a duplicate makes none visible. CUDA shows a process only one MIG slice. If no UUIDs are known, each is
+    valid.
     """
     items = [item.strip() for item in listed.split(",")]
     if items[0].startswith("MIG-"):
@@ -165,7 +170,8 @@ def count_listed(listed: str, present: int, uuids: list[str]) -> int:
 
 
 def resolve_uuid(item: str, uuids: list[str]) -> int | str | None:
-    """Index of the only device whose UUID begins like this; the item itself if no UUIDs are known."""
+    """The index of the only device whose UUID begins like this; None: there is none; the item itself if no UUIDs are
+    known."""
     if not item.startswith("GPU-"):
         return None
     if not uuids:
@@ -187,7 +193,7 @@ def leading_number(item: str) -> int | None:
 def nvml_uuids() -> list[str] | None:
     """UUID of every NVIDIA GPU by index; None: no driver."""
     try:
-        import pynvml  # here and not above: it is large, and most lines name a number
+        import pynvml  # here and not above: it is large, and most command lines name a number
     except ImportError:
         return None
     try:
@@ -247,7 +253,8 @@ print(module.device_count() if module is not None and module.is_available() else
 
 
 def ask_torch(name: str, python: str | None = None) -> int:
-    """Number of devices of a kind only torch can count, from a process that imports it. Raises ProcessesError."""
+    """The number of devices of a kind that only torch can count, from a process that imports it. Raises
+    ProcessesError."""
     import subprocess
     import sys
 
@@ -262,7 +269,7 @@ def ask_torch(name: str, python: str | None = None) -> int:
     except OSError as error:
         raise ProcessesError(f"only torch can count these, and {command[0]} does not run: {error.strerror}") from None
     if done.returncode != 0 or not done.stdout.strip().isdecimal():
-        said = done.stderr.strip().splitlines()
-        reason = said[-1] if said else "no message"
+        lines = done.stderr.strip().splitlines()
+        reason = lines[-1] if lines else "no message"
         raise ProcessesError(f"not a number, auto, gpu, cpu or xpu, and torch reports for such a device: {reason}")
     return int(done.stdout)

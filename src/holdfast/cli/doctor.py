@@ -55,11 +55,12 @@ USED = (
     *("--nnodes", "--nproc-per-node", "--node-rank", "--rdzv-backend", "--rdzv-endpoint", "--rdzv-id", "--rdzv-conf"),
     *("--master-addr", "--master-port", "--local-addr", "--log-dir"),
 )
-"""Options of a run that matter here; the others are accepted."""
+"""Options of a run that matter here. The others are accepted, so that the line of a run can be checked as it is."""
 TIMEOUT_S_MAX = 3600.0
 LOCAL_TORCH_S_MIN = 60.0
+"""Least limit for the import of torch, however short --timeout is."""
 BUSY_S = 2.0
-"""After this time without output, a line reports what is in progress."""
+"""Time without output after which a line reports what is in progress."""
 
 
 class Found(NamedTuple):
@@ -68,11 +69,11 @@ class Found(NamedTuple):
     findings: tuple[DoctorFinding, ...]
     facts: LocalFacts
     joint: JointResult
-    """Empty: this node was checked alone."""
+    """The result of several nodes together; without a check and a trouble if this node was checked alone."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `holdfast doctor` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast doctor` with these arguments. Returns the exit status. Raises HoldfastError."""
     parsed = grammar.parse(argv, os.environ, TABLE, needs_script=False, configure=config.configure)
     if parsed.values.help:
         print(usage())
@@ -81,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
         return print_version()
     if not 0 < parsed.values.timeout <= TIMEOUT_S_MAX:
         raise parsed.error("timeout", UsageError, f"must be a positive number of seconds, {TIMEOUT_S_MAX:g} at most")
-    found = look(parsed)
+    found = check(parsed)
     from holdfast.doctor import exit_code, render
 
     strict: bool = parsed.values.strict
@@ -111,7 +112,7 @@ def usage() -> str:
     )
 
 
-def look(parsed: Parsed) -> Found:
+def check(parsed: Parsed) -> Found:
     """Check this node, and the others. Raises CallerError for an invalid line."""
     import asyncio
 
@@ -120,20 +121,20 @@ def look(parsed: Parsed) -> Found:
     from holdfast.protocol.policy import Limits
 
     notices = list(parsed.notices)
-    place = resolve(parsed, os.environ, patience=Limits(), notices=notices)
+    rdzv = resolve(parsed, os.environ, patience=Limits(), notices=notices)
     forget_secrets()
     for notice in notices:
         say(notice)
-    together = place.job.max_nodes > 1 and not place.standalone
-    if together and (place.etcd is not None or place.third_party is not None):
+    together = rdzv.job.max_nodes > 1 and not rdzv.standalone
+    if together and (rdzv.etcd is not None or rdzv.third_party is not None):
         raise RendezvousConfigError(
-            f"--rdzv-backend {place.job.backend}: for the doctor the nodes connect to a port of one of them; "
+            f"--rdzv-backend {rdzv.job.backend}: for the doctor the nodes connect to a port of one of them; "
             "give --rdzv-backend c10d --rdzv-endpoint HOST:PORT"
         )
-    return asyncio.run(examine(parsed, place, together=together))
+    return asyncio.run(examine(parsed, rdzv, together=together))
 
 
-async def examine(parsed: Parsed, place: RendezvousOptions, *, together: bool) -> Found:
+async def examine(parsed: Parsed, rdzv: RendezvousOptions, *, together: bool) -> Found:
     import asyncio
 
     from holdfast.cli.program import interpreter
@@ -148,19 +149,21 @@ async def examine(parsed: Parsed, place: RendezvousOptions, *, together: bool) -
     asked = FactsRequest(
         python=python,
         nproc=node_size(parsed, os.environ).number,
-        nodes=place.job.max_nodes,
+        nodes=rdzv.job.max_nodes,
         log_dir=log_folder(parsed),
-        endpoint=None if place.standalone or not place.endpoint.port else place.endpoint,
+        endpoint=None if rdzv.standalone or not rdzv.endpoint.port else rdzv.endpoint,
         try_port=not together,  # the joint check binds it otherwise
         environ=os.environ,
         torch_s_max=max(timeout_s, LOCAL_TORCH_S_MIN),
     )
+
     facts = asyncio.create_task(gather_facts(asked))
     saying = asyncio.create_task(say_busy(facts))
-    options = joint_options(parsed, place, python)
+    options = joint_options(parsed, rdzv, python)
     joint = await check_together(options, facts, examine_facts, say) if together else JointResult(None)
     known = await facts
     await saying
+
     findings = list(examine_facts(known))
     if joint.check is not None:
         findings += examine_together(joint.check, joint.me)
@@ -184,18 +187,18 @@ async def say_busy(facts: asyncio.Task[LocalFacts]) -> None:
             say(f"checking this node for {now - began:.0f} s; importing torch takes longest")
 
 
-def joint_options(parsed: Parsed, place: RendezvousOptions, python: str) -> JointOptions:
+def joint_options(parsed: Parsed, rdzv: RendezvousOptions, python: str) -> JointOptions:
     from holdfast.doctor.joint import JointOptions
 
-    is_host = place.is_host
-    if is_host is None and place.job.fixed_ranks and place.node_rank:
+    is_host = rdzv.is_host
+    if is_host is None and rdzv.job.fixed_ranks and rdzv.node_rank:
         is_host = False  # static: the endpoint is node 0's
     return JointOptions(
-        endpoint=place.endpoint,
-        others=place.more_endpoints,
-        run_id=place.job.run_id,
-        nodes=(place.job.min_nodes, place.job.max_nodes),
-        token=place.token,
+        endpoint=rdzv.endpoint,
+        others=rdzv.more_endpoints,
+        run_id=rdzv.job.run_id,
+        nodes=(rdzv.job.min_nodes, rdzv.job.max_nodes),
+        token=rdzv.token,
         is_host=is_host,
         local_addr=parsed.values.local_addr,
         timeout_s=parsed.values.timeout,
@@ -247,7 +250,7 @@ SECRET = re.compile(r"TOKEN|SECRET|PASSW|KEY|CREDENTIAL|AUTH|COOKIE", re.IGNOREC
 IN_URL = re.compile(r"(://)[^/@\s]*@")
 MASK = "***"
 COMMIT_FILE = "commit.txt"
-"""Inside the package; `make dist` writes it."""
+"""A file in the package with the commit; `make dist` writes it."""
 UNKNOWN = "unknown"
 VALUE_CHARS_MAX = 400
 PROGRAM_S_MAX = 5.0
@@ -264,16 +267,16 @@ Facts = dict[str, str]
 
 
 def main_env(argv: Sequence[str]) -> int:
-    """Run `holdfast env` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast env` with these arguments. Returns the exit status. Raises HoldfastError."""
     chosen = env_parser().parse_args(argv)
     if chosen.short:
         print("\n".join(version_lines()))
         return 0
-    told = {title: gather() for title, gather in SECTIONS.items()}
+    sections = {title: gather() for title, gather in SECTIONS.items()}
     if chosen.json:
-        print_json(told)
+        print_json(sections)
     else:
-        print(markdown(told))
+        print(markdown(sections))
     return 0
 
 
@@ -286,10 +289,10 @@ def env_parser() -> Parser:
     return made
 
 
-def markdown(told: Mapping[str, Facts]) -> str:
+def markdown(sections: Mapping[str, Facts]) -> str:
     """One table for each section that has facts."""
     parts = []
-    for title, facts in told.items():
+    for title, facts in sections.items():
         if facts:
             rows = "\n".join(f"| {cell(name)} | {cell(value)} |" for name, value in facts.items())
             parts.append(f"### {title}\n| | |\n|---|---|\n{rows}")
@@ -343,7 +346,7 @@ def version_lines() -> list[str]:
 
 
 def torch_build() -> Facts:
-    """CUDA and the like, read from torch's own version.py: importing torch takes seconds."""
+    """What torch was built with, read from its own version.py: importing torch takes seconds."""
     try:
         package = metadata.distribution("torch")
         text = Path(str(package.locate_file("torch/version.py"))).read_text()
@@ -415,13 +418,14 @@ def limit_text(value: int) -> str:
 
 
 def variables(environ: Mapping[str, str] | None = None) -> Facts:
-    """Variables that affect training; secrets masked."""
+    """The variables that affect training, with masked secrets."""
     environ = os.environ if environ is None else environ
     return {name: masked(name, environ[name]) for name in sorted(environ) if VARIABLES.search(name)}
 
 
 def masked(name: str, value: str) -> str:
-    """
+    """The value without secrets.
+
     >>> masked("HOLDFAST_TOKEN", "abc"), masked("PET_RDZV_ENDPOINT", "http://me:secret@host:1/")
     ('***', 'http://***@host:1/')
     """

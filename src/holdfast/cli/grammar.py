@@ -1,4 +1,4 @@
-"""Parses a command line by torchrun's grammar: options, the script, then the script's own words.
+"""Parses a command line by torchrun's grammar: options, the script, then the script's own arguments.
 
 Knows spellings, prefixes and the source of each value; knows nothing of the meaning of values. Standard library only.
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
     T = TypeVar("T")
 
-FROM_FLAG, FROM_DEFAULT = "flag", "default"
+FROM_FLAG, FROM_DEFAULT, FROM_STEP = "flag", "default", "the Slurm step"
+"""Sources of values. Others are the name of a variable, or the line of a configuration file: `holdfast.toml:3`."""
 ABOUT_US = ("help", "version", "print_completion")
-"""Options about the command itself: all others are ignored then."""
-FROM_STEP = "the Slurm step"
+"""Options about the command itself. All others are ignored if one of them is given."""
 VARIABLE_PREFIXES = ("PET_", "HOLDFAST_")
 
 OTHER_VARIABLES = frozenset(
@@ -33,7 +33,7 @@ OTHER_VARIABLES = frozenset(
     for name in ("TOKEN", "RUNTIME_DIR", "SLURM_CHECK_S", "GUARDS", "BOARD", "SAVER", "STORE_FULL_TORCH")
 )
 """Variables that are read and belong to no option."""
-SURELY_OURS = frozenset(
+OURS_ONLY = frozenset(
     [
         "nnodes",
         "nproc-per-node",
@@ -61,7 +61,7 @@ SURELY_OURS = frozenset(
         "virtual-local-rank",
     ]
 )
-"""Names that a script's own options are unlikely to have."""
+"""Options that a script's own are unlikely to be called: behind the script, they are probably misplaced."""
 
 TRUE_WORDS = frozenset({"true", "yes"})
 FALSE_WORDS = frozenset({"false", "no"})
@@ -69,14 +69,14 @@ FALSE_WORDS = frozenset({"false", "no"})
 WORKERS, NODES = "--nproc-per-node", "--nnodes"
 ALWAYS = "--use-env"
 """An option of torch.distributed.launch only."""
-ELSEWHERE = {
+OTHER_LAUNCHERS = {
     **dict.fromkeys(("gpus", "num-gpus", "gpus-per-node", "num-processes", "num-procs", "np", "n"), WORKERS),
     **dict.fromkeys(("num-machines", "num-nodes", "nodes"), NODES),
     "machine-rank": "--node-rank",
     "main-process-ip": "--master-addr",
     "main-process-port": "--master-port",
 }
-"""Option names of other launchers (accelerate, deepspeed, mpirun, Lightning) with another spelling than ours."""
+"""Option names of other launchers (accelerate, deepspeed, mpirun, Lightning), with ours of the same meaning."""
 
 
 class CommandLine(NamedTuple):
@@ -86,18 +86,18 @@ class CommandLine(NamedTuple):
     """Values by dest; True for a flag. The last value counts."""
     script: str | None
     args: list[str]
-    """The script's own."""
+    """The script's own arguments."""
     prefixes: list[tuple[str, str]]
-    """Abbreviations as typed, and the options that they mean."""
+    """The abbreviations as typed, and the options that they mean."""
 
 
 class Setting(NamedTuple):
     """One value of a configuration file."""
 
     value: object
-    """Converted to the option's kind."""
-    place: str
-    """`holdfast.toml:3`."""
+    """The value, converted to the option's kind."""
+    source: str
+    """File and line: `holdfast.toml:3`."""
 
 
 Configured: TypeAlias = "Mapping[str, Setting]"
@@ -109,12 +109,14 @@ class Parsed(NamedTuple):
 
     values: SimpleNamespace
     sources: dict[str, str]
-    """By dest: `flag`, `default`, `the Slurm step`, the name of a variable, or the place in a configuration file."""
+    """The source of each value, by dest: `flag`, `default`, `the Slurm step`, the name of a variable, or file and line
+    of a configuration file."""
     notices: tuple[str, ...]
+    """Lines about what the user may not have meant."""
     cpus: int | None = None
     """CPUs of this node that a scheduler has allocated; None: those on which this process may run."""
     requeues: int = 0
-    """How often a scheduler has restarted this job."""
+    """Number of times that a scheduler has restarted this job."""
 
     def given(self, dest: str) -> bool:
         """Whether a flag, a variable or a file gave the value."""
@@ -126,7 +128,7 @@ class Parsed(NamedTuple):
     def by_file(self, dest: str) -> bool:
         return ":" in self.sources[dest]
 
-    def said(self, dest: str) -> str:
+    def as_written(self, dest: str) -> str:
         """The value as it was written: `--nnodes two`, `PET_NNODES=two` or `holdfast.toml:3: nnodes = "two"`."""
         value = getattr(self.values, dest)
         if self.by_variable(dest):
@@ -146,10 +148,10 @@ class Parsed(NamedTuple):
             kind = EnvironmentValueError
         elif self.by_file(dest):
             kind = ConfigFileError
-        return kind(f"{self.said(dest)}: {problem}")
+        return kind(f"{self.as_written(dest)}: {problem}")
 
     def converted(self, dest: str, convert: Callable[[Any], T], kind: type[HoldfastError] = UsageError) -> T:
-        """What `convert` makes of the value; its ValueError becomes an error about the value."""
+        """The value that `convert` makes of the option's. Its ValueError becomes an error about the option."""
         try:
             return convert(getattr(self.values, dest))
         except ValueError as error:
@@ -164,10 +166,11 @@ def parse(
     needs_script: bool = True,
     configure: Callable[[Mapping[str, object], Mapping[str, str]], Configured] | None = None,
 ) -> Parsed:
-    """Precedence: flags, variables, `configure` (gets all values so far and their sources), defaults.
+    """Parse a line. A flag has precedence over a variable, this over `configure`, this over the default.
 
-    An option about the command itself (ABOUT_US) needs no script and makes all others irrelevant. Raises UsageError for
-    the line, EnvironmentValueError for a variable, and the errors of `configure`.
+    `configure` gets all values so far and their sources, and returns the settings of a configuration file. An option
+    about the command itself (ABOUT_US) needs no script and makes all others irrelevant. Raises UsageError for the line,
+    EnvironmentValueError for a variable, and the errors of `configure`.
     """
     line = read_line(argv, table)
     values: dict[str, object] = {}
@@ -175,7 +178,8 @@ def parse(
     asks_about_us = any(line.values.get(dest) for dest in ABOUT_US)
     check_spaces(line)
     if line.script is None and needs_script and not asks_about_us:
-        raise UsageError(f"no training script given; {swallowed(line)}")
+        raise UsageError(f"no training script given; {script_hint(line)}")
+
     for option in table:
         if option.dest in line.values:
             value = line.values[option.dest]
@@ -190,11 +194,12 @@ def parse(
     if configure is not None and not asks_about_us:
         for dest, setting in configure(values, sources).items():
             if sources.get(dest) == FROM_DEFAULT:
-                values[dest], sources[dest] = setting.value, setting.place
+                values[dest], sources[dest] = setting.value, setting.source
+
     namespace = SimpleNamespace(**values, training_script=line.script, training_script_args=line.args)
     notices = [f"{typed} taken as {full}" for typed, full in line.prefixes]
     if not asks_about_us:
-        notices += say_unread(environ, table) + say_late(line, spellings_of(table))
+        notices += unread_variables(environ, table) + late_options(line, spellings_of(table))
     return Parsed(namespace, sources, tuple(notices))
 
 
@@ -203,7 +208,7 @@ def spellings_of(table: Sequence[Option]) -> dict[str, Option]:
 
 
 def check_spaces(line: CommandLine) -> None:
-    """Raises UsageError for a word of spaces, or a script that begins with a space: a backslash was not the last
+    """Raise UsageError for a word of spaces, or a script that begins with a space: a backslash was not the last
     character of its line."""
     bare = [
         word for word in (line.script, *line.values.values()) if isinstance(word, str) and word and not word.strip()
@@ -215,15 +220,15 @@ def check_spaces(line: CommandLine) -> None:
         )
 
 
-def swallowed(line: CommandLine) -> str:
-    """The option that took the script as its value, if any; else the usage."""
+def script_hint(line: CommandLine) -> str:
+    """The reason why there is no script: an option that took it as its value, if there is one; else the usage."""
     for dest, value in line.values.items():
         if isinstance(value, str) and value.endswith(".py"):
             return f"{value} was taken for the value of {flag_of(dest)}"
     return "usage: holdfast run [options] script.py [its arguments]"
 
 
-def say_unread(environ: Mapping[str, str], table: Sequence[Option]) -> list[str]:
+def unread_variables(environ: Mapping[str, str], table: Sequence[Option]) -> list[str]:
     """A line for each unknown PET_ or HOLDFAST_ variable that is similar to a known one."""
     known = {name for option in table for name in option.variables} | OTHER_VARIABLES
     unread = [name for name in sorted(environ) if name.startswith(VARIABLE_PREFIXES) and name not in known]
@@ -245,10 +250,10 @@ def stem(variable: str) -> str:
     return variable.partition("_")[2]
 
 
-def say_late(line: CommandLine, spellings: Mapping[str, Option]) -> list[str]:
+def late_options(line: CommandLine, spellings: Mapping[str, Option]) -> list[str]:
     """A hint for launcher options after the script, which belong to the script."""
     late = [word for word in line.args if word.partition("=")[0].strip() in spellings]
-    late = [word for word in late if word.partition("=")[0].lstrip("-").replace("_", "-") in SURELY_OURS]
+    late = [word for word in late if word.partition("=")[0].lstrip("-").replace("_", "-") in OURS_ONLY]
     if not late:
         return []
     return [f"{late[0].partition('=')[0]} comes after {line.script}, so the script gets it; give it before the script"]
@@ -263,7 +268,7 @@ def read_line(argv: Sequence[str], table: Sequence[Option]) -> CommandLine:
     while words:
         word = words.pop(0)
         if word == "--":
-            # All words that follow are positional, so the script gets another `--` after it.
+            # As with argparse: all words that follow are positional, so a second `--` is the script's own.
             return line._replace(script=words[0] if words else None, args=words[1:])
         if is_value(word, spellings):
             return line._replace(script=word, args=words[1:] if words[:1] == ["--"] else words)
@@ -271,9 +276,9 @@ def read_line(argv: Sequence[str], table: Sequence[Option]) -> CommandLine:
             if option.kind == FLAG:
                 line.values[option.dest] = True
             elif text is not None:
-                take(line, option, text)
+                store_value(line, option, text)
             elif words and words[0] != "--" and is_value(words[0], spellings):
-                take(line, option, words.pop(0))
+                store_value(line, option, words.pop(0))
             else:
                 hint = f"; if {words[0]} is the value, write {option.name}={words[0]}" if words else ""
                 raise UsageError(f"{option.name} needs a value{hint}")
@@ -282,8 +287,8 @@ def read_line(argv: Sequence[str], table: Sequence[Option]) -> CommandLine:
     return line
 
 
-def take(line: CommandLine, option: Option, text: str) -> None:
-    """The last value wins, except for options that may be repeated."""
+def store_value(line: CommandLine, option: Option, text: str) -> None:
+    """Store an option's value. The last one counts; those of an option that may be repeated are joined."""
     before = line.values.get(option.dest) if option.many else None
     line.values[option.dest] = f"{before}{option.joiner}{text}" if before else text
 
@@ -319,7 +324,7 @@ def read_word(
 
 
 def read_cluster(word: str, spellings: Mapping[str, Option]) -> list[tuple[Option, str | None]]:
-    """Short options in one word: `-r3`, `-mr3`."""
+    """The short options in one word: `-r3`, `-mr3`."""
     found: list[tuple[Option, str | None]] = []
     for index, letter in enumerate(word[1:], start=2):
         option = spellings.get("-" + letter)
@@ -333,7 +338,11 @@ def read_cluster(word: str, spellings: Mapping[str, Option]) -> list[tuple[Optio
 
 
 def find(name: str, spellings: Mapping[str, Option]) -> list[str]:
-    """The exact spelling, or all long ones that begin with it: torchrun's older options, else newer ones, else ours."""
+    """The exact spelling, or all long ones that begin with it: torchrun's older options, else newer ones, else ours.
+
+    So an abbreviation that torchrun accepts never becomes ambiguous through an option that torchrun, or its older
+    version, does not have.
+    """
     if name in spellings:
         return [name]
     if not name.startswith("--"):
@@ -344,16 +353,16 @@ def find(name: str, spellings: Mapping[str, Option]) -> list[str]:
 
 
 def nearest(word: str, spellings: Mapping[str, Option]) -> str:
-    """`; did you mean --x?`, or where to look."""
+    """The end of a message about an unknown option: `; did you mean --x?`, or a hint to the help."""
     import difflib  # late: only typing errors need it
 
     plain = "--" + word.strip("-").replace("_", "-").lower()
     if plain == ALWAYS:
         return f" of holdfast run, which always behaves like this: leave it out ({plain} is for `holdfast launch`)"
-    if (meant := ELSEWHERE.get(plain.removeprefix("--"))) in spellings:
+    if (meant := OTHER_LAUNCHERS.get(plain.removeprefix("--"))) in spellings:
         return f"; did you mean {meant}?"
     dashed = [spelling for spelling in spellings if "_" not in spelling]
-    # A misspelt name, or a misspelt beginning of one.
+    # The word may be a misspelt name, or a misspelt beginning of one.
     beginnings = {spelling[: len(plain)]: spelling for spelling in reversed(dashed)}
     matches = difflib.get_close_matches(plain, dashed, n=1, cutoff=0.7)
     matches += [beginnings[match] for match in difflib.get_close_matches(plain, beginnings, n=1, cutoff=0.7)]
@@ -379,7 +388,7 @@ def convert(option: Option, text: str, name: str) -> object:
 
 
 def to_flag(text: str) -> bool:
-    """A number as in torchrun, or true, false, yes, no."""
+    """Read a flag from a text: a number as in torchrun, or true, false, yes, no. Raises ValueError."""
     word = text.strip().lower()
     if word in TRUE_WORDS or word in FALSE_WORDS:
         return word in TRUE_WORDS
@@ -404,7 +413,7 @@ def to_float(text: str) -> float:
 
 
 def comma_separated(text: str) -> list[str]:
-    """Items between single commas; a double comma is a comma within an item."""
+    """Split a text at single commas; a double comma is a comma within an item."""
     return [item.replace("\0", ",") for item in text.replace(",,", "\0").split(",")]
 
 

@@ -22,7 +22,7 @@ from holdfast.cli.option_table import HOSTS, OPTIONS, TABLES
 from holdfast.cli.plan import option_lines, shown_job_id
 from holdfast.cli.program import find_program, folder_here
 from holdfast.cli.rendezvous import node_range
-from holdfast.cli.resolve import is_number, resolve, words_elsewhere
+from holdfast.cli.resolve import is_number, line_of_other_agent, resolve
 from holdfast.inherited import TOKEN_VARIABLE, draw_token
 from holdfast.launchers.ssh.hosts import Expected, HostSpec, LaunchSpec, parse_file, parse_list, select
 from holdfast.protocol.charter import VOTERS_MIN
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from holdfast.cli.grammar import Parsed
     from holdfast.protocol.options import RunOptions
 
-SENT = (
+VARIABLES_SENT = (
     "CUBLAS_*",
     "CUDA_*",
     "CUDNN_*",
@@ -58,15 +58,16 @@ SENT = (
     "UCX_*",
     "VIRTUAL_ENV",
 )
-"""Variables that are sent to every host; --env adds more."""
+"""Patterns of the variables that are sent to every host; --env adds more."""
 OWN_OF_NODE = ("node_rank", "local_addr")
+"""Options whose value differs from node to node."""
 LOCK_BYTES = 16
 FILE_BYTES_MAX = 1 << 20
-"""Limit of a hostfile, and of the compared part of a script."""
+"""Limit of a hostfile, and of the compared part of a script (far.py reads the same part)."""
 UNKNOWN_ENDPOINT = "first.host:1"
-"""A placeholder: the launcher determines the endpoint."""
-UNKNOWN_MODULE = "$module"
-"""A placeholder: only the hosts can tell whether the module exists. Names with variables are not looked for."""
+"""A placeholder for the endpoint, which the launcher determines."""
+UNKNOWN_MODULE, UNKNOWN_PROGRAM = "$module", "$program"
+"""Placeholders for what only the hosts know to exist: names with variables are not searched."""
 
 
 def are_named(parsed: Parsed) -> bool:
@@ -76,12 +77,12 @@ def are_named(parsed: Parsed) -> bool:
         return True
     for option in OPTIONS:
         if option.group == HOSTS and parsed.sources[option.dest] == grammar.FROM_FLAG:
-            raise UsageError(f"{parsed.said(option.dest)} needs --hosts, --hostfile or --host-discovery")
+            raise UsageError(f"{parsed.as_written(option.dest)} needs --hosts, --hostfile or --host-discovery")
     return False
 
 
 def execute(parsed: Parsed, command: str) -> int:
-    """Plans or runs the job. Returns its exit code. Raises CallerError."""
+    """Plan or run the job. Returns its exit code. Raises CallerError."""
     hosts = read_hosts(parsed)
     spec, options = make_spec(parsed, command, hosts, os.environ)
     if parsed.values.plan:
@@ -99,7 +100,7 @@ def read_hosts(parsed: Parsed) -> list[HostSpec]:
     given = parsed.values
     sources = [dest for dest in ("hosts", "hostfile", "host_discovery") if getattr(given, dest)]
     if len(sources) > 1:
-        raise UsageError(f"{' and '.join(parsed.said(dest) for dest in sources)} exclude each other")
+        raise UsageError(f"{' and '.join(parsed.as_written(dest) for dest in sources)} exclude each other")
     if given.host_discovery:
         if given.include or given.exclude:
             raise UsageError(
@@ -137,16 +138,16 @@ def make_spec(
     elastic = parsed.values.rdzv_backend if parsed.given("rdzv_backend") else "c10d"
 
     def line(host: HostSpec, index: int | None, endpoint: str) -> list[str]:
-        settled: dict[str, str | None] = {"nnodes": f"{least}:{most}", "rdzv_id": run_id, "standalone": None}
+        replaced: dict[str, str | None] = {"nnodes": f"{least}:{most}", "rdzv_id": run_id, "standalone": None}
         if alone:
-            settled |= {"standalone": "", "rdzv_backend": None, "rdzv_endpoint": None}
+            replaced |= {"standalone": "", "rdzv_backend": None, "rdzv_endpoint": None}
         else:
-            settled |= {"rdzv_backend": elastic, "rdzv_endpoint": endpoint}
+            replaced |= {"rdzv_backend": elastic, "rdzv_endpoint": endpoint}
         if index is not None and index < most and not alone:
-            settled["node_rank"] = str(index)
+            replaced["node_rank"] = str(index)
         if host.slots is not None:
-            settled["nproc_per_node"] = str(host.slots)
-        return words_elsewhere(parsed, command, settled)
+            replaced["nproc_per_node"] = str(host.slots)
+        return line_of_other_agent(parsed, command, replaced)
 
     first = hosts[0] if hosts else HostSpec("first")
     options = resolve_there(parsed, line(first, 0, parsed.values.rdzv_endpoint or UNKNOWN_ENDPOINT), environ_there)
@@ -177,17 +178,17 @@ def make_spec(
 
 
 def ssh_command(parsed: Parsed) -> tuple[str, ...]:
-    """The words of --ssh, cut as a shell cuts them."""
+    """The command of --ssh and its arguments, split as a shell does."""
     words = tuple(parsed.converted("ssh", shlex.split))
     if not parsed.given("ssh"):
-        return words  # a login shows whether it exists
+        return words  # the first login shows whether `ssh` exists
     if not words or find_program(words[0], os.environ) is None:
         raise parsed.error("ssh", UsageError, "no such program")
     return words
 
 
 def check_line(parsed: Parsed) -> None:
-    """Refuse options that make no sense when one line starts all nodes."""
+    """Raise CallerError for options that make no sense when one line starts all nodes."""
     for dest in OWN_OF_NODE:
         if parsed.given(dest):
             raise parsed.error(dest, UsageError, "is for one node; with --hosts each host gets its own value")
@@ -202,7 +203,7 @@ def check_line(parsed: Parsed) -> None:
 
 
 def node_limits(parsed: Parsed, count: int) -> tuple[int, int]:
-    """The range of nodes. Raises NodesError. `count`: hosts that are named, 0 with discovery."""
+    """The range of nodes. `count` is the number of hosts that are named, 0 with discovery. Raises NodesError."""
     if not parsed.given("nnodes"):
         if not count:
             raise NodesError(
@@ -218,7 +219,8 @@ def node_limits(parsed: Parsed, count: int) -> tuple[int, int]:
 
 
 def environment(parsed: Parsed, environ: Mapping[str, str]) -> dict[str, str]:
-    """The variables to send: those in SENT and in --env. Options from variables are sent as flags instead."""
+    """The variables to send, by VARIABLES_SENT and --env. Those that set options are not sent: the options become
+    flags."""
     options = {variable for option in OPTIONS for variable in option.variables}
     names = [name.strip() for name in parsed.values.env.split(",") if name.strip()]
     for name in names:
@@ -230,7 +232,7 @@ def environment(parsed: Parsed, environ: Mapping[str, str]) -> dict[str, str]:
             )
         if not any(fnmatchcase(each, name) for each in environ):
             raise parsed.error("env", UsageError, f"{name} is not set here")
-    patterns = [*SENT, *names]
+    patterns = [*VARIABLES_SENT, *names]
     return {
         name: value
         for name, value in environ.items()
@@ -241,8 +243,12 @@ def environment(parsed: Parsed, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def resolve_there(parsed: Parsed, words: Sequence[str], environ: Mapping[str, str]) -> RunOptions:
-    """Resolve the line as an agent will. The script is checked only if it has the same path here, and a module only if
-    the hosts look for it as we would: in this folder, with this Python."""
+    """Resolve the line as an agent will.
+
+    The script or program is checked only if it has the same path here, a program that is searched on PATH only if it is
+    there, and a module only if the hosts search for it as this machine would: in this folder, with this Python. Each
+    host searches for itself.
+    """
     there = grammar.parse(words[1:], {}, TABLES[words[0]])
     there = there._replace(notices=parsed.notices)
     if not is_number(there.values.nproc_per_node):
@@ -250,10 +256,21 @@ def resolve_there(parsed: Parsed, words: Sequence[str], environ: Mapping[str, st
     script, folder = there.values.training_script, parsed.values.cwd
     if there.values.module and (folder or parsed.values.python):
         there.values.training_script = UNKNOWN_MODULE
-    if folder and not os.path.isabs(script) and not there.values.no_python and not there.values.module:
+    if there.values.no_python:
+        there.values.training_script = program_here(script, folder, environ) or UNKNOWN_PROGRAM
+    elif folder and not os.path.isabs(script) and not there.values.module:
         here = os.path.join(folder, script)
         there.values.training_script = here if os.path.exists(here) else "-"
     return resolve(there, environ).options
+
+
+def program_here(name: str, folder: str, environ: Mapping[str, str]) -> str:
+    """The program under the path that it has on the hosts; empty: it is for them to find it."""
+    if "/" not in name:
+        path = environ.get("PATH") or os.environ.get("PATH", "")
+        return name if find_program(name, {"PATH": path}) is not None else ""
+    path = os.path.join(folder, name)
+    return path if not folder or os.path.exists(path) else ""
 
 
 def expected(parsed: Parsed, options: RunOptions) -> Expected:
@@ -286,9 +303,9 @@ def hash_of(path: str) -> str:
 
 def working_folder() -> str:
     """The working folder under the shell's name, which other machines know too (automounted homes)."""
-    called = os.environ.get("PWD", "")
+    by_shell = os.environ.get("PWD", "")
     try:
-        return called if os.path.isabs(called) and os.path.samefile(called, ".") else os.getcwd()
+        return by_shell if os.path.isabs(by_shell) and os.path.samefile(by_shell, ".") else os.getcwd()
     except OSError:
         return folder_here()
 
@@ -305,10 +322,10 @@ def program_path(name: str) -> str:
 
 
 def plan(parsed: Parsed, spec: LaunchSpec, options: RunOptions) -> str:
-    """Which agents would be started on which hosts, in words."""
+    """The text of --plan: the agents that would be started, and where."""
     run_id = shown_job_id(parsed, options)
     hosts = [f"{each}:{each.slots}" if each.slots is not None else str(each) for each in spec.hosts]
-    meets = "one node, none needed" if spec.alone else spec.endpoint or "a free port of the first host"
+    rendezvous = "one node, none needed" if spec.alone else spec.endpoint or "a free port of the first host"
     number = str(spec.min_nodes) if spec.min_nodes == spec.max_nodes else f"{spec.min_nodes} to {spec.max_nodes}"
     endings = ", ".join(signal.Signals(each).name for each in spec.signals)
     example = spec.line(spec.hosts[0] if spec.hosts else HostSpec("HOST"), 0, spec.endpoint or "ENDPOINT")
@@ -316,7 +333,7 @@ def plan(parsed: Parsed, spec: LaunchSpec, options: RunOptions) -> str:
         ("job", f"id {run_id}"),
         ("hosts", listed(hosts, 16) if hosts else f"those that {spec.discovery} prints"),
         ("nodes", number),
-        ("rendezvous", meets),
+        ("rendezvous", rendezvous),
         ("token", "yes: only agents that have it can join"),
         ("python", spec.expected.interpreter),
         ("folder", spec.expected.cwd),

@@ -30,19 +30,21 @@ from holdfast.supervisor.log_fold import LineCutter
 from holdfast.supervisor.log_tail import ChangeWatch
 
 CHUNK_BYTES = 256 * 1024
-LOOK_S = 1.0
+POLL_S = 1.0
 """Interval for files whose changes the kernel does not report (network folders), while following."""
 
 
 class LogLine(NamedTuple):
+    """A line of a log file."""
+
     file: LogFile
     text: str
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `holdfast logs` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast logs` with these arguments. Returns the exit status. Raises HoldfastError."""
     chosen = parser().parse_args(argv)
-    wanted = Wanted.of(chosen)
+    wanted = Wanted.from_arguments(chosen)
     folders = run_folders(chosen.run)
     files = wanted.files(folders)
     if not files and not chosen.follow:
@@ -53,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
             follow(folders, wanted, show, chosen.lines if chosen.lines is not None else 10)
         return 0
     for file in files:
-        lines = (line for line in whole_lines(file) if wanted.takes(line.text))
+        lines = (line for line in whole_lines(file) if wanted.matches(line.text))
         for line in lines if chosen.lines is None else deque(lines, chosen.lines):
             show(line)
     if not any(os.path.getsize(file.path) for file in files):
@@ -88,8 +90,8 @@ class Wanted(NamedTuple):
     pattern: re.Pattern[str] | None
 
     @classmethod
-    def of(cls, chosen: argparse.Namespace) -> Wanted:
-        """Raises UsageError."""
+    def from_arguments(cls, chosen: argparse.Namespace) -> Wanted:
+        """The wishes in the command's arguments. Raises UsageError."""
         if chosen.lines is not None and chosen.lines < 0:
             raise UsageError(f"--lines {chosen.lines}: must be 0 or more")
         try:
@@ -99,7 +101,7 @@ class Wanted(NamedTuple):
         streams = tuple(name for name in ("stdout", "stderr") if getattr(chosen, name))
         return cls(ranks_of(chosen.rank), streams or ("stdout", "stderr"), chosen.generation, pattern)
 
-    def takes(self, text: str) -> bool:
+    def matches(self, text: str) -> bool:
         return self.pattern is None or self.pattern.search(text) is not None
 
     def files(self, folders: Sequence[Path]) -> list[LogFile]:
@@ -117,6 +119,7 @@ class Wanted(NamedTuple):
         return sorted(taken, key=lambda file: (file.rank, file.stream != "stdout"))
 
     def missing(self, folders: Sequence[Path]) -> str:
+        """The reason why there are no such log files."""
         found = [file for folder in folders for file in log_files(folder)]
         if not found:
             return "no worker has written output yet"
@@ -138,7 +141,7 @@ def print_line(line: LogLine, *, as_json: bool, alone: bool) -> None:
 
 
 def whole_lines(file: LogFile) -> Iterator[LogLine]:
-    """All lines of the file, also an unfinished last one. Of a line that overwrites itself, the last state."""
+    """All lines of the file, also an unfinished last one. A line that overwrites itself has its last state."""
     with contextlib.closing(Tail(file)) as tail:
         yield from tail.read()
         yield from tail.rest()
@@ -188,7 +191,7 @@ def follow(folders: list[Path], wanted: Wanted, show: Callable[[LogLine], None],
                     stack.callback(tails[file.path].close)
                     watch.add(file.path)
             for tail in tails.values():
-                news = (line for line in tail.read() if wanted.takes(line.text))
+                news = (line for line in tail.read() if wanted.matches(line.text))
                 for line in deque(news, lines) if first else news:
                     show(line)
             sys.stdout.flush()
@@ -210,8 +213,8 @@ def end_of(folders: Sequence[Path], stack: contextlib.ExitStack) -> Call | None:
 
 
 def wait_for_news(watch: ChangeWatch, end: Call | None) -> bool:
-    """Wait until a file changes, or at most LOOK_S; True: the job has ended."""
+    """Wait until a file changes, or at most POLL_S. Returns whether the job has ended."""
     sources = [fd for fd in (watch.fd, end.fileno() if end is not None else -1) if fd >= 0]
-    ready, _, _ = select.select(sources, [], [], LOOK_S)
+    ready, _, _ = select.select(sources, [], [], POLL_S)
     watch.drain()
     return end is not None and end.fileno() in ready

@@ -21,25 +21,29 @@ FLAG, TEXT, INT, FLOAT, LIST = "flag", "text", "int", "float", "list"
 
 
 class Option(NamedTuple):
+    """An option of a command line."""
+
     name: str
-    """All-dash spelling; the all-underscore one is accepted as well."""
+    """The spelling with dashes; the one with underscores is accepted as well."""
     kind: str
     default: object
     help: str
-    """One line."""
+    """The explanation in one line."""
     metavar: str = ""
     short: str = ""
     env: bool = True
     """Whether a variable gives the default: PET_ for torchrun's options, HOLDFAST_ (or PET_) for ours."""
     choices: tuple[str, ...] = ()
     ours: bool = False
+    """Whether torchrun does not have the option."""
     newer: bool = False
-    """torchrun has it since 2.14: a beginning that meant another option before still means that one."""
+    """Whether torchrun has the option only since 2.14: an abbreviation that meant another one before still does."""
     many: bool = False
-    """May be said several times: the texts are joined."""
+    """Whether the option may be given several times: the texts are joined."""
     joiner: str = ","
+    """The text between the joined texts."""
     group: str = ""
-    """Heading in the help."""
+    """The option's heading in the help."""
 
     @property
     def dest(self) -> str:
@@ -47,7 +51,7 @@ class Option(NamedTuple):
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """Short, all-dash and all-underscore, in the order torchrun declares them."""
+        """The spellings: short, with dashes and with underscores, in the order in which torchrun declares them."""
         both = (self.name, "--" + self.dest)
         return (*([self.short] if self.short else []), *dict.fromkeys(both))
 
@@ -66,7 +70,8 @@ class Option(NamedTuple):
 
 
 def flag_of(dest: str) -> str:
-    """
+    """The flag of an option.
+
     >>> flag_of("log_dir")
     '--log-dir'
     """
@@ -84,7 +89,7 @@ def in_group(group: str, *options: Option) -> tuple[Option, ...]:
 
 NODES, RENDEZVOUS, PROGRAM = "nodes and processes", "rendezvous", "program"
 HOSTS = "several hosts by ssh"
-LIFE, LOGS, PLACE, OURS = "restarts and end", "logs", "placement", "holdfast's own"
+RESTARTS, LOGS, PLACEMENT, OWN = "restarts and end", "logs", "placement", "holdfast's own"
 
 OPTIONS: tuple[Option, ...] = (
     *in_group(
@@ -131,7 +136,7 @@ OPTIONS: tuple[Option, ...] = (
         ),
     ),
     *in_group(
-        LIFE,
+        RESTARTS,
         own(
             "--standby",
             TEXT,
@@ -222,7 +227,7 @@ OPTIONS: tuple[Option, ...] = (
         Option("--logs-specs", TEXT, None, "torchrun's plug-in for logs; only `default` is supported", "NAME"),
     ),
     *in_group(
-        PLACE,
+        PLACEMENT,
         Option(
             "--numa-binding",
             TEXT,
@@ -266,7 +271,7 @@ OPTIONS: tuple[Option, ...] = (
         ),
     ),
     *in_group(
-        OURS,
+        OWN,
         own("--config", TEXT, "", "read options from this file, not from the nearest holdfast.toml", "FILE"),
         own("--no-config", FLAG, False, "read options from no file"),
         own("--help", FLAG, False, "print this text, and exit", short="-h", env=False),
@@ -311,7 +316,7 @@ def render(command: str) -> str:
 
 
 def line(option: Option) -> str:
-    """The lines of one option."""
+    """The lines of the help about one option."""
     names = f"{option.short}, {option.name}" if option.short else option.name
     left = f"  {names} {option.metavar}".rstrip()
     texts = wrapped(f"{option.help}{origin(option)}", WIDTH - COLUMN)
@@ -335,7 +340,7 @@ def wrapped(text: str, width: int) -> list[str]:
 
 
 def origin(option: Option) -> str:
-    """Default and variable, in brackets."""
+    """Default and variable of an option, in brackets."""
     shown = option.kind != FLAG and option.default not in (None, "", ())
     parts = [str(option.default)] if shown else []
     if option.variable:

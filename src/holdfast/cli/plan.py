@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli.grammar import FROM_FLAG, FROM_STEP
 from holdfast.cli.option_table import LAUNCH_OPTIONS, flag_of
-from holdfast.cli.rendezvous import survives
+from holdfast.cli.rendezvous import losses_survived
 from holdfast.cli.resolve import COMPILE_THREADS
 from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import CommandKind, worker_environment
@@ -91,7 +91,7 @@ BY_RENDEZVOUS = (
 
 
 def facts_of(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str]) -> list[tuple[str, str]]:
-    """What the plan says of the job and of this node: names and texts."""
+    """The plan's lines about the job and this node: names and texts."""
     options = resolution.options
     job_id = shown_job_id(parsed, options)
     return [
@@ -101,7 +101,7 @@ def facts_of(parsed: Parsed, resolution: Resolution, environ: Mapping[str, str])
         *([("slurm", slurm)] if (slurm := slurm_text(parsed)) else []),
         ("rendezvous", rendezvous_text(options)),
         ("coordinator", coordinator_text(options)),
-        ("survives", survives(options)),
+        ("survives", losses_survived(options)),
         ("token", "yes: only agents that have it can join" if options.token else "none"),
         ("workers here", workers_text(resolution)),
         ("threads", threads_text(resolution, environ)),
@@ -162,11 +162,11 @@ def node_text(options: RunOptions) -> str:
 
 
 def slurm_text(parsed: Parsed) -> str:
-    """The values of the Slurm step; empty where there is none."""
-    taken = [dest for dest, source in parsed.sources.items() if source == FROM_STEP]
-    said = [f"{flag_of(dest)} {getattr(parsed.values, dest)}" for dest in taken]
-    said += [f"restart {parsed.requeues}"] if parsed.requeues else []
-    return f"from the Slurm step: {', '.join(said)}" if said else ""
+    """The values that come from the Slurm step; empty: there is none."""
+    from_step = [dest for dest, source in parsed.sources.items() if source == FROM_STEP]
+    texts = [f"{flag_of(dest)} {getattr(parsed.values, dest)}" for dest in from_step]
+    texts += [f"restart {parsed.requeues}"] if parsed.requeues else []
+    return f"from the Slurm step: {', '.join(texts)}" if texts else ""
 
 
 def rendezvous_text(options: RunOptions) -> str:
@@ -240,12 +240,12 @@ def drain_text(options: RunOptions) -> str:
 
 
 def watched_text(options: RunOptions) -> str:
-    """What can be observed from outside; empty: nothing."""
-    places = (("dashboard", options.dashboard), ("metrics", options.metrics), ("health", options.health))
-    parts = [f"{name} at {place}" for name, place in places if place is not None]
+    """The addresses at which the job can be observed; empty: none."""
+    servers = (("dashboard", options.dashboard), ("metrics", options.metrics), ("health", options.health))
+    texts = [f"{name} at {endpoint}" for name, endpoint in servers if endpoint is not None]
     if options.event_log_handler == "console":
-        parts.append("torchelastic's events on stderr")
-    return ", ".join(parts)
+        texts.append("torchelastic's events on stderr")
+    return ", ".join(texts)
 
 
 def hang_text(options: RunOptions) -> str:
@@ -294,6 +294,7 @@ def environments(
 
 
 def environment(parsed: Parsed, options: RunOptions, environ: Mapping[str, str], local_rank: int) -> dict[str, str]:
+    """The variables of one worker, with <assigned> for all that the rendezvous decides."""
     job, job_id = options.job, shown_job_id(parsed, options)
     folder = attempt_folder(options, job_id)
     alone = job.max_nodes == 1

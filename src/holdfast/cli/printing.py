@@ -30,8 +30,8 @@ class Parser(argparse.ArgumentParser):
 
 
 def named(value: Any) -> Any:
-    """The value for JSON, each field with its name: also of structs that are arrays in messages."""
-    import msgspec  # lazily, 15 ms: most commands that print tables have no structs
+    """Convert a value for JSON. Each field has its name, also of structs that are arrays in messages."""
+    import msgspec  # here, since it takes 15 ms, and most commands that print tables have no structs
     from msgspec import structs
 
     if isinstance(value, msgspec.Struct):

@@ -41,7 +41,8 @@ def worker_command(parsed: Parsed, environ: Mapping[str, str], notices: list[str
     if not target:
         raise ScriptError("the training script's name is empty")
     if kind is CommandKind.PROGRAM:
-        check_program(target, environ)
+        if "$" not in target:
+            check_program(target, environ)
     elif kind is CommandKind.MODULE:
         check_module(target, environ)
     elif target != "-" and "$" not in target:  # `$local_rank`: known per worker
@@ -58,7 +59,7 @@ def worker_command(parsed: Parsed, environ: Mapping[str, str], notices: list[str
 def command_kind(parsed: Parsed, notices: list[str]) -> CommandKind:
     values = parsed.values
     if values.run_path:
-        idle = [parsed.said(dest) for dest in ("module", "no_python") if getattr(values, dest)]
+        idle = [parsed.as_written(dest) for dest in ("module", "no_python") if getattr(values, dest)]
         if idle:
             notices.append(f"{' and '.join(idle)} without effect: --run-path wins")
         return CommandKind.RUN_PATH
@@ -72,12 +73,12 @@ def command_kind(parsed: Parsed, notices: list[str]) -> CommandKind:
 PYTHON = re.compile(r"(?:pypy|python)[\d.]*")
 LAUNCHERS = frozenset({"torchrun", "accelerate", "deepspeed", "mpirun", "mpiexec", "srun", "holdfast"})
 HEAD_BYTES = 256
-"""The kernel reads as much of a program to find its interpreter."""
+"""Length of a program's beginning that the kernel reads to find the interpreter."""
 MAGIC = b"\x7fELF"
 
 
 def check_script(path: str, environ: Mapping[str, str]) -> None:
-    """Raises ScriptError for a file that python could not run."""
+    """Raise ScriptError for a file that python could not run."""
     if os.path.isdir(path):
         if not os.path.isfile(os.path.join(path, "__main__.py")):
             raise ScriptError(f"the training script {path} is a folder without a __main__.py")
@@ -90,7 +91,7 @@ def check_script(path: str, environ: Mapping[str, str]) -> None:
 
 
 def check_language(path: str, head: bytes, environ: Mapping[str, str]) -> None:
-    """Raises ScriptError for a file that is no Python: a notebook, or a program of its own."""
+    """Raise ScriptError for a file that is no Python: a notebook, or a program of its own."""
     name = os.path.basename(path)
     if name.endswith(".ipynb") and head.lstrip().startswith(b"{"):
         raise ScriptError(
@@ -102,7 +103,7 @@ def check_language(path: str, head: bytes, environ: Mapping[str, str]) -> None:
 
 
 def hint(path: str, environ: Mapping[str, str]) -> str:
-    """What the user of a script that does not exist may have meant, else the folder."""
+    """The end of a message about a script that does not exist: what may be meant, else the folder."""
     near = closest(path)
     if near and not PYTHON.fullmatch(os.path.basename(path)):
         return f"; did you mean {near}?"
@@ -110,7 +111,8 @@ def hint(path: str, environ: Mapping[str, str]) -> str:
 
 
 def meant(path: str, environ: Mapping[str, str]) -> str:
-    """What the user meant who gave this program as the training script; empty: it is no program."""
+    """The advice if a program was given as the training script, as in `holdfast run python train.py`; empty: it is
+    none."""
     first, *others = path.split()[:2] or [path]
     name = os.path.basename(first)
     quoted = ". Give the script and its arguments without quotes" if others else ""
@@ -126,9 +128,11 @@ def meant(path: str, environ: Mapping[str, str]) -> str:
 
 
 def check_module(name: str, environ: Mapping[str, str]) -> None:
-    """Raises ScriptError for the name of a file (`python -m train.py` would report that only after running `train`),
-    and for a module that Python cannot find. Only its top-level name is looked for: that of a package's module may be
-    known only when the package is imported."""
+    """Raise ScriptError for the name of a file, and for a module that Python cannot find.
+
+    `python -m train.py` would report the first only after running `train`. Only a top-level name is searched: a module
+    of a package may be known only when the package is imported.
+    """
     if name.endswith(".py") and os.path.isfile(name) and not os.path.isdir(name.removesuffix(".py")):
         raise ScriptError(f"-m needs a module's name, but {name} is a file; leave -m out")
     top = name.partition(".")[0]
@@ -155,7 +159,7 @@ def module_exists(top: str) -> bool:
 
 
 def similar_module(top: str) -> str:
-    """`; did you mean X?` for a module in the current folder."""
+    """The end of a message, `; did you mean X?`, for a module in the current folder; empty: none is similar."""
     import difflib
 
     try:
@@ -167,7 +171,7 @@ def similar_module(top: str) -> str:
 
 
 def similar(path: str) -> str:
-    """`; did you mean X?` if the folder has a file with a similar name, else the folder."""
+    """The end of a message: `; did you mean X?` if the folder has a file with a similar name, else the folder."""
     if near := closest(path):
         return f"; did you mean {near}?"
     return "" if os.path.isabs(path) else f" in {folder_here()}"
@@ -194,7 +198,7 @@ def folder_here() -> str:
 
 
 def check_program(name: str, environ: Mapping[str, str]) -> None:
-    """Raises ScriptError unless exec would find the program, and its interpreter."""
+    """Raise ScriptError unless exec would find the program, and its interpreter."""
     found = find_program(name, environ)
     if found is not None:
         check_interpreter(found, head_of(found))
@@ -212,7 +216,7 @@ def check_program(name: str, environ: Mapping[str, str]) -> None:
 
 
 def check_interpreter(path: str, head: bytes) -> None:
-    """Raises ScriptError for a script that the kernel cannot execute: no interpreter, or one that does not exist."""
+    """Raise ScriptError for a script that the kernel cannot execute: no interpreter, or one that does not exist."""
     if head.startswith(MAGIC) or b"\0" in head:  # a program of this kernel, or of one that is registered with it
         return
     first, ended, _ = head.partition(b"\n")
@@ -222,19 +226,19 @@ def check_interpreter(path: str, head: bytes) -> None:
         raise ScriptError(f"the program {path} does not begin with #! and the path of its interpreter{before}{advice}")
     words = first.removeprefix(b"#!").split(b" ")
     named, *given = [os.fsdecode(word) for word in words if word.strip(b"\t")] or [""]
-    is_whole = bool(ended) or len(head) < HEAD_BYTES
-    of_windows = [named, *given][-1] if os.path.basename(named) == "env" else named
-    if of_windows.endswith("\r"):
+    is_complete = bool(ended) or len(head) < HEAD_BYTES
+    last_word = [named, *given][-1] if os.path.basename(named) == "env" else named
+    if last_word.endswith("\r"):
         raise ScriptError(
             f"the program {path} has the line ends of Windows (CRLF), so its interpreter is not found; "
             f"remove them: sed -i 's/\\r$//' {path}"
         )
-    if is_whole and not os.path.exists(named):
+    if is_complete and not os.path.exists(named):
         raise ScriptError(f"the program {path} names the interpreter {named!r} in its first line, which does not exist")
 
 
 def head_of(path: str) -> bytes:
-    """The first bytes of a file; empty: it may be executed, but not read."""
+    """The first bytes of a file. One that may be executed but not read counts as a compiled program."""
     try:
         with open(path, "rb") as file:
             return file.read(HEAD_BYTES)
@@ -250,7 +254,7 @@ def find_program(name: str, environ: Mapping[str, str]) -> str | None:
 
 
 def interpreter(environ: Mapping[str, str]) -> str:
-    """PYTHON_EXEC, one path that is never split; else the python that runs this."""
+    """The workers' Python: PYTHON_EXEC, one path that is never split; else the one that runs this."""
     python = environ.get("PYTHON_EXEC")
     if not python:
         return sys.executable
@@ -262,10 +266,10 @@ def interpreter(environ: Mapping[str, str]) -> str:
 AUTO, NONE = "auto", "none"
 TORCH = ("numpy", "torch")
 TRAINING = "torch._dynamo"
-"""Imported by the first optimizer and by DistributedDataParallel; takes as long as torch itself."""
+"""A module that the first optimizer and DistributedDataParallel import. It takes as long as torch itself."""
 OURS = "holdfast.train"
 OUR_MODULES = (f"{OURS}.snapshots_api", f"{OURS}.data.loader", f"{OURS}.survival")
-"""What `holdfast.train` imports when its names are used: 0.15 to 0.25 s in each worker."""
+"""The modules that `holdfast.train` imports when its names are used: 0.15 to 0.25 s in each worker."""
 SOURCE_BYTES_MAX = 300_000
 """Limit for a program and the modules beside it: reading them takes about 50 ms."""
 
@@ -318,27 +322,27 @@ CHANGING_CALLS = frozenset(["putenv", "unsetenv", "load_dotenv", "sched_setaffin
 
 
 def preload(parsed: Parsed, command: WorkerCommand, job: JobSpec, *, counted: bool) -> Preload:
-    """The result of --preload. `counted`: OMP_NUM_THREADS is set for the workers. Raises UsageError."""
-    wish: str = parsed.values.preload
-    if wish not in (AUTO, NONE):
-        modules = tuple(name.strip() for name in wish.split(","))
+    """The result of --preload. `counted` says that OMP_NUM_THREADS is set for the workers. Raises UsageError."""
+    requested: str = parsed.values.preload
+    if requested not in (AUTO, NONE):
+        modules = tuple(name.strip() for name in requested.split(","))
         if not all(part.isidentifier() for name in modules for part in name.split(".")):
             raise parsed.error("preload", UsageError, "must be auto, none, or names of modules")
     if command.kind is CommandKind.PROGRAM:
-        return Preload(why="as asked for" if wish == NONE else "--no-python programs are always executed")
+        return Preload(why="as asked for" if requested == NONE else "--no-python programs are always executed")
     choice = decide(command, restarts=job.max_restarts > 0 or job.min_nodes != job.max_nodes)
-    if wish == NONE:
+    if requested == NONE:
         return Preload(why="as asked for", torch=choice.torch)
     if parsed.values.numa_binding and not counted:
         why = "with --numa-binding libraries count their CPUs when they are loaded; set OMP_NUM_THREADS"
         return Preload(why=why, torch=choice.torch)
-    if wish != AUTO:
+    if requested != AUTO:
         return Preload(modules=modules, why="as asked for", torch=choice.torch)
     return choice
 
 
 def decide(command: WorkerCommand, *, restarts: bool) -> Preload:
-    """The decision of `auto`. `restarts`: workers may be started a second time."""
+    """The decision of `--preload auto`. `restarts` says that workers may be started a second time."""
     try:
         sources = sources_of(command)
         if not sources:
@@ -348,11 +352,13 @@ def decide(command: WorkerCommand, *, restarts: bool) -> Preload:
             try:
                 reader.read(source)
             except BrokenSourceError as error:
+                # Another Python may know another syntax, and a module beside the script may be imported in a `try`.
                 if error.path in sources and command.python == sys.executable:
                     raise ScriptError(str(error)) from None
                 raise
     except UnreadableError as error:
         return Preload(why=str(error))
+
     name = os.path.basename(sources[-1])
     user, setting = reader.verdict()
     if not user:
@@ -379,7 +385,8 @@ def sources_of(command: WorkerCommand) -> list[Path]:
 
 
 def module_sources(name: str, *, ours: bool) -> Iterator[Path]:
-    """The files of a module and its packages, without importing any. `ours`: the worker's Python is this one."""
+    """The files of a module and its packages, without importing any. `ours` says that the worker's Python is this
+    one."""
     from importlib.machinery import PathFinder
 
     where: list[str] | None = [os.getcwd(), *(sys.path if ours else [])]
@@ -408,7 +415,7 @@ def module_beside(source: Path, name: str) -> Path | None:
 
 
 class UnreadableError(Exception):
-    """The source cannot be analysed; the text gives the reason."""
+    """The reason why a source cannot be analysed."""
 
 
 class BrokenSourceError(UnreadableError):
@@ -429,30 +436,36 @@ class Reader(ast.NodeVisitor):
 
     def __init__(self) -> None:
         self.training = ""
-        """The evidence that the program trains."""
+        """The name that shows that the program trains; empty: none was found."""
         self._user = ""
+        """The first import that loads torch when the program is loaded; empty: there is none yet."""
         self._setting = ""
-        """The first change of the environment before torch is imported."""
+        """The first change of the environment before that import, in words."""
         self._functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = {}
+        """The functions that are defined so far: a call continues in their bodies."""
         self._called: set[str] = set()
         self._seen: set[Path] = set()
         self._file = Path()
+        """The file that is being read."""
         self._bytes_left = SOURCE_BYTES_MAX
         self._late_user = ""
+        """The first import of torch in any function, which may run at any time or never."""
         self._late_setting = ""
+        """The first change of the environment anywhere."""
 
     def verdict(self) -> tuple[str, str]:
         """The import that loads torch, and the change of the environment before it; both may be empty."""
         if self._user:
             return self._user, self._setting
-        # A function imports it: nobody knows what runs before that.
+        # Only a function imports it, and it is unknown what runs before that.
         return self._late_user, self._setting or self._late_setting
 
     def read(self, path: Path) -> None:
-        """Raises UnreadableError for a file that is not Python or too long."""
+        """Read a file, and the modules beside it that it imports. Raises UnreadableError for one that is not Python or
+        too long."""
         self._seen.add(path)
         tree = self._tree(path)
-        self._look_around(tree, path)
+        self._scan(tree, path)
         before, self._file = self._file, path
         for statement in tree.body:
             self.visit(statement)
@@ -471,7 +484,7 @@ class Reader(ast.NodeVisitor):
                 warnings.simplefilter("ignore")
                 return ast.parse(source, str(path))
         except SyntaxError as error:
-            if b"\0" not in source:  # else an archive or compiled: Python runs these
+            if b"\0" not in source:  # an archive, or compiled code, which Python runs, has zeros
                 raise BrokenSourceError(path, source, error) from None
             raise UnreadableError(f"{path.name} is not Python") from None
         except (ValueError, RecursionError, MemoryError):
@@ -486,7 +499,7 @@ class Reader(ast.NodeVisitor):
         self._define(node)
 
     def visit_Lambda(self, node: ast.Lambda) -> None:
-        """Its body does not run here."""
+        """Skip the body, which does not run here."""
 
     def visit_If(self, node: ast.If) -> None:
         if name_of(node.test) == "TYPE_CHECKING":
@@ -553,7 +566,7 @@ class Reader(ast.NodeVisitor):
 
     # --- anywhere in a file -------------------------------------------------------------------------------------------
 
-    def _look_around(self, tree: ast.Module, path: Path) -> None:
+    def _scan(self, tree: ast.Module, path: Path) -> None:
         for node in ast.walk(tree):
             match node:
                 case ast.Attribute(value=ast.Name(id="torch"), attr="compile"):
@@ -580,7 +593,7 @@ def imported_names(node: ast.AST) -> list[str]:
 
 
 def change(node: ast.AST) -> str:
-    """How a node changes the environment; empty: it does not."""
+    """The change of the environment that a node makes, in words; empty: none."""
     match node:
         case ast.Assign(targets=targets) | ast.Delete(targets=targets):
             return next((said for target in targets if (said := _written(target))), "")

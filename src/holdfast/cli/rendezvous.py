@@ -1,7 +1,6 @@
-"""The rendezvous of the nodes by torchrun's rules: backend, endpoint, job id, node ranks, token.
+"""Resolves the options of the rendezvous by torchrun's rules: backend, endpoint, job id, node ranks, token.
 
-Also decides when a job is standalone (explicit or implied), and reports the options that have no effect. Opens no
-socket.
+Decides when a job is standalone (explicit or implied), and reports options that have no effect. Opens no socket.
 """
 
 from __future__ import annotations
@@ -50,7 +49,10 @@ class RendezvousOptions(NamedTuple):
 
 
 def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, notices: list[str]) -> RendezvousOptions:
-    """Raises NodesError, EndpointError, RendezvousConfigError or EnvironmentValueError."""
+    """Resolve the options. `patience` has the limits from other options; the rendezvous configuration changes some.
+
+    Raises NodesError, EndpointError, RendezvousConfigError or EnvironmentValueError.
+    """
     least, most = parsed.converted("nnodes", node_range, NodesError)
     check_backend_name(parsed)
     standalone = is_standalone(parsed, most)
@@ -64,8 +66,9 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
         report_idle_master(parsed, backend, notices)
         endpoint = Endpoint(host="", port=0)
     else:
-        endpoint, *others = meeting_points(parsed, backend, least, most, notices)
+        endpoint, *others = endpoints_of(parsed, backend, least, most, notices)
         more = tuple(others)
+
     job_id = run_id(parsed, standalone, most, notices)
     third_party = None
     try:
@@ -80,7 +83,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], *, patience: Limits, not
         etcd = etcd_options(backend, conf, endpoint)
         succession = backend == "c10d" and most > 1 and rdzv_conf.read_succession(conf)
     except RendezvousConfigError as error:
-        raise of_variable(parsed, error) from None
+        raise naming_source(parsed, error) from None
     if more and not succession:
         text = "a list of endpoints has no effect with --rdzv-conf succession=off; name one endpoint"
         raise parsed.error("rdzv_endpoint", EndpointError, text)
@@ -122,13 +125,15 @@ def agent_port(parsed: Parsed, succession: bool, notices: list[str]) -> int:
     if not 0 <= port <= PORT_MAX:
         raise parsed.error("agent_port", EndpointError, f"a port is a number from 0 to {PORT_MAX}")
     if port and not succession:
-        notices.append(f"{parsed.said('agent_port')} without effect: no other agent connects to the agents of this job")
+        notices.append(
+            f"{parsed.as_written('agent_port')} without effect: no other agent connects to the agents of this job"
+        )
         return 0
     return port
 
 
-def survives(options: RunOptions) -> str:
-    """How many nodes this job may lose, and why, in words."""
+def losses_survived(options: RunOptions) -> str:
+    """The number of nodes that this job may lose, and why, in words."""
     job, others = options.job, options.more_endpoints
     if job.max_nodes == 1:
         return "the loss of no node: it has one"
@@ -137,8 +142,11 @@ def survives(options: RunOptions) -> str:
     if not options.succession:
         why = "with static rendezvous the others wait for it" if job.fixed_ranks else "succession is off"
         return f"the loss of any node but the coordinator's: {why}"
+
+    # The line does not say whether another endpoint is a node's or a witness's: so the best case is shown with its
+    # condition.
     alone = electorate(job.max_nodes, 0)
-    best, number = alone, 0  # each of the others may be a witness, or a node's
+    best, number = alone, 0
     for witnesses in range(1, len(others) + 1):
         voters = electorate(job.max_nodes, witnesses)
         if voters.losses > best.losses:
@@ -166,21 +174,21 @@ def votes(voters: Electorate) -> str:
     return f"{voters.majority} of {sum(voters)} voters"
 
 
-def witnesses_at(number: int, places: list[str]) -> str:
-    """The condition that so many of these places are witnesses'.
+def witnesses_at(number: int, addresses: list[str]) -> str:
+    """The condition that this number of the addresses are witnesses'.
 
     >>> witnesses_at(1, ["v:1", "w:1"]), witnesses_at(2, ["v:1", "w:1"])
     ('a witness is at v:1 or w:1', 'witnesses are at v:1 and w:1')
     """
     if number == 1:
-        return f"a witness is at {' or '.join(places)}"
-    if number == len(places):
-        return f"witnesses are at {' and '.join(places)}"
-    return f"{number} of {', '.join(places)} are witnesses"
+        return f"a witness is at {' or '.join(addresses)}"
+    if number == len(addresses):
+        return f"witnesses are at {' and '.join(addresses)}"
+    return f"{number} of {', '.join(addresses)} are witnesses"
 
 
 def report_open_token(path: str | None, notices: list[str]) -> None:
-    """Report a token file that everybody may read. The function that reads it reports an unreadable one."""
+    """Report a token file that everybody may read. One that cannot be read is an error where it is read."""
     try:
         if path is not None and os.stat(path).st_mode & stat.S_IROTH:
             notices.append(f"--rdzv-conf token_file={path}: every user of this machine can read it; chmod 600 it")
@@ -206,7 +214,7 @@ def third_party_options(
     try:
         loaded = load_third_party(backend)
     except RendezvousConfigError as error:
-        raise of_variable(parsed, error, "rdzv_backend") from error.__cause__
+        raise naming_source(parsed, error, "rdzv_backend") from error.__cause__
     options = read_third_party(backend, loaded, parsed.values.rdzv_endpoint.strip(), job_id, conf)
     own = tuple(loaded.conf_keys)
     notices.extend(rdzv_conf.unknown_key_notices(rdzv_conf.THIRD_PARTY, conf, name=backend, own=own))
@@ -240,11 +248,11 @@ def check_backend_name(parsed: Parsed) -> None:
     try:
         check_backend(parsed.values.rdzv_backend)
     except RendezvousConfigError as error:
-        raise of_variable(parsed, error, "rdzv_backend") from None
+        raise naming_source(parsed, error, "rdzv_backend") from None
 
 
-def of_variable(parsed: Parsed, error: HoldfastError, dest: str = "rdzv_conf") -> HoldfastError:
-    """The same error; it names the variable or the file if the value came from there."""
+def naming_source(parsed: Parsed, error: HoldfastError, dest: str = "rdzv_conf") -> HoldfastError:
+    """The error, which names the variable or the file if the value came from there."""
     if parsed.by_variable(dest) or parsed.by_file(dest):
         return parsed.error(dest, type(error), str(error))
     return error
@@ -263,9 +271,9 @@ def alone(parsed: Parsed, least: int, most: int, notices: list[str]) -> tuple[in
     if least > 1:
         raise parsed.error("nnodes", NodesError, "--standalone means one node; leave one of the two options out")
     if most > 1:
-        notices.append(f"{parsed.said('nnodes')} taken as 1: no other node can join a --standalone job")
+        notices.append(f"{parsed.as_written('nnodes')} taken as 1: no other node can join a --standalone job")
     idle = [
-        parsed.said(dest)
+        parsed.as_written(dest)
         for dest in ("rdzv_backend", "rdzv_endpoint", "master_addr", "master_port")
         if parsed.given(dest) and not (dest == "rdzv_backend" and parsed.values.rdzv_backend == "c10d")
     ]
@@ -275,8 +283,9 @@ def alone(parsed: Parsed, least: int, most: int, notices: list[str]) -> tuple[in
     return 1, 1
 
 
-def meeting_points(parsed: Parsed, backend: str, least: int, most: int, notices: list[str]) -> list[Endpoint]:
-    """The coordinator's endpoint, and further places where newcomers may ask. Raises EndpointError."""
+def endpoints_of(parsed: Parsed, backend: str, least: int, most: int, notices: list[str]) -> list[Endpoint]:
+    """The coordinator's endpoint, and further ones at which a node that comes later may ask for it. Raises
+    EndpointError."""
     given = parsed.values
     static = backend == "static"
     from_master = static and not given.rdzv_endpoint
@@ -290,7 +299,7 @@ def meeting_points(parsed: Parsed, backend: str, least: int, most: int, notices:
     try:
         endpoint, *more = parse_endpoints(given.rdzv_endpoint, backend, most)
     except EndpointError as error:
-        raise of_variable(parsed, error, "rdzv_endpoint") from None
+        raise naming_source(parsed, error, "rdzv_endpoint") from None
     report_one_node(parsed, endpoint, most, notices)
     if not given.rdzv_endpoint.strip() and most > 1:
         notices.append(f"no --rdzv-endpoint: the endpoint is {endpoint}, which only this machine can reach")
@@ -300,18 +309,18 @@ def meeting_points(parsed: Parsed, backend: str, least: int, most: int, notices:
 
 
 def report_one_node(parsed: Parsed, endpoint: Endpoint, most: int, notices: list[str]) -> None:
-    """An endpoint that other machines can reach, without a number of nodes: --nnodes was probably forgotten."""
+    """Report an endpoint that other machines can reach, without a number of nodes: --nnodes was probably forgotten."""
     if most == 1 and not is_loopback(endpoint.host) and (hint := more_nodes(parsed)):
         notices.append(f"this job has one node, and no other can join it{hint}")
 
 
 def more_nodes(parsed: Parsed) -> str:
-    """How a job gets more nodes; empty: the number of nodes was given."""
+    """Advice for a job of more nodes; empty: the number of nodes was given."""
     return "" if parsed.given("nnodes") else "; give --nnodes N for a job of N nodes"
 
 
 def parse_endpoints(text: str, backend: str, most: int) -> list[Endpoint]:
-    """One endpoint, or with c10d a list. Raises EndpointError."""
+    """Read one endpoint, or with c10d a list. Raises EndpointError."""
     texts = text.split(",")
     endpoints = [parse_endpoint(each, default_port(backend)) for each in texts] if all(texts) else []
     if len(texts) == 1:
@@ -335,7 +344,7 @@ def parse_endpoints(text: str, backend: str, most: int) -> list[Endpoint]:
 
 
 def report_idle_master(parsed: Parsed, backend: str, notices: list[str]) -> None:
-    idle = [parsed.said(dest) for dest in ("master_addr", "master_port") if parsed.given(dest)]
+    idle = [parsed.as_written(dest) for dest in ("master_addr", "master_port") if parsed.given(dest)]
     if idle:
         given = backend == "static"
         reason = "--rdzv-endpoint is used" if given else f"only used with backend static, not {backend}"
@@ -358,7 +367,7 @@ def master_endpoint(parsed: Parsed, most: int) -> Endpoint:
 
 
 def bracketed(host: str) -> str:
-    """Users write IPv6 addresses with and without brackets."""
+    """The host with brackets if it is an IPv6 address, which users write with and without them."""
     host = host.strip()
     return f"[{host}]" if host.count(":") > 1 and not host.startswith("[") else host
 
@@ -371,7 +380,7 @@ def run_id(parsed: Parsed, standalone: bool, most: int, notices: list[str]) -> s
     fresh = str(uuid.uuid4())
     if not given:
         risk = "; the nodes will not find each other" if most > 1 else ""
-        notices.append(f"{parsed.said('rdzv_id')} is empty, taken as {fresh}{risk}")
+        notices.append(f"{parsed.as_written('rdzv_id')} is empty, taken as {fresh}{risk}")
     return fresh
 
 
@@ -385,5 +394,5 @@ def node_rank(parsed: Parsed, standalone: bool, fixed: bool, most: int, notices:
     if fixed or rank < 0:
         raise parsed.error("node_rank", NodesError, f"with {plural(most, 'node')} ranks are 0 to {most - 1}")
     reason = f"this job has one node{more_nodes(parsed)}" if standalone else f"ranks are 0 to {most - 1}"
-    notices.append(f"{parsed.said('node_rank')} without effect: {reason}")
+    notices.append(f"{parsed.as_written('node_rank')} without effect: {reason}")
     return None

@@ -1,5 +1,7 @@
-"""`holdfast report [RUN ...]`: how a run, running or ended, used its time, and how long each part of its starts took.
-`holdfast explain [CODE ...]`: the meaning of a code, the evidence for it, and what to do. Works offline.
+"""`holdfast report [RUN ...]` and `holdfast explain [CODE ...]`.
+
+The first shows how a run, running or ended, used its time, and the duration of each part of its starts; the second the
+meaning of a code, the evidence for it, and what to do. Both work offline.
 
 Knows the output; runs/ reads the journals, diagnosis/history.py knows their meaning, diagnosis/reference.py that of
 codes.
@@ -21,7 +23,7 @@ from msgspec.structs import asdict
 from holdfast.cli import say
 from holdfast.cli.printing import Parser, print_json, print_table
 from holdfast.diagnosis.history import PHASES, Activity, Generation, History, Survival, Timeline, history, timeline
-from holdfast.diagnosis.reference import Explanation, everything, headings, nearest, normal, search
+from holdfast.diagnosis.reference import Explanation, explanations, headings, nearest_codes, normal_code, search
 from holdfast.protocol.errors import UsageError
 from holdfast.run_folder import default_log_dir
 from holdfast.runs.copies_report import copies_of
@@ -35,7 +37,7 @@ MIB = 2**20
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `holdfast report` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast report` with these arguments. Returns the exit status. Raises HoldfastError."""
     chosen = parser().parse_args(argv)
     folders = [folder for run in chosen.runs for folder in folders_of(run)] or [newest_run()]
     journals = [list(read_journal(folder, say)) for folder in folders]
@@ -80,7 +82,7 @@ def newest_run() -> Path:
 
 def write_page(place: str, folders: Sequence[Path]) -> None:
     """Write the page of --html. Raises UsageError when the file cannot be written."""
-    # By name: the dashboard builds upon the commands. It needs no package for this.
+    # Imported by name, since the dashboard imports the commands. This part of it needs no further package.
     page = import_module("holdfast.dashboard.saved_page").render(folders)
     if place == "-":
         print(page, end="")
@@ -104,7 +106,8 @@ def print_history(course: Timeline, past: History) -> None:
 
 
 def survival_text(each: Survival, why: str) -> str:
-    """
+    """A line about a loss after which others went on.
+
     >>> survival_text(Survival(2, 7, 0.21, 0, 11.2), "rank 3 on b was lost (killed by SIGKILL)")
     'rank 3 on b was lost (killed by SIGKILL): 7 ranks went on after 0.21 s; 0 steps lost; replaced after 11 s'
     """
@@ -151,7 +154,8 @@ def print_copies(copies: dict[str, Any] | None, course: Timeline) -> None:
 
 
 def resumed_text(fetched: dict[str, Any], why: str) -> str:
-    """
+    """A line about a generation that began from copies.
+
     >>> resumed_text({"generation": 2, "step": 40, "states": 2, "slowest_s": 1.25}, "node b was lost")
     'node b was lost: resumed from copies on other nodes at step 40; 2 states fetched, the slowest in 1.25 s'
     """
@@ -161,7 +165,8 @@ def resumed_text(fetched: dict[str, Any], why: str) -> str:
 
 
 def safe_text(copies: dict[str, Any]) -> str:
-    """
+    """A line about the step from which training would go on.
+
     >>> safe_text({"survivable_step": 40, "skipped_since": 2})
     'if a node is lost now, training goes on from step 40; 2 steps not copied since'
     """
@@ -191,12 +196,12 @@ WIDTH = 100
 
 
 def main_explain(argv: Sequence[str]) -> int:
-    """Run `holdfast explain` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast explain` with these arguments. Returns the exit status. Raises HoldfastError."""
     chosen = explain_parser().parse_args(argv)
-    known = everything()
-    if len(chosen.codes) > 1 and normal(chosen.codes[0]) not in known:
+    known = explanations()
+    if len(chosen.codes) > 1 and normal_code(chosen.codes[0]) not in known:
         chosen.codes = [" ".join(chosen.codes)]  # words without quotes
-    if len(chosen.codes) == 1 and normal(chosen.codes[0]) not in known and (found := search(chosen.codes[0])):
+    if len(chosen.codes) == 1 and normal_code(chosen.codes[0]) not in known and (found := search(chosen.codes[0])):
         return show_found(found, as_json=chosen.json)
     wanted = [explanation_of(code, known) for code in chosen.codes] or list(known.values())
     if chosen.json:
@@ -238,9 +243,9 @@ def explain_parser() -> argparse.ArgumentParser:
 
 def explanation_of(code: str, known: dict[str, Explanation]) -> Explanation:
     """The explanation of a code. Raises UsageError that names the nearest code."""
-    found = known.get(normal(code))
+    found = known.get(normal_code(code))
     if found is None:
-        near = ", ".join(f"{each} ({known[each].name})" for each in nearest(code))
+        near = ", ".join(f"{each} ({known[each].name})" for each in nearest_codes(code))
         raise UsageError(f"no code {code!r}; " + (f"did you mean {near}?" if near else "`holdfast explain` lists all"))
     return found
 

@@ -1,4 +1,4 @@
-"""A parsed command line to RunOptions, by torchrun's rules; and values back to words, for the line of another node.
+"""Converts a parsed command line to RunOptions, by torchrun's rules, and back to the line of another node.
 
 Reads the environment that it is given, the affinity mask and the file system; starts nothing. The rules of the
 rendezvous are in rendezvous.py, those of the worker's command in program.py. The functions for single values raise
@@ -14,7 +14,7 @@ import socket
 from signal import SIGCHLD, SIGCONT, SIGINT, SIGQUIT, SIGTERM, SIGWINCH
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.cli import rendezvous as meeting
+from holdfast.cli import rendezvous
 from holdfast.cli.devices import THIS_NODE, Count, Probes, count_cpus, count_processes
 from holdfast.cli.grammar import ABOUT_US
 from holdfast.cli.option_table import EVENT_HANDLERS, FLAG, HOSTS, LIST, TABLES, Option, flag_of
@@ -72,8 +72,8 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
     patience = Limits(
         stop_grace_s=stop_grace_s(parsed, environ), drain_s=given.drain_timeout, hang_timeout_s=given.hang_timeout
     )
-    place = meeting.resolve(parsed, environ, patience=patience, notices=notices)
-    check_packages(parsed, place.job.backend)
+    rdzv = rendezvous.resolve(parsed, environ, patience=patience, notices=notices)
+    check_packages(parsed, rdzv.job.backend)
     devices = node_size(parsed, environ, probes)
     cpus = count_cpus(probes).number
     report_crowd(parsed, devices.number, cpus, notices)
@@ -83,9 +83,9 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
     threads = omp_num_threads(environ, devices.number, cpus)
     logs = log_options(parsed, environ, devices.number, notices)
     metrics, (health, health_if_free) = served(parsed, "metrics"), health_check(parsed, environ, notices)
-    imports = preload(parsed, command, place.job, counted="OMP_NUM_THREADS" in environ or threads is not None)
+    imports = preload(parsed, command, rdzv.job, counted="OMP_NUM_THREADS" in environ or threads is not None)
     options = RunOptions(
-        **place._asdict(),
+        **rdzv._asdict(),
         nproc=devices.number,
         command=command,
         logs=logs,
@@ -100,7 +100,7 @@ def resolve(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_NO
         omp_num_threads=threads,
         compile_threads=compile_threads(environ, devices.number, cpus),
         preload=imports,
-        standby=given.standby == "on" and bool(imports.modules) and may_restart(place.job),
+        standby=given.standby == "on" and bool(imports.modules) and may_restart(rdzv.job),
         start_method=given.start_method,
         event_log_handler=given.event_log_handler,
         dashboard=served(parsed, "dashboard"),
@@ -123,30 +123,32 @@ PACKAGES = {
     "dashboard": ("dashboard", "starlette", "uvicorn"),
     "metrics": ("metrics", "prometheus_client"),
 }
-"""What these options need: the extra of holdfast that has it, and the modules."""
+"""Packages that options need: the extra of holdfast that installs them, and their modules."""
 
 
 def check_packages(parsed: Parsed, backend: str) -> None:
-    """Raises MissingPackageError before anything starts."""
-    wanted = [(parsed.said(dest), PACKAGES[dest]) for dest in PACKAGES if getattr(parsed.values, dest) is not None]
+    """Raise MissingPackageError before anything starts."""
+    wanted = [
+        (parsed.as_written(dest), PACKAGES[dest]) for dest in PACKAGES if getattr(parsed.values, dest) is not None
+    ]
     if backend == "etcd":
         wanted.append(("--rdzv-backend etcd", ("etcd", "etcd3gw")))
-    for said, (extra, *modules) in wanted:
+    for flag, (extra, *modules) in wanted:
         from importlib.util import find_spec
 
         missing = [name for name in modules if find_spec(name) is None]
         if missing:
-            raise MissingPackageError(f"{said} needs {' and '.join(missing)}: pip install 'holdfast[{extra}]'")
+            raise MissingPackageError(f"{flag} needs {' and '.join(missing)}: pip install 'holdfast[{extra}]'")
 
 
 WORKERS_PER_CPU_MAX = 8
-"""More workers than this for each CPU are probably a mistake: they are started, and a notice says so."""
+"""Number of workers for each CPU from which a notice says that it may be a mistake. They are started nevertheless."""
 
 
 def report_crowd(parsed: Parsed, nproc: int, cpus: int, notices: list[str]) -> None:
     if nproc > WORKERS_PER_CPU_MAX * cpus:
         text = f"{nproc:,} workers share {plural(cpus, 'CPU')}; --nproc-per-node auto starts one worker per GPU or CPU"
-        notices.append(f"{parsed.said('nproc_per_node')}: {text}")
+        notices.append(f"{parsed.as_written('nproc_per_node')}: {text}")
 
 
 def check_plain_values(parsed: Parsed) -> None:
@@ -186,7 +188,7 @@ def node_size(parsed: Parsed, environ: Mapping[str, str], probes: Probes = THIS_
 
 
 def stop_grace_s(parsed: Parsed, environ: Mapping[str, str]) -> float:
-    """--shutdown-timeout, else torchrun's own variable, else 30 s."""
+    """Time from SIGTERM to SIGKILL: --shutdown-timeout, else torchrun's own variable, else 30 s."""
     seconds = parsed.values.shutdown_timeout
     if seconds is None:
         text = environ.get(STOP_GRACE_VARIABLE)
@@ -201,7 +203,7 @@ def stop_grace_s(parsed: Parsed, environ: Mapping[str, str]) -> float:
 
 
 def served(parsed: Parsed, dest: str) -> Endpoint | None:
-    """`[HOST:]PORT` of --dashboard, --metrics or --health."""
+    """The address of --dashboard, --metrics or --health, given as `[HOST:]PORT`; None: not given."""
     return None if getattr(parsed.values, dest) is None else parsed.converted(dest, serving_place)
 
 
@@ -223,10 +225,11 @@ def targets(parsed: Parsed) -> tuple[str, ...]:
 
 
 def health_check(parsed: Parsed, environ: Mapping[str, str], notices: list[str]) -> tuple[Endpoint | None, bool]:
-    """The address, and whether torchrun's variable requested it: an error in that variable never prevents the start."""
-    place, text = served(parsed, "health"), environ.get(HEALTH_VARIABLE)
-    if place is not None or text is None:
-        return place, False
+    """The address of the health check, and whether torchrun's variable requested it: then it is only served if the port
+    is free, and an error in the variable does not prevent the start."""
+    endpoint, text = served(parsed, "health"), environ.get(HEALTH_VARIABLE)
+    if endpoint is not None or text is None:
+        return endpoint, False
     try:
         return serving_place(text), True
     except ValueError:
@@ -236,7 +239,9 @@ def health_check(parsed: Parsed, environ: Mapping[str, str], notices: list[str])
 
 def signals_to_handle(parsed: Parsed, notices: list[str]) -> tuple[int, ...]:
     numbers, unknown = parsed.converted("signals_to_handle", signal_numbers)
-    notices.extend(f"{parsed.said('signals_to_handle')}: {name} is not a signal and is ignored" for name in unknown)
+    notices.extend(
+        f"{parsed.as_written('signals_to_handle')}: {name} is not a signal and is ignored" for name in unknown
+    )
     return numbers
 
 
@@ -256,19 +261,22 @@ def check_virtual_local_rank(parsed: Parsed, environ: Mapping[str, str], nproc: 
 
 
 def omp_num_threads(environ: Mapping[str, str], nproc: int, cpus: int) -> int | None:
-    """None where torchrun does not set it either: it is set already, or one worker has all CPUs."""
+    """The value of OMP_NUM_THREADS for the workers; None, as with torchrun: it is set already, or one worker has all
+    CPUs."""
     if "OMP_NUM_THREADS" in environ or nproc == 1:
         return None
     return max(1, cpus // nproc)
 
 
 COMPILE_THREADS_MAX = 32
-"""torch starts no more by itself."""
+"""Number of processes that torch.compile starts at most by itself."""
 
 
 def compile_threads(environ: Mapping[str, str], nproc: int, cpus: int) -> int | None:
-    """Each worker's torch.compile starts as many processes as the node has CPUs: 8 workers on 32 CPUs start 256. None
-    where that is right, or it is set already."""
+    """The number of processes for each worker's torch.compile; None: torch's own number is right, or it is set already.
+
+    torch.compile of each worker starts a process for each CPU of the node: 8 workers on 32 CPUs start 256.
+    """
     if COMPILE_THREADS in environ or nproc == 1:
         return None
     return min(COMPILE_THREADS_MAX, max(1, cpus // nproc))
@@ -293,7 +301,9 @@ def log_options(parsed: Parsed, environ: Mapping[str, str], nproc: int, notices:
         elif not any(tee.for_rank(rank) & stream for rank in range(nproc)):
             notices.append(f"{name} has no effect: it applies to streams that are teed (--tee {stream.value})")
     if log_dir is None and any(redirects.for_rank(rank) for rank in range(nproc)):
-        notices.append(f"{parsed.said('redirects')} has no effect: with --log-dir {os.devnull} there are no files")
+        notices.append(
+            f"{parsed.as_written('redirects')} has no effect: with --log-dir {os.devnull} there are no files"
+        )
     return LogOptions(
         log_dir=log_dir,
         log_dir_named=bool(given.log_dir),
@@ -317,7 +327,7 @@ def report_absent(parsed: Parsed, dest: str, ranks: frozenset[int], nproc: int, 
     absent = sorted(rank for rank in ranks if not 0 <= rank < nproc)
     if absent:
         named = ", ".join(map(str, absent))
-        notices.append(f"{parsed.said(dest)}: this node has no local rank {named}, only 0 to {nproc - 1}")
+        notices.append(f"{parsed.as_written(dest)}: this node has no local rank {named}, only 0 to {nproc - 1}")
 
 
 def log_folder(parsed: Parsed, notices: list[str]) -> str | None:
@@ -350,7 +360,7 @@ def log_folder(parsed: Parsed, notices: list[str]) -> str | None:
 
 
 def stream_choice(text: str) -> StreamChoice:
-    """The value of -r and -t: one digit for all local ranks, or `RANK:DIGIT,...`; other ranks get 0.
+    """Read the value of -r and -t: one digit for all local ranks, or `RANK:DIGIT,...`; other ranks get 0.
 
     >>> stream_choice("0:3,12:1").for_rank(12)
     <Std.OUT: 1>
@@ -431,15 +441,15 @@ def preempt_number(text: str) -> int:
     return numbers[0]
 
 
-def words_elsewhere(parsed: Parsed, command: str, settled: Mapping[str, str | None]) -> list[str]:
-    """The line of another agent: all given options and then the `settled` ones (None: left out)."""
+def line_of_other_agent(parsed: Parsed, command: str, replaced: Mapping[str, str | None]) -> list[str]:
+    """The line of another agent: all given options and then the `replaced` ones (None: without this option)."""
     words = [command]
     for option in TABLES[command]:
-        if option.dest in settled or option.group == HOSTS or option.dest in ONLY_HERE:
+        if option.dest in replaced or option.group == HOSTS or option.dest in ONLY_HERE:
             continue
         if parsed.given(option.dest):
             words += words_of(option, getattr(parsed.values, option.dest))
-    for dest, text in settled.items():
+    for dest, text in replaced.items():
         name = flag_of(dest)
         if text is not None:
             words.append(f"{name}={text}" if text else name)
@@ -456,17 +466,18 @@ def words_of(option: Option, value: object) -> list[str]:
 
 
 def how_others_join(parsed: Parsed, command: str, options: RunOptions, environ: Mapping[str, str]) -> str:
-    """What to do on the other nodes, in one line; empty: nothing, or something else starts the agents."""
-    job, place, own = options.job, options.endpoint, socket.gethostname()
+    """The instruction for the other nodes, in one line; empty: there are none, or something else starts their
+    agents."""
+    job, endpoint, own = options.job, options.endpoint, socket.gethostname()
     if options.standalone or job.max_nodes == 1 or any(name in environ for name in STARTED_BY_OTHERS):
         return ""
     line = line_of_others(parsed, command, options)
-    if options.etcd is not None or options.third_party is not None or not is_loopback(place.host):
+    if options.etcd is not None or options.third_party is not None or not is_loopback(endpoint.host):
         return f"on each other node: {line}"
     is_static = job.fixed_ranks and not parsed.given("rdzv_endpoint")
-    reachable = f"--master-addr {own}" if is_static else f"--rdzv-endpoint {own}:{place.port or 'PORT'}"
+    reachable = f"--master-addr {own}" if is_static else f"--endpoint-endpoint {own}:{endpoint.port or 'PORT'}"
     return (
-        f"only this machine can reach {place}. In another terminal here: {line}. "
+        f"only this machine can reach {endpoint}. In another terminal here: {line}. "
         f"For nodes on other machines, start all nodes, this one too, with {reachable}"
     )
 
@@ -474,10 +485,10 @@ def how_others_join(parsed: Parsed, command: str, options: RunOptions, environ: 
 def line_of_others(parsed: Parsed, command: str, options: RunOptions) -> str:
     """The command line of each other node."""
     job = options.job
-    settled: dict[str, str | None] = {"node_rank": None, "local_addr": None}
+    replaced: dict[str, str | None] = {"node_rank": None, "local_addr": None}
     if job.fixed_ranks:
-        settled["node_rank"] = str(1 - (options.node_rank or 0)) if job.max_nodes == 2 else "RANK"
-    words = words_elsewhere(parsed, command, settled)
+        replaced["node_rank"] = str(1 - (options.node_rank or 0)) if job.max_nodes == 2 else "RANK"
+    words = line_of_other_agent(parsed, command, replaced)
     if not parsed.values.training_script.startswith("-"):
         words.remove("--")
     return shlex.join(["holdfast", *words])

@@ -1,7 +1,7 @@
-"""`holdfast run` and `holdfast launch`: parse the line, fork the supervisor, resolve the options, start the agent. So
-do the agents that the far side of `holdfast run --hosts` and a caller of `holdfast.launch` start.
+"""`holdfast run` and `holdfast launch`: parse the line, fork the supervisor, resolve the options, start the agent.
 
-The order matters. The supervisor is forked before any heavy import, so that it stays small, and after the line is
+The far side of `holdfast run --hosts` and a caller of `holdfast.launch` start their agents by the same functions. The
+order matters. The supervisor is forked before any heavy import, so that it stays small, and after the line is
 parsed, so that a typing error forks nothing.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 TEXT_CHARACTERS_MAX = 12_000
-"""The far side reads the report from a pipe in one piece."""
+"""Length of the text in a report to the far side, which reads it from a pipe in one piece."""
 WARNING = (
     "FutureWarning: `launch` is deprecated, as torch.distributed.launch is; "
     "use `holdfast run` and read LOCAL_RANK from the environment"
@@ -36,34 +36,36 @@ WARNING = (
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status. Raises HoldfastError."""
+    """Run `holdfast run` with these arguments. Returns the exit status. Raises HoldfastError."""
     return main_of("run", argv)
 
 
 def main_launch(argv: Sequence[str]) -> int:
-    """`holdfast launch`: torch.distributed.launch, for scripts that want a --local-rank argument. Returns the exit
-    status. Raises HoldfastError."""
+    """Run `holdfast launch` with these arguments, as torch.distributed.launch: for scripts that want a --local-rank
+    argument. Returns the exit status. Raises HoldfastError."""
     return main_of("launch", argv)
 
 
 def main_of(command: str, argv: Sequence[str]) -> int:
-    """Parse a line of run or launch, and do what it says."""
+    """Parse a line of run or launch, and carry it out."""
     parsed = grammar.parse(argv, os.environ, TABLES[command], configure=config.configure)
     if any(getattr(parsed.values, dest) for dest in grammar.ABOUT_US):
-        return tell_about(parsed, command)
+        return print_about(parsed, command)
     if command == "launch":
         say(WARNING)
     return execute(parsed, command, argv)
 
 
 def main_remote(argv: Sequence[str]) -> int:
-    """Run the agent on the far side of `holdfast run --hosts`; not for users. It reports how it ended to the launcher,
-    which shows this once for all hosts.
+    """Run the agent on the far side of `holdfast run --hosts`; not for users. It reports its end to the launcher, which
+    shows this once for all hosts.
 
-    `FD run|launch [options] script ...`: FD takes the report. Returns the exit status. Raises HoldfastError."""
+    The arguments are `FD run|launch [options] script ...`; FD takes the report. Returns the exit status. Raises
+    HoldfastError.
+    """
     import json
 
-    tells = int(argv[0])
+    report_fd = int(argv[0])
     parsed = grammar.parse(argv[2:], {}, TABLES[argv[1]])  # the launcher has read all variables
 
     def show(finished: Finished) -> str:
@@ -71,19 +73,20 @@ def main_remote(argv: Sequence[str]) -> int:
 
         text = render(finished.outcome, finished.folder)[-TEXT_CHARACTERS_MAX:]
         report = json.dumps({"kind": finished.outcome.kind.value, "text": text})
-        os.write(tells, report.encode())
+        os.write(report_fd, report.encode())
         return ""
 
-    os.set_inheritable(tells, False)
+    os.set_inheritable(report_fd, False)
     return start(parsed, show=show, say_notices=False)
 
 
 def main_for_caller(argv: Sequence[str]) -> int:
-    """The program of the agent's process of `holdfast.launch`: run the agent with the call's descriptors and report to
-    the caller. An error before the start is reported, and printed if it is our fault.
+    """Run the agent's process of `holdfast.launch`, with the call's descriptors, and report to the caller. An error
+    before the start is reported, and printed if it is our fault.
 
-    `CALLER_PID REPORT_FD CALL_FD RESULT_FD,… [options] -- script`: one AgentReport in JSON goes to REPORT_FD; its end
-    of file shows the caller that this process has ended. Returns the exit status."""
+    The arguments are `CALLER_PID REPORT_FD CALL_FD RESULT_FD,… [options] -- script`. One AgentReport in JSON goes to
+    REPORT_FD, whose end of file shows the caller that this process has ended. Returns the exit status.
+    """
     from holdfast.protocol.errors import HoldfastError
 
     caller, report_fd, call_fd = map(int, argv[:3])
@@ -106,7 +109,8 @@ def main_for_caller(argv: Sequence[str]) -> int:
 
 
 def live_and_die_with(caller: int) -> None:
-    """Die with the thread that launched this process, and reset the handling of signals, which the caller sends."""
+    """End with the thread that launched this process, and reset the handling of signals: the caller sends some, and may
+    have ignored or blocked them when it made this process."""
     import signal
 
     from holdfast.protocol.errors import EXIT_SIGNAL_BASE
@@ -137,12 +141,12 @@ def run_call(argv: Sequence[str], call_fd: int, result_fds: tuple[int, ...], rep
         for notice in options.notices:
             say(notice)
 
-        def tell(end: Finished) -> str:
+        def report_end(end: Finished) -> str:
             """Report to the caller, whose exception shows the end; the console shows nothing."""
             report(report_fd, end.outcome, end.folder)
             return ""
 
-        return run_agent(supervisor, options, tell)
+        return run_agent(supervisor, options, report_end)
     finally:
         supervisor.sock.close()  # the supervisor ends with its end of file
 
@@ -155,7 +159,7 @@ def report(fd: int, outcome: Outcome | None = None, folder: str = "", error: Hol
         pipe.write(json.encode({"outcome": outcome, "folder": folder, "code": code, "message": message}))
 
 
-def tell_about(parsed: Parsed, command: str) -> int:
+def print_about(parsed: Parsed, command: str) -> int:
     """Print the text of --help, --version or --print-completion."""
     if parsed.values.help:
         print(render(command))
@@ -176,13 +180,15 @@ def execute(parsed: Parsed, command: str, argv: Sequence[str]) -> int:
             if parsed.values.json:
                 raise UsageError("--json shows the plan of one node: leave the hosts out")
             return hosts.execute(parsed, command)
+
     step = None
     if parsed.values.slurm or "SLURM_STEP_ID" in os.environ:
         from holdfast.cli import under_slurm
 
-        parsed, step = under_slurm.take_in(parsed, os.environ)
+        parsed, step = under_slurm.complete(parsed, os.environ)
         if parsed.values.slurm and step is None:
             return under_slurm.start_agents(parsed, command, argv)
+
     if parsed.values.plan:
         return show_plan(parsed)
     if parsed.values.json:
@@ -200,7 +206,8 @@ def start(
 ) -> int:
     """Run this node's agent until the job has ended. Raises HoldfastError.
 
-    `command`: the command that a user typed, if any; `begin` is called before the start; `show` makes the last screen.
+    `command` is the command that a user typed, empty if a program made the line; `begin` is called before the start;
+    `show` makes the last screen.
     """
     from holdfast.inherited import forget_secrets
     from holdfast.supervisor.supervisor import fork_supervisor
@@ -257,8 +264,11 @@ def last_screen(end: Finished) -> str:
 
 
 def be_interruptible() -> None:
-    """Until the agent has its own handler, end at once at Ctrl-C, with one line: an exception during an import shows a
-    traceback and may be lost. The supervisor notices the end of its socket and ends too."""
+    """End at once at Ctrl-C, with one line, until the agent has its own handler.
+
+    An exception during an import would show a traceback, and may be lost. The supervisor notices the end of its socket
+    and ends, too.
+    """
     from signal import SIGINT, default_int_handler, getsignal, signal
     from threading import current_thread, main_thread
 
@@ -272,7 +282,7 @@ def leave_at_once(*_: object) -> None:
 
 
 def hand_on_interrupts() -> None:
-    """From now on asyncio and the agent handle Ctrl-C."""
+    """Leave Ctrl-C to asyncio and the agent from now on."""
     from signal import SIGINT, default_int_handler, getsignal, signal
 
     if getsignal(SIGINT) is leave_at_once:

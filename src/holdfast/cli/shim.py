@@ -41,7 +41,7 @@ TORCHS_OWN = "torch.distributed.run"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `holdfast shim` with these arguments; returns the exit status. Raises UsageError."""
+    """Run `holdfast shim` with these arguments. Returns the exit status. Raises UsageError."""
     folder = Path(parser().parse_args(argv).folder)
     path = folder / NAME
     try:
@@ -56,7 +56,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def main_token(argv: Sequence[str]) -> int:
-    """Run `holdfast token` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast token` with these arguments. Returns the exit status. Raises HoldfastError."""
     token_parser().parse_args(argv)
     print(draw_token())
     return 0

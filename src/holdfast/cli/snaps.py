@@ -31,11 +31,11 @@ EXIT_DAMAGED = 1
 FORMATS = ("torch", "dcp", "safetensors")
 
 Result = tuple[Place, SnapshotError | None]
-"""A snapshot, and what is wrong with it."""
+"""A snapshot, and its error; None: it is valid."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `holdfast snaps` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast snaps` with these arguments. Returns the exit status. Raises HoldfastError."""
     chosen = parser().parse_args(argv)
     place = place_of(chosen.folder)
     chosen.folder = str(place)
@@ -86,7 +86,7 @@ def parser() -> Parser:
 
 
 def list_all(chosen: argparse.Namespace) -> int:
-    """`ls`: everything in the folder."""
+    """Run `ls`: print everything in the folder."""
     found = folder.survey(chosen.folder)
     has = lease.owner(chosen.folder)
     memory = in_memory(found.path)
@@ -132,7 +132,7 @@ def memory_row(state: dict[str, Any]) -> tuple[str, ...]:
 
 
 def verify(chosen: argparse.Namespace) -> int:
-    """`verify`: read all, or one step's, snapshots back."""
+    """Run `verify`: read all snapshots, or those of one step, back."""
     found = folder.survey(chosen.folder)
     results: list[Result] = [(each.path, each.error) for each in found.problems if chosen.step in (None, each.key.step)]
     for snapshot in (*found.committed, *found.suspects):
@@ -144,15 +144,15 @@ def verify(chosen: argparse.Namespace) -> int:
     if chosen.quarantine:
         set_aside(chosen.folder, results)
     if chosen.json:
-        print_json([{"name": path.name, "valid": error is None, "error": told(error)} for path, error in results])
+        print_json([{"name": path.name, "valid": error is None, "error": error_text(error)} for path, error in results])
     else:
         for path, error in results:
-            print(f"{path.name}  {told(error) or 'valid'}")
+            print(f"{path.name}  {error_text(error) or 'valid'}")
     return EXIT_DAMAGED if any(error for _, error in results) else 0
 
 
 def read_back(snapshot: Snapshot) -> list[Result]:
-    """Read a snapshot back. Empty: it was deleted meanwhile."""
+    """Read a snapshot back. Returns nothing if it was deleted meanwhile."""
     try:
         folder.verify(snapshot)
     except SnapshotGoneError:
@@ -163,7 +163,7 @@ def read_back(snapshot: Snapshot) -> list[Result]:
 
 
 def prune_folder(chosen: argparse.Namespace) -> int:
-    """`prune`: delete snapshots that need not be kept. Holds the folder's lease, so no job can save meanwhile."""
+    """Run `prune`: delete snapshots that need not stay. It has the folder's lease, so no job can save meanwhile."""
     keep = asked_keep(chosen)
     if keep is None and not chosen.debris and not chosen.quarantined:
         raise UsageError(
@@ -176,7 +176,8 @@ def prune_folder(chosen: argparse.Namespace) -> int:
 
 
 def remove_marks(chosen: argparse.Namespace) -> int:
-    """`unmark`: remove the marks of suspect snapshots. Holds the folder's lease: a job judges them at its start."""
+    """Run `unmark`: remove the marks of suspect snapshots. It has the folder's lease: a job judges them at its
+    start."""
     with lease.acquire(chosen.folder, ""):
         found = folder.survey(chosen.folder)
         keys = [key for key in sorted(found.marks) if chosen.step in (None, key.step)]
@@ -190,7 +191,7 @@ def remove_marks(chosen: argparse.Namespace) -> int:
 
 
 def export_snapshot(chosen: argparse.Namespace) -> int:
-    """`export`: run a process that imports torch, and return its exit status."""
+    """Run `export`: start a process that imports torch. Returns its exit status."""
     if chosen.step is None:
         newest = folder.choose(folder.survey(chosen.folder))
         if newest is None:
@@ -230,7 +231,7 @@ def asked_best(text: str | None) -> tuple[str, str, int] | None:
 
 
 def prune_now(chosen: argparse.Namespace, keep: Keep | None) -> tuple[Pruned, list[Place]]:
-    """Delete; returns the deleted snapshots and other folders. With --dry-run only determines them."""
+    """Delete, or with --dry-run only determine, what is to be deleted. Returns these snapshots and other folders."""
     done = Pruned((), (), ())
     if keep is not None:
         done = changes.prune(chosen.folder, keep, dry_run=chosen.dry_run)
@@ -254,13 +255,13 @@ def report(chosen: argparse.Namespace, done: Pruned, others: list[Place]) -> int
                 "dry_run": chosen.dry_run,
                 "kept": [snapshot.path.name for snapshot in done.kept],
                 "deleted": [path.name for path in (*done.deleted, *others)],
-                "damaged": [{"name": path.name, "error": told(error)} for path, error in done.damaged],
+                "damaged": [{"name": path.name, "error": error_text(error)} for path, error in done.damaged],
             }
         )
     else:
         verb = "would delete" if chosen.dry_run else "deleted"
         for path, error in done.damaged:
-            print(f"damaged  {path.name}  {told(error)}")
+            print(f"damaged  {path.name}  {error_text(error)}")
         for snapshot in done.kept:
             print(f"kept  {snapshot.path.name}")
         for path in (*done.deleted, *others):
@@ -277,13 +278,13 @@ def set_aside(path: str, results: Sequence[Result]) -> None:
                 folder.quarantine(each, str(error))
 
 
-def told(error: SnapshotError | None) -> str | None:
-    """An error with its code, as one line."""
+def error_text(error: SnapshotError | None) -> str | None:
+    """An error with its code, as one line; None: there is none."""
     return None if error is None else f"{error.code}: {' '.join(str(error).split())}"
 
 
 def row(snapshot: Snapshot) -> tuple[str, ...]:
-    """One snapshot's line."""
+    """The columns of one snapshot."""
     manifest = snapshot.manifest
     saved = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(manifest.saved_unix_s))
     metrics = " ".join(f"{name}={value:.6g}" for name, value in sorted(manifest.metrics.items()))
@@ -310,7 +311,7 @@ def survey_json(found: Survey) -> dict[str, Any]:
             }
             for snapshot in found.committed
         ],
-        "problems": [{"name": problem.path.name, "error": told(problem.error)} for problem in found.problems],
+        "problems": [{"name": problem.path.name, "error": error_text(problem.error)} for problem in found.problems],
         "debris": [path.name for path in found.debris],
         "quarantined": [path.name for path in found.quarantined],
         "suspects": [{"name": key.name, "why": lives.why_marked(found.path, key)} for key in sorted(found.marks)],
@@ -320,7 +321,7 @@ def survey_json(found: Survey) -> dict[str, Any]:
 def print_rest(found: Survey) -> None:
     """Print what the folder contains besides valid snapshots."""
     for problem in found.problems:
-        print(f"not valid    {problem.path.name}  {told(problem.error)}")
+        print(f"not valid    {problem.path.name}  {error_text(problem.error)}")
     for path in found.debris:
         print(f"unfinished   {path.name}")
     for path in found.quarantined:

@@ -55,11 +55,11 @@ EXIT_NOT_STOPPED = EXIT_NOT_PROFILED = 1
 SAY_S = 60.0
 """Interval of the notices that the job has not ended: a save may take long."""
 SCREENS = ("DISPLAY", "WAYLAND_DISPLAY", "BROWSER")
-"""Without one of these there is no browser, or only one in the terminal."""
+"""Variables of which one is set where there is a browser outside of the terminal."""
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run `holdfast status` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast status` with these arguments. Returns the exit status. Raises HoldfastError."""
     chosen = parser().parse_args(argv)
     interval_s = watch_interval(chosen)
     if chosen.run is None and len({entry.job for entry in running.entries()}) > 1:
@@ -77,14 +77,14 @@ def main(argv: Sequence[str]) -> int:
         show_end(folder, outcome, chosen)
         return 0
     if interval_s is None:
-        show(entries, *look(entries), chosen)
+        show(entries, *ask_status(entries), chosen)
         return 0
     watch(entries, interval_s, chosen)
     return 0
 
 
 def show_jobs(entries: Sequence[RunningAgent], chosen: argparse.Namespace) -> None:
-    """A line for each job of this host."""
+    """Print a line for each job of this host."""
     jobs: dict[tuple[str, str], list[RunningAgent]] = {}
     for entry in entries:
         jobs.setdefault(entry.job, []).append(entry)
@@ -93,15 +93,15 @@ def show_jobs(entries: Sequence[RunningAgent], chosen: argparse.Namespace) -> No
     for agents in jobs.values():
         first, view, why = agents[0], None, ""
         try:
-            view, _ = look(agents)
+            view, _ = ask_status(agents)
         except (ControlRefusedError, ControlSilentError, NoRunError) as error:
             why = str(error)
         documents.append({"run": first.name, "pids": [agent.pid for agent in agents], "script": first.script})
         documents[-1] |= {"why": why} if view is None else {"job": named(view)}
         ranks = "" if view is None else str(view.world_size)
-        told = why if view is None else f"{view.phase}, {progress_line(view)}"
+        state = why if view is None else f"{view.phase}, {progress_line(view)}"
         age = duration(max(0.0, time.time() - first.began_epoch_s))
-        rows.append((first.name, age, str(first.pid), ranks, first.script, told))
+        rows.append((first.name, age, str(first.pid), ranks, first.script, state))
     if chosen.json:
         print_json({"jobs": documents})
         return
@@ -136,8 +136,8 @@ def watch_interval(chosen: argparse.Namespace) -> float | None:
     return interval_s
 
 
-def look(entries: list[RunningAgent]) -> tuple[JobView, bool]:
-    """The known state of the job, and whether all nodes are in it."""
+def ask_status(entries: list[RunningAgent]) -> tuple[JobView, bool]:
+    """The state of the job as far as it is known, and whether all nodes are in it."""
     _, reply = ask_any(entries, Question.STATUS)
     return reply.read(JobView), reply.whole
 
@@ -150,14 +150,14 @@ def show(entries: Sequence[RunningAgent], view: JobView, whole: bool, chosen: ar
 
 
 def lines_of(entries: Sequence[RunningAgent], view: JobView, chosen: argparse.Namespace) -> str:
-    """What a look shows."""
+    """The text of the status: the job's lines, and the step from which it would go on after the loss of a node."""
     copies = copies_here(entries)
     safe = [] if copies is None else ["", safe_text(copies)]
     return "\n".join([*status_lines(view, ranks=chosen.ranks), *safe])
 
 
 def copies_here(entries: Sequence[RunningAgent]) -> dict[str, object] | None:
-    """What the job's agents on this host know of copies of states in memory; None: there are none."""
+    """The copies of states in memory that the job's agents on this host know of; None: there are none."""
     journals = []
     for entry in entries:
         with contextlib.suppress(UsageError):  # its folder is gone, or it has none
@@ -182,7 +182,7 @@ def watch(entries: list[RunningAgent], interval_s: float, chosen: argparse.Names
     try:
         while True:
             began_s = time.monotonic()
-            view, whole = look(entries)
+            view, whole = ask_status(entries)
             if chosen.json:
                 seen = {"time": time.time(), "whole": whole, **named(view)}
                 print(json.dumps({**seen, "copies": copies_here(entries)}), flush=True)
@@ -203,7 +203,7 @@ def watch(entries: list[RunningAgent], interval_s: float, chosen: argparse.Names
 
 
 def end_of_any(entries: list[RunningAgent]) -> str:
-    """How the watched run ended, from the first of its folders here with an outcome."""
+    """The text about the end of the watched run, from the first of its folders here with an outcome."""
     for folder in [Path(entry.folder) for entry in entries if entry.folder]:
         outcome = outcome_of(folder)
         if outcome is not None:
@@ -212,7 +212,7 @@ def end_of_any(entries: list[RunningAgent]) -> str:
 
 
 def main_dashboard(argv: Sequence[str]) -> int:
-    """Run `holdfast dashboard` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast dashboard` with these arguments. Returns the exit status. Raises HoldfastError."""
     import asyncio
     import webbrowser
     from importlib import import_module
@@ -255,7 +255,7 @@ def dashboard_parser() -> Parser:
 
 
 def job_of(run: str | None) -> tuple[str, list[Path], int | None]:
-    """The name of the job, its run folders here, and the pid of its agent if it has none. An empty name: all jobs.
+    """The name of the job, its run folders here, and the pid of its agent if it has no folder; an empty name: all jobs.
     Raises NoRunError."""
     if run is None and len({entry.job for entry in running.entries()}) != 1:
         return "", [], None
@@ -270,7 +270,7 @@ def job_of(run: str | None) -> tuple[str, list[Path], int | None]:
 
 
 def main_stacks(argv: Sequence[str]) -> int:
-    """Run `holdfast stacks` with these arguments; returns the exit status. Raises HoldfastError."""
+    """Run `holdfast stacks` with these arguments. Returns the exit status. Raises HoldfastError."""
     chosen = stacks_parser().parse_args(argv)
     wanted = ranks_of(chosen.rank)
     _, reply = ask_any(running_job(chosen.run), Question.STACKS)
@@ -300,18 +300,19 @@ def stacks_parser() -> Parser:
 
 
 class Sent(msgspec.Struct, frozen=True):
-    """The answer to a question that is passed on: to how many nodes."""
+    """The answer to a question that is passed on to nodes."""
 
     nodes: int
+    """Number of nodes that got it."""
     refused: str = ""
-    """Why nothing was done."""
+    """The reason why nothing was done; empty: it is being done."""
 
 
 Body = TypeVar("Body", Sent, ProfileView)
 
 
 def ask_job(run: str | None, question: Question, kind: type[Body], **more: object) -> tuple[RunningAgent, Body]:
-    """The agent that answered, and its answer. Raises ControlRefusedError when the request is refused."""
+    """Ask a job. Returns the agent that answered, and its answer. Raises ControlRefusedError when it refuses."""
     entry, reply = ask_any(running_job(run), question, **more)
     answer = reply.read(kind)
     if answer.refused:
@@ -323,7 +324,7 @@ PROFILED_STEPS = 5
 
 
 def main_profile(argv: Sequence[str]) -> int:
-    """Run `holdfast profile` with these arguments; returns 0 if every rank was profiled. Raises HoldfastError."""
+    """Run `holdfast profile` with these arguments. Returns 0 if every rank was profiled. Raises HoldfastError."""
     chosen = profile_parser().parse_args(argv)
     if chosen.steps is not None and chosen.seconds is not None:
         raise UsageError("--steps and --seconds: give one of them")
@@ -338,12 +339,12 @@ def main_profile(argv: Sequence[str]) -> int:
 
 
 def profile_lines(view: ProfileView) -> Iterator[str]:
-    """What was taken; the operations of the first rank alone, the others have theirs in a file."""
-    told = next((rank for rank in view.ranks if rank.operations), None)
-    if told is not None:
-        yield f"rank {told.rank}: the most expensive operations"
+    """The lines about profiles. Only the operations of the first rank are shown; the others have theirs in a file."""
+    first = next((rank for rank in view.ranks if rank.operations), None)
+    if first is not None:
+        yield f"rank {first.rank}: the most expensive operations"
         yield f"{'own time':>12}  {'with calls':>12}  {'calls':>7}  operation"
-        for each in told.operations:
+        for each in first.operations:
             yield f"{each.self_s * 1e3:9.3f} ms  {each.total_s * 1e3:9.3f} ms  {each.calls:7}  {each.name}"
         yield ""
     for rank in view.ranks:
@@ -351,7 +352,7 @@ def profile_lines(view: ProfileView) -> Iterator[str]:
             yield f"rank {rank.rank} on {rank.host}: {problem}"
         yield from (f"rank {rank.rank} on {rank.host}: {file}" for file in rank.files)
     yield from (f"{host} did not answer" for host in view.silent)
-    if told is not None:
+    if first is not None:
         yield "open a trace in https://ui.perfetto.dev or chrome://tracing, a *.speedscope.json in https://speedscope.app"
 
 
@@ -370,11 +371,11 @@ def profile_parser() -> Parser:
 
 
 def main_save(argv: Sequence[str]) -> int:
-    """Run `holdfast save` with these arguments; returns 0 when all ranks will save. Raises HoldfastError."""
+    """Run `holdfast save` with these arguments. Returns 0 when all ranks will save. Raises HoldfastError."""
     chosen = save_parser().parse_args(argv)
-    entry, told = ask_job(chosen.run, Question.SAVE, Sent)
+    entry, answer = ask_job(chosen.run, Question.SAVE, Sent)
     if chosen.json:
-        print_json({"run": entry.name, "nodes": told.nodes})
+        print_json({"run": entry.name, "nodes": answer.nodes})
     else:
         print(f"{entry.name}: all ranks save at their next safe point, and go on")
     return 0
@@ -406,7 +407,8 @@ def end_parser(question: Question) -> Parser:
 
 
 def end_job(question: Question, argv: Sequence[str]) -> int:
-    """Ask for the end of the job. Returns 0 when it has ended in any way; with --no-wait when all nodes were asked."""
+    """Ask for the end of the job. Returns 0 when the job has ended in any way; with --no-wait when all nodes were
+    asked."""
     chosen = end_parser(question).parse_args(argv)
     entry, waiting = hold(running_job(chosen.run))
     with waiting:
@@ -457,17 +459,18 @@ def host_parser(question: Question) -> Parser:
 
 
 def ask_about_host(question: Question, argv: Sequence[str]) -> int:
-    """Ask; returns 0 when it is being done. Raises ControlRefusedError when it is not."""
+    """Ask the job to drain, exclude or readmit a host. Returns 0 when that is being done, else raises
+    ControlRefusedError."""
     chosen = host_parser(question).parse_args(argv)
     text = getattr(chosen, "time", "0")
     for_s = seconds_of(text)
     if question is Question.EXCLUDE and for_s is None:
         raise UsageError(f"--for {text}: write a time like 90s, 30min or 1h")
-    entry, told = ask_job(chosen.run, question, Sent, host=chosen.host, for_s=for_s or 0.0)
+    entry, answer = ask_job(chosen.run, question, Sent, host=chosen.host, for_s=for_s or 0.0)
     if chosen.json:
-        print_json({"run": entry.name, "host": chosen.host, "nodes": told.nodes})
+        print_json({"run": entry.name, "host": chosen.host, "nodes": answer.nodes})
     else:
-        print(f"{entry.name}: {question.value} {chosen.host}: sent to {plural(told.nodes, 'node')}")
+        print(f"{entry.name}: {question.value} {chosen.host}: sent to {plural(answer.nodes, 'node')}")
     return 0
 
 
@@ -476,7 +479,7 @@ drain_parser, exclude_parser, readmit_parser = (partial(host_parser, question) f
 
 
 def wait(entry: RunningAgent, waiting: Call) -> Reply | None:
-    """How the job ended; None: its agent ended without an answer. Reports now and then that it still waits."""
+    """Wait for the job's end, with a line now and then. Returns the agent's last answer; None: it ended without one."""
     while True:
         try:
             return waiting.answer(limit_s=SAY_S)
@@ -485,8 +488,11 @@ def wait(entry: RunningAgent, waiting: Call) -> Reply | None:
 
 
 def hold(entries: list[RunningAgent]) -> tuple[RunningAgent, Call]:
-    """The first agent of the job that answers, and a connection that reports the job's end. The connection is opened
-    before the job is asked to end, so the end cannot be missed. Raises the error of the last agent if none answers."""
+    """The first agent of the job that answers, and a connection that reports the job's end.
+
+    The connection is opened before the job is asked to end, so that the end cannot be missed. Raises the error of the
+    last agent if none answers.
+    """
     for entry in entries[:-1]:
         try:
             ask(entry, Question.STATUS)

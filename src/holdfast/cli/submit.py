@@ -1,9 +1,9 @@
-"""`holdfast submit`: submits a job to a scheduler. With --slurm it writes a batch script, submits it and follows the
-log; --k8s is in submit_k8s.py.
+"""`holdfast submit`: submits a job to a scheduler.
 
-sbatch's options and those of `holdfast run` stand side by side before the training script. Where both have the same
-spelling, sbatch's meaning counts: -t is --time, and --exclude names nodes. -m stays `python -m`.
-The batch script is readable and can be submitted again by hand.
+With --slurm it writes a batch script, submits it and follows the log; --k8s is in submit_k8s.py. sbatch's options and
+those of `holdfast run` are mixed before the training script. If both have an option of the same spelling, sbatch's
+meaning counts: -t is --time, and --exclude names nodes. -m stays `python -m`. The batch script is readable and can be
+submitted again by hand.
 """
 
 from __future__ import annotations
@@ -33,9 +33,10 @@ from holdfast.protocol.errors import (
     UsageError,
 )
 
-LOG_LOOK_S, JOB_LOOK_S = 0.3, 2.0
-"""Neither a shared file system nor Slurm reports changes, so both are polled."""
-LAST_WORDS_S = 1.0
+LOG_POLL_S, JOB_POLL_S = 0.3, 2.0
+"""Intervals of polling: neither a shared file system nor Slurm reports changes."""
+LOG_END_S = 1.0
+"""Time after the job's end in which the rest of its log becomes visible here."""
 COPY_BYTES_MAX = 1 << 20
 
 RUN_OPTIONS = tuple(option for option in OPTIONS if option.group != HOSTS and option.dest not in ("slurm", "plan"))
@@ -78,7 +79,7 @@ FLAGS = frozenset(
         *("stepmgr", "test-only", "use-min-nodes", "verbose", "wait"),
     ]
 )
-"""Some of them may have a value, but only after `=`."""
+"""sbatch's options without a value, or with one only after `=`."""
 SHORT = dict(
     [
         *(("A", "account"), ("a", "array"), ("b", "begin"), ("B", "extra-node-info"), ("C", "constraint")),
@@ -90,7 +91,7 @@ SHORT = dict(
         *(("w", "nodelist"), ("x", "exclude")),
     ]
 )
-"""Without sbatch's -m (--distribution): `-m` is `python -m`."""
+"""sbatch's short options, except -m (--distribution): `-m` is `python -m`."""
 ONE_AGENT = "holdfast starts one agent on each node, which starts the workers; use -N NODES and --nproc-per-node"
 REFUSED = {
     "ntasks": ONE_AGENT,
@@ -106,13 +107,15 @@ REFUSED = {
 
 
 class BatchRequest(NamedTuple):
+    """A line of `holdfast submit --slurm`."""
+
     batch: Batch
     dry_run: bool
     follow: bool
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status. Raises HoldfastError."""
+    """Run `holdfast submit` with these arguments. Returns the exit status. Raises HoldfastError."""
     words = list(argv)
     if words[:1] in (["-h"], ["--help"]):
         print(USAGE)
@@ -150,7 +153,7 @@ def to_slurm(argv: Sequence[str]) -> int:
 
 
 def read(argv: Sequence[str]) -> BatchRequest:
-    """Sort the words into sbatch's, ours and the script's. Raises UsageError."""
+    """Divide the line into sbatch's options, ours, and the script with its arguments. Raises UsageError."""
     words, own, directives = list(argv), [], list[Directive]()
     chosen = {"--dry-run": False, "--no-follow": False}
     spellings = grammar.spellings_of(RUN_OPTIONS)
@@ -165,6 +168,7 @@ def read(argv: Sequence[str]) -> BatchRequest:
             directives.append(directive)
         else:
             own += take_own(words, spellings)
+
     check(directives)
     signal = preempt_signal(directives)
     if signal is not None and not any(word.startswith(("--preempt-signal", "--preempt_signal")) for word in own):
@@ -179,7 +183,7 @@ def read(argv: Sequence[str]) -> BatchRequest:
 
 
 def check_script(parsed: grammar.Parsed, directives: Sequence[Directive]) -> None:
-    """Raises ScriptError for a missing script: the job starts in this folder."""
+    """Raise ScriptError for a missing script: the job starts in this folder."""
     given = parsed.values
     elsewhere = given.module or given.no_python or any(each.name == "chdir" for each in directives)
     if not elsewhere and not os.path.isfile(given.training_script):
@@ -219,7 +223,7 @@ def take_own(words: list[str], spellings: dict[str, Option]) -> list[str]:
 
 
 def job_name(script_path: str) -> str:
-    """`train` for `jobs/train.py`, with only characters that file names and sbatch allow."""
+    """The job's name: `train` for `jobs/train.py`, with only characters that file names and sbatch allow."""
     stem = os.path.basename(script_path).removesuffix(".py")
     return re.sub(r"[^\w.+-]", "_", stem).lstrip("-.") or "holdfast"
 
@@ -236,17 +240,17 @@ def write(path: Path, text: str) -> Path:
 
 
 def submit(path: Path) -> str:
-    """Submit the script; returns the job's number. Raises CallerError with sbatch's message."""
+    """Submit the script. Returns the job's number. Raises CallerError with sbatch's message."""
     line = ["sbatch", "--parsable", str(path)]
     done = subprocess.run(line, stdin=subprocess.DEVNULL, capture_output=True, check=False)
     if done.returncode:
-        said = done.stderr.decode(errors="replace").strip().splitlines() or ["without a message"]
-        raise CallerError(f"sbatch refused {path}: {'; '.join(said[-2:])}")
+        message = done.stderr.decode(errors="replace").strip().splitlines() or ["without a message"]
+        raise CallerError(f"sbatch refused {path}: {'; '.join(message[-2:])}")
     return done.stdout.decode(errors="replace").strip().partition(";")[0]
 
 
 def follow(job: str) -> int:
-    """Show the log as it grows until the job is over; returns the job's status."""
+    """Show the log as it grows until the job is over. Returns the job's status."""
     try:
         return Follower(job).run()
     except KeyboardInterrupt:
@@ -260,8 +264,11 @@ class Follower:
     def __init__(self, job: str, ask: Callable[..., JobState | None] | None = None) -> None:
         self.job = job
         self.log = ""
+        """Path of the log; empty: unknown yet."""
         self.at = 0
-        self.said = ""
+        """Number of the log's bytes that were shown."""
+        self.shown = ""
+        """The last line about the job's state."""
         self.ask = ask or (lambda: read_job(ask_scontrol("show", "job", job)))
 
     def run(self) -> int:
@@ -276,13 +283,13 @@ class Follower:
                     return EXIT_FAILURE
             else:
                 silent_since = None
-                self.tell(state)
+                self.report(state)
                 if state.over:
-                    self.copy_for(LAST_WORDS_S)
+                    self.copy_for(LOG_END_S)
                     return state.status
-            self.copy_for(JOB_LOOK_S)
+            self.copy_for(JOB_POLL_S)
 
-    def tell(self, state: JobState) -> None:
+    def report(self, state: JobState) -> None:
         """Report the state if it is new."""
         self.log = state.log or self.log
         if state.waits:
@@ -293,8 +300,8 @@ class Follower:
             self.say(f"job {self.job} runs on {state.nodes}; its log is {self.log or 'unknown'}")
 
     def say(self, text: str) -> None:
-        if text != self.said:
-            self.said = text
+        if text != self.shown:
+            self.shown = text
             say(text)
 
     def copy_for(self, seconds: float) -> None:
@@ -304,10 +311,10 @@ class Follower:
             left = end - time.monotonic()
             if left <= 0:
                 return
-            time.sleep(min(left, LOG_LOOK_S))
+            time.sleep(min(left, LOG_POLL_S))
 
     def copy(self) -> None:
-        """Print what was appended to the log; all of it when it was restarted."""
+        """Print what was appended to the log; all of it if the log is shorter than before, because it was replaced."""
         try:
             with open(self.log, "rb") as file:
                 self.at = self.at if os.fstat(file.fileno()).st_size >= self.at else 0
@@ -334,11 +341,11 @@ class Directive(NamedTuple):
 
 
 HARMLESS = Directive("ntasks-per-node", "1")
-"""Every job of holdfast has it."""
+"""The only value of a refused option that is accepted: every job of holdfast has it."""
 
 
 def check(directives: list[Directive]) -> None:
-    """Raises UsageError for an option that contradicts one agent per node or would break the batch script."""
+    """Raise UsageError for an option that contradicts one agent per node or would break the batch script."""
     for directive in directives:
         if directive.name in REFUSED and directive != HARMLESS:
             raise UsageError(f"{directive}: {REFUSED[directive.name]}")
@@ -373,7 +380,7 @@ def known_signal(text: str, number: int) -> str:
 
 
 MARK = "# Written by `holdfast submit --slurm`"
-"""Only a file that contains this line is overwritten."""
+"""The line by which a batch script of ours is known: only such a file is overwritten."""
 
 TOKEN_LINES = (
     "# The job's secret, new at each start. It is in the environment, never on a command line.",
@@ -386,11 +393,11 @@ class Batch(NamedTuple):
     """A job to submit."""
 
     directives: tuple[Directive, ...]
-    """sbatch's options as given."""
+    """The options for sbatch, as given."""
     command: tuple[str, ...]
     """The command that starts the job in the allocation."""
     name: str
-    """Name of the job, unless a directive sets another."""
+    """The job's name, unless a directive sets another."""
 
     @property
     def requeues(self) -> bool:
@@ -433,7 +440,7 @@ def missing(batch: Batch, *options: str) -> list[str]:
 
 def command_lines(batch: Batch) -> list[str]:
     command = shlex.join(batch.command)
-    # One task of an array has the array's own number, with which `scontrol requeue` would requeue all of them.
+    # The number of an array is also that of one of its tasks: `scontrol requeue` with it would requeue all of them.
     job = '"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"' if batch.is_array else '"$SLURM_JOB_ID"'
     if not batch.requeues:
         return [command]

@@ -31,7 +31,7 @@ from holdfast.cli.resolve import (
 )
 from holdfast.inherited import TOKEN_VARIABLE, draw_token
 from holdfast.launchers import kubernetes
-from holdfast.launchers import kubernetes_names as words
+from holdfast.launchers import kubernetes_names as checks
 from holdfast.launchers.kubernetes import (
     HEALTH_PORT,
     OWN_VARIABLES,
@@ -63,13 +63,13 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 K8S, POD = "Kubernetes", "each pod (a node of the job)"
 JOINER = "\0"
-"""Never part of a word on a command line."""
+"""A character that no argument of a command line can contain."""
 SECRETIVE = frozenset({"TOKEN", "SECRET", "PASSWORD", "PASSWD", "KEY", "CREDENTIALS"})
 JOIN_S = 3600
-"""Pods may wait long for machines, and the other pods wait for them."""
+"""Limit for the nodes to join: pods may wait long for machines, and the other pods wait for them."""
 NODES_MAX = 10_000
 NUMBER_MAX = 2**31 - 1
-"""Maximum of Kubernetes' counters."""
+"""Largest value of Kubernetes' counters."""
 
 
 def ours(name: str, kind: str, default: object, text: str, metavar: str = "", *, many: bool = False) -> Option:
@@ -120,9 +120,9 @@ OWN = (
 READ_HERE = ("nnodes", "rdzv_conf", "drain_timeout", "shutdown_timeout", "health", "metrics")
 """Options of a run that the manifest sets."""
 OF_THE_POD = ("standalone", "node_rank", "master_addr", "master_port", "local_addr")
-"""Options that the manifest sets and the line may not."""
+"""Options that differ from pod to pod: the manifest sets them, and the line may not."""
 NOT_FOR_PODS = ("slurm", "config", "no_config", "plan")
-"""Options of a run without a meaning here, like all options for ssh."""
+"""Options of a run that mean nothing here, like all options for ssh."""
 OF_A_RUN = tuple(option for option in OPTIONS if option.group != HOSTS and option.dest not in NOT_FOR_PODS)
 TABLE = (*OWN, *(option for option in OF_A_RUN if option.dest not in {each.dest for each in OWN}))
 
@@ -140,33 +140,33 @@ def read_job(parsed: Parsed, line: CommandLine, notices: list[str]) -> Kubernete
     gpus = at_least_0(parsed, "gpus")
     processes = workers(parsed, gpus)
     check_run(parsed, processes, notices)
-    env = several(parsed, "env", words.variable)
+    env = several(parsed, "env", checks.variable)
     check_env(env, notices)
-    cpus = checked(parsed, "cpus", words.cpus)
+    cpus = checked(parsed, "cpus", checks.cpus)
     job = KubernetesJob(
         name=name,
-        image=checked(parsed, "image", words.image),
+        image=checked(parsed, "image", checks.image),
         least=least,
         most=most,
-        words=run_words(parsed, line, processes, alone=most == 1),
+        run_options=run_words(parsed, line, processes, alone=most == 1),
         args=(line.script or "", *line.args),
-        namespace=checked(parsed, "namespace", words.label),
+        namespace=checked(parsed, "namespace", checks.label),
         jobset=given.jobset,
         gpus=gpus,
-        gpu_resource=checked(parsed, "gpu_resource", words.resource),
+        gpu_resource=checked(parsed, "gpu_resource", checks.resource),
         cpus=cpus,
-        memory=checked(parsed, "memory", words.size),
-        shm=checked(parsed, "shm", words.size),
+        memory=checked(parsed, "memory", checks.size),
+        shm=checked(parsed, "shm", checks.size),
         volumes=volumes(parsed),
         env=(*threads(cpus, processes, dict(env)), *env),
-        env_from=several(parsed, "env_from", words.source),
-        cwd=checked(parsed, "cwd", words.folder),
-        service_account=checked(parsed, "service_account", words.subdomain),
-        pull_secret=checked(parsed, "pull_secret", words.subdomain),
-        priority_class=checked(parsed, "priority_class", words.subdomain),
-        run_as=parsed.converted("run_as", words.user) if given.run_as else None,
-        labels=several(parsed, "label", words.pair),
-        node_selector=several(parsed, "node_selector", words.pair),
+        env_from=several(parsed, "env_from", checks.source),
+        cwd=checked(parsed, "cwd", checks.folder),
+        service_account=checked(parsed, "service_account", checks.subdomain),
+        pull_secret=checked(parsed, "pull_secret", checks.subdomain),
+        priority_class=checked(parsed, "priority_class", checks.subdomain),
+        run_as=parsed.converted("run_as", checks.user) if given.run_as else None,
+        labels=several(parsed, "label", checks.pair),
+        node_selector=several(parsed, "node_selector", checks.pair),
         retries=at_least_0(parsed, "retries"),
         ttl_s=None if given.ttl is None else at_least_0(parsed, "ttl"),
         token_secret=token_secret(parsed, name, alone=most == 1),
@@ -185,7 +185,7 @@ def read_job(parsed: Parsed, line: CommandLine, notices: list[str]) -> Kubernete
 
 
 def check_text(line: CommandLine) -> None:
-    """Raises UsageError for text that no manifest can hold."""
+    """Raise UsageError for text that no manifest can contain."""
     for word in (*line.values.values(), line.script, *line.args):
         if isinstance(word, str) and not word.isascii():
             try:
@@ -205,7 +205,7 @@ def workers(parsed: Parsed, gpus: int) -> str:
 
 
 def check_run(parsed: Parsed, processes: str, notices: list[str]) -> None:
-    """Raises CallerError for what the agents would refuse, as far as it is known here."""
+    """Raise CallerError for what the agents would refuse, as far as it is known here."""
     if not parsed.values.training_script:
         raise ScriptError("the training script's name is empty")
     command_kind(parsed, notices)
@@ -215,9 +215,9 @@ def check_run(parsed: Parsed, processes: str, notices: list[str]) -> None:
         streams(parsed, dest, int(processes) if is_number(processes) else NODES_MAX, notices)
 
 
-def volumes(parsed: Parsed) -> tuple[words.Volume, ...]:
+def volumes(parsed: Parsed) -> tuple[checks.Volume, ...]:
     """The volumes. Raises UsageError for two volumes at one path."""
-    found = several(parsed, "volume", words.volume)
+    found = several(parsed, "volume", checks.volume)
     taken = {SHM_PATH: "used by the pods, see --shm", RUNS_PATH: "used for run folders, see --log-dir"}
     for each in found:
         if each.path in taken:
@@ -229,7 +229,7 @@ def volumes(parsed: Parsed) -> tuple[words.Volume, ...]:
 def refuse_what_the_manifest_says(parsed: Parsed) -> None:
     for dest in OF_THE_POD:
         if parsed.given(dest):
-            raise UsageError(f"{parsed.said(dest)}: not valid with --k8s: the manifest sets it")
+            raise UsageError(f"{parsed.as_written(dest)}: not valid with --k8s: the manifest sets it")
     if parsed.given("rdzv_endpoint") != parsed.given("rdzv_backend"):
         raise UsageError(
             "--rdzv-backend and --rdzv-endpoint: leave both out (the endpoint is pod 0), or give both, as for etcd"
@@ -242,7 +242,7 @@ def nodes(parsed: Parsed) -> tuple[int, int]:
     if not parsed.given(dest):
         raise NodesError("--nodes is missing: how many pods, as in --nodes 4 or --nodes 4:8")
     if dest == "nodes" and parsed.given("nnodes"):
-        raise NodesError(f"{parsed.said('nodes')} and {parsed.said('nnodes')} mean the same; leave one out")
+        raise NodesError(f"{parsed.as_written('nodes')} and {parsed.as_written('nnodes')} mean the same; leave one out")
     least, most = parsed.converted(dest, node_range, NodesError)
     if most > NODES_MAX:
         raise parsed.error(dest, NodesError, f"more than {NODES_MAX} pods")
@@ -252,8 +252,8 @@ def nodes(parsed: Parsed) -> tuple[int, int]:
 def job_name(parsed: Parsed, most: int) -> str:
     end = last_pod(most, jobset=parsed.values.jobset)
     if parsed.given("name"):
-        return parsed.converted("name", lambda text: words.job_name(text, end))
-    return words.job_name(words.name_from(parsed.values.training_script), end)
+        return parsed.converted("name", lambda text: checks.job_name(text, end))
+    return checks.job_name(checks.name_from(parsed.values.training_script), end)
 
 
 def run_words(parsed: Parsed, line: CommandLine, processes: str, *, alone: bool) -> tuple[str, ...]:
@@ -286,7 +286,7 @@ def rdzv_conf(parsed: Parsed, *, alone: bool) -> str:
 
 
 def threads(cpus: str, processes: str, env: dict[str, str]) -> list[tuple[str, str]]:
-    """OMP_NUM_THREADS from the pod's share of CPUs: a pod sees all CPUs of its machine."""
+    """The variable OMP_NUM_THREADS by the pod's share of CPUs: a pod sees all CPUs of its machine."""
     if not cpus or "OMP_NUM_THREADS" in env or not is_number(processes) or int(processes) == 0:
         return []
     number = float(cpus[:-1]) / 1000 if cpus.endswith("m") else float(cpus)
@@ -294,7 +294,7 @@ def threads(cpus: str, processes: str, env: dict[str, str]) -> list[tuple[str, s
 
 
 def check_env(env: tuple[tuple[str, str], ...], notices: list[str]) -> None:
-    """Raises SubmitError for the job's token, UsageError for variables that Kubernetes sets. Warns of other secrets:
+    """Raise SubmitError for the job's token, and UsageError for variables that Kubernetes sets. Warn of other secrets:
     many people can read a manifest."""
     for name, value in env:
         if name in OWN_VARIABLES:
@@ -306,13 +306,13 @@ def check_env(env: tuple[tuple[str, str], ...], notices: list[str]) -> None:
 
 
 def token_secret(parsed: Parsed, name: str, *, alone: bool) -> str:
-    """Name of the Secret with the job's token; empty: no Secret."""
+    """The name of the Secret with the job's token; empty: no Secret."""
     if parsed.values.no_token:
         if parsed.given("token_secret"):
             raise UsageError("--no-token and --token-secret exclude each other")
         return ""
     if parsed.given("token_secret"):
-        return parsed.converted("token_secret", words.subdomain)
+        return parsed.converted("token_secret", checks.subdomain)
     return "" if alone or "token_file" in parsed.values.rdzv_conf else f"{name}-token"
 
 
@@ -354,7 +354,7 @@ REQUEST_S_MAX = 60
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit status. Raises CallerError."""
+    """Run `holdfast submit --k8s` with these arguments. Returns the exit status. Raises CallerError."""
     parsed = grammar.parse(argv, {}, TABLE)
     if parsed.values.help:
         print(usage())

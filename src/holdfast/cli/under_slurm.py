@@ -23,22 +23,24 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
 CHECK_VARIABLE = "HOLDFAST_SLURM_CHECK_S"
-PLACE = ("rdzv_endpoint", "master_addr", "master_port")
-OWN_PLACE_BACKENDS = ("c10d", "static")
-NOTICE = "USR1"
+ENDPOINT_OPTIONS = ("rdzv_endpoint", "master_addr", "master_port")
+OWN_BACKENDS = ("c10d", "static")
+"""Backends whose endpoint is one of the job's nodes."""
+PREEMPT_SIGNAL = "USR1"
 """Default of --preempt-signal with --slurm: the signal of sbatch's --signal."""
 
 
-def take_in(
+def complete(
     parsed: Parsed, environ: Mapping[str, str], *, address: Callable[[str], str] = address_of
 ) -> tuple[Parsed, SlurmStep | None]:
-    """The line completed by the step. Raises NodesError or EnvironmentValueError."""
+    """Add the step's values to the line. Returns the line and the step; None: this is no task of a step. Raises
+    NodesError or EnvironmentValueError."""
     step = read_step(environ)
     if step is None:
         return parsed, None
     one_agent = max(step.tasks) == 1
     try:
-        found = meeting(parsed, step, address)
+        found = rendezvous_options(parsed, step, address)
     except NodesError as error:
         if number(environ, "SLURM_PROCID", 0):
             raise SystemExit(error.exit_code) from None  # only the first task reports the reason
@@ -46,18 +48,19 @@ def take_in(
     if not parsed.given("nproc_per_node") and step.gpus and one_agent:
         found["nproc_per_node"] = str(step.gpus)
     if parsed.values.slurm and not parsed.given("preempt_signal"):
-        found["preempt_signal"] = NOTICE
+        found["preempt_signal"] = PREEMPT_SIGNAL
     values = SimpleNamespace(**{**vars(parsed.values), **found})
     sources = {**parsed.sources, **dict.fromkeys(found, FROM_STEP)}
     if parsed.given("rdzv_conf"):
         sources["rdzv_conf"] = parsed.sources["rdzv_conf"]
-    whole = most_nodes(parsed, step) <= len(step.nodes)
+    # Agents compare this number when they join. Steps of different jobs that form one have no common number.
+    is_complete = most_nodes(parsed, step) <= len(step.nodes)
     return (
         parsed._replace(
             values=values,
             sources=sources,
             cpus=step.cpus if one_agent else None,
-            requeues=step.restarts if whole else 0,
+            requeues=step.restarts if is_complete else 0,
         ),
         step,
     )
@@ -66,18 +69,18 @@ def take_in(
 def stands_alone(parsed: Parsed) -> bool:
     """Whether the job has one node, which needs no rendezvous."""
     return bool(parsed.values.standalone) or (
-        parsed.given("nnodes") and most_nodes(parsed, None) == 1 and not says_where(parsed)
+        parsed.given("nnodes") and most_nodes(parsed, None) == 1 and not gives_endpoint(parsed)
     )
 
 
-def says_where(parsed: Parsed) -> bool:
+def gives_endpoint(parsed: Parsed) -> bool:
     """Whether the line gives the endpoint, as torchrun's does."""
-    foreign = parsed.given("rdzv_backend") and parsed.values.rdzv_backend not in OWN_PLACE_BACKENDS
-    return foreign or any(map(parsed.given, PLACE))
+    foreign = parsed.given("rdzv_backend") and parsed.values.rdzv_backend not in OWN_BACKENDS
+    return foreign or any(map(parsed.given, ENDPOINT_OPTIONS))
 
 
 def most_nodes(parsed: Parsed, step: SlurmStep | None) -> int:
-    """The number of nodes as given, else that of the step. A malformed number is reported later."""
+    """The number of nodes as given, else that of the step; 0 for a malformed number, which is reported later."""
     if step is not None and not parsed.given("nnodes"):
         return len(step.nodes)
     try:
@@ -86,13 +89,13 @@ def most_nodes(parsed: Parsed, step: SlurmStep | None) -> int:
         return 0
 
 
-def meeting(parsed: Parsed, step: SlurmStep, address: Callable[[str], str]) -> dict[str, object]:
+def rendezvous_options(parsed: Parsed, step: SlurmStep, address: Callable[[str], str]) -> dict[str, object]:
     """The options of the rendezvous that no flag, variable or file gives. Raises NodesError."""
     if stands_alone(parsed):
         return {}
-    several, elsewhere = len(step.nodes) > 1, says_where(parsed)
+    several, elsewhere = len(step.nodes) > 1, gives_endpoint(parsed)
     if elsewhere and parsed.given("nnodes") and (max(step.tasks) > 1 or most_nodes(parsed, step) > len(step.nodes)):
-        return {}  # several agents on a node, or several steps, meet there: one step cannot know all
+        return {}  # several agents on a node, or several steps, form one job: one step cannot know all of it
     step.check_one_agent_per_node()
     found: dict[str, object] = {"rdzv_id": step.run_id}
     if several:
@@ -101,11 +104,12 @@ def meeting(parsed: Parsed, step: SlurmStep, address: Callable[[str], str]) -> d
     if several and not elsewhere:
         found["rdzv_backend"] = "c10d"
     found = {dest: value for dest, value in found.items() if not parsed.given(dest)}
-    return {**found, **place(parsed, step, address)} if several and not elsewhere else found
+    return {**found, **endpoint_options(parsed, step, address)} if several and not elsewhere else found
 
 
-def place(parsed: Parsed, step: SlurmStep, address: Callable[[str], str]) -> dict[str, object]:
-    """The endpoint on the step's first node. is_host decides the coordinator, whatever the name resolves to there."""
+def endpoint_options(parsed: Parsed, step: SlurmStep, address: Callable[[str], str]) -> dict[str, object]:
+    """The endpoint on the step's first node. is_host makes that node's agent the coordinator, whatever the name
+    resolves to there."""
     host = address(step.nodes[0])
     found: dict[str, object] = {"rdzv_endpoint": f"[{host}]:{step.port}" if ":" in host else f"{host}:{step.port}"}
     conf = parsed.values.rdzv_conf
@@ -136,20 +140,20 @@ def start_agents(parsed: Parsed, command: str, argv: Sequence[str]) -> int:
 
     Returns only with --plan.
     """
-    words = srun_line(os.environ, command, argv)
+    line = srun_line(os.environ, command, argv)
     if not parsed.values.plan:
-        become_srun(parsed, words)
-    print(f"holdfast would start one agent on each node with\n\n{shlex.join(words)}")
+        become_srun(parsed, line)
+    print(f"holdfast would start one agent on each node with\n\n{shlex.join(line)}")
     return 0
 
 
-def become_srun(parsed: Parsed, words: list[str]) -> NoReturn:
+def become_srun(parsed: Parsed, line: list[str]) -> NoReturn:
     """Replace this process by srun, which passes signals on to the agents."""
-    program = shutil.which(words[0])
+    program = shutil.which(line[0])
     if program is None:
         raise MissingPackageError("srun is not on the PATH of this machine: --slurm needs Slurm's own commands")
     sys.stdout.flush()
-    os.execve(program, words, srun_environment(parsed, os.environ))
+    os.execve(program, line, srun_environment(parsed, os.environ))
 
 
 def srun_line(environ: Mapping[str, str], command: str, argv: Sequence[str]) -> list[str]:
@@ -163,17 +167,18 @@ def srun_line(environ: Mapping[str, str], command: str, argv: Sequence[str]) -> 
     if ":" in agent:  # srun interprets a lone colon anywhere on the line
         agent = ["sh", "-c", f"exec {shlex.join(agent)}"]
     components = number(environ, "SLURM_HET_SIZE", 1)
-    # With another number, it was the job that submitted this one that had components.
+    # Variables of components with another job's number are inherited from the job that submitted this one.
     if components == 1 or environ.get("SLURM_JOB_ID_HET_GROUP_0") != environ["SLURM_JOB_ID"]:
         return ["srun", *one_per_node(job_nodes(environ)), *agent]
-    words = ["srun"]
+    line = ["srun"]
     for index in range(components):
         nodes = job_nodes(environ, f"_HET_GROUP_{index}")
-        words += [*([":"] if index else []), f"--het-group={index}", *one_per_node(nodes), *agent]
-    return words
+        line += [*([":"] if index else []), f"--het-group={index}", *one_per_node(nodes), *agent]
+    return line
 
 
 def one_per_node(nodes: int) -> list[str]:
+    """Options of srun for one task on each node, none of which srun ends because of another one or of a lost node."""
     return [
         f"--nodes={nodes}",
         f"--ntasks={nodes}",

@@ -51,23 +51,23 @@ def main(argv: Sequence[str]) -> int:
     token = read_token(given.token_file, os.environ)
     forget_secrets()
     try:
-        place = claim(endpoint)
+        claimed = claim(endpoint)
     except OSError as error:
         raise EndpointError(f"cannot listen at {endpoint}: {error.strerror or error}") from None
-    if not place.is_host:
-        raise EndpointError(f"cannot listen at {endpoint}: {place.reason}")
-    asyncio.run(serve(place, Endpoint(host=endpoint.host, port=place.port), token, limits))
+    if not claimed.is_host:
+        raise EndpointError(f"cannot listen at {endpoint}: {claimed.reason}")
+    asyncio.run(serve(claimed, Endpoint(host=endpoint.host, port=claimed.port), token, limits))
     return 0
 
 
-async def serve(place: Claim, endpoint: Endpoint, token: bytes | None, limits: Limits) -> None:
+async def serve(claimed: Claim, endpoint: Endpoint, token: bytes | None, limits: Limits) -> None:
     from holdfast.runtime.witness_service import Witness
 
     loop, ended = asyncio.get_running_loop(), asyncio.Event()
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         loop.add_signal_handler(signum, ended.set)
     host = socket.gethostname().partition(".")[0]
-    witness = Witness(place, token, limits, host, say)
+    witness = Witness(claimed, token, limits, host, say)
     await witness.start()
     say(f"a witness listens at {endpoint}")
     await ended.wait()

@@ -29,12 +29,16 @@ from holdfast.supervisor.dashboard_host import LISTENING_FD, Credentials
 from holdfast.supervisor.service_host import CONTROL_FD
 
 TEXT_CHARACTERS_MAX = 8000
+"""End of the traceback that the agent gets when this process fails."""
 NICENESS = 5
-"""Training has priority."""
+"""Niceness of this process: training has priority."""
 
 
 def main() -> None:
-    """Serve until the job or its agent ends. Signals that end whole sessions are ignored: a drain has to be seen."""
+    """Serve until the job or its agent ends.
+
+    Signals that end whole sessions are ignored: users watch on this page how the job stops after them.
+    """
     for signum in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(signum, signal.SIG_IGN)
     os.nice(NICENESS)
@@ -55,7 +59,8 @@ async def _serve(control: socket.socket, about: seqpacket.Message) -> None:
     loop, ending = asyncio.get_running_loop(), asyncio.Event()
     outcome: Outcome | None = None
 
-    def heard() -> None:
+    def on_packet() -> None:
+        """The second packet is the last one: the job's outcome, or the end of the socket because the agent is gone."""
         nonlocal outcome
         packet = seqpacket.receive(control)
         if packet is not None and "outcome" in packet[0]:
@@ -65,7 +70,7 @@ async def _serve(control: socket.socket, about: seqpacket.Message) -> None:
 
     async def ended(feeds: JobFeeds) -> None:
         control.setblocking(False)
-        loop.add_reader(control, heard)
+        loop.add_reader(control, on_packet)
         _send(control, "up")
         await ending.wait()
         if outcome is not None:

@@ -1,12 +1,12 @@
 """What a page gets as it happens: the state and the story of its job, and the lines of the workers' logs.
 
-Each job has one reader, however many browsers look at it. Each browser has a mailbox for what it has not got yet, which
-keeps only the newest message of each kind: who reads slowly sees fewer updates, and costs no more memory. Without a
+Each job has one reader, however many browsers show it. Each browser has a mailbox for what it has not got yet, which
+keeps only the newest message of each kind: a slow browser sees fewer updates, and costs no more memory. Without a
 browser the job is asked every ten seconds, so that the curves are there for the next browser.
 
-Of logs a page gets the last lines of each file, merged by the times in them (log_text.py) or else by
-those at which the files had grown so far, then new ones as they are
-written: of so many files, so many bytes of each at once, so many lines in a message. What is left out is counted.
+A page gets the last lines of each log file, then new ones as they are written. They are merged by the times in them
+(log_text.py), or else by the times at which the files had grown so far. The number of files, the bytes of each and the
+lines in a message are limited, and what is left out is counted.
 """
 
 from __future__ import annotations
@@ -25,28 +25,29 @@ from typing import Any
 import msgspec
 
 from holdfast.dashboard.job_source import Json, ShownJob, encoded, jobs_here
-from holdfast.dashboard.log_text import Levels, plain, tame, times
+from holdfast.dashboard.log_text import Levels, plain, times, without_controls
 from holdfast.protocol.outcome import Outcome
 from holdfast.runs.log_files import LogFile
 from holdfast.supervisor.log_fold import LineCutter
 
 EVERY_S = 1.0
+"""Interval of reading the job while a browser shows it."""
 IDLE_S = 10.0
-"""Interval without a browser."""
-STORY_LOAD_MAX = 0.04
-"""Part of the time that may go into telling the story again, in a job with long journals."""
+"""Interval of reading the job without a browser."""
+STORY_TIME_SHARE_MAX = 0.04
+"""Share of the time that may go into making the story again, for a job with long journals."""
 CURVE_MAX = 1200
-"""Points; with more, every other one is dropped and the interval doubled."""
+"""Number of points of a curve; with more, every other one is dropped and the interval doubled."""
 LOADS_EVERY_S = 10.0
 """Interval of the points of loads; nodes report theirs not more often."""
 LOAD_NODES_MAX = 64
 LOAD_POINTS_MAX = 180
-"""Of each node; with more, every other one is dropped and the interval doubled."""
+"""Number of points of each node; with more, every other one is dropped and the interval doubled."""
 CLIENTS_MAX = 64
 END = "end"
-"""The last message of a job that has ended: after it a page closes its connections."""
+"""Kind of the last message of a job that has ended: after it a page closes its connections."""
 FINISH_S_MAX = 1.0
-"""At the end of the job: for browsers to take how it ended."""
+"""Limit at the end of the job for browsers to receive its outcome."""
 
 
 class Mailbox:
@@ -54,8 +55,10 @@ class Mailbox:
 
     def __init__(self) -> None:
         self._waiting: dict[str, bytes] = {}
+        """The newest message of each kind that the browser has not got."""
         self._news = asyncio.Event()
         self.empty = asyncio.Event()
+        """Set while the browser has got everything."""
         self.empty.set()
 
     def put(self, kind: str, body: bytes) -> None:
@@ -64,7 +67,7 @@ class Mailbox:
         self.empty.clear()
 
     async def messages(self) -> AsyncIterator[bytes]:
-        """As server-sent events."""
+        """Yield the messages as server-sent events, for ever."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -76,11 +79,13 @@ class Mailbox:
 
 
 class Curve:
-    """Step times over time, in bounded memory: time, median, 99th percentile, own part (ms), steps per second."""
+    """Step times over time, in bounded memory."""
 
     def __init__(self) -> None:
         self.points: list[tuple[float | None, ...]] = []
+        """Time (epoch s), median, 99th percentile and own time of the steps (ms), steps per second."""
         self._interval_s = 0.0
+        """Least time between two points."""
 
     def add(self, now: Json) -> None:
         if "median_ms" not in now or (self.points and now["at"] - (self.points[-1][0] or 0.0) < self._interval_s):
@@ -89,14 +94,16 @@ class Curve:
         if len(self.points) > CURVE_MAX:
             first, last = self.points[0][0] or 0.0, self.points[-1][0] or 0.0
             self.points = self.points[::2]
+            # Three quarters of the new distance between points: one that comes a little early still counts.
             self._interval_s = 1.5 * (last - first) / len(self.points) / 2
 
 
 class LoadCurves:
-    """Load of each node over time, in bounded memory: time; processors, memory and GPUs in percent."""
+    """Load of each node over time, in bounded memory."""
 
     def __init__(self) -> None:
         self.nodes: dict[str, list[tuple[float, float, float | None, float | None]]] = {}
+        """Points by host: time (epoch s); processors, memory and GPUs in percent."""
         self._interval_s = LOADS_EVERY_S
         self._newest_s = -LOADS_EVERY_S
 
@@ -127,22 +134,27 @@ class JobFeed:
         self._loads = LoadCurves()
         self.log_sizes = LogSizes()
         self._newest: dict[str, bytes] = {}
+        """The newest message of each kind, for the next browser."""
         self._wake = asyncio.Event()
+        """Set when a browser comes: the job is read at once."""
         self._reading = asyncio.Lock()
-        """The source is for one thread at a time."""
-        self._dirty = True
+        """Held while a thread uses the source, which is for one thread at a time."""
+        self._story_is_old = True
+        """Whether the journals have grown since the newest story."""
         self._story_due_s = 0.0
+        """The time from which the story may be made again, by time.monotonic()."""
         self._over = False
+        """Whether `finish` was called: only its messages are still put."""
 
     @property
     def ended(self) -> bool:
-        """The pages have everything, and ask no more."""
+        """Whether the job has ended and the pages have everything: they ask no more."""
         return END in self._newest
 
     async def run(self) -> None:
         """Read until cancelled. A job that has ended is asked rarely: another one may get its name."""
         while True:
-            await self._turn()
+            await self._read_once()
             try:
                 async with asyncio.timeout(EVERY_S if self.clients and not self.ended else IDLE_S):
                     await self._wake.wait()
@@ -151,11 +163,11 @@ class JobFeed:
             self._wake.clear()
 
     async def messages(self) -> AsyncGenerator[bytes, None]:
-        """For one browser: what is known, and then what is new."""
+        """Yield what is known, and then what is new, for one browser."""
         mailbox = Mailbox()
         curves = {"curve": self._curve.points, "load_curves": self._loads.nodes}
         known = self._newest | {kind: msgspec.json.encode(each) for kind, each in curves.items()}
-        for kind in sorted(known, key=lambda kind: kind == END):  # END is the last one
+        for kind in sorted(known, key=lambda kind: kind == END):  # a page closes its connections at END
             mailbox.put(kind, known[kind])
         self.clients.add(mailbox)
         self._wake.set()
@@ -166,12 +178,12 @@ class JobFeed:
             self.clients.discard(mailbox)
 
     async def _call(self, function: Callable[[], Any]) -> Any:
-        """A method of the source, in a thread."""
+        """Call a method of the source in a thread."""
         async with self._reading:
             return await asyncio.to_thread(function)
 
     async def finish(self, outcome: Outcome) -> None:
-        """The job has ended, and its agent ends too: every browser gets its end."""
+        """Send the job's outcome to every browser: its agent ends now, and this process with it."""
         self.source.outcome = outcome
         self._over = True
         self._put("story", await self._call(self._story), last=True)
@@ -182,31 +194,34 @@ class JobFeed:
                 for each in list(self.clients):
                     await each.empty.wait()
         except TimeoutError:
-            pass  # they do not read
+            pass  # some do not read
 
-    async def _turn(self) -> None:
+    async def _read_once(self) -> None:
         now = await self._call(self.source.now)
         self._curve.add(now)
         self._loads.add(now)
         self._put("now", await asyncio.to_thread(encoded, now))
-        self._dirty = await self._call(self.source.read) or self._dirty
-        await self._call(lambda: self.log_sizes.look(self.source.log_files()))
+        self._story_is_old = await self._call(self.source.read) or self._story_is_old
+        await self._call(lambda: self.log_sizes.note(self.source.log_files()))
+
         began_s = time.monotonic()
-        if self._dirty and began_s >= self._story_due_s:
-            self._dirty = False
+        if self._story_is_old and began_s >= self._story_due_s:
+            self._story_is_old = False
             self._put("story", await self._call(self._story))
             took_s = time.monotonic() - began_s
-            self._story_due_s = began_s + took_s / STORY_LOAD_MAX
+            self._story_due_s = began_s + took_s / STORY_TIME_SHARE_MAX
+
         if not now.get("ended"):
-            self._newest.pop(END, None)
-        elif self.source.over and not self._dirty and not self.ended:
+            self._newest.pop(END, None)  # another job has the name now, or the same one was started again
+        elif self.source.over and not self._story_is_old and not self.ended:
             self._put(END, b"{}")
 
     def _story(self) -> bytes:
         return encoded(self.source.story())
 
     def _put(self, kind: str, body: bytes, *, last: bool = False) -> None:
-        """`last`: it says how the job has ended; nothing that was read before may replace it."""
+        """Send a message to all browsers. `last` marks those of `finish`, which nothing that was read before
+        replaces."""
         if self._over and not last:
             return
         self._newest[kind] = body
@@ -220,9 +235,9 @@ class JobFeeds:
     def __init__(self, tasks: asyncio.TaskGroup, sources: list[ShownJob]) -> None:
         self._tasks = tasks
         self.all_jobs = not sources
-        """Any job of this user on this machine gets a feed when somebody opens its page."""
+        """Whether any job of this user on this machine gets a feed when somebody opens its page."""
         self.closing = asyncio.Event()
-        """The server ends, and all streams with it."""
+        """Set when the server ends, and all streams with it."""
         self._feeds: dict[str, JobFeed] = {}
         self._readers: list[asyncio.Task[None]] = []
         for source in sources:
@@ -232,7 +247,7 @@ class JobFeeds:
     def names(self) -> list[str]:
         return list(self._feeds)
 
-    async def of(self, name: str) -> JobFeed | None:
+    async def feed(self, name: str) -> JobFeed | None:
         """The feed of this job; None: there is no such job."""
         if name in self._feeds or not self.all_jobs:
             return self._feeds.get(name)
@@ -264,26 +279,25 @@ class JobFeeds:
 
 FILES_MAX = 64
 LAST_BYTES = 256 * 1024
-"""Of each file, at first and at once."""
+"""Bytes of each file that are read at once, the last ones."""
 SEARCHED_BYTES = 8 * 1024 * 1024
-"""The same when a text is searched for."""
+"""Bytes of each file that are read at once when a text is searched for."""
 LINES_MAX = 1000
+"""Number of lines in one message."""
 LINE_CHARACTERS_MAX = 4000
 NEWLINE = re.compile(rb"\n")
-
-
 MARKS_MAX = 300
-"""Of each file; with more, every other one is dropped."""
+"""Number of sizes that are kept of each file; with more, every other one is dropped."""
 
 
 class LogSizes:
-    """When the logs had grown to which size, as far as the feed has looked: most lines have no times of their own."""
+    """The sizes of log files over time. They date the lines, most of which have no times of their own."""
 
     def __init__(self) -> None:
         self._marks: dict[Path, list[tuple[int, float]]] = {}
-        """Size, and the last change of the file at that time."""
+        """Sizes of each file in ascending order, each with the file's time of change (epoch s) when it was seen."""
 
-    def look(self, files: Sequence[LogFile]) -> None:
+    def note(self, files: Sequence[LogFile]) -> None:
         """Note the sizes of the newest generation's logs. Blocking: called in a thread."""
         newest = max((file.generation for file in files), default=0)
         found: dict[Path, list[tuple[int, float]]] = {}
@@ -299,35 +313,39 @@ class LogSizes:
         self._marks = found
 
     def times_of(self, path: Path, ends: Sequence[int], written_s: float) -> list[float]:
-        """By each end of a line in this file: when it was first known to be there; `written_s` when that is unknown."""
+        """The time (epoch s) at which the file was first seen with each of these line ends; `written_s` if never."""
         marks = self._marks.get(path, [])
-        places = [bisect_left(marks, (end, 0.0)) for end in ends]
-        return [min(written_s, marks[place][1]) if place < len(marks) else written_s for place in places]
+        indices = [bisect_left(marks, (end, 0.0)) for end in ends]
+        return [min(written_s, marks[index][1]) if index < len(marks) else written_s for index in indices]
 
 
 class _Tail:
+    """One log file, read as it grows."""
+
     def __init__(self, path: Path) -> None:
         self._path = path
         self._cutter = LineCutter()
         self._offset = 0
         self._torn = False
-        """The first line is not whole."""
+        """Whether reading began within a line, whose end is not shown."""
         self.levels = Levels()
         self.written_s = 0.0
-        """The last change of the file."""
+        """Time of the file's last change (epoch s)."""
         self.skipped_bytes = 0
-        """Written faster than they were shown."""
+        """Number of bytes that were left out because the worker writes faster than the page reads."""
 
-    def read(self, room: int) -> list[tuple[str, int]]:
-        """New lines and where they end in the file: those of at most this many bytes, the last ones."""
+    def read(self, bytes_max: int) -> list[tuple[str, int]]:
+        """New lines, each with its end in the file: the last `bytes_max` bytes at most. Raises OSError."""
         with open(self._path, "rb") as file:
             state = os.fstat(file.fileno())
-            begin, self.written_s = max(self._offset, state.st_size - room), state.st_mtime
+            begin, self.written_s = max(self._offset, state.st_size - bytes_max), state.st_mtime
             if begin > self._offset:
+                # What lies before the first read is not missing: the page asked for the last lines.
                 self.skipped_bytes += begin - self._offset if self._offset else 0
                 self._offset, self._torn, self._cutter = begin, True, LineCutter()
             file.seek(begin)
-            chunk = file.read(room)
+            chunk = file.read(bytes_max)
+
         ends = [begin + found.end() for found in NEWLINE.finditer(chunk)]
         self._offset += len(chunk)
         texts = self._cutter.feed(chunk).decode(errors="replace").split("\n")[:-1]
@@ -340,7 +358,7 @@ class _Tail:
 
 
 class LogLines:
-    """What one page shows. `ranks` empty: all; `generation` 0: the newest, also when another one begins."""
+    """The lines that one page shows. `ranks` empty: all; `generation` 0: the newest, also when another one begins."""
 
     def __init__(
         self, source: ShownJob, ranks: frozenset[int], generation: int, text: str, sizes: LogSizes | None = None
@@ -357,7 +375,8 @@ class LogLines:
         files = [file for file in self._source.log_files() if not self._ranks or file.rank in self._ranks]
         newest = self._generation or max((file.generation for file in files), default=0)
         wanted = sorted((file for file in files if file.generation == newest), key=lambda file: file[:2])
-        parts: list[list[tuple[float, LogFile, str, str]]] = []
+
+        by_file: list[list[tuple[float, LogFile, str, str]]] = []
         count, skipped = 0, 0
         for file in wanted[:FILES_MAX]:
             tail = self._tails.get(file.path) or _Tail(file.path)
@@ -371,8 +390,11 @@ class LogLines:
             shown = [text for text, _ in found[-LINES_MAX:]]
             ends = [end for _, end in found[-LINES_MAX:]]
             at = times(shown, self._sizes.times_of(file.path, ends, tail.written_s))
-            parts.append([(at_s, file, text, tail.levels.of(text).value) for at_s, text in zip(at, shown, strict=True)])
-        lines = deque(heapq.merge(*parts, key=lambda line: line[0]), LINES_MAX)  # equal times: file after file
+            by_file.append(
+                [(at_s, file, text, tail.levels.next(text).value) for at_s, text in zip(at, shown, strict=True)]
+            )
+
+        lines = deque(heapq.merge(*by_file, key=lambda line: line[0]), LINES_MAX)  # equal times: file after file
         if not lines:
             return None
         return {
@@ -385,5 +407,5 @@ class LogLines:
 
     def _found(self, tail: _Tail) -> list[tuple[str, int]]:
         """The new lines of a file in which the text occurs. Raises OSError."""
-        lines = [(tame(line), end) for line, end in tail.read(SEARCHED_BYTES if self._text else LAST_BYTES)]
+        lines = [(without_controls(line), end) for line, end in tail.read(SEARCHED_BYTES if self._text else LAST_BYTES)]
         return [each for each in lines if self._text in plain(each[0]).lower()] if self._text else lines

@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from holdfast.diagnosis.history import Event, history, incidents, timeline
-from holdfast.diagnosis.reference import everything, read_event
-from holdfast.diagnosis.screen import between, group, last_step, steps_per_s, telling
+from holdfast.diagnosis.reference import explanations, read_event
+from holdfast.diagnosis.screen import between, group, last_step, own_frames, steps_per_s
 from holdfast.journal import JOURNAL_NAME
 from holdfast.protocol.errors import HoldfastError, NoRunError, SnapshotError
 from holdfast.protocol.outcome import Outcome
@@ -27,7 +27,7 @@ from holdfast.protocol.questions import Question
 from holdfast.protocol.rank_progress import JobView, RankView, StacksView, Stage
 from holdfast.run_folder import PROFILES
 from holdfast.runs.copies_report import copies_of
-from holdfast.runs.finding import kept_runs, outcome_of, run_id_of, running_job
+from holdfast.runs.finding import outcome_of, recorded_runs, run_id_of, running_job
 from holdfast.runs.history_data import as_json, history_as_json
 from holdfast.runs.log_files import LogFile, files_named
 from holdfast.runtime import running
@@ -38,7 +38,7 @@ from holdfast.train.snapshots.folder import survey
 COMPARED = ("total_s", "effective", "training_s", "startup_s", "down_s", "hung_s", "lost_s", "lost_steps")
 """Fields of a history in a summary."""
 READ_BYTES_MAX = 16 * 1024 * 1024
-"""Of a journal, at once."""
+"""Bytes of a journal that are read at once."""
 PROGRESS_MAX = 2000
 """Records of steps that are kept of one journal; with more, every other one is dropped."""
 EVENTS_MAX = 20_000
@@ -52,10 +52,10 @@ JOBS_MAX = 50
 NODES_MAX = 64
 """Nodes whose own generations are drawn."""
 SEARCH_S = 10.0
-"""Interval of looks for other agents of the job on this machine."""
+"""Interval of searches for other agents of the job on this machine."""
 
 OUTCOME_S_MAX = 10.0
-"""How long after its end a job may write how it ended."""
+"""Limit after the end of a job for its outcome to be written."""
 
 Json = dict[str, Any]
 STAGE_LETTERS = {
@@ -66,11 +66,13 @@ STAGE_LETTERS = {
     Stage.STEPPING: "t",
     Stage.DONE: "d",
 }
+"""One letter per rank: the stages of 10,000 ranks are one string. static/app.js reads it."""
 ASKED_OF_A_HOST = {
     "coordinator.drain_asked": "drain",
     "coordinator.excluded": "exclude",
     "coordinator.readmitted": "readmit",
 }
+"""Events of actions on a host, and the command that causes them."""
 
 
 class JournalTail:
@@ -80,22 +82,27 @@ class JournalTail:
         self.folder = folder
         self.events: list[Json] = []
         self.logs: list[LogFile] = []
-        """Of all workers that were started here."""
+        """Log files of all workers that were started here."""
         self._progress = 0
+        """Number of progress records in `events`."""
         self._stride = 1
-        self._skipped = 0
+        """One of this many progress records is kept."""
+        self._progress_seen = 0
+        """Number of progress records that were read."""
         self._offset = 0
 
     def read(self) -> bool:
-        """Read on. True: there is something new."""
+        """Read what was written since the last call. Returns whether that is anything."""
         try:
             with open(self.folder / JOURNAL_NAME, "rb") as file:
                 file.seek(self._offset)
                 data = file.read(READ_BYTES_MAX)
         except OSError:
             return False
+
         whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole) or (len(data) if len(data) == READ_BYTES_MAX else 0)  # no event is as long
+        # READ_BYTES_MAX without a newline are no event: they are left out, else the reader would stay here for ever.
+        self._offset += len(whole) or (len(data) if len(data) == READ_BYTES_MAX else 0)
         for line in whole.splitlines():
             event = read_event(line)
             if event is not None:
@@ -106,12 +113,13 @@ class JournalTail:
 
     def _take(self, event: Json) -> None:
         if event["event"] == "progress":
-            self._skipped += 1
-            if self._skipped % self._stride:
+            self._progress_seen += 1
+            if self._progress_seen % self._stride:
                 return
             self._progress += 1
         self.events.append(event)
         self.logs += files_named(event, self.folder)
+
         if self._progress > PROGRESS_MAX:
             kept = [each for each in self.events if each["event"] == "progress"][::2]
             ids = set(map(id, kept))
@@ -130,46 +138,56 @@ class JournalTail:
 
 
 class ShownJob:
-    """One job, running or ended. `name`: what commands take as RUN; empty: the only running job."""
+    """One job, running or ended."""
 
     def __init__(self, name: str, folders: Iterable[str | Path] = (), *, pid: int | None = None) -> None:
-        """`pid`: of the agent whose job it is, however often its name occurs."""
+        """`name` is what commands take as RUN; empty: the only running job. `pid` is an agent of the job: it names the
+        job if several have the same name."""
         self.name = name
         self._pid = pid
         self._agents: list[RunningAgent] = []
-        self._looked_s = -SEARCH_S
+        """The job's agents on this machine, as of the newest search; empty: none was found, or the job has ended."""
+        self._searched_s = -SEARCH_S
+        """The time of the last search for agents, by time.monotonic()."""
         self._tails: dict[Path, JournalTail] = {}
+        """The journals by run folder."""
         self.outcome: Outcome | None = None
-        """How the job has ended, as far as is known."""
+        """The job's outcome; None: it runs, or its outcome is not known."""
         self._ended = False
+        """Whether no agent of the job was found any more."""
         self._ended_s = 0.0
+        """The time at which `_ended` became true, by time.monotonic()."""
         for folder in folders:
             self.add_folder(folder)
 
     # ---------------------------------------------------------------- the state
 
     def now(self) -> Json:
-        """The state of the job; without `phase` when nobody can say it."""
-        self._look()
+        """The state of the job; without `phase` if no agent answers."""
+        self._search()
         if not self._agents:
             return {"at": time.time(), "ended": self._ended or self.outcome is not None, "waiting": not self._ended}
         try:
             _, reply = ask_any(self._agents, Question.STATUS)
             return {"whole": reply.whole, **now_of(reply.read(JobView))}
-        except NoRunError:
-            self._agents, self._looked_s = [], -SEARCH_S
+        except NoRunError:  # the agents that were found are gone
+            self._agents, self._searched_s = [], -SEARCH_S
             self._end()
             return {"at": time.time(), "ended": True}
         except HoldfastError as error:
             return {"at": time.time(), "silent": str(error)}
 
     def stacks(self, by: str = "") -> Json:
-        """Where all ranks are now. Raises HoldfastError. May be called in a thread of its own, as `act`."""
+        """The groups of ranks by stack, as they are now. Raises HoldfastError.
+
+        This and `act` may run beside another method, as exceptions: they wait for the job, and change nothing here.
+        """
         _, reply = ask_any(self._known(), Question.STACKS, by=by)
         return {"at": time.time(), "whole": reply.whole, **stacks_of(reply.read(StacksView))}
 
     def act(self, question: Question, **more: object) -> Json:
-        """Pass an action on, as the command of its name does. `more`: fields of the request. Raises HoldfastError."""
+        """Pass an action on, as the command of its name does. `more` is the request's further fields. Raises
+        HoldfastError."""
         _, reply = ask_any(self._known(), question, **more)
         return {"whole": reply.whole, **msgspec.json.decode(reply.body)}
 
@@ -179,11 +197,11 @@ class ShownJob:
             raise NoRunError("the job does not run on this machine")
         return agents
 
-    def _look(self) -> None:
-        """Find the agents of the job on this machine."""
-        if time.monotonic() - self._looked_s < SEARCH_S and (self._agents or self._ended):
+    def _search(self) -> None:
+        """Find the agents of the job on this machine, unless that was done lately."""
+        if time.monotonic() - self._searched_s < SEARCH_S and (self._agents or self._ended):
             return
-        self._looked_s = time.monotonic()
+        self._searched_s = time.monotonic()
         found: list[RunningAgent] = []
         try:
             if self._pid is None:
@@ -195,8 +213,8 @@ class ShownJob:
         except NoRunError:
             self._end()
         except HoldfastError:
-            return  # it is stopped, or another user's: the next look may find it
-        if found or self._ended:
+            return  # it is stopped, or another user's: the next search may find it
+        if found or self._ended:  # an agent that does not register for a moment is not forgotten
             self._agents = found
         for entry in found:
             self.add_folder(entry.folder)
@@ -207,12 +225,13 @@ class ShownJob:
 
     @property
     def over(self) -> bool:
-        """Nothing more is expected: the job has ended, and how is known or was not written in time."""
+        """Whether nothing more is expected: the job has ended, and its outcome is known or was not written in time."""
         late = self._ended and time.monotonic() - self._ended_s > OUTCOME_S_MAX
         return self.outcome is not None or late
 
     def profile_file(self, name: str, file: str) -> Path | None:
-        """A file of a profile that was taken on this machine. Any text may be asked for."""
+        """A file of a profile that was taken on this machine; None: there is none. The names come from a browser and
+        may be any text, so a path to another folder is refused."""
         found = (Path(folder) / PROFILES / name / file for folder in self.folders)
         names = {name, file}
         safe = not any(each in ("", ".", "..") or "/" in each or "\0" in each for each in names)
@@ -225,7 +244,7 @@ class ShownJob:
 
     @property
     def title(self) -> str:
-        """The name in addresses."""
+        """The job's name in addresses."""
         return os.path.basename(self.name) or self.name
 
     @property
@@ -235,15 +254,15 @@ class ShownJob:
     # ---------------------------------------------------------------- the story
 
     def read(self) -> bool:
-        """Read the journals on. True: the story has changed."""
-        news = [tail.read() for tail in list(self._tails.values())]
+        """Read what was added to the journals. Returns whether the story has changed."""
+        news = [tail.read() for tail in list(self._tails.values())]  # a list: every journal is read
         if self._ended and self.outcome is None:
             self.outcome = next((end for folder in self.folders if (end := outcome_of(folder))), None)
             news.append(self.outcome is not None)
         return any(news)
 
     def story(self) -> Json:
-        """What happened so far. Costs time in proportion to the journals."""
+        """What happened so far, as one JSON object. Costs time in proportion to the journals."""
         journals = [tail.events for tail in self._tails.values() if tail.events]
         report, past = as_json(timeline(journals)), history(journals) if journals else None
         report["generations"] = report["generations"][-GENERATIONS_MAX:]
@@ -256,7 +275,7 @@ class ShownJob:
             **report,
             "history": history_as_json(past),
             "incidents": msgspec.to_builtins(happened),
-            "advice": {code: each.fix for code, each in everything().items() if code in codes},
+            "advice": {code: each.fix for code, each in explanations().items() if code in codes},
             "excluded": list(_excluded(events)),
             "actions": list(_actions(events)),
             "snapshots": list(_snapshots(events)),
@@ -267,14 +286,16 @@ class ShownJob:
             "outcome": msgspec.to_builtins(self.outcome) if self.outcome is not None else None,
             "logs": logs_of(self.log_files()),
             "lives": {
-                node.node: [[life.number, life.ordered_s, life.ready_s, life.over_s] for life in node.lives]
+                node.node: [
+                    [course.number, course.ordered_s, course.ready_s, course.ended_s] for course in node.courses
+                ]
                 for node in (past.nodes[:NODES_MAX] if past is not None else ())
             },
             "curve": [[point.at_s, point.steps] for point in (past.nodes[0].points if past is not None else ())],
         }
 
     def log_files(self) -> list[LogFile]:
-        """Also those that do not exist: a worker may not have been started yet."""
+        """All log files of the job here, including those that do not exist: a worker may not have been started yet."""
         return [file for tail in list(self._tails.values()) for file in tail.logs]
 
 
@@ -292,7 +313,7 @@ def _excluded(events: Sequence[Event]) -> Iterable[Json]:
 
 
 def _actions(events: Sequence[Event]) -> Iterable[Json]:
-    """What users asked for, with its origin."""
+    """The actions that users asked for, each with its origin."""
     for event in events:
         by = event.get("by", "")
         match event["event"]:
@@ -312,23 +333,26 @@ def _actions(events: Sequence[Event]) -> Iterable[Json]:
 
 
 def _profiles(events: Sequence[Event]) -> Iterable[Json]:
-    """What was profiled on the nodes of these journals; the newest PROFILES_MAX."""
+    """The newest PROFILES_MAX profiles that were taken on the nodes of these journals."""
     taken = [event for event in events if event["event"] == "profile"]
     for event in sorted(taken, key=lambda each: each["time"])[-PROFILES_MAX:]:
         files = [os.path.basename(file) for file in event.get("files", ())]
-        told = {name: event.get(name, "") for name in ("name", "rank", "why")}
-        yield {"at": event["time"], **told, "files": files}
+        about = {name: event.get(name, "") for name in ("name", "rank", "why")}
+        yield {"at": event["time"], **about, "files": files}
 
 
 def _counts_job(events: Sequence[Event]) -> bool:
-    """Whether steps are those of the whole job, which the script reports; otherwise each generation counts anew."""
+    """Whether steps are those of the whole job, which the script reports; otherwise each generation counts from 0."""
     at = [event["at"] for event in events if event["event"] == "progress" and event.get("at")]
     return not at or min(at[-1]) >= 0
 
 
 def _metrics(events: Sequence[Event]) -> Json:
-    """The numbers that the script gave to `snaps.step()`, as they were at each snapshot on disk: their names, and rows
-    of time, step and values. Those of the newest snapshot, METRIC_POINTS_MAX rows at most."""
+    """The numbers that the script gave to `snaps.step()`, as they were at each snapshot on disk.
+
+    Returns their names, which are those of the newest snapshot, and at most METRIC_POINTS_MAX rows of time, step and
+    values.
+    """
     saved = [each for each in events if each["event"] == "snapshot" and each.get("metrics")]
     saved.sort(key=lambda each: each["time"])
     names = list(saved[-1]["metrics"]) if saved else []
@@ -339,14 +363,14 @@ def _metrics(events: Sequence[Event]) -> Json:
 
 
 def _snapshots(events: Sequence[Event]) -> Iterable[Json]:
-    """Each snapshot folder of the job: the newest snapshot that its saver reported, and what is there now."""
+    """The snapshot folders of the job: the newest snapshot that the saver reported, and what is there now."""
     newest: dict[str, Event] = {}
     for event in events:
         if event["event"] == "snapshot" and "path" in event:
             newest[os.path.dirname(event["path"])] = event
     for folder, event in newest.items():
         saved = {"at": event["time"], **{name: event.get(name) for name in ("step", "took_s", "stall_s")}}
-        if "://" in folder:  # each look costs requests, and credentials that only the workers may have
+        if "://" in folder:  # listing an object store costs requests, and credentials that only the workers may have
             yield {"folder": folder, "newest": saved, "count": None, "problems": 0}
             continue
         try:
@@ -368,7 +392,8 @@ def _snapshots(events: Sequence[Event]) -> Iterable[Json]:
 
 
 def encoded(value: Any) -> bytes:
-    """As JSON. Names of files need not be valid text; msgspec refuses the surrogates by which Python writes them."""
+    """The value as JSON. Names of files need not be valid text: msgspec refuses the surrogates by which Python writes
+    them, json does not."""
     try:
         return msgspec.json.encode(value)
     except UnicodeEncodeError:
@@ -376,16 +401,16 @@ def encoded(value: Any) -> bytes:
 
 
 def now_of(view: JobView) -> Json:
-    """The view with its ranks in columns, sorted by rank."""
-    placed = [(rank, place) for place, node in enumerate(view.nodes) for rank in node.ranks]
-    placed.sort(key=lambda each: each[0].rank)
-    ranks = [rank for rank, _ in placed]
+    """The view as JSON, with its ranks in columns, sorted by rank."""
+    with_node = [(rank, index) for index, node in enumerate(view.nodes) for rank in node.ranks]
+    with_node.sort(key=lambda each: each[0].rank)
+    ranks = [rank for rank, _ in with_node]
     step_ms = [round(rank.step_s * 1e3, 2) for rank in ranks]
     known = sorted(each for each in step_ms if each > 0)
     return {
         "at": time.time(),
         **msgspec.structs.asdict(view),
-        **_pace(ranks),
+        **_step_fields(ranks),
         "counts_job": all(rank.counts_job for rank in ranks),
         "median_ms": median(known) if known else None,
         "p99_ms": quantiles(known, n=100, method="inclusive")[98] if len(known) > 1 else None,
@@ -397,14 +422,14 @@ def now_of(view: JobView) -> Json:
                 "state": node.state,
                 "heard_s": node.heard_s,
                 "ranks": spans(rank.rank for rank in node.ranks),
-                **_pace(node.ranks),
+                **_step_fields(node.ranks),
                 "load": node.load and msgspec.to_builtins(msgspec.structs.asdict(node.load)),
             }
             for node in view.nodes
         ],
         "ranks": {
             "rank": [rank.rank for rank in ranks],
-            "node": [place for _, place in placed],
+            "node": [index for _, index in with_node],
             "local": [rank.local_rank for rank in ranks],
             "pid": [rank.pid for rank in ranks],
             "stage": "".join(STAGE_LETTERS[rank.stage] for rank in ranks),
@@ -417,7 +442,7 @@ def now_of(view: JobView) -> Json:
     }
 
 
-def _pace(ranks: Sequence[RankView]) -> Json:
+def _step_fields(ranks: Sequence[RankView]) -> Json:
     return {
         "step": between([rank.steps for rank in ranks]),
         "steps_s": steps_per_s(ranks),
@@ -426,10 +451,10 @@ def _pace(ranks: Sequence[RankView]) -> Json:
 
 
 def stacks_of(view: StacksView) -> Json:
-    """The groups of `holdfast stacks`, with all frames; `own`: frames that it shows without --full."""
+    """The groups of `holdfast stacks`, with all frames, each marked whether the command shows it without --full."""
     groups = []
     for each in group(view):
-        own = {id(frame) for frame in telling(each.frames)}
+        own = {id(frame) for frame in own_frames(each.frames)}
         groups.append(
             {
                 "ranks": spans(rank.rank for rank in each.ranks),
@@ -445,7 +470,7 @@ def stacks_of(view: StacksView) -> Json:
 
 
 def logs_of(files: Iterable[LogFile]) -> Json:
-    """By generation: the ranks whose output is here."""
+    """The ranks whose output is here, by generation."""
     found: dict[int, set[int]] = {}
     for file in files:
         found.setdefault(file.generation, set()).add(file.rank)
@@ -453,30 +478,30 @@ def logs_of(files: Iterable[LogFile]) -> Json:
 
 
 def summary_of(name: str, folder: str) -> Json:
-    """How this run went, in numbers that can be compared with another run's. Reads the journal of this node."""
+    """This run in numbers that can be compared with another run's. Reads the journal of this node."""
     source = ShownJob(name, [folder])
     while source.read():
         pass
     source.outcome = outcome_of(Path(folder))
-    told, end = source.story(), source.outcome
-    past, generations = told["history"] or {}, told["generations"]
+    story, end = source.story(), source.outcome
+    past, generations = story["history"] or {}, story["generations"]
     verdict = end.verdict if end is not None else None
-    values = told["metrics"]["rows"][-1][2:] if told["metrics"]["rows"] else []
+    values = story["metrics"]["rows"][-1][2:] if story["metrics"]["rows"] else []
     return {
         "name": name,
-        "run_id": told["run_id"],
+        "run_id": story["run_id"],
         "end": end.kind.value if end is not None else "",
         "code": verdict.code if verdict is not None else "",
         "cause": verdict.cause if verdict is not None else end.message if end is not None else "",
         "began": past["stretches"][0]["from_epoch_s"] if past.get("stretches") else None,
-        "steps": told["curve"][-1][1] if told["curve"] else None,
-        "counts_job": told["counts_job"] or len(generations) < 2,
+        "steps": story["curve"][-1][1] if story["curve"] else None,
+        "counts_job": story["counts_job"] or len(generations) < 2,
         "ranks": generations[-1]["world_size"] if generations else None,
         "generations": len(generations),
         "restarts": generations[-1]["restart_count"] if generations else None,
         "start_s": generations[0]["total_s"] if generations else None,
-        "failures": sorted(each["code"] for each in told["incidents"] if each["what"] == "failure"),
-        "metrics": dict(zip(told["metrics"]["names"], values, strict=False)),
+        "failures": sorted(each["code"] for each in story["incidents"] if each["what"] == "failure"),
+        "metrics": dict(zip(story["metrics"]["names"], values, strict=False)),
         **{each: past.get(each) for each in COMPARED},
     }
 
@@ -494,7 +519,7 @@ def jobs_here() -> list[Json]:
             "script": entry.script,
             "running": True,
         }
-    kept = kept_runs()
+    kept = recorded_runs()
     for folder in sorted(kept, key=lambda folder: -kept[folder])[:JOBS_MAX]:
         if folder.name in found:
             continue

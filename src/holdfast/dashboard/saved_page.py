@@ -18,8 +18,8 @@ from holdfast.runs.journal_reader import first_outcome
 
 STATIC = Path(__file__).parent / "static"
 MODULES = ("dom.js", "grid.js", "charts.js", "logs.js", "profiles.js", "app.js")
-"""In the order of their imports; names at the top of a module occur once."""
-BETWEEN = re.compile(r'^import .* from "\./\w+\.js";\n|^export (?=class|function|const)', re.MULTILINE)
+"""The page's modules in the order of their imports. They become one script, so no two define the same name."""
+IMPORT_OR_EXPORT = re.compile(r'^import .* from "\./\w+\.js";\n|^export (?=class|function|const)', re.MULTILINE)
 
 
 def render(folders: Sequence[Path]) -> str:
@@ -29,9 +29,10 @@ def render(folders: Sequence[Path]) -> str:
         pass
     end = first_outcome(folders)
     source.outcome = end[1] if end is not None else None
+    # A text in the data must not end the script element that contains it.
     data = encoded({"at": time.time(), "story": source.story()}).decode().replace("<", "\\u003c")
     chart = (STATIC / "uplot" / "uPlot.iife.min.js").read_text()
-    program = "".join(BETWEEN.sub("", (STATIC / name).read_text()) for name in MODULES)
+    program = "".join(IMPORT_OR_EXPORT.sub("", (STATIC / name).read_text()) for name in MODULES)
     style = (STATIC / "uplot" / "uPlot.min.css").read_text() + (STATIC / "style.css").read_text()
     policy = f"default-src 'none'; style-src {digest(style)}; script-src {digest(chart)} {digest(program)}"
     body = re.search(r"<body.*</body>", (STATIC / "index.html").read_text(), re.DOTALL)
@@ -48,5 +49,5 @@ def render(folders: Sequence[Path]) -> str:
 
 
 def digest(text: str) -> str:
-    """As a content security policy names it."""
+    """The text's digest as a content security policy names it."""
     return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"

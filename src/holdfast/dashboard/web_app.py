@@ -13,9 +13,9 @@ job/NAME/act          POST {"do", "host"}: the command of that name: stacks, sav
                       {"do": "profile", "ranks": "0-3", "steps": 5 or "for_s": 5}
 
 A login link carries a token; the browser that opens it gets a cookie. On loopback the token works once: the link is
-on a screen, in a history, in a log. At any other address it works again, for several people are on call; requests may
-carry it as `Authorization: Bearer` too. A POST has to come from our own page (Origin). The content security policy
-allows no script or style in the markup, and nothing from another host.
+visible on a screen, in a history, in a log. At any other address it works again, because several people are on call;
+requests may carry it as `Authorization: Bearer` too. A POST has to come from our own page (Origin). The content
+security policy allows no script or style in the markup, and nothing from another host.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import os
 import socket
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from urllib.parse import quote, urlsplit
 
 import msgspec
@@ -51,15 +51,17 @@ STATIC = Path(__file__).parent / "static"
 SEND_S_MAX = 30.0
 """A browser that takes nothing for this long is disconnected; it connects again when it reads."""
 CLOSE_S_MAX = 0.5
-"""At the end, for a browser that takes nothing."""
+"""Limit for the end of a stream to a browser that takes nothing."""
 GRACE_S = 1
-"""At the end, for requests in progress."""
+"""Limit for requests in progress when the server ends (whole seconds)."""
 LOGS_EVERY_S = 0.5
+"""Interval of reading the log files for one page."""
 BODY_BYTES_MAX = 4096
 COMPARED_MAX = 2
-"""Runs in one comparison."""
+"""Number of runs in one comparison."""
 ACTIONS = {question.value: question for question in (Question.SAVE, Question.STOP, Question.KILL, *OF_A_HOST)}
 EXCLUDED_S = 3600.0
+"""Time for which the page's button excludes a host; the command has an option for it."""
 
 
 async def show(
@@ -77,8 +79,10 @@ async def serve(
     on_used: Callable[[], None] = lambda: None,
     until: Callable[[JobFeeds], Awaitable[None]] | None = None,
 ) -> None:
-    """Serve on this listening socket until `until` has returned; by default until a signal. Without sources: all jobs
-    of this user."""
+    """Serve on this listening socket until `until` has returned; by default until a signal.
+
+    Without sources, all jobs of this user are served. `on_used` is called when the login link was used.
+    """
     async with asyncio.TaskGroup() as tasks:
         feeds = JobFeeds(tasks, sources)
         config = uvicorn.Config(
@@ -125,6 +129,8 @@ class _Server(uvicorn.Server):
 
 
 class Action(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The body of a POST: a command's name and what it needs."""
+
     do: str
     host: str = ""
     ranks: str = ""
@@ -150,6 +156,8 @@ class EventStream(Response):
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+
+        # Without this last message uvicorn reports a response that was not completed.
         pump = tasks[0]
         if self._closing.is_set() or (not pump.cancelled() and pump.exception() is None):
             with contextlib.suppress(TimeoutError):
@@ -179,6 +187,7 @@ class Pages:
     def __init__(self, feeds: JobFeeds) -> None:
         self._feeds = feeds
         self._profiling = False
+        """Whether a profile is being taken for this dashboard."""
         self._files = {str(path.relative_to(STATIC)): path.read_bytes() for path in STATIC.rglob("*") if path.is_file()}
 
     def app(self) -> Starlette:
@@ -238,11 +247,11 @@ class Pages:
         return EventStream(feed.messages(), self._feeds.closing)
 
     async def logs(self, request: Request) -> Response:
-        feed, asked = await self._feed(request), request.query_params
-        ranks = frozenset(ranks_of([asked["ranks"]] if asked.get("ranks") else None))
-        if not asked.get("generation", "0").isdecimal():
+        feed, query = await self._feed(request), request.query_params
+        ranks = frozenset(ranks_of([query["ranks"]] if query.get("ranks") else None))
+        if not query.get("generation", "0").isdecimal():
             raise UsageError("generation: a number")
-        lines = LogLines(feed.source, ranks, int(asked.get("generation", "0")), asked.get("text", ""), feed.log_sizes)
+        lines = LogLines(feed.source, ranks, int(query.get("generation", "0")), query.get("text", ""), feed.log_sizes)
         return EventStream(_log_messages(lines, feed), self._feeds.closing)
 
     async def log(self, request: Request) -> Response:
@@ -273,36 +282,34 @@ class Pages:
             action = msgspec.json.decode(body, type=Action)
         except msgspec.MsgspecError as error:
             raise UsageError(f"not an action: {error}") from None
+
         by = f"holdfast {action.do}, from the dashboard at {request.client.host if request.client else '?'},"
         if action.do == Question.STACKS.value:
             return _json(await asyncio.to_thread(feed.source.stacks, by))
-        about: dict[str, object] = {}
         if action.do == Question.PROFILE.value:
-            question = Question.PROFILE
-            about = profile_request(ranks_of([action.ranks], "ranks"), action.steps, action.for_s or None)
-        elif action.do not in ACTIONS:
-            raise UsageError(f"{action.do!r} is not an action")
-        else:
+            answer = await self._take_profile(feed, action, by)
+        elif action.do in ACTIONS:
             question = ACTIONS[action.do]
             about = {"host": action.host, "for_s": EXCLUDED_S} if question in OF_A_HOST else {}
-        answer = await self._ask(feed, question, by, about)
+            answer = await asyncio.to_thread(feed.source.act, question, by=by, **about)
+        else:
+            raise UsageError(f"{action.do!r} is not an action")
         if answer.get("refused"):
             raise ControlRefusedError(answer["refused"])
         return _json(answer)
 
-    async def _ask(self, feed: JobFeed, question: Question, by: str, about: dict[str, object]) -> dict[str, Any]:
-        if question is not Question.PROFILE:
-            return await asyncio.to_thread(feed.source.act, question, by=by, **about)
-        if self._profiling:  # each waits in a thread for minutes, and there are few
+    async def _take_profile(self, feed: JobFeed, action: Action, by: str) -> dict[str, Any]:
+        about = profile_request(ranks_of([action.ranks], "ranks"), action.steps, action.for_s or None)
+        if self._profiling:  # each waits in a thread for minutes, and asyncio has few threads
             raise UsageError("this page takes one profile at a time; `holdfast profile` takes more")
         self._profiling = True
         try:
-            return await asyncio.to_thread(feed.source.act, question, by=by, **about)
+            return await asyncio.to_thread(feed.source.act, Question.PROFILE, by=by, **about)
         finally:
             self._profiling = False
 
     async def _feed(self, request: Request) -> JobFeed:
-        feed = await self._feeds.of(request.path_params["name"])
+        feed = await self._feeds.feed(request.path_params["name"])
         if feed is None:
             raise HTTPException(404, "no such job on this machine")
         return feed
@@ -313,21 +320,23 @@ class Pages:
 
 
 def _content(path: Path) -> Iterator[bytes]:
-    """What the file contains now; its worker may go on writing. Raises OSError."""
-    file = open(path, "rb")  # noqa: SIM115 - the response closes it
-    return _first(file, os.fstat(file.fileno()).st_size)
+    """The file up to its present end; its worker may go on writing. Raises OSError here, not while it is sent."""
+    file = open(path, "rb")  # noqa: SIM115 - the generator closes it
+    size_bytes = os.fstat(file.fileno()).st_size
 
+    def chunks(left_bytes: int) -> Iterator[bytes]:
+        with file:
+            while chunk := file.read(min(left_bytes, LAST_BYTES)):
+                left_bytes -= len(chunk)
+                yield chunk
 
-def _first(file: BinaryIO, size_bytes: int) -> Iterator[bytes]:
-    with file:
-        while chunk := file.read(min(size_bytes, LAST_BYTES)):
-            size_bytes -= len(chunk)
-            yield chunk
+    return chunks(size_bytes)
 
 
 async def _log_messages(lines: LogLines, feed: JobFeed) -> AsyncGenerator[bytes, None]:
+    """Server-sent events with new lines, until the job has ended and everything was sent."""
     while True:
-        ended = feed.ended
+        ended = feed.ended  # read before the files: what is written until then is sent
         news = await asyncio.to_thread(lines.read)
         if ended and news is None:
             yield b"event: end\ndata: {}\n\n"
@@ -361,7 +370,8 @@ HEADERS = {
 }
 LOGIN = "/login"
 COOKIE_HEADER_BYTES_MAX = 64 * 1024
-"""Browsers send the cookies of all pages of this host, whatever their port."""
+"""Limit of the Cookie header. It is generous: browsers send the cookies of all pages of this host, whatever their
+port."""
 DENIED = (
     "This dashboard needs its login link.\n\n"
     "The link is in the first lines of the job's output; on loopback it works once.\n"
@@ -430,8 +440,11 @@ class Access:
 
 
 def cookie_of(header: str, name: str) -> str:
-    """The value of our cookie; empty: there is none. Anybody who reaches the port sends this header: its length is
-    bounded, and so is the work for each byte. (http.cookies takes seconds for some headers of 64 kB.)"""
+    """The value of our cookie; empty: there is none.
+
+    Anybody who reaches the port can send this header, so its length and the work for each byte are bounded:
+    http.cookies takes seconds for some headers of 64 kB.
+    """
     if len(header) > COOKIE_HEADER_BYTES_MAX:
         return ""
     for each in header.split(";"):
@@ -442,8 +455,11 @@ def cookie_of(header: str, name: str) -> str:
 
 
 def from_own_page(headers: Headers) -> bool:
-    """Whether a page of this dashboard sent the request. A proxy may have changed Host; another site's page cannot set
-    X-Forwarded-Host, and the cookie is not sent with its requests either (SameSite)."""
+    """Whether a page of this dashboard sent the request.
+
+    A proxy may have changed Host. Another site's page cannot set X-Forwarded-Host, and the cookie is not sent with its
+    requests either (SameSite).
+    """
     origin = urlsplit(headers.get("origin", ""))
     hosts = {headers.get("host", ""), headers.get("x-forwarded-host", "")} - {""}
     return origin.scheme in ("http", "https") and origin.netloc in hosts

@@ -40,13 +40,16 @@ _UNSETTLED = (RankActivity.WORKING, RankActivity.GONE, RankActivity.HELD)
 
 def examine(stories: Sequence[RankStory]) -> Finding:
     """The finding for these stories, one of each rank that has not ended."""
-    all_of_them = [where_is(story) for story in sorted(stories, key=lambda story: story.rank)]
-    kind, code, odd = _judge(all_of_them)
-    missing = odd or [each for each in all_of_them if each.doing is not RankActivity.COMMUNICATING]
-    others = [each for each in all_of_them if each not in odd]
+    ranks = [where_is(story) for story in sorted(stories, key=lambda story: story.rank)]
+    kind, code, odd = _judge(ranks)
+    missing = odd or [each for each in ranks if each.doing is not RankActivity.COMMUNICATING]
+    others = [each for each in ranks if each not in odd]
+
+    # Equal as long as no rank moves: the coordinator measures by it how long the job has not moved.
     signature = blake2b(digest_size=12)
-    for each in all_of_them:
+    for each in ranks:
         signature.update(f"{each.story.rank} {each.key}\0".encode(errors="replace"))
+
     named = odd if code and not _is_tie(code, odd, others) else []
     return Finding(
         kind=kind,
@@ -61,7 +64,7 @@ def examine(stories: Sequence[RankStory]) -> Finding:
 
 
 def _judge(ranks: Sequence[Where]) -> tuple[HangKind, str, list[Where]]:
-    """Kind, code and culprits."""
+    """The kind of the finding, its code and the culprits: the rows of the table above, in its order."""
     stopped = [each for each in ranks if each.doing is RankActivity.STOPPED]
     if stopped:
         return HangKind.HUNG, STOPPED, stopped
@@ -71,6 +74,7 @@ def _judge(ranks: Sequence[Where]) -> tuple[HangKind, str, list[Where]]:
     unsettled = [each for each in ranks if each.doing in _UNSETTLED]
     if unsettled:
         return HangKind.MOVING, "", unsettled
+
     odd = [each for each in ranks if each.doing is not RankActivity.COMMUNICATING]
     if len(ranks) == 1:
         stands = bool(odd) and not _may_work(odd) and not odd[0].computes
@@ -91,8 +95,8 @@ def _judge(ranks: Sequence[Where]) -> tuple[HangKind, str, list[Where]]:
 
 
 def _may_work(odd: Sequence[Where]) -> bool:
-    """Whether all of these ranks may be working: samples show them asleep, but something moves, or they poll something
-    outside of the job."""
+    """Whether all of these ranks may be working: samples show them asleep, but something moves that they may wait for,
+    or they poll something outside of the job."""
     loads = all(each.doing is RankActivity.LOADING for each in odd) and any(each.computes for each in odd)
     return loads or all(each.may_work or each.polls for each in odd)
 
@@ -127,7 +131,7 @@ def _is_tie(code: str, odd: Sequence[Where], others: Sequence[Where]) -> bool:
     return sum(len(group) == len(odd) for group in groups) > 1
 
 
-# --- words ------------------------------------------------------------------------------------------------------------
+# --- the text ---------------------------------------------------------------------------------------------------------
 
 
 def _by_place(ranks: Sequence[Where]) -> dict[tuple[bool, str], list[Where]]:
@@ -138,8 +142,11 @@ def _by_place(ranks: Sequence[Where]) -> dict[tuple[bool, str], list[Where]]:
 
 
 def _by_call(ranks: Sequence[Where]) -> dict[tuple[str, str], list[Where]]:
-    """The ranks grouped by the function in which they wait. Its line counts only if all are in the same function: rank
-    0 often calls it at a line of its own, as in `if rank == 0: broadcast(a) else: broadcast(b)`."""
+    """The ranks grouped by the function in which they wait.
+
+    The line of the call counts only if all are in the same function: rank 0 often calls it at a line of its own, as in
+    `if rank == 0: broadcast(a) else: broadcast(b)`.
+    """
     calls = {each.call for each in ranks}
     found: dict[tuple[str, str], list[Where]] = {}
     for each in ranks:
@@ -154,31 +161,31 @@ def _by_size(ranks: Sequence[Where]) -> list[list[Where]]:
 
 def _groups(ranks: Sequence[Where]) -> list[RanksAtPlace]:
     return [
-        RanksAtPlace(tuple(each.story.rank for each in group), group[0].told(), group[0].standing)
+        RanksAtPlace(tuple(each.story.rank for each in group), group[0].described(), group[0].standing)
         for group in _by_size(ranks)
     ]
 
 
 def _text(kind: HangKind, odd: Sequence[Where], others: Sequence[Where]) -> str:
-    """Text about the culprits, the duration, and the other ranks; without culprits, about all ranks."""
+    """The text about the culprits, the duration, and the other ranks; without culprits, about all ranks."""
     first, second = (_by_size(odd), _by_size(others)) if odd else (_by_size(others), [])
     first, second = first[:FIRST_PLACES_MAX], second[:OTHER_PLACES_MAX]
     together = kind is HangKind.STUCK and len(others) > 1
-    parts = [
-        _described(group, f"all {len(group)} ranks" if together else _names(group), detail=True) for group in first
+    clauses = [
+        _group_text(group, f"all {len(group)} ranks" if together else _names(group), detail=True) for group in first
     ]
-    parts += [_described(group, f"{len(group)} others" if len(group) > 1 else _names(group)) for group in second]
-    left = len(odd) + len(others) - sum(map(len, first + second))
-    if left > 0:
-        parts.append(f"{left} elsewhere")
+    clauses += [_group_text(group, f"{len(group)} others" if len(group) > 1 else _names(group)) for group in second]
+    not_shown = len(odd) + len(others) - sum(map(len, first + second))
+    if not_shown > 0:
+        clauses.append(f"{not_shown} elsewhere")
     if kind is HangKind.PAUSED and not odd:
-        parts.append("no rank waits for another")
-    return "; ".join(parts)
+        clauses.append("no rank waits for another")
+    return "; ".join(clauses)
 
 
-def _described(group: Sequence[Where], who: str, *, detail: bool = False) -> str:
+def _group_text(group: Sequence[Where], who: str, *, detail: bool = False) -> str:
     where = group[0]
-    text = f"{who} {where.told(len(group))}"
+    text = f"{who} {where.described(len(group))}"
     if not detail:
         return text
     note = f" ({where.note})" if where.note and where.doing is not RankActivity.STOPPED else ""
@@ -190,7 +197,7 @@ def _described(group: Sequence[Where], who: str, *, detail: bool = False) -> str
 
 
 def _names(group: Sequence[Where]) -> str:
-    """`rank 3 on node b`, `ranks 4 to 7 on b`, `ranks 1, 9 and 12`, `100 ranks`."""
+    """The ranks in words: `rank 3 on node b`, `ranks 4 to 7 on b`, `ranks 1, 9 and 12`, `100 ranks`."""
     ranks = [each.story.rank for each in group]
     hosts = {each.story.host for each in group}
     on = f" on {hosts.pop()}" if len(hosts) == 1 else ""

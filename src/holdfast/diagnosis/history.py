@@ -31,15 +31,17 @@ class Generation(Struct):
     number: int
     restart_count: int = 0
     world_size: int = 0
-    """0: the coordinator's journal is missing."""
+    """Number of its workers; 0: the coordinator's journal is missing."""
     began_epoch_s: float = 0.0
-    """When the first of these nodes ordered the start of its workers, or when the coordinator assigned them."""
+    """Time at which the coordinator assigned it or, without its journal, a node first ordered the start of workers."""
     why: str = ""
-    """Why the previous generation ended; empty for the first one, and if the coordinator's journal is missing."""
+    """The reason for the end of the previous generation; empty for the first one, and without the coordinator's
+    journal."""
     phases_s: dict[str, float] = {}
     """Duration by phase, on the slowest of these nodes; phases that did not occur are missing."""
     slowest_s: float = 0.0
-    """All phases together on the node with the largest sum. Not the sum of phases_s: each may be of another node."""
+    """Sum of all phases but `detect` on the node where that is largest. It may be less than the sum of phases_s, each
+    of which may be of another node."""
 
     @property
     def total_s(self) -> float:
@@ -47,13 +49,15 @@ class Generation(Struct):
 
 
 class Timeline(Struct):
+    """The generations of a run, and why each began."""
+
     run_id: str
     nodes: list[str]
     generations: list[Generation]
     end: str
     """The end in one word, with the exit code; empty: these nodes have not ended."""
     preloaded: list[str]
-    """Reports of the fork servers."""
+    """The fork servers' reports on what they have imported."""
     standbys: int
     """Number of standby workers at the end, on all nodes together."""
     standby_own_bytes: int
@@ -71,6 +75,7 @@ def timeline(journals: Iterable[Iterable[Event]]) -> Timeline:
 
 
 def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generation]) -> None:
+    """Add one node's events to the timeline."""
     why, silent_s, detect_s = "", 0.0, 0.0
     standby: Event = {}
     for event in journal:
@@ -118,7 +123,7 @@ def _read(journal: Iterable[Event], result: Timeline, found: dict[int, Generatio
                 case "ended":
                     result.end = how_it_ended(event["kind"], event["exit_code"], event.get("text", ""))
         except KeyError:
-            continue  # of a version that wrote less
+            continue  # the record lacks a field
     result.standbys += len(standby.get("pids", ()))
     result.standby_own_bytes += standby.get("own_bytes", 0)
 
@@ -128,63 +133,69 @@ def _generation(found: dict[int, Generation], number: int) -> Generation:
 
 
 class Activity(Enum):
-    """How an interval of time was spent."""
+    """What an interval of time was spent on."""
 
     STARTUP = "start-up"
-    """Up to the first step of the run."""
+    """The time up to the first step of the run."""
     TRAINING = "training"
     LOST = "lost work"
     """Training steps that were repeated after a restart."""
     HUNG = "hanging"
-    """From the start of a hang to the end of its generation."""
+    """The time from the start of a hang to the end of its generation."""
     DOWN = "down"
-    """From the end of a generation to the first step of the next."""
+    """The time from the end of a generation to the first step of the next."""
     END = "end"
-    """After the last generation: saving and the end of the agents."""
+    """The time after the last generation: saving and the end of the agents."""
 
 
 class Stretch(Struct, frozen=True):
+    """An interval of the job's time."""
+
     doing: Activity
     from_s: float
-    """Epoch seconds, as all times here."""
+    """Beginning, in epoch seconds, as all times in this module."""
     to_s: float
     generation: int
 
 
-class Life(Struct):
-    """The course of one generation."""
+class GenerationCourse(Struct):
+    """The course of one generation, on one node or on all together."""
 
     number: int
     ordered_s: float
-    """When its workers were ordered to start."""
-    over_s: float
-    """When it ended: its first failure, or the end of its last worker; while it runs, its newest event."""
+    """Time at which its workers were ordered to start."""
+    ended_s: float
+    """Time of its first failure, or of the end of its last worker; while it runs, of its newest event."""
     ready_s: float | None = None
-    """When the first step was done or, if no generation has steps, all workers ran; None: it did not get that far."""
+    """Time of its first step or, if no generation has steps, at which all workers ran; None: it did not get that
+    far."""
     stepped: bool = False
-    alive: int = 0
+    """Whether it has made a step."""
+    workers_alive: int = 0
     """Number of workers that have not ended yet."""
     hung_s: float | None = None
     """Start of its hang; None: it does not hang, or no hang was found."""
-    broken: bool = False
+    failed: bool = False
     """Whether a worker failed or was asked to end."""
     world_size: int = 0
     began_at: int = -1
-    """Step of the whole job at its start; -1: the script does not report steps. `ended_at` is the same for its end."""
+    """Step of the whole job at its start; -1: the script does not report steps."""
     ended_at: int = -1
+    """Step of the whole job at its end; -1: the script does not report steps."""
     survived: bool = False
     """Whether its workers have gone on from the generation before, all but replacements."""
     steps_again: int = 0
-    """Steps that a worker which went on did again."""
-    again: int | None = None
-    """Steps of it that a later generation repeated; None: unknown."""
+    """Number of steps of the generation before that a worker which went on repeated in this one."""
+    steps_repeated: int | None = None
+    """Number of its steps that the next generation repeated; None: unknown."""
 
     @property
     def lost_s(self) -> float:
-        again, made = self.again or 0, self.ended_at - self.began_at
-        if not again or made <= 0 or self.ready_s is None:
+        """Training time of the steps that were repeated: their share of all its steps, times its training time."""
+        repeated, made = self.steps_repeated or 0, self.ended_at - self.began_at
+        if not repeated or made <= 0 or self.ready_s is None:
             return 0.0
-        return ((self.over_s if self.hung_s is None else self.hung_s) - self.ready_s) * min(1.0, again / made)
+        return ((self.ended_s if self.hung_s is None else self.hung_s) - self.ready_s) * min(1.0, repeated / made)
 
 
 class Point(Struct, frozen=True):
@@ -196,10 +207,12 @@ class Point(Struct, frozen=True):
 
 
 class NodeHistory(Struct):
+    """The part of one node in a run."""
+
     node: str
     began_s: float
     ended_s: float
-    lives: list[Life]
+    courses: list[GenerationCourse]
     points: list[Point]
 
 
@@ -207,19 +220,22 @@ class Survival(Struct, frozen=True):
     """A loss after which the other workers went on in their processes."""
 
     generation: int
-    """The one that the others formed."""
+    """The generation that the others formed."""
     ranks: int
-    """How many went on."""
+    """Number of ranks that went on."""
     went_on_s: float
-    """From the loss until all of them had done a step."""
+    """Time from the loss until all of them had done a step."""
     steps_lost: int
+    """Number of steps that they repeated."""
     replaced_s: float | None
-    """From the loss until as many ranks as before had done a step; None: they have not."""
+    """Time from the loss until as many ranks as before had done a step; None: they have not."""
 
 
 class History(Struct):
+    """What a run's time was spent on."""
+
     nodes: list[NodeHistory]
-    lives: list[Life]
+    courses: list[GenerationCourse]
     """Generations of all nodes together."""
     stretches: list[Stretch]
     """Intervals of the job, without gaps."""
@@ -236,103 +252,109 @@ class History(Struct):
 
     @property
     def effective(self) -> float | None:
-        """Share of the time that went into training steps that were kept; None: no time has passed."""
+        """Share of the time that went into training steps that were not repeated; None: no time has passed."""
         return self.spent_s(Activity.TRAINING) / self.total_s if self.total_s > 0 else None
 
 
 def history(journals: Iterable[Iterable[Event]]) -> History | None:
-    """The history, from one journal per node. None: no generation was started."""
+    """The history, from one journal per node; None: no generation was started."""
     nodes = [_node(list(journal)) for journal in journals]
-    if not any(node.lives for node in nodes):
+    if not any(node.courses for node in nodes):
         return None
-    everywhere = [life for node in nodes for life in node.lives]
-    if any(life.stepped for life in everywhere):  # else it trains from the moment at which all its workers run
-        for life in everywhere:
-            life.ready_s = life.ready_s if life.stepped else None
-    lives = [
-        _together([life for life in everywhere if life.number == number])
-        for number in sorted({life.number for life in everywhere})
+    everywhere = [course for node in nodes for course in node.courses]
+    # If the script has no steps, a generation counts as training from the moment at which all its workers run.
+    if any(course.stepped for course in everywhere):
+        for course in everywhere:
+            course.ready_s = course.ready_s if course.stepped else None
+    courses = [
+        _together([course for course in everywhere if course.number == number])
+        for number in sorted({course.number for course in everywhere})
     ]
     began_s, ended_s = min(node.began_s for node in nodes), max(node.ended_s for node in nodes)
-    counted = [life for life in lives if life.began_at >= 0]
-    for life, after in pairwise(counted):
-        life.again = max(0, life.ended_at - after.began_at)
-    stretches = list(stretched(lives, began_s, ended_s))
-    lost_steps = sum(life.again or 0 for life in counted) if counted else None
-    return History(nodes, lives, stretches, lost_steps, list(survivals(lives)))
+    counted = [course for course in courses if course.began_at >= 0]
+    for course, after in pairwise(counted):
+        course.steps_repeated = max(0, course.ended_at - after.began_at)
+    stretches = list(stretches_of(courses, began_s, ended_s))
+    lost_steps = sum(course.steps_repeated or 0 for course in counted) if counted else None
+    return History(nodes, courses, stretches, lost_steps, list(survivals(courses)))
 
 
-def survivals(lives: list[Life]) -> Iterable[Survival]:
-    """The losses after which others went on: each generation that is smaller than the one before, or that waited."""
-    for number, (before, life) in enumerate(pairwise(lives), start=1):
-        if not (life.survived and before.broken and life.ready_s is not None):
+def survivals(courses: list[GenerationCourse]) -> Iterable[Survival]:
+    """The losses after which others went on: each generation of surviving workers that follows a failure."""
+    for number, (before, course) in enumerate(pairwise(courses), start=1):
+        if not (course.survived and before.failed and course.ready_s is not None):
             continue
-        later = [each.ready_s for each in lives[number:] if each.world_size >= before.world_size]
-        back_s = later[0] - before.over_s if later and later[0] is not None else None
-        yield Survival(life.number, life.world_size, life.ready_s - before.over_s, life.steps_again, back_s)
+        later = [each.ready_s for each in courses[number:] if each.world_size >= before.world_size]
+        back_s = later[0] - before.ended_s if later and later[0] is not None else None
+        yield Survival(course.number, course.world_size, course.ready_s - before.ended_s, course.steps_again, back_s)
 
 
-def stretched(lives: list[Life], began_s: float, ended_s: float) -> Iterable[Stretch]:
-    """The time from the first event to the last, cut into intervals without gaps."""
-    at_s, waiting, number = began_s, Activity.STARTUP, 0
-    for life in lives:
-        number = life.number
-        if life.ready_s is None:
+def stretches_of(courses: list[GenerationCourse], from_s: float, to_s: float) -> Iterable[Stretch]:
+    """The time from the first event to the last as intervals without gaps.
+
+    A generation is a wait for its first step, then training, of which the end may be lost work, then a hang if there
+    was one. The loss comes at the end: what was done since the newest snapshot is what the next generation repeats.
+    """
+    at_s, waiting, number = from_s, Activity.STARTUP, 0
+    for course in courses:
+        number = course.number
+        if course.ready_s is None:
             continue  # its time is part of the wait for a generation that makes its first step
-        ready_s = max(at_s, life.ready_s)
-        over_s = max(ready_s, life.over_s)
+        ready_s = max(at_s, course.ready_s)
+        ended_s = max(ready_s, course.ended_s)
         yield Stretch(waiting, at_s, ready_s, number)
-        moved_s = over_s if life.hung_s is None else min(over_s, max(ready_s, life.hung_s))
-        kept_s = max(ready_s, moved_s - life.lost_s)
-        yield Stretch(Activity.TRAINING, ready_s, kept_s, number)
-        if kept_s < moved_s:
-            yield Stretch(Activity.LOST, kept_s, moved_s, number)
-        if moved_s < over_s:
-            yield Stretch(Activity.HUNG, moved_s, over_s, number)
-        at_s, waiting = over_s, Activity.DOWN
-    if ended_s > at_s:
-        last = lives[-1]
+        moving_until_s = ended_s if course.hung_s is None else min(ended_s, max(ready_s, course.hung_s))
+        useful_until_s = max(ready_s, moving_until_s - course.lost_s)
+        yield Stretch(Activity.TRAINING, ready_s, useful_until_s, number)
+        if useful_until_s < moving_until_s:
+            yield Stretch(Activity.LOST, useful_until_s, moving_until_s, number)
+        if moving_until_s < ended_s:
+            yield Stretch(Activity.HUNG, moving_until_s, ended_s, number)
+        at_s, waiting = ended_s, Activity.DOWN
+
+    if to_s > at_s:
+        last = courses[-1]
         if waiting is Activity.DOWN and last.ready_s is not None:
             waiting = Activity.END
-        yield Stretch(waiting, at_s, ended_s, number)
+        yield Stretch(waiting, at_s, to_s, number)
 
 
-def _together(lives: list[Life]) -> Life:
+def _together(courses: list[GenerationCourse]) -> GenerationCourse:
     """One generation on several nodes: it trains from when the last is ready until the first fails or the last ends."""
-    broken = [life.over_s for life in lives if life.broken]
-    ready = [life.ready_s for life in lives if life.ready_s is not None]
-    hung = [life.hung_s for life in lives if life.hung_s is not None]
-    return Life(
-        lives[0].number,
-        ordered_s=min(life.ordered_s for life in lives),
-        over_s=min(broken) if broken else max(life.over_s for life in lives),
-        survived=any(life.survived for life in lives),
-        steps_again=max(life.steps_again for life in lives),
+    failed = [course.ended_s for course in courses if course.failed]
+    ready = [course.ready_s for course in courses if course.ready_s is not None]
+    hung = [course.hung_s for course in courses if course.hung_s is not None]
+    return GenerationCourse(
+        courses[0].number,
+        ordered_s=min(course.ordered_s for course in courses),
+        ended_s=min(failed) if failed else max(course.ended_s for course in courses),
+        survived=any(course.survived for course in courses),
+        steps_again=max(course.steps_again for course in courses),
         ready_s=max(ready) if ready else None,
-        stepped=any(life.stepped for life in lives),
-        alive=sum(life.alive for life in lives),
+        stepped=any(course.stepped for course in courses),
+        workers_alive=sum(course.workers_alive for course in courses),
         hung_s=min(hung) if hung else None,
-        broken=bool(broken),
-        world_size=max(life.world_size for life in lives),
-        began_at=max(life.began_at for life in lives),
-        ended_at=max(life.ended_at for life in lives),
+        failed=bool(failed),
+        world_size=max(course.world_size for course in courses),
+        began_at=max(course.began_at for course in courses),
+        ended_at=max(course.ended_at for course in courses),
     )
 
 
 def _node(journal: list[Event]) -> NodeHistory:
     result = NodeHistory("", journal[0]["time"] if journal else 0.0, journal[-1]["time"] if journal else 0.0, [], [])
-    found: dict[int, Life] = {}
+    found: dict[int, GenerationCourse] = {}
     for event in journal:
-        with contextlib.suppress(KeyError):  # of a version that wrote less
+        with contextlib.suppress(KeyError):  # the record lacks a field
             _take(event, found, result)
-    result.lives = [found[number] for number in sorted(found)]
-    if result.lives and result.lives[-1].alive > 0 and not result.lives[-1].broken:
-        result.lives[-1].over_s = result.ended_s  # it runs, or its agent was killed
+    result.courses = [found[number] for number in sorted(found)]
+    if result.courses and result.courses[-1].workers_alive > 0 and not result.courses[-1].failed:
+        result.courses[-1].ended_s = result.ended_s  # the generation runs, or the agent was killed
     return result
 
 
-def _take(event: Event, found: dict[int, Life], result: NodeHistory) -> None:
-    life = found.get(event.get("generation", 0))
+def _take(event: Event, found: dict[int, GenerationCourse], result: NodeHistory) -> None:
+    course = found.get(event.get("generation", 0))
     match event["event"]:
         case "begins":
             result.node, result.began_s = _host(event), event["time"]
@@ -340,85 +362,90 @@ def _take(event: Event, found: dict[int, Life], result: NodeHistory) -> None:
             result.ended_s = event["time"]
         case "generation":
             number = event["generation"]
-            found[number] = Life(
+            found[number] = GenerationCourse(
                 number,
                 event["time"],
                 event["time"],
-                alive=event["nproc"],
+                workers_alive=event["nproc"],
                 world_size=event["world_size"],
                 survived="local_ranks" in event,
             )
         case "regroup" if found:
             before = found[max(found)]
-            before.alive = 0
-            if not before.broken:
-                before.over_s = event["time"]
-        case "went_on" if life is not None:
-            life.ready_s, life.stepped = event["time"], True
-            life.steps_again = max(life.steps_again, event["steps_lost"])
-        case "phases" if life is not None and "until_monotonic" in event and "spawn_s" in event:
-            life.ready_s = event["time"] - (event["monotonic"] - event["until_monotonic"])
-            life.stepped = "first_step_s" in event
-        case "progress" if life is not None:
-            _progress(event, life, result)
-        case "coordinator.hang" if life is not None and event["kind"] in ("hung", "stuck"):
-            life.hung_s = event["time"] - event["still_s"]
-        case "coordinator.hang_over" if life is not None:
-            life.hung_s = None
-        case "worker_ended" if life is not None:
-            life.alive -= 1
-            if not life.broken:
-                life.over_s = event["time"]
-            life.broken = life.broken or event["exit_code"] != 0 or event["stopped"]
+            before.workers_alive = 0
+            if not before.failed:
+                before.ended_s = event["time"]
+        case "went_on" if course is not None:
+            course.ready_s, course.stepped = event["time"], True
+            course.steps_again = max(course.steps_again, event["steps_lost"])
+        case "phases" if course is not None and "until_monotonic" in event and "spawn_s" in event:
+            course.ready_s = event["time"] - (event["monotonic"] - event["until_monotonic"])
+            course.stepped = "first_step_s" in event
+        case "progress" if course is not None:
+            _progress(event, course, result)
+        case "coordinator.hang" if course is not None and event["kind"] in ("hung", "stuck"):
+            course.hung_s = event["time"] - event["still_s"]
+        case "coordinator.hang_over" if course is not None:
+            course.hung_s = None
+        case "worker_ended" if course is not None:
+            course.workers_alive -= 1
+            if not course.failed:
+                course.ended_s = event["time"]
+            course.failed = course.failed or event["exit_code"] != 0 or event["stopped"]
 
 
-def _progress(event: Event, life: Life, result: NodeHistory) -> None:
+def _progress(event: Event, course: GenerationCourse, result: NodeHistory) -> None:
     steps, at = event["steps"], event["at"]
     if not steps:
         return
-    if life.ready_s is None:  # its phases are recorded with the first optimizer step; these may be beats
-        life.ready_s = event["time"]
-    life.stepped = True
-    life.began_at = max(life.began_at, *event["began_at"])
-    life.ended_at = max(life.ended_at, *at)
+    # The event `phases`, which has the exact time, comes with the first step of an optimizer. These may be beats only.
+    if course.ready_s is None:
+        course.ready_s = event["time"]
+    course.stepped = True
+    course.began_at = max(course.began_at, *event["began_at"])
+    course.ended_at = max(course.ended_at, *at)
     result.points.append(Point(event["time"], min(at) if min(at) >= 0 else min(steps)))
 
 
 NOBODY_FAILED = "HF200"
-"""A generation was ended on request: by a signal, by `holdfast stop`, or because a node joined or left."""
+"""The verdict on a generation that was ended on request: a signal, `holdfast stop`, a node that joined or left."""
 
 
-OF_A_DRAIN = frozenset({NOBODY_FAILED, "HF205", "HF209", "HF210", "HF229"})
+VERDICTS_OF_DRAINS = frozenset({NOBODY_FAILED, "HF205", "HF209", "HF210", "HF229"})
 """Verdicts on generations that were asked to stop at a safe point, if all went as planned: a script may end with any
 exit code, and ranks that stop a little later lose their peers."""
 
 
 class Incident(Struct, frozen=True, kw_only=True):
+    """Something that disturbed the job, or that a user did to it."""
+
     at_s: float
-    """Epoch seconds."""
     what: str
-    """One or two words."""
+    """The kind of incident, in one or two words."""
     text: str
     generation: int = 0
-    """0: no generation."""
+    """Number of the generation; 0: the incident belongs to none."""
     code: str = ""
     advice: str = ""
     groups: tuple[tuple[tuple[int, ...], str], ...] = ()
-    """For a hang: ranks at one place, and the place in words."""
+    """The ranks at each place, and the place in words; empty if the incident is no hang."""
     files: tuple[tuple[str, str], ...] = ()
-    """For a hang: rank and the file with its stacks."""
+    """Ranks and the files with their stacks; empty if the incident is no hang."""
     rank: int = -1
-    """For a worker: whose logs say more."""
+    """The rank whose logs say more; -1: no worker failed."""
 
 
 def incidents(journals: Iterable[Iterable[Event]]) -> list[Incident]:
-    found = [each for journal in journals for each in map(_incident_or_none, _of_the_job(journal)) if each is not None]
+    """The incidents of a run in order of time, from one journal per node."""
+    found = [
+        each for journal in journals for each in map(_incident_or_none, _without_the_end(journal)) if each is not None
+    ]
     return sorted(found, key=lambda each: each.at_s)
 
 
-def _of_the_job(journal: Iterable[Event]) -> Iterable[Event]:
-    """Events without the ends of agents after the job, and without what workers ended with because they were asked to
-    stop at a safe point. A crash before it is a failure, as is one after a save in which no worker stops."""
+def _without_the_end(journal: Iterable[Event]) -> Iterable[Event]:
+    """The events without the ends of agents after the job, and without failures of workers that were asked to stop at a
+    safe point. A crash before that safe point is a failure, as is one after a save, at which no worker stops."""
     drained: set[int] = set()
     for event in journal:
         match event["event"]:
@@ -426,7 +453,9 @@ def _of_the_job(journal: Iterable[Event]) -> Iterable[Event]:
                 return
             case "coordinator.drain_to" if not event.get("save"):
                 drained.add(event.get("generation", 0))
-            case "coordinator.verdict" if event.get("generation", 0) in drained and event.get("code") in OF_A_DRAIN:
+            case "coordinator.verdict" if (
+                event.get("generation", 0) in drained and event.get("code") in VERDICTS_OF_DRAINS
+            ):
                 continue
         yield event
 
@@ -435,10 +464,11 @@ def _incident_or_none(event: Event) -> Incident | None:
     try:
         return _incident(event)
     except KeyError:
-        return None  # of a version that wrote less
+        return None  # the record lacks a field
 
 
 def _incident(event: Event) -> Incident | None:
+    """The incident that this event reports; None: it reports none. Raises KeyError for a record that lacks a field."""
     of_job = partial(Incident, at_s=event.get("time", 0.0))
     here = partial(of_job, generation=event.get("generation", 0))
     match event["event"]:

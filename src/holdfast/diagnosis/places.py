@@ -1,5 +1,7 @@
-"""Determines from the samples of one rank (stacks, CPU time, input and output) where it is and whether it moves. Pure;
-hangs.py compares ranks.
+"""Determines from the samples of one rank (stacks, CPU time, input and output) where it is and whether it moves.
+
+Pure; hangs.py compares ranks. "Children" are all processes below the rank's. A function of samples without a subject
+in its name is about the rank: `copies` is "the rank copies".
 
 The library frames inside of the program's innermost frame show what a rank does: that line of the program called them.
 C functions have no frames, so `time.sleep(9)`, `work.wait()` and `loss.item()` are recognised by the text of the
@@ -45,29 +47,31 @@ from holdfast.protocol.rank_progress import (
 )
 
 GAP_S = 2.0
-"""The limits below apply to two samples at most this far apart. For a longer gap they grow in proportion."""
+"""Time between two samples up to which the limits below apply as they are. For a longer gap they grow in proportion."""
 BUSY_S = 0.15
-"""More CPU time than this between two samples is more than the idle threads of a waiting rank need."""
+"""CPU time between two samples up to which a rank may only wait: its idle threads need as much."""
 MAIN_BUSY_S = 0.06
-"""The same for the main thread, which has no idle work: an evaluation in short steps needs 0.1 s, a loop that polls
-every 10 ms needs 0.01 s."""
+"""CPU time of the main thread between two samples up to which it may only wait. It has no idle work: an evaluation in
+short steps needs 0.1 s, a loop that polls every 10 ms needs 0.01 s."""
 WANTED_S = 0.8
-"""The same for CPU time plus the time of waiting for a CPU: it shows a computing rank on an overloaded machine."""
+"""CPU time, plus the time of waiting for a CPU, between two samples up to which a rank may only wait: more shows a
+computing rank on an overloaded machine."""
 LOST_SHARE_MAX = 0.9
-"""At most this share of the time between two samples counts as time without a CPU."""
+"""Largest share of the time between two samples that counts as time without a CPU."""
 STIRS_S = 0.025
-"""More CPU time of the main thread than this between two samples is more than a polling loop needs."""
+"""CPU time of the main thread between two samples that a polling loop needs at most."""
 COPIED_BYTES = 1 << 20
-"""More bytes read or written than this between two samples are more than logs, heartbeats and messages of loaders."""
+"""Bytes between two samples that logs, heartbeats and messages of loaders read and write at most."""
 SAVED_BYTES = 64 << 10
-"""The same for a rank that does not wait for others, its children included: a slow save, a slow download."""
+"""Bytes between two samples above which a rank that does not wait for others works, its children included: a slow save,
+a slow download."""
 TALKED_BYTES = 4 << 10
-"""Bytes sent and received by a rank that does not wait for others, its children included: a slow download into memory.
-Keep-alive messages of clients are smaller."""
+"""Bytes sent and received between two samples above which a rank that does not wait for others works, its children
+included: a slow download into memory. Keep-alive messages of clients are smaller."""
 PRINTS = 1 << 20
-"""However little is written: one byte counts."""
+"""Factor for bytes of the main thread's output, so large that one byte counts."""
 LOOP_FUNCTIONS_MAX = 4
-"""Functions of the program in which a loop is met that repeats the same few calls for ever."""
+"""Number of functions in which samples can find a loop that repeats the same few calls for ever."""
 
 _MAY_CALL = re.compile(r"[(@]")
 """Characters in a line of Python that may run native code."""
@@ -83,8 +87,9 @@ def _grows(
 ) -> bool:
     """Whether the value has grown by more than the limit between every two samples; False while there is only one.
 
-    `lost_s`: of the time between two samples, for how long it could not grow; it counts as if it had grown then, too.
-    A rank that computes and sleeps in turns runs less often on an overloaded machine."""
+    `lost_s` is the part of the time between two samples in which it could not grow. It counts as if it had grown then,
+    too: a rank that computes and sleeps in turns runs less often on an overloaded machine.
+    """
     pairs = list(itertools.pairwise(samples))
     return bool(pairs) and all(
         (value(later) - value(earlier)) / (1 - _share(lost_s(earlier, later), later.at_s - earlier.at_s))
@@ -94,7 +99,7 @@ def _grows(
 
 
 def is_busy(samples: Samples) -> bool:
-    """Whether it uses the CPU, or would if the machine had a free one."""
+    """Whether the rank uses the CPU, or would if the machine had a free one."""
     return (
         _grows(samples, lambda sample: sample.wanted_s, WANTED_S)
         or _grows(samples, lambda sample: sample.cpu_s, BUSY_S, _waited_s)
@@ -103,17 +108,17 @@ def is_busy(samples: Samples) -> bool:
 
 
 def main_is_busy(samples: Samples) -> bool:
-    """The same for its main thread."""
+    """Whether the main thread uses the CPU."""
     return _grows(samples, lambda sample: sample.main_cpu_s, MAIN_BUSY_S, _waited_s)
 
 
 def _stolen_s(earlier: RankSample, later: RankSample) -> float:
-    """For how long other machines had the CPUs of this one."""
+    """Time in which other virtual machines had the CPUs of this one."""
     return later.stolen_s - earlier.stolen_s
 
 
 def _waited_s(earlier: RankSample, later: RankSample) -> float:
-    """For how long it waited for a CPU, of this machine or, if that was longer, with this machine."""
+    """Time in which the rank waited for a CPU of this machine, or this machine for its CPUs, whichever is longer."""
     return max(later.wanted_s - earlier.wanted_s - (later.cpu_s - earlier.cpu_s), _stolen_s(earlier, later))
 
 
@@ -122,7 +127,7 @@ def _share(part_s: float, whole_s: float) -> float:
 
 
 def stirs(samples: Samples) -> bool:
-    """Whether its main thread uses a little CPU time."""
+    """Whether the main thread uses a little CPU time."""
     return _grows(samples, lambda sample: sample.main_cpu_s, STIRS_S)
 
 
@@ -133,12 +138,12 @@ def children_are_busy(samples: Samples) -> bool:
 
 
 def copies(samples: Samples) -> bool:
-    """Whether it reads or writes a lot: a checkpoint, a download, a slow collective."""
+    """Whether the rank reads or writes a lot: a checkpoint, a download, a slow collective."""
     return _grows(samples, lambda sample: sample.moved_bytes, COPIED_BYTES)
 
 
 def main_moves(samples: Samples) -> bool:
-    """Whether its main thread reads or writes files, or the connection for which it waits, or waits for a busy disk, as
+    """Whether the main thread reads or writes files, or the connection for which it waits, or waits for a busy disk, as
     when a file is flushed."""
     waits_for_disk = all(sample.state == "D" for sample in samples)
     return (
@@ -149,7 +154,7 @@ def main_moves(samples: Samples) -> bool:
 
 
 def threads_move(samples: Samples, talked_bytes: int) -> bool:
-    """Whether its other threads read or write, or any connection of the rank and its children moves so many bytes."""
+    """Whether other threads read or write, or connections of the rank and its children move more than these bytes."""
     return _grows(samples, lambda sample: sample.moved_bytes - sample.main_moved_bytes, SAVED_BYTES) or _grows(
         samples, lambda sample: sample.talked_bytes, talked_bytes
     )
@@ -160,23 +165,25 @@ def threads_are_busy(samples: Samples) -> bool:
 
 
 def children_work(samples: Samples) -> bool:
-    """Whether its children compute, or read or write."""
+    """Whether the rank's children compute, or read or write."""
     return children_are_busy(samples) or _grows(samples, lambda sample: sample.children_bytes, SAVED_BYTES)
 
 
 def prints(samples: Samples) -> bool:
-    """Whether its main thread writes a little between every two samples: a progress bar."""
+    """Whether the main thread writes a little between every two samples: a progress bar."""
     return _grows(samples, lambda sample: sample.main_wrote_bytes * PRINTS, 1.0)
 
 
 def changes_place(samples: Samples) -> bool:
-    """Whether its samples show two places. Lines of the innermost function do not count: it may be an endless loop."""
+    """Whether the samples show two places. Lines of the innermost function do not count: it may be an endless loop."""
     return len({_outline(sample) for sample in samples if sample.frames}) > 1
 
 
 def polls(samples: Samples) -> tuple[Frame, ...]:
-    """The frames that all samples share, if only the calls inside of the innermost one changed, without CPU time: a
-    polling loop over several functions. Empty: it is something else."""
+    """The frames of a polling loop over several functions; empty: there is none.
+
+    All samples share these frames, only the calls inside of the innermost one change, and no CPU time is used.
+    """
     if is_busy(samples) or stirs(samples) or any(sample.state == "D" for sample in samples):
         return ()
     return _in_common(samples) if _goes_around(samples) else ()
@@ -193,8 +200,11 @@ def _in_common(samples: Samples) -> tuple[Frame, ...]:
 
 
 def _goes_around(samples: Samples) -> bool:
-    """Whether the frames that all samples share may be those of a loop: above the innermost one no line has changed.
-    Else the same function was called from another line, and the rank has moved."""
+    """Whether the frames that all samples share may be those of a loop: no line outside of the innermost one has
+    changed.
+
+    If one has, the same function was called from another line, and the rank has moved.
+    """
     stacks = [sample.frames[::-1] for sample in samples if sample.frames]
     for depth, frames in enumerate(zip(*stacks, strict=False), start=1):
         if len({(frame.file, frame.function) for frame in frames}) > 1:
@@ -225,84 +235,91 @@ def _outline(sample: RankSample) -> tuple[object, ...]:
 
 
 FED_S = 0.1
-"""A rank that waits for its data loader counts as progressing each time its main thread has used this much CPU time."""
+"""CPU time of the main thread for each of which a rank that waits for its data loader counts as progressing."""
 
 
 class RankActivity(Enum):
+    """What a rank does."""
+
     COMMUNICATING = "communicating"
-    """It waits for other ranks, or for a device that may wait for them."""
+    """The rank waits for other ranks, or for a device that may wait for them."""
     LOADING = "loading"
-    """It waits for data."""
+    """The rank waits for data."""
     WORKING = "working"
     """The samples show progress."""
     STOPPED = "stopped"
-    """It was stopped by a signal."""
+    """A signal has stopped the rank."""
     HELD = "held"
-    """It is stopped by a debugger."""
+    """A debugger has stopped the rank."""
     GONE = "gone"
+    """The rank's process has ended."""
     STANDING = "standing"
-    """None of the others."""
+    """The rank is at one place, and does none of the others."""
 
 
 class Awaited(Enum):
     """What the main thread of a standing rank waits for: it decides whose work counts."""
 
     ANYTHING = "anything"
-    """Unknown: there is no Python stack."""
+    """The thread has no Python stack, so it is unknown."""
     ITSELF = "itself"
-    """It runs, or waits for something that is none of the others: a file, a device, native code."""
+    """The thread runs, or waits for something that is none of the others: a file, a device, native code."""
     CONNECTION = "connection"
     CHILD = "child"
     THREAD = "thread"
     LOCK = "lock"
     POLLING = "polling"
     NOTHING = "nothing"
-    """It sleeps."""
+    """The thread sleeps."""
 
 
 class Where(Struct, frozen=True):
+    """The place of a rank, and whether it may move from there."""
+
     story: RankStory
     doing: RankActivity
     place: str
     """Text after "is" or "waits": `in all_reduce at train.py:42`."""
     key: str
-    """Stays equal as long as the rank does not move."""
+    """A text that stays equal as long as the rank does not move."""
     call: str = ""
-    """The function of communication in which it waits."""
+    """The function of communication in which the rank waits; empty: it does not communicate."""
     busy: bool = False
-    """It uses the CPU."""
+    """Whether the rank uses the CPU."""
     may_work: bool = False
-    """Its main thread uses a little CPU time or prints, or threads or processes for which it may wait do something."""
+    """Whether the main thread uses a little CPU time or prints, or threads or processes for which it may wait do
+    something."""
     computes: bool = False
-    """It or its data loader uses the CPU, perhaps in native code: it may make progress."""
+    """Whether the rank or its data loader uses the CPU, perhaps in native code: it may make progress."""
     polls: bool = False
-    """It looks again and again at something that others change: it may go on at any time."""
+    """Whether the rank reads again and again something that others change: it may go on at any time."""
     loops: bool = False
-    """It repeats a few calls of its own, or the same attempt: that may end."""
+    """Whether the rank repeats a few calls of its own, or the same attempt: that may end."""
     awaits_child: bool = False
-    """It waits for a process that lives: `srun`, `kubectl wait` and `ssh` use no processor here."""
+    """Whether the rank waits for a process that lives: `srun`, `kubectl wait` and `ssh` use no processor here."""
 
     @property
     def waits(self) -> bool:
         return self.doing in (RankActivity.COMMUNICATING, RankActivity.LOADING)
 
-    def told(self, count: int = 1) -> str:
+    def described(self, count: int = 1) -> str:
         """The place of this many ranks, with its verb: `wait in all_reduce at train.py:42`, `is at data.py:17`."""
         one, several = ("waits", "wait") if self.waits else ("is", "are")
         return f"{one if count == 1 else several} {self.place}"
 
     @property
     def standing(self) -> Standing:
-        """Its role in a hang, unless it is named as the culprit."""
+        """The rank's role in a hang, unless it is named as the culprit."""
         return Standing.WAITING if self.waits else Standing.STILL
 
     @property
     def handles(self) -> str:
+        """The exception that the main thread handles, as text; empty: none."""
         return next((sample.handles for sample in reversed(self.story.samples) if sample.handles), "")
 
     @property
     def lacks_child(self) -> bool:
-        """Whether a process that it has started is stopped or dead."""
+        """Whether a process that the rank has started is stopped or dead."""
         return bool(self.story.samples) and self.story.samples[-1].broken_child
 
     @property
@@ -357,12 +374,13 @@ _SOURCE_SYNCHRONIZES = re.compile(r"\.(item|tolist|cpu|synchronize)\s*\(")
 
 
 def where_is(story: RankStory) -> Where:
+    """Determine where a rank is, from its samples."""
     samples = story.samples
     if not samples:
         return Where(story, RankActivity.STANDING, "unknown (its node did not answer)", "silent")
     newest = samples[-1]
     if (state := _STATES.get(newest.state)) is not None:
-        return Where(story, state, _STATE_WORDS[state].format(pid=newest.pid), state.value)
+        return Where(story, state, _STATE_TEXTS[state].format(pid=newest.pid), state.value)
     if any(_DEBUGGER.search(frame.file) for frame in newest.frames):
         return Where(story, RankActivity.HELD, f"held by a debugger {_at(newest.frames)}", "debugger")
     busy = is_busy(samples)
@@ -371,6 +389,7 @@ def where_is(story: RankStory) -> Where:
         if changes_place(samples) or works:
             return Where(story, RankActivity.WORKING, "", "working")
         return _without_frames(story, newest, busy=busy)
+
     seen = _shared(samples)
     if seen is None or _computes_in_torch(seen, busy=busy):
         return Where(story, RankActivity.WORKING, _place(newest), "working")
@@ -389,7 +408,7 @@ def _loading(story: RankStory, place: str, key: str) -> Where:
     samples = story.samples
     if main_moves(samples) or threads_move(samples, TALKED_BYTES) or _grows(samples, _children_bytes, SAVED_BYTES):
         return Where(story, RankActivity.WORKING, place, "working")
-    # Slow data: the place stays the same, even if some batches arrived in between.
+    # Data may come slowly: then the place is the same in all samples, although batches arrived in between.
     key += f"\n{samples[-1].main_cpu_s // FED_S:.0f}"
     computes = children_are_busy(samples)
     key += "\ncomputes" if computes else ""
@@ -404,7 +423,7 @@ def _children_bytes(sample: RankSample) -> int:
 
 
 def _standing(story: RankStory, seen: RankSample, place: str, key: str) -> Where:
-    """A rank that is in none of the calls that we know. `seen`: the sample that shows where it stands."""
+    """A rank that is in none of the known calls. `seen` is the sample that shows where it is."""
     samples, newest = story.samples, story.samples[-1]
     awaited = what_it_awaits(seen)
     if _works(samples, awaited):
@@ -435,7 +454,7 @@ def _standing(story: RankStory, seen: RankSample, place: str, key: str) -> Where
 
 
 def what_it_awaits(sample: RankSample) -> Awaited:
-    """What the main thread waits for, in a sample with frames of a rank that stands."""
+    """What the main thread waits for, by a sample with frames of a rank that is at one place."""
     if sample.polled in (Polling.OUTSIDE, Polling.RETRY):
         return Awaited.POLLING
     if sample.polled is Polling.CHILD or sample.waits_for is KernelWait.CHILD or _CHILD.search(sample.frames[0].file):
@@ -483,8 +502,8 @@ def _threads_work(samples: Samples) -> bool:
 
 
 def _repeats(samples: Samples) -> bool:
-    """Whether it is met in a few functions of the program only, inside of one of them: a loop that calls the others
-    again and again. An evaluation is met in libraries, too."""
+    """Whether all samples are in a few functions of the program, inside of one of them: a loop that calls the others
+    again and again. Samples of an evaluation are in libraries, too."""
     if any(sample.state == "D" for sample in samples):
         return False
     inner = {(frame.file, frame.function) for sample in samples for frame in _until_shared(sample, samples)}
@@ -497,14 +516,14 @@ def _until_shared(sample: RankSample, samples: Samples) -> Sequence[Frame]:
 
 
 def _may_be_native(samples: Sequence[RankSample], newest: RankSample) -> bool:
-    """Whether its CPU time may be native code's. Waiting for a device does not count: it uses the CPU all the time."""
+    """Whether the CPU time may be native code's. A wait for a device does not count: it uses the CPU all the time."""
     on_device = program_frame(newest.frames) == 0 and _SOURCE_SYNCHRONIZES.search(newest.source)
     return not on_device and may_be_outside_python(samples)
 
 
 def _shared(samples: Sequence[RankSample]) -> RankSample | None:
-    """The sample that shows where it stands; None: the samples show several places, so the rank moves. For a loop the
-    functions inside of the loop are removed."""
+    """The sample that shows where the rank is; None: the samples show several places, so the rank moves. For a loop,
+    the functions inside of the loop are removed."""
     newest = samples[-1]
     polling = next((sample for sample in reversed(samples) if sample.polled is not Polling.NOTHING), None)
     if polling is not None and all(sample.frames for sample in samples) and _goes_around(samples):
@@ -518,7 +537,7 @@ def _shared(samples: Sequence[RankSample]) -> RankSample | None:
     return structs.replace(newest, frames=frames, source=newest.source if same_line else "")
 
 
-_STATE_WORDS = {
+_STATE_TEXTS = {
     RankActivity.STOPPED: "stopped by a signal (kill -CONT {pid} lets it go on)",
     RankActivity.HELD: "held by a debugger (process {pid})",
     RankActivity.GONE: "gone (process {pid})",
@@ -527,12 +546,12 @@ _STATE_WORDS = {
 
 def _without_frames(story: RankStory, newest: RankSample, *, busy: bool) -> Where:
     if newest.state == "D":
-        words = f"in the kernel (process {newest.pid}, state D: a disk or a device does not answer)"
+        place = f"in the kernel (process {newest.pid}, state D: a disk or a device does not answer)"
     elif busy:
-        words = f"busy without a Python stack (process {newest.pid})"
+        place = f"busy without a Python stack (process {newest.pid})"
     else:
-        words = f"asleep without a Python stack (process {newest.pid})"
-    return Where(story, RankActivity.STANDING, words, f"{newest.state == 'D'} {busy}", computes=busy)
+        place = f"asleep without a Python stack (process {newest.pid})"
+    return Where(story, RankActivity.STANDING, place, f"{newest.state == 'D'} {busy}", computes=busy)
 
 
 # --- does it move? ----------------------------------------------------------------------------------------------------
@@ -550,7 +569,7 @@ def _computes_in_torch(seen: RankSample, *, busy: bool) -> bool:
 
 
 def _key(sample: RankSample) -> str:
-    """Key of its place: all functions and the program's innermost line, unless the program runs there (loops)."""
+    """The key of a place: all functions and the program's innermost line, unless that line itself runs (a loop)."""
     index = program_frame(sample.frames)
     line = sample.frames[index].line if index else 0
     return "\n".join([str(line), *(f"{frame.file} {frame.function}" for frame in sample.frames)])
@@ -632,7 +651,7 @@ def _place(sample: RankSample) -> str:
 
 
 def _at(frames: Sequence[Frame]) -> str:
-    """The line of the program in words; for a program in an installed package (-m), the innermost line."""
+    """The program's innermost line as text; for a program in an installed package (-m), the innermost line at all."""
     index = program_frame(frames)
     frame = frames[index or 0]
     return f"at {frame.file.rpartition('/')[2]}:{frame.line}"

@@ -25,16 +25,18 @@ from holdfast.text import read_table
 
 NEAREST_MAX = 3
 FOUND_MAX = 8
-EMPTY_WORD = re.compile(
+IGNORED_WORD = re.compile(
     r"a|an|and|as|at|by|error|exit|exited|code|status|failed|for|from|in|is|it|job|of|on|or|rank|the|to|was|with"
 )
 """Words that a search ignores."""
 
 
 class Explanation(Struct, frozen=True, kw_only=True):
+    """What `holdfast explain` says about one code."""
+
     code: str
     name: str
-    """A few words."""
+    """The code's name, a few words."""
     cause: str
     evidence: str
     """The observation behind the code."""
@@ -42,12 +44,12 @@ class Explanation(Struct, frozen=True, kw_only=True):
     wrong: str = ""
     """An example of what causes it; empty: none is given."""
     right: str = ""
-    """The same without the mistake."""
+    """The example without the mistake."""
     exit_code: int | None = None
-    """Exit code of the command that prints it; None: the worker's own, or none at all."""
+    """Exit code of the command that prints the code; None: the worker's own, or none at all."""
 
 
-def everything() -> dict[str, Explanation]:
+def explanations() -> dict[str, Explanation]:
     """All codes in order."""
     found = {error.code: _of_error(error) for error in all_errors()}
     return dict(sorted((found | verdict_texts() | finding_texts()).items()))
@@ -76,9 +78,9 @@ def finding_texts() -> dict[str, Explanation]:
     }
 
 
-def nearest(code: str) -> list[str]:
-    """Similar codes: the same number in another series, a different digit, words of a name."""
-    known = everything()
+def nearest_codes(code: str) -> list[str]:
+    """Codes that may be meant: a number in another series, another digit, a word of a name."""
+    known = explanations()
     word = code.strip().lower()
     named = [each.code for each in known.values() if len(word) > 3 and word in f"{each.name} {each.cause}".lower()]
     digits = re.sub(r"\D", "", code)
@@ -89,15 +91,16 @@ def nearest(code: str) -> list[str]:
 
 def search(text: str) -> list[Explanation]:
     """Explanations with all these words, best match first. An exit code also means its signal: 137 is SIGKILL."""
-    words = {word for word in re.findall(r"[a-z0-9_]+", text.lower()) if not EMPTY_WORD.fullmatch(word)}
+    words = {word for word in re.findall(r"[a-z0-9_]+", text.lower()) if not IGNORED_WORD.fullmatch(word)}
     number = re.search(r"(?:exit code|exit status|code|status|signal)\W*(-?\d+)|^\W*(-?\d+)\W*$", text.lower())
     exit_code = None
     if number is not None:
         exit_code = int(number[1] or number[2])
         words -= {str(abs(exit_code)), "signal"}
         words |= {name.lower() for name in [_signal_of(exit_code, text)] if name}
+
     found = []
-    for each in everything().values():
+    for each in explanations().values():
         heads, rest = each.name.lower(), f"{each.cause} {each.evidence} {each.fix}".lower()
         points = sum(3 * (word in heads) + (word in rest) for word in words)
         whole = all(word in heads or word in rest for word in words)
@@ -109,7 +112,7 @@ def search(text: str) -> list[Explanation]:
 
 
 def _signal_of(number: int, text: str) -> str:
-    """`SIGKILL` for 137, -9 and `signal 9`."""
+    """The signal that a number means: `SIGKILL` for 137, -9 and `signal 9`; empty: none."""
     number = number - 128 if number > 128 else -number if number < 0 else number if "signal" in text.lower() else 0
     try:
         return signal.Signals(number).name
@@ -117,8 +120,8 @@ def _signal_of(number: int, text: str) -> str:
         return ""
 
 
-def normal(code: str) -> str:
-    """`HF211` for `hf211`, `211` and `HF211:`."""
+def normal_code(code: str) -> str:
+    """The code as it is printed: `HF211` for `hf211`, `211` and `HF211:`."""
     digits = re.fullmatch(r"(?:hf)?(\d{3}):?", code.strip().lower())
     return f"HF{digits[1]}" if digits else code
 
@@ -133,16 +136,16 @@ def all_errors(root: type[HoldfastError] = HoldfastError) -> Iterator[type[Holdf
 
 def _of_error(error: type[HoldfastError]) -> Explanation:
     text = " ".join((error.__doc__ or "").split())
-    said = _table()["faults"][error.fault.value] | _table()["errors"].get(error.code, {})
+    about = _table()["faults"][error.fault.value] | _table()["errors"].get(error.code, {})
     worker = error.fault is Fault.WORKER
     return Explanation(
         code=error.code,
         name=text.partition(". ")[0].rstrip("."),
-        cause=f"{text} At fault: {said['whose']}.",
-        evidence=said["evidence"],
-        fix=said["fix"],
-        wrong=said.get("wrong", ""),
-        right=said.get("right", ""),
+        cause=f"{text} At fault: {about['whose']}.",
+        evidence=about["evidence"],
+        fix=about["fix"],
+        wrong=about.get("wrong", ""),
+        right=about.get("right", ""),
         exit_code=None if worker else error.exit_code,
     )
 
@@ -172,26 +175,34 @@ TYPES: dict[ValueKind, type | UnionType] = {
     ValueKind.ITEMS: list,
     ValueKind.TABLE: dict,
 }
-PARTS = {ValueKind.TEXTS: ValueKind.TEXT, ValueKind.WHOLES: ValueKind.WHOLE, ValueKind.NUMBERS: ValueKind.NUMBER}
-"""For a list: the type of its values."""
+ELEMENT_KINDS = {
+    ValueKind.TEXTS: ValueKind.TEXT,
+    ValueKind.WHOLES: ValueKind.WHOLE,
+    ValueKind.NUMBERS: ValueKind.NUMBER,
+}
+"""The type of the values in each kind of list."""
 
 
 class Field(Struct, frozen=True, array_like=True):
+    """A field of an event."""
+
     name: str
     kind: ValueKind
     words: str
     """Meaning of the value, with its unit."""
     optional: bool = False
-    """The field may be missing."""
+    """Whether the field may be missing."""
     null: bool = False
-    """The value may be null."""
+    """Whether the value may be null."""
 
-    def takes(self, value: object) -> bool:
+    def accepts(self, value: object) -> bool:
         """Whether the field may have this value."""
         return fits(value, self.kind) or (self.null and value is None)
 
 
 class EventKind(Struct, frozen=True, forbid_unknown_fields=True):
+    """An event of the table, and when it is written."""
+
     name: str
     when: str
     fields: tuple[Field, ...] = ()
@@ -205,6 +216,8 @@ class EventGroup(Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class EventTable(Struct, frozen=True):
+    """The content of events.toml."""
+
     always: tuple[Field, ...]
     """The fields of every record."""
     group: tuple[EventGroup, ...]
@@ -214,13 +227,13 @@ class EventTable(Struct, frozen=True):
 def event_table() -> EventTable:
     """The whole table."""
     found = read_table(__file__, "events.toml")
-    for part in found["titles"]:
-        for event in found[part].values():
+    for writer in found["titles"]:
+        for event in found[writer].values():
             fields = event.get("fields", ())
             event["fields"] = [found["shared"][field] if isinstance(field, str) else field for field in fields]
     groups = [
-        {"title": title, "event": [{"name": name, **event} for name, event in found[part].items()]}
-        for part, title in found["titles"].items()
+        {"title": title, "event": [{"name": name, **event} for name, event in found[writer].items()]}
+        for writer, title in found["titles"].items()
     ]
     return msgspec.convert({"always": found["always"], "group": groups}, EventTable)
 
@@ -232,7 +245,7 @@ def events() -> dict[str, EventKind]:
 
 
 def problems(record: Mapping[str, Any]) -> Iterator[str]:
-    """How a record of events.jsonl differs from the table, in words; nothing if it does not."""
+    """The differences between a record of events.jsonl and the table, in words."""
     kind = events().get(record.get("event", ""))
     if kind is None:
         yield f"unknown event {record.get('event')!r}"
@@ -242,7 +255,7 @@ def problems(record: Mapping[str, Any]) -> Iterator[str]:
         field = fields.get(name)
         if field is None:
             yield f"{kind.name}: unknown field {name!r}"
-        elif not field.takes(value):
+        elif not field.accepts(value):
             yield f"{kind.name}: {name} is no {field.kind.value}: {value!r}"
     for name, field in fields.items():
         if name not in record and not field.optional:
@@ -263,11 +276,11 @@ def read_event(line: bytes) -> dict[str, Any] | None:
         return None
     kind = events().get(record["event"])
     fields = (*event_table().always, *(kind.fields if kind is not None else ()))
-    return record if all(each.name not in record or each.takes(record[each.name]) for each in fields) else None
+    return record if all(each.name not in record or each.accepts(record[each.name]) for each in fields) else None
 
 
 def fits(value: object, kind: ValueKind) -> bool:
     """Whether the value has this type. JSON's true is not a number."""
-    if kind in PARTS:
-        return isinstance(value, list) and all(fits(each, PARTS[kind]) for each in value)
+    if kind in ELEMENT_KINDS:
+        return isinstance(value, list) and all(fits(each, ELEMENT_KINDS[kind]) for each in value)
     return isinstance(value, TYPES[kind]) and isinstance(value, bool) == (kind is ValueKind.FLAG)

@@ -1,9 +1,9 @@
-"""What users see of a run: its last screen (at most fifteen lines, then the user's own traceback, together at most 60
-lines), and the output of `holdfast status` and `holdfast stacks` while it runs. Equal stacks are shown once, with all
-their ranks.
+"""What users see of a run: its last screen, and the output of `holdfast status` and `holdfast stacks` while it runs.
 
-PURE: outcome or view in, text out. The last screen is the same on every node, except for the run folder and the path of
-the log.
+The last screen has at most 15 lines, then the user's own traceback, together at most 60 lines. It is the same on every
+node, except for the run folder and the path of the log. Equal stacks are shown once, with all their ranks.
+
+PURE: outcome or view in, text out.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ if TYPE_CHECKING:
     from holdfast.diagnosis.places import Where
 
 LINES_MAX = 15
-"""Lines of holdfast, including the end of stderr if there is no traceback."""
+"""Number of holdfast's lines, including the end of stderr if there is no traceback."""
 SCREEN_LINES_MAX = 60
-"""Lines of the whole last screen. A longer traceback loses its middle."""
+"""Number of lines of the whole last screen. A longer traceback loses its middle."""
 TERMINAL_LINES = 24
-"""If the screen is longer than a small terminal, its first line is repeated at the end."""
+"""Height of a small terminal. The first line of a longer screen, which names the cause, is repeated at the end."""
 LINE_CHARACTERS_MAX = 320
 TRACEBACK_LINE_CHARACTERS_MAX = 1000
 VICTIMS_SHOWN_MAX = 3
 HUNG_LINES = 6
-"""The end of stderr of a rank that hung, with its heading."""
+"""Number of lines for the end of stderr of a rank that hung, with its heading."""
 FATAL = re.compile(r"^Fatal Python error: ", re.MULTILINE)
 BENEATH = re.compile(
     r'^  File "[^"\n]*/holdfast/worker/\w+\.py", line \d+ in .*\n?|^\nExtension modules: .*\n?', re.MULTILINE
@@ -57,7 +57,7 @@ RANK_PREFIX = re.compile(r"^\[rank\d+\]: ?", re.MULTILINE)
 def render(outcome: Outcome, folder: str, *, home: str = "", runs: str = "") -> str:
     """The text on the console at the end; empty after a success in which this node took part.
 
-    `home`: the user's home folder; `runs`: the folder in which runs are found by name.
+    `home` is the user's home folder, `runs` the folder in which runs are found by name.
     """
     match outcome.kind:
         case OutcomeKind.SUCCEEDED:
@@ -72,7 +72,8 @@ def render(outcome: Outcome, folder: str, *, home: str = "", runs: str = "") -> 
 
 
 def how_it_ended(kind: str, exit_code: int, why: str = "") -> str:
-    """
+    """The end of a run in one line.
+
     >>> how_it_ended("signalled", 143, "ended by SIGTERM"), how_it_ended("failed", 3)
     ('signalled, exit code 143 (ended by SIGTERM)', 'failed, exit code 3')
     """
@@ -107,7 +108,7 @@ class _Folder(NamedTuple):
         return name.rpartition("_")[0] if parent == self.runs else self.shown
 
     def log_of(self, culprit: Failure) -> str:
-        """How to show the culprit's log if it is on this node; else where it is."""
+        """The command that shows the culprit's log if it is on this node; else the log's path and host."""
         if self.path and culprit.stderr_file.startswith(self.path + "/"):
             return f"holdfast logs {self.name} --rank {culprit.rank}"
         return f"{culprit.stderr_file} on {culprit.host}" if culprit.stderr_file else ""
@@ -128,14 +129,17 @@ def _failed(outcome: Outcome, verdict: Verdict, folder: _Folder) -> str:
     if culprit is not None:
         lived = f", after {culprit.lived_s:.1f} s" if culprit.started else ""
         row("first", f"{_who(culprit)}, {_status(culprit)}{lived}, generation {verdict.generation}")
-    alike, victims = _apart(verdict)
+
+    alike, victims = _alike_and_victims(verdict)
     row("the same", _ranks(alike))
-    groups = _by_words(victims)
-    for words, ranks in list(groups.items())[:VICTIMS_SHOWN_MAX]:
-        row("because of it", f"rank {spans(ranks)}: {words[:120]}; in {'its log' if len(ranks) == 1 else 'their logs'}")
+    groups = _by_message(victims)
+    for message, ranks in list(groups.items())[:VICTIMS_SHOWN_MAX]:
+        where = "its log" if len(ranks) == 1 else "their logs"
+        row("because of it", f"rank {spans(ranks)}: {message[:120]}; in {where}")
     if len(groups) > VICTIMS_SHOWN_MAX:
         more = sum(map(len, list(groups.values())[VICTIMS_SHOWN_MAX:]))
         row("because of it", f"and {more} more, see verdict.json")
+
     row("lost", ", ".join(verdict.lost_nodes))
     row("no restart", verdict.gave_up)
     row("do", verdict.advice)
@@ -145,14 +149,14 @@ def _failed(outcome: Outcome, verdict: Verdict, folder: _Folder) -> str:
     row("run folder", folder.shown)
     row("exit code", str(outcome.exit_code))
     if shown is not None:
-        lines += _last_words(shown, LINES_MAX - len(lines), SCREEN_LINES_MAX - 1 - len(lines))
+        lines += _last_output(shown, LINES_MAX - len(lines), SCREEN_LINES_MAX - 1 - len(lines))
     if len(lines) > TERMINAL_LINES:
         lines.append(lines[0])
     return "\n".join(lines)
 
 
-def _apart(verdict: Verdict) -> tuple[list[Failure], list[Failure]]:
-    """Failures with the same error as the first one, and failures that are consequences of it."""
+def _alike_and_victims(verdict: Verdict) -> tuple[list[Failure], list[Failure]]:
+    """The failures with the same error as the first one, and those that are consequences of it."""
     alike: list[Failure] = []
     victims: list[Failure] = []
     for each in verdict.collateral:
@@ -161,12 +165,12 @@ def _apart(verdict: Verdict) -> tuple[list[Failure], list[Failure]]:
     return alike, victims
 
 
-def _by_words(victims: list[Failure]) -> dict[str, list[int]]:
+def _by_message(victims: list[Failure]) -> dict[str, list[int]]:
     """Ranks by message. Messages that differ only in numbers count as one, with the text of the first."""
     groups: dict[str, tuple[str, list[int]]] = {}
     for victim in victims:
-        words = victim.message.splitlines()[0] if victim.message else _status(victim)
-        groups.setdefault(re.sub(r"\d+", "0", words), (words, []))[1].append(victim.rank)
+        message = victim.message.splitlines()[0] if victim.message else _status(victim)
+        groups.setdefault(re.sub(r"\d+", "0", message), (message, []))[1].append(victim.rank)
     return dict(groups.values())
 
 
@@ -181,13 +185,14 @@ def _ranks(failures: list[Failure]) -> str:
     return f"on rank{'s' if len(failures) > 1 else ''} {spans(failure.rank for failure in failures)}"
 
 
-def _last_words(culprit: Failure, room: int, lines_max: int) -> list[str]:
-    """The traceback that explains the end if there is one, in at most `lines_max` lines; else, after its stack if it
-    hung, the end of stderr, or of stdout, in at most `room` lines."""
+def _last_output(culprit: Failure, room: int, lines_max: int) -> list[str]:
+    """The end of what the culprit wrote: the traceback that explains its end if there is one, in at most `lines_max`
+    lines; else the last lines of stderr, or of stdout, in at most `room` lines. Before that, its stack if it hung."""
     if culprit.stack:
-        said = _last_words(structs.replace(culprit, stack="", traceback=""), max(room, HUNG_LINES), HUNG_LINES)
-        stack = fewer_lines(culprit.stack, max(lines_max - len(said) - 1, HUNG_LINES)).splitlines()
-        return [f"where rank {culprit.rank} hung:", *map(_line, stack), *said]
+        output = _last_output(structs.replace(culprit, stack="", traceback=""), max(room, HUNG_LINES), HUNG_LINES)
+        stack = fewer_lines(culprit.stack, max(lines_max - len(output) - 1, HUNG_LINES)).splitlines()
+        return [f"where rank {culprit.rank} hung:", *map(_line, stack), *output]
+
     traceback = culprit.traceback or final_traceback(culprit.stderr_tail, culprit.exit_code)
     tail = RANK_PREFIX.sub("", culprit.stderr_tail).rstrip()
     fatal = FATAL.search(tail)
@@ -195,12 +200,13 @@ def _last_words(culprit: Failure, room: int, lines_max: int) -> list[str]:
         before = tail[: fatal.start()].rstrip().rpartition("\n")[2]  # what native code wrote before it aborted
         traceback = "\n".join([*([before] if before else []), BENEATH.sub("", tail[fatal.start() :])])
     if traceback:
-        if traceback.lstrip().startswith("File "):
+        if traceback.lstrip().startswith("File "):  # agents send the end of stderr, which can begin in a traceback
             traceback = f"Traceback (most recent call last): [its head is in the log]\n{traceback}"
         return [
             _cut(visible(line), TRACEBACK_LINE_CHARACTERS_MAX)
             for line in fewer_lines(traceback, lines_max).splitlines()
         ]
+
     for name, text in (("stderr", tail), ("stdout", culprit.stdout_tail)):
         lines = [_line(line) for line in text.splitlines() if line.strip()][-max(room - 1, 1) :]
         if lines:
@@ -232,28 +238,26 @@ def _status(failure: Failure) -> str:
     return f"exit code {failure.exit_code}"
 
 
-NOT_RUNNING = ("T", "t", "Z", "X", "")
-"""States of the kernel in which a stack does not show what a rank does."""
-
+# --- status -----------------------------------------------------------------------------------------------------------
 
 RANKS_SHOWN_MAX = 16
-"""For larger jobs only nodes are shown, unless ranks are asked for."""
+"""Number of ranks up to which `status` shows a line for each; for larger jobs only if that is requested."""
 
 Row = tuple[str, ...]
 
 
 def status_lines(view: JobView, *, ranks: bool | None = None) -> list[str]:
-    """The lines of `holdfast status`. `ranks` None: a line for each rank if there are few."""
+    """The lines of `holdfast status`. With `ranks` None there is a line for each rank if there are few."""
     lines = [headline(view), progress_line(view)]
     if view.why:
         lines.append(f"previous generation ended: {view.why}")
     if view.nodes:
         lines += ["", *columns([NODE_HEADINGS, *(node_row(node) for node in view.nodes)])]
-    told = [(node.host, rank) for node in view.nodes for rank in node.ranks]
-    shown = len(told) <= RANKS_SHOWN_MAX if ranks is None else ranks
-    if told and shown:
-        told.sort(key=lambda each: each[1].rank)
-        lines += ["", *columns([RANK_HEADINGS, *(rank_row(host, rank) for host, rank in told)])]
+    with_host = [(node.host, rank) for node in view.nodes for rank in node.ranks]
+    shown = len(with_host) <= RANKS_SHOWN_MAX if ranks is None else ranks
+    if with_host and shown:
+        with_host.sort(key=lambda each: each[1].rank)
+        lines += ["", *columns([RANK_HEADINGS, *(rank_row(host, rank) for host, rank in with_host)])]
     if view.notices:
         lines += ["", *view.notices]
     return lines
@@ -275,8 +279,8 @@ def progress_line(view: JobView) -> str:
         if view.job_steps:
             parts.append(f"step {view.job_step} of {view.job_steps}")
         else:
-            anew = view.generation > 1 and not all(rank.counts_job for rank in ranks)
-            since = f" since the start of generation {view.generation}" if anew else ""
+            from_zero = view.generation > 1 and not all(rank.counts_job for rank in ranks)
+            since = f" since the start of generation {view.generation}" if from_zero else ""
             parts.append(f"step {between([rank.steps for rank in ranks])}{since}")
         rate = steps_per_s(ranks)
         parts += [f"{rate:.3g} steps/s"] if rate else []
@@ -325,7 +329,7 @@ def rank_row(host: str, rank: RankView) -> Row:
 
 
 def last_step(ranks: Sequence[RankView]) -> str:
-    """Text about the oldest of the ranks' newest steps; empty: no rank has made a step."""
+    """The age of the oldest of the ranks' newest steps, as `3.2 s ago`; empty: no rank has made a step."""
     ages = [rank.age_s for rank in ranks if rank.stage is Stage.STEPPING]
     return f"{duration(max(ages))} ago" if ages else ""
 
@@ -339,7 +343,8 @@ def steps_per_s(ranks: Sequence[RankView]) -> float:
 
 
 def between(numbers: Sequence[int]) -> str:
-    """
+    """The smallest and the largest of these numbers.
+
     >>> between([7, 9, 7]), between([7]), between([])
     ('7-9', '7', '')
     """
@@ -356,21 +361,28 @@ def columns(rows: Sequence[Row]) -> list[str]:
     return ["  ".join(row[index].ljust(widths[index]) for index in used).rstrip() for row in rows]
 
 
+# --- stacks -----------------------------------------------------------------------------------------------------------
+
+NOT_RUNNING = ("T", "t", "Z", "X", "")
+"""States of the kernel in which a stack does not show what a rank does."""
+
+
 class Group(Struct, frozen=True):
     """Ranks that are at the same place."""
 
     ranks: tuple[RankStack, ...]
     frames: tuple[Frame, ...]
-    """Innermost frame first; empty: the ranks did not answer."""
+    """The frames, innermost first; empty: the ranks did not answer."""
 
     @property
     def place(self) -> str:
-        """Text about one of the ranks: `waits in all_reduce at train.py:42`, `is in fetch at data.py:17`."""
-        return self._where.told()
+        """The place of one of the ranks, with its verb: `waits in all_reduce at train.py:42`, `is in fetch at
+        data.py:17`."""
+        return self._where.described()
 
-    def told(self, who: str) -> str:
-        """The same about all of them: `ranks 0-2 wait in all_reduce at train.py:42`."""
-        return f"{who} {self._where.told(len(self.ranks))}"
+    def described(self, who: str) -> str:
+        """The place of all of them, with their names: `ranks 0-2 wait in all_reduce at train.py:42`."""
+        return f"{who} {self._where.described(len(self.ranks))}"
 
     def order(self) -> tuple[bool, int, int]:
         """Sort key. Ranks that wait for no other come first, since they may be the ones that the others wait for."""
@@ -389,17 +401,17 @@ class Group(Struct, frozen=True):
 
 
 def group(view: StacksView) -> list[Group]:
-    """Groups of ranks at the same place: first those that do not wait for others, the smallest first; then those that
-    wait, the largest first."""
-    together: dict[tuple[int, str], list[RankStack]] = defaultdict(list)
+    """The ranks grouped by place: first those that do not wait for others, the smallest group first; then those that
+    wait, the largest group first."""
+    by_stack: dict[tuple[int, str], list[RankStack]] = defaultdict(list)
     for rank in view.ranks:
-        together[rank.stack, rank.state if rank.stack < 0 or rank.state in NOT_RUNNING else ""].append(rank)
-    found = [Group(tuple(ranks), view.stacks[stack] if stack >= 0 else ()) for (stack, _), ranks in together.items()]
+        by_stack[rank.stack, rank.state if rank.stack < 0 or rank.state in NOT_RUNNING else ""].append(rank)
+    found = [Group(tuple(ranks), view.stacks[stack] if stack >= 0 else ()) for (stack, _), ranks in by_stack.items()]
     return sorted(found, key=Group.order)
 
 
 def stack_lines(view: StacksView, *, full: bool = False) -> list[str]:
-    """The lines of `holdfast stacks`. Without `full`: of each stack only the innermost frame and the user's own."""
+    """The lines of `holdfast stacks`. Without `full`, each stack has only its innermost frame and the user's own."""
     groups = group(view)
     of = f" of {view.world_size}" if len(view.ranks) != view.world_size else ""
     if not groups and not view.silent:
@@ -417,8 +429,8 @@ def group_lines(each: Group, *, full: bool) -> list[str]:
     ranks = each.ranks
     hosts = sorted({rank.host for rank in ranks})
     where = hosts[0] if len(hosts) == 1 else f"{len(hosts)} nodes"
-    lines = [each.told(f"rank{'' if len(ranks) == 1 else 's'} {spans(rank.rank for rank in ranks)} on {where}")]
-    frames = each.frames if full else telling(each.frames)
+    lines = [each.described(f"rank{'' if len(ranks) == 1 else 's'} {spans(rank.rank for rank in ranks)} on {where}")]
+    frames = each.frames if full else own_frames(each.frames)
     lines += [f"    {frame.function}  {frame.file}:{frame.line}" for frame in frames]
     if len(frames) < len(each.frames):
         lines.append(f"    … {plural(len(each.frames) - len(frames), 'frame')} of libraries not shown (--full)")
@@ -440,6 +452,6 @@ def thread_lines(rank: RankStack) -> list[str]:
     return lines
 
 
-def telling(frames: Sequence[Frame]) -> list[Frame]:
+def own_frames(frames: Sequence[Frame]) -> list[Frame]:
     """The innermost frame and the frames of the user's own code."""
     return [frame for index, frame in enumerate(frames) if index == 0 or not is_library(frame.file)]

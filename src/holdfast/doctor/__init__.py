@@ -1,8 +1,11 @@
-"""The doctor: its findings and the facts from which they are made, as plain data; output of findings: lines for users,
-data for JSON, the exit code.
+"""The doctor: findings and the facts from which they are made, as plain data, and how findings are shown.
 
-The modules gather facts and judge them. Nodes that check each other exchange both. None means "could not be found out",
-which is never a finding by itself.
+    facts.py ──► local.py            one node: gather facts, judge them
+    joint.py, joint_server.py ──► together.py
+                                     several nodes: meet, measure, judge; probe.py measures the network between two
+
+Nodes that check each other exchange facts and findings. None means "could not be found out", which is never a finding
+by itself.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ from msgspec import Struct
 
 
 class Level(Enum):
-    """How bad a finding is. The worst one decides the exit code."""
+    """The severity of a finding. The worst one decides the exit code."""
 
     PASS = "pass"
     WARN = "warn"
@@ -28,28 +31,34 @@ class Level(Enum):
 
     @property
     def exit_code(self) -> int:
+        """0, 10, 20 or 30: the order of the members is the order of severity."""
         return list(Level).index(self) * 10
 
 
 class DoctorFinding(Struct, frozen=True, kw_only=True):
+    """The result of one check."""
+
     code: str
-    """HF5xx; a check that passes has the code of its possible failure."""
+    """The code HF5xx; a check that passes has the code of its possible failure."""
     level: Level
     what: str
-    """What was checked, in two or three words."""
+    """Name of the check, in two or three words."""
     why: str
-    """What was found, in one or two lines."""
+    """Result in one or two lines."""
     fix: str = ""
+    """Advice; empty if the check passed."""
     node: str = ""
     """The node that the finding is about; empty: this node, or all nodes together."""
 
 
 class TorchState(Enum):
+    """What the import of torch by the workers' Python gave."""
+
     OK = "ok"
     ABSENT = "absent"
     BROKEN = "broken"
     SILENT = "silent"
-    """The import did not end in time."""
+    """The import did not end within its time limit."""
 
 
 class TorchFacts(Struct, frozen=True, kw_only=True):
@@ -73,7 +82,7 @@ class TorchFacts(Struct, frozen=True, kw_only=True):
     gpus: int = 0
     """Number of GPUs that torch can use."""
     gpu_error: str = ""
-    """CUDA's error when it was asked for them."""
+    """CUDA's error when it was asked for the GPUs; empty: none."""
     unsupported: tuple[str, ...] = ()
     """GPUs whose architecture this build does not support."""
 
@@ -93,19 +102,24 @@ class Gpu(Struct, frozen=True, kw_only=True):
 
 
 class Folder(Struct, frozen=True, kw_only=True):
+    """A folder that a job writes to, and the room on its file system."""
+
     path: str
     total_bytes: int = 0
     free_bytes: int = 0
     error: str = ""
-    """Why the folder is not writable."""
+    """The reason why the folder is not writable; empty: it is."""
 
 
 class Interface(Struct, frozen=True, kw_only=True):
+    """A network interface of the node."""
+
     name: str
     up: bool = True
     addresses: tuple[str, ...] = ()
+    """IPv4 addresses, then IPv6 addresses, without link-local ones."""
     speed_mbit_s: int = 0
-    """0: unknown."""
+    """Speed of the link; 0: unknown."""
 
 
 class LocalFacts(Struct, frozen=True, kw_only=True):
@@ -132,7 +146,7 @@ class LocalFacts(Struct, frozen=True, kw_only=True):
     memory_available_bytes: int = 0
     swap_bytes: int = 0
     memory_limit_bytes: int | None = None
-    """The lowest limit of this process' cgroups."""
+    """The lowest limit of all cgroups above this process; None: there is none."""
     pids_limit: int | None = None
     pids_used: int = 0
     cpus: int = 1
@@ -144,22 +158,25 @@ class LocalFacts(Struct, frozen=True, kw_only=True):
     overcommit: int = 0
     ptrace_scope: int | None = None
     privileged: bool = False
-    """Whether it may trace any process (CAP_SYS_PTRACE)."""
+    """Whether this process may trace any other (CAP_SYS_PTRACE)."""
     core_pattern: str = ""
     clock_synchronised: bool | None = None
     own_addresses: tuple[str, ...] = ()
     """Addresses to which the own host name resolves."""
     resolve_error: str = ""
+    """The reason why the own host name does not resolve; empty: it does."""
     resolve_s: float = 0.0
+    """Duration of the look-up of the own host name."""
     interfaces: tuple[Interface, ...] = ()
     default_interface: str = ""
     ephemeral_ports: tuple[int, int] | None = None
     endpoint: str = ""
     endpoint_port: int = 0
-    """0: no endpoint was given."""
+    """Port of the endpoint; 0: no endpoint was given."""
     endpoint_from: str = ""
     """The address of this node on the way to the endpoint; empty: unknown."""
     endpoint_is_here: bool | None = None
+    """Whether the endpoint is an address of this machine; None: not tested."""
     endpoint_holder: str = ""
     """The process that holds the port on this machine; empty: none, or the endpoint is on another machine."""
     variables: dict[str, str] = {}
@@ -182,12 +199,12 @@ class Summary(Struct, frozen=True, kw_only=True):
 
 
 class Reached(Enum):
-    """How a connection to a peer ended."""
+    """The result of a connection to a peer."""
 
     YES = "yes"
     REFUSED = "refused"
     SILENT = "silent"
-    """No answer in time."""
+    """No answer came within the time limit."""
     UNREACHABLE = "unreachable"
     STRANGER = "stranger"
     """A program other than the doctor of that node answered."""
@@ -202,13 +219,14 @@ class NodePath(Struct, frozen=True, kw_only=True):
     """Index of the other node in the roster."""
     reached: Reached
     address: str = ""
-    """Address and port."""
+    """Address and port that were tried."""
     error: str = ""
+    """The system's error, or what the other side did instead of answering."""
     names: tuple[str, ...] = ()
     """Addresses to which the other node's host name resolves here."""
     name_error: str = ""
     latency_s: float | None = None
-    """Median round trip."""
+    """Median of the round trips."""
     clock_offset_s: float | None = None
     """The other node's clock minus this node's, accurate to half of the shortest round trip."""
     bytes_s: float | None = None
@@ -218,12 +236,12 @@ class NodePath(Struct, frozen=True, kw_only=True):
 class ListEntry(Struct, frozen=True, kw_only=True):
     """An entry of the endpoint list, seen from one node."""
 
-    place: str
-    """`host:port`"""
+    address: str
+    """`host:port` of the entry."""
     own: bool = False
-    """It is an address of this node."""
+    """Whether the entry is an address of this node."""
     error: str = ""
-    """Why no witness answers there; empty: one does."""
+    """The reason why no witness answers there; empty: one does."""
 
 
 class NodeReport(Struct, frozen=True, kw_only=True, tag=True):
@@ -232,7 +250,7 @@ class NodeReport(Struct, frozen=True, kw_only=True, tag=True):
     summary: Summary
     links: tuple[NodePath, ...] = ()
     findings: tuple[DoctorFinding, ...] = ()
-    """Local findings that did not pass."""
+    """Findings about the node itself that did not pass."""
     entries: tuple[ListEntry, ...] = ()
     """The entries of the endpoint list after the first one, in order."""
 
@@ -243,7 +261,7 @@ class Reduced(Struct, frozen=True, kw_only=True, tag=True):
     ok: bool
     error: str = ""
     silent: bool = False
-    """It did not end in time."""
+    """Whether it did not end within its time limit."""
     seconds: float = 0.0
 
 
@@ -255,11 +273,11 @@ class JointCheck(Struct, frozen=True, kw_only=True):
     came: tuple[str, ...]
     """Names of the nodes that came, by index; the first is at the endpoint."""
     reports: tuple[NodeReport | None, ...] = ()
-    """By index; None: the node came but sent no report."""
+    """Reports by index of the node; None: the node came but sent no report."""
     reduced: tuple[Reduced | None, ...] | None = None
-    """By index; None: no all-reduce was made."""
+    """Results by index of the node; None: no all-reduce was made."""
     no_reduce: str = ""
-    """Why no all-reduce was made."""
+    """The reason why no all-reduce was made; empty: it was."""
 
 
 KIB, MIB, GIB = 2**10, 2**20, 2**30
@@ -282,20 +300,20 @@ def fatal(code: str, what: str, why: str, fix: str) -> DoctorFinding:
 
 
 def size(bytes_: float) -> str:
-    """`1.5 GiB`, `64 MiB`."""
+    """Write a size with three digits: `1.5 GiB`, `64 MiB`."""
     if bytes_ >= GIB:
         return f"{bytes_ / GIB:.3g} GiB" if bytes_ < 1000 * GIB else f"{bytes_ / GIB / 1024:.3g} TiB"
     return f"{bytes_ / MIB:.3g} MiB" if bytes_ >= MIB else f"{bytes_ / KIB:.3g} KiB"
 
 
 def rate(bytes_s: float) -> str:
-    """In bits per second: `940 Mbit/s`."""
+    """Write a rate in bits per second, as network links are named: `940 Mbit/s`."""
     bits = bytes_s * 8
     return f"{bits / 1e9:.3g} Gbit/s" if bits >= 1e9 else f"{bits / 1e6:.3g} Mbit/s"
 
 
 def span(seconds: float) -> str:
-    """`0.12 ms`, `3.4 s`."""
+    """Write a duration: `0.12 ms`, `3.4 s`."""
     return f"{seconds:.3g} s" if abs(seconds) >= 1 else f"{seconds * 1e3:.3g} ms"
 
 
@@ -329,7 +347,7 @@ def lines_of(finding: DoctorFinding) -> list[str]:
 
 
 def conclusion(findings: Sequence[DoctorFinding], *, strict: bool = False) -> str:
-    """`2 warnings, 1 fatal problem: …`"""
+    """The last line: the worst level, the number of findings of each, and where to read more."""
     level = worst(findings)
     if level is Level.PASS:
         return f"all well: {len(findings)} checks passed"

@@ -155,8 +155,8 @@ CSV = ("--format=csv,noheader,nounits",)
 ANSWER_BYTES_MAX = 256 * 1024
 REAP_S_MAX = 2.0
 
-MATTER = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "CUDA_", "MASTER_", "PYTORCH_")
-MATTER_TOO = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LD_PRELOAD")
+PREFIXES = ("NCCL_", "TORCH_", "GLOO_", "OMP_", "CUDA_", "MASTER_", "PYTORCH_")
+NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LD_PRELOAD")
 """Prefixes and whole names of variables that matter to a training job."""
 
 
@@ -164,19 +164,20 @@ class FactsRequest(NamedTuple):
     """Options of the command line on which facts depend."""
 
     python: str
-    """The workers' interpreter."""
+    """Path of the workers' interpreter."""
     nproc: int
     nodes: int
     log_dir: str | None
     endpoint: Endpoint | None
     try_port: bool
-    """Whether to test if the endpoint is this machine's."""
+    """Whether to test if the endpoint is this machine's. A check of several nodes binds the port itself."""
     environ: Mapping[str, str]
     torch_s_max: float
+    """Limit for the import of torch."""
 
 
 async def gather_facts(asked: FactsRequest) -> LocalFacts:
-    """All facts. Never raises because of a faulty machine, and ends within the longest of its time limits."""
+    """Gather all facts. Never raises because of a faulty machine, and ends within the longest of its time limits."""
     host = socket.gethostname()
     paths = [path for path in (asked.log_dir, tempfile.gettempdir()) if path]
     began = time.monotonic()
@@ -190,11 +191,12 @@ async def gather_facts(asked: FactsRequest) -> LocalFacts:
         smi = tasks.create_task(ask_smi())
         shm, *folders = [tasks.create_task(folder(path)) for path in ("/dev/shm", *paths)]
         names = tasks.create_task(own_name())
-        place = tasks.create_task(endpoint_here(asked.endpoint if asked.try_port else None))
+        port = tasks.create_task(endpoint_here(asked.endpoint if asked.try_port else None))
         towards = asked.endpoint.host if asked.endpoint else ""
-        way = tasks.create_task(bounded(lambda: own_address(towards), RESOLVE_S_MAX, ""))
+        address_towards = tasks.create_task(bounded(lambda: own_address(towards), RESOLVE_S_MAX, ""))
+
     addresses, resolve_error, resolved_s = names.result()
-    here, holder = place.result()
+    here, holder = port.result()
     gpus, gpu_error = smi.result()
     return structs.replace(
         machine_facts(host, python.result()),
@@ -210,10 +212,10 @@ async def gather_facts(asked: FactsRequest) -> LocalFacts:
         resolve_s=resolved_s,
         endpoint=str(asked.endpoint or ""),
         endpoint_port=asked.endpoint.port if asked.endpoint else 0,
-        endpoint_from=way.result(),
+        endpoint_from=address_towards.result(),
         endpoint_is_here=here,
         endpoint_holder=holder,
-        variables=those_that_matter(asked.environ),
+        variables=relevant(asked.environ),
     )
 
 
@@ -251,7 +253,7 @@ def machine_facts(host: str, python: str) -> LocalFacts:
 
 
 async def addresses_of(host: str) -> tuple[tuple[str, ...], str]:
-    """As `resolve`, within its time limit."""
+    """`resolve` with a time limit: a DNS server that does not answer would hold the check for minutes."""
     late: tuple[tuple[str, ...], str] = ((), f"no answer within {RESOLVE_S_MAX:g} s")
     return await bounded(lambda: resolve(host), RESOLVE_S_MAX, late)
 
@@ -283,23 +285,24 @@ async def endpoint_here(endpoint: Endpoint | None) -> tuple[bool | None, str]:
 def try_to_bind(endpoint: Endpoint) -> tuple[bool | None, str]:
     """Test by binding, as a run does. The port is free again afterwards."""
     try:
-        place = claim(endpoint)
+        claimed = claim(endpoint)
     except (OSError, EndpointError, PortInUseError):
         return False, ""
-    place.close()
-    if place.is_host:
+    claimed.close()
+    if claimed.is_host:
         return True, ""
-    if "already bound" in place.reason:
+    if claimed.is_taken:
         return True, who_holds(endpoint.port) or "a process of another user or container"
     return False, ""
 
 
-def those_that_matter(environ: Mapping[str, str]) -> dict[str, str]:
-    return {name: value for name, value in environ.items() if name.startswith(MATTER) or name in MATTER_TOO}
+def relevant(environ: Mapping[str, str]) -> dict[str, str]:
+    """The variables that matter to a training job."""
+    return {name: value for name, value in environ.items() if name.startswith(PREFIXES) or name in NAMES}
 
 
 async def ask_torch(python: str, limit_s: float) -> TorchFacts:
-    """Import torch in a separate process."""
+    """Import torch in a separate process, which also reports what torch can do on this node."""
     began = time.monotonic()
     try:
         done = await run_bounded([python, CHECKUP, "facts"], limit_s)
@@ -308,11 +311,13 @@ async def ask_torch(python: str, limit_s: float) -> TorchFacts:
     seconds = time.monotonic() - began
     if done.code is None:
         return TorchFacts(state=TorchState.SILENT, seconds=seconds)
+
     answer = last_json(done.out)
     if answer is None:
         last = next((line for line in reversed(done.err.splitlines()) if line.strip()), "no word")
         error = f"its process ended with {done.code}: {last.strip()[:ERROR_CHARS_MAX]}"
         return TorchFacts(state=TorchState.BROKEN, error=error, seconds=seconds)
+
     error = str(answer.get("error", ""))
     if error.startswith("ModuleNotFoundError: No module named 'torch'"):
         return TorchFacts(state=TorchState.ABSENT, seconds=seconds)
@@ -325,7 +330,7 @@ async def ask_torch(python: str, limit_s: float) -> TorchFacts:
 
 
 def last_json(text: str) -> dict[str, Any] | None:
-    """The last line that is a JSON object. Other lines may come from a sitecustomize."""
+    """The last line that is a JSON object; None: there is none. Other lines may come from a sitecustomize."""
     for line in reversed(text.splitlines()):
         try:
             answer = json.loads(line)
@@ -346,6 +351,7 @@ async def ask_smi() -> tuple[tuple[Gpu, ...], str]:
         return (), f"no answer within {SMI_S_MAX:g} s"
     if done.code != 0:
         text = (done.out.strip() or done.err.strip() or f"exit code {done.code}").splitlines()[0]
+        # A driver without GPUs is normal on login nodes, but nvidia-smi ends with an error there.
         return (), "" if "No devices were found" in text else text[:ERROR_CHARS_MAX]
     try:
         users = await run_bounded(["nvidia-smi", f"--query-compute-apps={USER_FIELDS}", *CSV], SMI_S_MAX)
@@ -385,16 +391,19 @@ def number(text: str) -> int | None:
 
 
 class ProcessResult(NamedTuple):
-    """Result of a process."""
+    """The exit code and output of a process."""
 
     code: int | None
-    """None: it did not end in time and was killed."""
+    """The exit code; None: the process did not end within its time limit and was killed."""
     out: str
     err: str
 
 
 async def bounded(function: Callable[[], Result], limit_s: float, otherwise: Result) -> Result:
-    """The function's result, or `otherwise` after the limit (a dead file system). The call is not cancelled."""
+    """The function's result, or `otherwise` after the limit.
+
+    A call that waits for a dead file system cannot be cancelled: its thread is left behind.
+    """
     try:
         async with asyncio.timeout(limit_s):
             return await run_detached(function)

@@ -62,8 +62,11 @@ from holdfast.runtime.connection import Connection, dial_endpoint, fresh_nonce
 from holdfast.text import is_loopback
 
 RETRY_S = 0.25
+"""Pause between two attempts to reach the endpoint."""
 SAY_S = 5.0
+"""Interval of the lines that say that nobody answers, and of the look at the endpoint list's other entries."""
 MEETING = "meeting"
+"""Name of the check in findings about how the nodes come together."""
 
 Kind = TypeVar("Kind", bound=Struct)
 Value = TypeVar("Value")
@@ -77,20 +80,27 @@ class JointOptions(NamedTuple):
     """The other entries of the endpoint list."""
     run_id: str
     nodes: tuple[int, int]
+    """Minimum and maximum number of nodes."""
     token: bytes | None
     is_host: bool | None
+    """Whether this node is at the endpoint; None: found out by binding."""
     local_addr: str | None
     timeout_s: float
+    """Limit for the nodes to join, and for each exchange between them."""
     reduce: bool
+    """Whether an all-reduce is wanted."""
     python: str
+    """Path of the workers' interpreter."""
 
 
 class JointResult(NamedTuple):
+    """What this node learned from the check."""
+
     check: JointCheck | None
     me: int = 0
-    """This node's index."""
+    """Index of this node."""
     trouble: DoctorFinding | None = None
-    """Why there is no check, or why it did not finish."""
+    """The reason why there is no check, or why it did not finish; None: it is complete."""
 
 
 Examine = Callable[[LocalFacts], Sequence[DoctorFinding]]
@@ -127,20 +137,22 @@ async def check_together(
 async def _meet(
     asked: JointOptions, job: JobSpec, session: NewSession, tasks: asyncio.TaskGroup, say: Callable[[str], None]
 ) -> tuple[Connection[FromServer], Claim | None] | DoctorFinding:
-    """A connection to the server. The server starts here if the endpoint is this machine's."""
+    """Connect to the server, which starts here if the endpoint is this machine's. Returns the connection and, on that
+    machine, the claim; or the finding that ends the check."""
     loop = asyncio.get_running_loop()
-    began = said_s = look_s = loop.time()
+    began = said_s = next_look_s = loop.time()
     while True:
         try:
-            place = await run_detached(lambda: claim(asked.endpoint, is_host=asked.is_host))
-            if place.is_host:
+            claimed = await run_detached(lambda: claim(asked.endpoint, is_host=asked.is_host))
+            if claimed.is_host:
                 server = CheckServer(job, asked.token, asked.timeout_s, reduce=asked.reduce, say=say)
-                await server.open(place, tasks)
-            return await dial_endpoint(place.endpoint, session), place if place.is_host else None
+                await server.open(claimed, tasks)
+            return await dial_endpoint(claimed.endpoint, session), claimed if claimed.is_host else None
         except (UnresolvedHostError, CoordinatorUnreachableError) as error:
             now = loop.time()
-            if now >= look_s:
-                look_s = now + SAY_S
+            # The job may have moved to another entry of the list after its first host was lost.
+            if now >= next_look_s:
+                next_look_s = now + SAY_S
                 if (elsewhere := await _job_elsewhere(asked, session)) is not None:
                     return elsewhere
             if now - began > asked.timeout_s:
@@ -150,12 +162,13 @@ async def _meet(
                 say(f"no answer at {asked.endpoint} yet: {error}")
             await asyncio.sleep(RETRY_S)
         except (RefusedError, AuthenticationError, PortInUseError, ProtocolError) as error:
-            return _turned_away(asked.endpoint, error)
+            return _refused(asked.endpoint, error)
         except OSError as error:
             return fatal("HF553", MEETING, f"cannot bind {asked.endpoint}: {error.strerror}", "use another port")
 
 
 def _nobody(asked: JointOptions, error: HoldfastError) -> DoctorFinding:
+    """The finding that nobody answers at the endpoint. Silence points to a firewall, a refusal to a late node."""
     text = str(error).removeprefix(f"no coordinator at {asked.endpoint}: ")
     why = f"no answer at {asked.endpoint} within {asked.timeout_s:g} s: {text}"
     instead = "; a job begins only there: if that node is gone, name another one first, on all nodes"
@@ -167,31 +180,33 @@ def _nobody(asked: JointOptions, error: HoldfastError) -> DoctorFinding:
 
 async def _job_elsewhere(asked: JointOptions, session: NewSession) -> DoctorFinding | None:
     """The job may run although nobody answers at the first entry of the list: another one leads to it, or a witness."""
-    places = list(asked.others)
-    for place in places:
+    entries = list(asked.others)
+    for entry in entries:  # which grows: a witness names the address at which the job is
         try:
-            connection = await dial_endpoint(place, session)
+            connection = await dial_endpoint(entry, session)
         except RefusedError as error:
             if _is_a_job(error):
-                return _turned_away(place, error)
+                return _refused(entry, error)
         except HoldfastError:
             continue
         else:
             accepted = connection.accepted
             connection.close()
             if accepted.witness and accepted.port:
-                places.append(Endpoint(host=accepted.address, port=accepted.port))
+                entries.append(Endpoint(host=accepted.address, port=accepted.port))
     return None
 
 
 def _is_a_job(error: HoldfastError) -> bool:
+    """Whether a job's listener refused this check. Its text names both backends; another doctor's names `doctor` twice
+    or not at all. The text is all that the refusal carries."""
     return str(error).count(f"backend {BACKEND!r}") == 1
 
 
-def _turned_away(endpoint: Endpoint, error: HoldfastError) -> DoctorFinding:
+def _refused(endpoint: Endpoint, error: HoldfastError) -> DoctorFinding:
     text = str(error)
     fix = "wait for it to end, or use another port on all nodes"
-    if isinstance(error, PortInUseError):  # names the process, where that is on this machine
+    if isinstance(error, PortInUseError):  # the error names the process if it is on this machine
         return retry("HF553", MEETING, f"another program listens at {endpoint}: {text}", fix)
     if _is_a_job(error):
         holder = who_holds(endpoint.port)
@@ -200,19 +215,19 @@ def _turned_away(endpoint: Endpoint, error: HoldfastError) -> DoctorFinding:
     return fatal("HF552", MEETING, text, "run the same line, with the same token, on all nodes")
 
 
-async def look_at_entry(entry: Endpoint, session: NewSession) -> ListEntry:
-    """Whose it is: this node's, a witness's or nobody's."""
+async def check_entry(entry: Endpoint, session: NewSession) -> ListEntry:
+    """Find out who answers at an entry of the endpoint list: this node, a witness or nobody."""
     try:
-        place = await run_detached(lambda: claim(entry))
-        place.close()
-        if place.is_host:
-            return ListEntry(place=str(entry), own=True)
+        claimed = await run_detached(lambda: claim(entry))
+        claimed.close()
+        if claimed.is_host:
+            return ListEntry(address=str(entry), own=True)
         connection = await dial_endpoint(entry, session)
     except (HoldfastError, OSError) as error:
-        return ListEntry(place=str(entry), error=str(error).removeprefix(f"no coordinator at {entry}: "))
+        return ListEntry(address=str(entry), error=str(error).removeprefix(f"no coordinator at {entry}: "))
     witness = connection.accepted.witness
     connection.close()
-    return ListEntry(place=str(entry), error="" if witness else "another doctor answers there")
+    return ListEntry(address=str(entry), error="" if witness else "another doctor answers there")
 
 
 class CheckClient:
@@ -224,35 +239,40 @@ class CheckClient:
         host: str,
         session: NewSession,
         connection: Connection[FromServer],
-        place: Claim | None,
+        claimed: Claim | None,
     ) -> None:
-        """`session`: for a connection to an entry of the endpoint list."""
-        self._asked, self._host, self._session, self._place = asked, host, session, place
+        """`session` makes the sessions for connections to the endpoint list's entries; `claimed` is the endpoint's
+        address if the server is in this process."""
+        self._asked, self._host, self._session, self._claimed = asked, host, session, claimed
         self._connection = connection
         self._channel = Channel(connection)
         self._probes = ProbeServer()
         self._reducer: Reducer | None = None
         self.check: JointCheck | None = None
+        """The check, as far as it got; None before all reports came."""
         self.me = 0
+        """Index of this node, once the roster came."""
 
     async def run(self, facts: asyncio.Task[LocalFacts], examine: Examine) -> JointResult:
-        """Raises RefusedError when it joined too late, PeerError or TimeoutError when the server is lost."""
+        """Take part in the check. Raises RefusedError when it joined too late, PeerError or TimeoutError when the
+        server is lost."""
         timeout_s, local_addr = self._asked.timeout_s, self._asked.local_addr or ""
         await self._probes.open(self._listen_at())
-        at_endpoint = self._place is not None
+        at_endpoint = self._claimed is not None
         self._connection.send(Ready(self._host, self._probes.port, local_addr, at_endpoint=at_endpoint))
         roster = await self._next(Roster, timeout_s)
         if not 0 <= roster.me < len(roster.peers):
             raise ProtocolError("no such node")
         self.me = roster.me
+
         self._probes.introduce(roster.me, roster.key)
         links = await probe_all(roster.me, roster.key, roster.peers)
         known = await facts
         problems = tuple(finding for finding in examine(known) if finding.level is not Level.PASS)
-        looks = (look_at_entry(each, self._session) for each in self._asked.others)
-        entries = tuple(await asyncio.gather(*looks))
+        entries = tuple(await asyncio.gather(*(check_entry(each, self._session) for each in self._asked.others)))
         report = NodeReport(summary=self._summary(known), links=links, findings=problems, entries=entries)
         reports = await self._share(report, roster, max(timeout_s, REPORT_S_MIN))
+
         why = why_no_reduce(reports, wanted=roster.reduce)
         came = tuple(peer.name for peer in roster.peers)
         self.check = JointCheck(wanted=self._asked.nodes, came=came, reports=reports, no_reduce=why)
@@ -269,9 +289,11 @@ class CheckClient:
 
     def _listen_at(self) -> tuple[str, ...]:
         """Addresses for the other nodes: those of the server, or the one from which this node reached it."""
-        if self._place is not None:
-            return self._place.addresses
+        if self._claimed is not None:
+            return self._claimed.addresses
         seen = self._connection.local_address
+        # The others come to another address than the one seen here: --local-addr is another, or the endpoint's name
+        # leads to loopback on its own machine.
         if self._asked.local_addr or (ip_address(seen).is_loopback and not is_loopback(self._asked.endpoint.host)):
             return ("0.0.0.0",)
         return (seen,)
@@ -291,6 +313,7 @@ class CheckClient:
         )
 
     async def _reduce(self, roster: Roster) -> tuple[Reduced | None, ...]:
+        """Make an all-reduce with all nodes. Each step is shared even if it failed here: the others wait for it."""
         timeout_s = self._asked.timeout_s
         reduced, port = Reduced(ok=False, silent=True), 0
         try:

@@ -58,13 +58,15 @@ Received = TypeVar("Received")
 
 
 class Ready(Struct, frozen=True, tag=True):
+    """A node's first message: its ProbeServer listens."""
+
     host: str
     port: Port
     """Port of this node's ProbeServer."""
     address: str = ""
-    """--local-addr; empty: the server uses the address of the connection."""
+    """The node's --local-addr; empty: the server uses the address of the connection."""
     at_endpoint: bool = False
-    """The server is in this process."""
+    """Whether the server is in the same process."""
 
 
 NOT_READY = Ready("", 1)
@@ -72,17 +74,21 @@ NOT_READY = Ready("", 1)
 
 
 class StorePort(Struct, frozen=True, tag=True):
+    """The port at which the all-reduce's store is served, on the first node."""
+
     port: PortOrNone = 0
-    """0: there is no store on this node."""
+    """Port of the store on this node; 0: there is none."""
 
 
 class Roster(Struct, frozen=True, tag=True):
+    """All nodes of the check, for one of them."""
+
     me: Rank
     """Index of the node that gets this."""
     key: bytes
     """Secret key of the ProbeServers of this check."""
     reduce: bool
-    """An all-reduce is wanted."""
+    """Whether an all-reduce is wanted."""
     peers: tuple[Peer, ...]
 
 
@@ -122,16 +128,16 @@ class Channel(Generic[Received]):
         self.connection = connection
         self.closed = asyncio.Event()
         self.reason = ""
-        """Why it is closed."""
+        """The reason why the connection is closed; empty while it is open."""
         self._messages: asyncio.Queue[Received | None] = asyncio.Queue()
         connection.start(self._take, self._end)
 
     async def next(self, kind: type[Kind]) -> Kind:
-        """The next message. Raises PeerError when the connection is closed, RefusedError when the check continues
-        without this node, ProtocolError for another kind of message."""
+        """Wait for the next message. Raises PeerError when the connection is closed, RefusedError when the check
+        continues without this node, ProtocolError for another kind of message."""
         message = await self._messages.get()
         if message is None:
-            self._messages.put_nowait(None)
+            self._messages.put_nowait(None)  # every later call finds the end, too
             raise PeerError(self.reason)
         if isinstance(message, Full):
             raise RefusedError(message.text)
@@ -183,19 +189,26 @@ class CheckServer:
         self._job, self._token, self._timeout_s = job, token, timeout_s
         self._reduce, self._say = reduce, say
         self._connected: list[CheckedNode] = []
+        """All connections that were ever accepted."""
         self._nodes: list[CheckedNode] = []
+        """The nodes that are ready, in the order in which they joined; by index once the check is sealed."""
         self._sealed = False
+        """Whether the roster was sent: nobody joins, and indices stay."""
         self._full = asyncio.Event()
+        """Set when as many nodes as the job can have are ready."""
 
-    async def open(self, place: Claim, tasks: asyncio.TaskGroup) -> None:
+    async def open(self, claimed: Claim, tasks: asyncio.TaskGroup) -> None:
+        """Listen at the claimed address, and run the check in a task of the group."""
+
         def connected(connection: Connection[FromNode], _: Hello) -> None:
             self._connected.append(CheckedNode(connection, self))
 
-        listener = Listener(place.sockets, self._job, self._token, connected, self._say, decode=decode_from_node)
+        listener = Listener(claimed.sockets, self._job, self._token, connected, self._say, decode=decode_from_node)
         await listener.start()
         tasks.create_task(self._run(listener))
 
     def came(self, node: CheckedNode) -> None:
+        """Take a node into the check, unless the check is complete."""
         if self._sealed or self._full.is_set():
             names = ", ".join(each.ready.host for each in self._nodes)
             node.connection.send(Full(f"the check has begun without this node; it has {names}"))
@@ -207,6 +220,7 @@ class CheckServer:
             self._full.set()
 
     def left(self, node: CheckedNode) -> None:
+        """Forget a node whose connection ended before the check began."""
         if node.ready is NOT_READY:
             self._say(f"dropped a connection from {node.connection.peer_address}: {node.reason}")
         elif node in self._nodes and not self._sealed:  # it may join again
@@ -241,7 +255,10 @@ class CheckServer:
         except TimeoutError:
             self._say(f"{len(self._nodes)} of {self._job.max_nodes} nodes joined; continuing with them")
         self._sealed = True
-        self._nodes.sort(key=lambda node: not node.ready.at_endpoint)  # stable: then in the order they came
+
+        # The node in this process becomes the first one: its address is the one that all others can reach, so it has
+        # the all-reduce's store. The sort is stable, so the others stay in the order in which they joined.
+        self._nodes.sort(key=lambda node: not node.ready.at_endpoint)
         key, names = os.urandom(KEY_BYTES), self._names()
         for me, node in enumerate(self._nodes):
             peers = tuple(
@@ -259,6 +276,7 @@ class CheckServer:
         )
 
     def _trimmed(self, report: NodeReport) -> NodeReport:
+        """This node's share of the frame that carries all reports: its worst links and its first findings."""
         number = len(self._nodes)
         links = sorted(report.links, key=badness)[: max(1, LINKS_SHARED_MAX // number)]
         findings = report.findings[: min(FINDINGS_OF_ONE_MAX, max(1, FINDINGS_SHARED_MAX // number))]
@@ -284,7 +302,10 @@ class CheckServer:
 
 
 def address(of: CheckedNode, seen_by: CheckedNode) -> str:
-    """The address for `seen_by`. A node that connects over loopback is on this machine and has the server's address."""
+    """The address at which `seen_by` reaches the node `of`.
+
+    A node that connects over loopback is on the server's machine, and has the address at which `seen_by` reached it.
+    """
     if of.ready.address:
         return of.ready.address
     seen = of.connection.peer_address
@@ -293,7 +314,7 @@ def address(of: CheckedNode, seen_by: CheckedNode) -> str:
 
 
 def why_no_reduce(reports: Sequence[NodeReport | None], *, wanted: bool) -> str:
-    """Why no all-reduce is made; empty: it is made. One that cannot succeed would only repeat known problems."""
+    """The reason why no all-reduce is made; empty: it is made. One that must fail would only repeat known problems."""
     received = [report for report in reports if report is not None]
     without = [report.summary.host for report in received if not report.summary.has_torch]
     if not wanted:

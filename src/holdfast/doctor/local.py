@@ -25,14 +25,16 @@ from holdfast.linux import VIRTUAL
 from holdfast.text import is_loopback, listed
 
 SHM_BYTES_MIN = 1 * GIB
+"""Size of /dev/shm below which loaders and NCCL run out of it; containers have 64 MiB by default."""
 SHM_FREE_BYTES_MIN = 256 * MIB
 NOFILE_MIN = 4096
 NPROC_MIN = 2048
 PIDS_LEFT_PER_WORKER = 256
-"""Processes and threads of one worker with its data loaders."""
+"""Number of processes and threads of one worker with its data loaders."""
 MEMLOCK_BYTES_MIN = 1 * GIB
+"""Locked memory that InfiniBand registers for its buffers."""
 MEMORY_PER_WORKER_BYTES_MIN = 1 * GIB
-"""Memory of torch with a small model."""
+"""Memory that torch uses with a small model."""
 FOLDER_FREE_BYTES_MIN = 1 * GIB
 
 
@@ -62,6 +64,7 @@ def open_files(facts: LocalFacts) -> Iterator[DoctorFinding]:
 
 
 def processes(facts: LocalFacts) -> Iterator[DoctorFinding]:
+    """Threads count, too: the cgroup's limit is the container's, RLIMIT_NPROC that of the user on the whole machine."""
     what = "processes"
     limit = facts.limits.get("nproc")
     if facts.pids_limit is not None:
@@ -93,7 +96,7 @@ def core_dumps(facts: LocalFacts) -> Iterator[DoctorFinding]:
     if "core" not in facts.limits:
         return
     limit = facts.limits["core"]
-    if limit == 0 or facts.core_pattern.startswith("|"):
+    if limit == 0 or facts.core_pattern.startswith("|"):  # a program gets the core and decides about its size
         yield passed("HF514", "core dumps", "off" if limit == 0 else f"go to {facts.core_pattern[1:].split()[0]}")
     else:
         why = f"a worker that crashes writes its whole memory to {facts.core_pattern or 'core'}"
@@ -175,9 +178,9 @@ IMPORT_SLOW_S = 20.0
 BUSY_SHARE = 0.6
 """A process that computes for this share of its time does not wait for a disk."""
 BUSY_LOAD = 1.5
-"""At this load per CPU processes wait for a CPU."""
+"""Load per CPU from which processes wait for a CPU."""
 GPU_BUSY_MIB = 1024
-"""Drivers and desktops use less than this."""
+"""Memory above which a GPU counts as used: drivers and desktops use less."""
 
 SLOW = {
     "CUDA_LAUNCH_BLOCKING": "the CPU waits for every kernel",
@@ -190,6 +193,7 @@ SLOW = {
 }
 """Variables that cost speed when they are on, and why."""
 HARMLESS = {"TORCH_DISTRIBUTED_DEBUG": ("", "OFF", "INFO")}
+"""Values that cost nothing, for variables that know more than on and off."""
 OFF = ("", "0", "false", "FALSE", "False", "OFF", "no")
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 """Variables that a launcher sets for its workers. In a shell they are left over."""
@@ -221,6 +225,7 @@ def torch(facts: LocalFacts) -> Iterator[DoctorFinding]:
             yield warn("HF501", what, *slow_import(found, why))
         case TorchState.OK:
             yield passed("HF501", what, f"{found.version} {f'with CUDA {found.cuda}' if found.cuda else 'for CPUs'}")
+
     if found.state is TorchState.OK:
         part = "torch.distributed"
         if found.distributed and found.gloo:
@@ -319,7 +324,7 @@ def variables(facts: LocalFacts) -> Iterator[DoctorFinding]:
 
 
 def variable_problems(given: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """For each problem the reason and advice."""
+    """The reason and the advice for each problem."""
     for name, why in SLOW.items():
         if name in given and given[name] not in HARMLESS.get(name, OFF):
             yield f"{name}={given[name]}: {why}", f"unset {name} when you have finished debugging"
@@ -341,7 +346,7 @@ CHOOSERS = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def own_name(facts: LocalFacts) -> Iterator[DoctorFinding]:
-    """gloo uses the address of the host name, and loopback if that is not an address of this machine."""
+    """Check the own host name: gloo announces its address, or loopback if that is not an address of this machine."""
     what, host = "own name", facts.host
     alone = stays_here(facts)
     choose = f"set GLOO_SOCKET_IFNAME={proposed(facts) or 'INTERFACE'}, or add `ADDRESS {host}` to /etc/hosts"
@@ -365,17 +370,19 @@ def own_name(facts: LocalFacts) -> Iterator[DoctorFinding]:
 
 def interfaces(facts: LocalFacts) -> Iterator[DoctorFinding]:
     what = "interfaces"
-    able = candidates(facts)
-    if not able and stays_here(facts):
+    usable = candidates(facts)
+    if not usable and stays_here(facts):
         yield passed("HF534", what, "loopback only: good for one node")
         return
-    if not able:
+    if not usable:
         fix = "start the network; in a container use --network host"
         yield fatal("HF534", what, "none is up but loopback", fix)
         return
-    shown = listed([f"{each.name} {each.addresses[0]}" for each in able])
+    shown = listed([f"{each.name} {each.addresses[0]}" for each in usable])
     yield passed("HF534", what, shown)
-    misleading = [each.name for each in able if each.name.startswith(VIRTUAL)]
+
+    # NCCL and gloo choose by order and name, so the bridge of a container runtime may be taken for the network.
+    misleading = [each.name for each in usable if each.name.startswith(VIRTUAL)]
     if not stays_here(facts) and misleading and not any(name in facts.variables for name in CHOOSERS):
         best = proposed(facts)
         why = f"{listed(misleading)} beside {best}: NCCL or gloo may take the wrong one"
@@ -383,7 +390,7 @@ def interfaces(facts: LocalFacts) -> Iterator[DoctorFinding]:
 
 
 def endpoint_link(facts: LocalFacts) -> Iterator[DoctorFinding]:
-    """Compares the link towards the endpoint with the node's other ones."""
+    """Compare the link towards the endpoint with the node's other ones."""
     known = [each for each in candidates(facts) if each.speed_mbit_s > 0]
     for own in [each for each in known if facts.endpoint_from in each.addresses]:
         best = max(
@@ -398,7 +405,7 @@ def endpoint_link(facts: LocalFacts) -> Iterator[DoctorFinding]:
 
 
 def chosen_interfaces(facts: LocalFacts) -> Iterator[DoctorFinding]:
-    """Checks the interfaces that variables such as NCCL_SOCKET_IFNAME name."""
+    """Check the interfaces that variables such as NCCL_SOCKET_IFNAME name."""
     for variable in CHOOSERS:
         text = facts.variables.get(variable)
         if not text:
@@ -406,16 +413,16 @@ def chosen_interfaces(facts: LocalFacts) -> Iterator[DoctorFinding]:
         best = proposed(facts)
         fix = f"export {variable}={best}" if best else f"unset {variable}"
         taken = chosen(text, facts.interfaces, nccl=variable.startswith("NCCL"))
-        able = [each for each in taken if each.up and each.addresses]
+        usable = [each for each in taken if each.up and each.addresses]
         if not taken:
             here = listed([each.name for each in facts.interfaces]) or "none"
             yield fatal("HF535", variable, f"{text}: no such interface here; existing: {here}", fix)
-        elif not able:
+        elif not usable:
             yield fatal("HF535", variable, f"{text}: {taken[0].name} is down or has no address", fix)
-        elif not stays_here(facts) and all(is_local(each) or each.name.startswith(VIRTUAL) for each in able):
-            yield warn("HF535", variable, f"{text}: {able[0].name} probably does not reach other nodes", fix)
+        elif not stays_here(facts) and all(is_local(each) or each.name.startswith(VIRTUAL) for each in usable):
+            yield warn("HF535", variable, f"{text}: {usable[0].name} probably does not reach other nodes", fix)
         else:
-            yield passed("HF535", variable, f"{text}: {listed([each.name for each in able])}")
+            yield passed("HF535", variable, f"{text}: {listed([each.name for each in usable])}")
 
 
 def ports(facts: LocalFacts) -> Iterator[DoctorFinding]:
@@ -454,8 +461,8 @@ def stays_here(facts: LocalFacts) -> bool:
 
 def proposed(facts: LocalFacts) -> str:
     """The interface to use: that of the default route, else the fastest that is not a bridge; empty: none."""
-    able = candidates(facts)
-    real = [each for each in able if not each.name.startswith(VIRTUAL)] or able
+    usable = candidates(facts)
+    real = [each for each in usable if not each.name.startswith(VIRTUAL)] or usable
     for each in real:
         if each.name == facts.default_interface:
             return each.name

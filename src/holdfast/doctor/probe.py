@@ -38,11 +38,12 @@ CHUNK_BYTES = 256 * 1024
 READ_BYTES = 1024 * 1024
 TRANSFER_BYTES_MAX = 64 * 1024 * 1024
 TRANSFER_S_MAX = 0.5
+"""Duration of one bandwidth measurement."""
 TRANSFERS_S_MAX = 10.0
 """Limit for all transfers of one node together."""
 PINGS = 9
 CONNECT_S_MAX = 5.0
-"""Enough for two lost SYNs."""
+"""Limit for a connection: time enough for two lost SYNs, which are repeated after 1 s and 3 s."""
 PROBE_S_MAX = 10.0
 """Limit of one probe, from the connection to its last answer."""
 CLOSE_S_MAX = 2.0
@@ -53,6 +54,8 @@ CLIENTS_MAX = 1024
 
 
 class Peer(Struct, frozen=True, array_like=True):
+    """A node of the check, as one other node reaches its ProbeServer."""
+
     name: str
     host: str
     address: str
@@ -66,8 +69,10 @@ class ProbeServer:
         self._servers: list[asyncio.Server] = []
         self._clients: dict[asyncio.Task[object] | None, asyncio.StreamWriter] = {}
         self._known = asyncio.Event()
+        """Set when `_me` and `_key` are known."""
         self._me, self._key = 0, b""
         self.port = 0
+        """The port of all addresses; 0 before `open`."""
 
     async def open(self, addresses: Iterable[str]) -> None:
         """Listen on all addresses, at the same port. Raises OSError when an address cannot be bound."""
@@ -128,8 +133,10 @@ class ProbeServer:
 
 
 async def probe_all(me: int, key: bytes, peers: Sequence[Peer]) -> tuple[NodePath, ...]:
-    """Probe all peers: first all at the same time, then the bandwidth of those that answered, one after the other. Each
-    node starts with its next neighbour, so that few transfers coincide."""
+    """Probe all peers at the same time, then measure the bandwidth of those that answered, one after the other.
+
+    Each node starts with its next neighbour, so that few transfers coincide.
+    """
     room = asyncio.Semaphore(AT_ONCE_MAX)
     others = [(me + turn) % len(peers) for turn in range(1, len(peers))]
 
@@ -152,7 +159,8 @@ async def probe_all(me: int, key: bytes, peers: Sequence[Peer]) -> tuple[NodePat
 async def probe(
     peer: Peer, index: int, key: bytes, *, transfer_s: float, clock: Callable[[], float] = time.time
 ) -> NodePath:
-    """Measure the path to one peer. transfer_s: duration of the bandwidth measurement; 0: none. Never raises."""
+    """Measure the path to one peer. `transfer_s` is the duration of the bandwidth measurement; 0: none. Never
+    raises."""
     shown = f"[{peer.address}]:{peer.port}" if ":" in peer.address else f"{peer.address}:{peer.port}"
     path = NodePath(to=index, reached=Reached.UNREACHABLE, address=shown)
     try:
@@ -163,6 +171,7 @@ async def probe(
         return replace(path, reached=Reached.REFUSED, error=why(error))
     except OSError as error:
         return replace(path, error=why(error))
+
     reader, writer = await asyncio.open_connection(sock=sock)
     try:
         async with asyncio.timeout(PROBE_S_MAX):
@@ -196,6 +205,7 @@ async def _examine(
         (there,) = CLOCK.unpack(await reader.readexactly(CLOCK.size))
         trip = time.monotonic() - began
         trips.append((trip, there - (began_here + trip / 2)))
+    # The clocks are compared in the shortest trip, in which the answer was least delayed.
     found = replace(path, latency_s=median(trip for trip, _ in trips), clock_offset_s=min(trips)[1])
     if transfer_s <= 0:
         return found
@@ -203,7 +213,8 @@ async def _examine(
 
 
 async def _transfer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, limit_s: float) -> float:
-    """Bytes per second, by the receiver's clock from the first byte to the last."""
+    """Send as much as fits into the time. Returns bytes per second, by the receiver's clock from the first byte to the
+    last: the sender's ends when the data is in buffers."""
     chunk = bytes(CHUNK_BYTES)
     sent, until = 0, time.monotonic() + limit_s
     writer.write(b"B")
@@ -224,7 +235,7 @@ class Reducer:
 
     @classmethod
     async def start(cls, python: str, rank: int, world: int, limit_s: float) -> Reducer:
-        """Raises OSError."""
+        """Start the process. Raises OSError when it cannot be started."""
         process = await asyncio.create_subprocess_exec(
             *attached([python, CHECKUP, "reduce", str(rank), str(world), str(limit_s)]),
             stdin=asyncio.subprocess.PIPE,
@@ -244,6 +255,7 @@ class Reducer:
         self._process.stdin.write(f"{host} {port}\n".encode())
 
     async def result(self) -> Reduced:
+        """Wait for the result of the all-reduce on this node."""
         answer = await self._answer()
         if answer.get("ok"):
             return Reduced(ok=True, seconds=float(answer.get("seconds", 0.0)))

@@ -41,13 +41,15 @@ class Way(NamedTuple):
     """A network path with both nodes."""
 
     start: int
+    """Index of the node that measured it."""
     link: NodePath
+    """The measured path, with the index of the other node."""
 
 
 def examine_together(check: JointCheck, me: int) -> tuple[DoctorFinding, ...]:
     """All findings of a check, except those of node `me` about itself, which are shown anyway."""
-    parts = (who_came, silent_nodes, witnesses, pairs, names, latency, bandwidth, clocks, versions, all_reduce)
-    found = [finding for part in parts for finding in part(check)]
+    checks = (who_came, silent_nodes, witnesses, pairs, names, latency, bandwidth, clocks, versions, all_reduce)
+    found = [finding for each in checks for finding in each(check)]
     return (*found, *local_ones(check, me))
 
 
@@ -81,26 +83,25 @@ def silent_nodes(check: JointCheck) -> Iterator[DoctorFinding]:
 
 
 def witnesses(check: JointCheck) -> Iterator[DoctorFinding]:
-    """Each entry of the endpoint list is a node of this check, or a witness that all nodes reach."""
+    """Check that each entry of the endpoint list is a node of this check, or a witness that all nodes reach."""
     what = "witness"
     reports = [(name, report) for name, report in zip(check.came, check.reports, strict=True) if report is not None]
     for same in zip(*(report.entries for _, report in reports), strict=False):
         if any(entry.own for entry in same):
             continue
-        place = same[0].place
+        address = same[0].address
         missing = {name: entry.error for (name, _), entry in zip(reports, same, strict=True) if entry.error}
         if not missing:
-            yield passed("HF555", what, f"one answers at {place}")
+            yield passed("HF555", what, f"one answers at {address}")
             continue
-        fix = f"start it there (holdfast witness --bind {place}), with the job's token, or let the port through"
-        why = (
-            f"none at {place} for {listed(list(missing), 4)}, and no node of this check: {next(iter(missing.values()))}"
-        )
+        fix = f"start it there (holdfast witness --bind {address}), with the job's token, or let the port through"
+        names_missing, error = listed(list(missing), 4), next(iter(missing.values()))
+        why = f"none at {address} for {names_missing}, and no node of this check: {error}"
         yield warn("HF555", what, why, fix)
 
 
 def pairs(check: JointCheck) -> Iterator[DoctorFinding]:
-    """Each pair with a failed direction, with the results of both directions."""
+    """Show each pair with a failed direction, with the results of both directions: they tell where the fault is."""
     what = "pairs"
     by_ends = {(way.start, way.link.to): way.link for way in ways(check)}
     bad = sorted({tuple(sorted(ends)) for ends, link in by_ends.items() if link.reached is not Reached.YES})
@@ -136,6 +137,7 @@ def direction(ends: tuple[str, str], link: NodePath | None) -> str:
 
 
 def advice(ends: tuple[str, str], there: NodePath | None, back: NodePath | None) -> str:
+    """The probable cause of a pair that does not work. One failed direction blames the node that is not reached."""
     failed = [(end, link) for end, link in zip(ends[::-1], (there, back), strict=True) if is_bad(link)]
     if any(link is not None and link.reached is Reached.STRANGER for _, link in failed):
         where = failed[0][0]
@@ -155,7 +157,7 @@ def most_often(check: JointCheck, bad: list[tuple[int, int]]) -> str:
 
 
 def names(check: JointCheck) -> Iterator[DoctorFinding]:
-    """Compares how the nodes resolve each host's name."""
+    """Compare how the nodes resolve each host's name."""
     what, odd = "names", False
     for index, host in enumerate(check.came):
         coming = [way for way in ways(check) if way.link.to == index and not on_loopback(way.link)]
@@ -213,7 +215,7 @@ def bandwidth(check: JointCheck) -> Iterator[DoctorFinding]:
 
 
 def clocks(check: JointCheck) -> Iterator[DoctorFinding]:
-    """Compares each clock with the first node that measured it."""
+    """Compare each clock with the first node that measured it."""
     what = "clocks"
     offsets: dict[int, tuple[int, float]] = {}
     for way in ways(check):
@@ -254,6 +256,7 @@ def versions(check: JointCheck) -> Iterator[DoctorFinding]:
             equal += [f"{part} {version}" for version in by_version if version != "none"]
             continue
         shown = "; ".join(f"{part} {version} on {listed(hosts)}" for version, hosts in by_version.items())
+        # torch, CUDA and NCCL of another release do not work together; another patch or build usually does.
         serious = code == "HF567" and len({release(version) for version in by_version}) > 1
         yield (fatal if serious else warn)(code, "versions", shown, fix)
     if equal:
@@ -261,7 +264,7 @@ def versions(check: JointCheck) -> Iterator[DoctorFinding]:
 
 
 def release(version: str) -> tuple[str, ...]:
-    """`2.13.0+cu126` and `2.13.1` are of one release."""
+    """The first two numbers of a version: `2.13.0+cu126` and `2.13.1` are of one release."""
     return tuple(version.partition("+")[0].split(".")[:2])
 
 
@@ -285,7 +288,7 @@ def all_reduce(check: JointCheck) -> Iterator[DoctorFinding]:
 
 
 def explain(reduced: Reduced | None) -> str:
-    """Why it failed on one node."""
+    """The reason why the all-reduce failed on one node."""
     if reduced is None:
         return "sent no result"
     return "did not end in time" if reduced.silent else SOURCE_PLACE.sub("", reduced.error)

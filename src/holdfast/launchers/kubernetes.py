@@ -21,14 +21,14 @@ from holdfast.protocol.errors import EXIT_NO_PROGRESS, EXIT_REQUEUE, EXIT_USAGE,
 
 INDENT = 2
 LINE_CHARACTERS_MAX = 2**30
-"""Never wrapped: a command stays on one line."""
+"""Line width for ruamel.yaml, so large that no command is wrapped."""
 PLAIN = re.compile(r"(--)?[A-Za-z_/][A-Za-z0-9_./@=+,-]*(:[A-Za-z0-9_./@=+,-]+)*")
 """Words that no YAML reader interprets as a number, a date or syntax."""
 WORDS_WITH_A_MEANING = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "null"})
 
 
 @dataclass(frozen=True)
-class Noted:
+class Commented:
     """A value with a comment above it."""
 
     value: object
@@ -45,10 +45,12 @@ REPLICATED_JOB = "node"
 RUNS_PATH = "/var/holdfast/runs"
 SHM_PATH = "/dev/shm"
 GRACE_SLACK_S = 15
-"""Time after draining, stopping and writing snapshots, for the end of the logs and of the container."""
+"""Time for the end of the logs and of the container, after draining, stopping and writing snapshots."""
 STARTUP_S_MAX = 120
+"""Limit for the agent's first answer to /livez. Then the kubelet kills the container."""
 LIVENESS_S = 20
 LIVENESS_FAILURES_MAX = 6
+"""Missed answers, LIVENESS_S apart, after which the kubelet kills the container: 2 min, for a node under heavy load."""
 OWN_VARIABLES = ("POD_IP", "JOB_COMPLETION_INDEX")
 POD_ADDRESS, POD_INDEX = (f"$({name})" for name in OWN_VARIABLES)
 """Kubernetes replaces them in the arguments."""
@@ -56,13 +58,15 @@ POD_ADDRESS, POD_INDEX = (f"$({name})" for name in OWN_VARIABLES)
 
 @dataclass(frozen=True, kw_only=True)
 class KubernetesJob:
-    """A job as requested. Names are Kubernetes' own; values have been checked."""
+    """A job as requested. Names are Kubernetes' own; values have been checked. Empty texts: not requested."""
 
     name: str
     image: str
     least: int
+    """Smallest number of nodes with which the job runs."""
     most: int
-    words: tuple[str, ...]
+    """Number of pods."""
+    run_options: tuple[str, ...]
     """Further options of `holdfast run`. They come last, so they take precedence."""
     args: tuple[str, ...]
     """The script and its own arguments."""
@@ -90,7 +94,7 @@ class KubernetesJob:
     drain_s: float
     stop_grace_s: float
     save_s: float
-    """How long an agent waits for snapshots that are being written; those in memory go with the pod."""
+    """Time that an agent gets for snapshots that are being written: those in memory go with the pod."""
     health_port: int
     metrics_port: int | None
 
@@ -125,12 +129,12 @@ class KubernetesJob:
 
 
 def last_pod(most: int, *, jobset: bool) -> str:
-    """The longest suffix that a pod's host name adds to the job's name."""
+    """The suffix of the last pod's host name, which is the longest one."""
     return f"-{REPLICATED_JOB}-0-{most - 1}" if jobset else f"-{most - 1}"
 
 
 def manifests(job: KubernetesJob) -> list[object]:
-    """The manifests in the order of their creation."""
+    """The manifests in the order of their creation: the pods' names exist before the pods."""
     if job.jobset:
         return [jobset(job)]
     return [*([] if job.alone else [service(job)]), indexed_job(job)]
@@ -162,8 +166,8 @@ def service(job: KubernetesJob) -> Manifest:
         "kind": "Service",
         "metadata": metadata(job, job.name),
         "spec": {
-            "clusterIP": Noted("None", "No cluster address: the Service gives every pod a name in DNS."),
-            "publishNotReadyAddresses": Noted(True, "The nodes meet before they are ready."),
+            "clusterIP": Commented("None", "No cluster address: the Service gives every pod a name in DNS."),
+            "publishNotReadyAddresses": Commented(True, "The nodes meet before they are ready."),
             "selector": job.own_labels,
             "ports": [{"name": "rendezvous", "port": RENDEZVOUS_PORT}],
         },
@@ -181,9 +185,9 @@ def jobset(job: KubernetesJob) -> Manifest:
         "network": {
             "enableDNSHostnames": True,
             "subdomain": job.name,
-            "publishNotReadyAddresses": Noted(True, "The nodes meet before they are ready."),
+            "publishNotReadyAddresses": Commented(True, "The nodes meet before they are ready."),
         },
-        "failurePolicy": Noted(
+        "failurePolicy": Commented(
             {"maxRestarts": 0}, "The Job below counts failures; a restart of all pods would stop the healthy ones."
         ),
         "replicatedJobs": [{"name": REPLICATED_JOB, "replicas": 1, "template": template}],
@@ -204,18 +208,18 @@ def job_spec(job: KubernetesJob) -> Manifest:
         "completionMode": "Indexed",
         "completions": job.most,
         "parallelism": job.most,
-        "backoffLimitPerIndex": Noted(job.retries, "How often a pod may fail: --retries."),
-        "maxFailedIndexes": Noted(
+        "backoffLimitPerIndex": Commented(job.retries, "How often a pod may fail: --retries."),
+        "maxFailedIndexes": Commented(
             job.most - job.least,
             "The job can continue without this many nodes."
             if elastic
             else "Every node is needed: the job ends if one fails finally.",
         ),
-        "podReplacementPolicy": Noted("Failed", "Never two pods of one index at a time."),
+        "podReplacementPolicy": Commented("Failed", "Never two pods of one index at a time."),
         "podFailurePolicy": {"rules": failure_rules()},
     }
     if elastic:
-        spec["successPolicy"] = Noted(
+        spec["successPolicy"] = Commented(
             {"rules": [{"succeededIndexes": "0"}]},
             "Pod 0 knows when the job is done; pods that were never scheduled are not waited for.",
         )
@@ -228,18 +232,18 @@ def job_spec(job: KubernetesJob) -> Manifest:
 def failure_rules() -> list[object]:
     """The ends of a pod that count as failures. The first matching rule decides; without one the end counts."""
     return [
-        Noted(
+        Commented(
             {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
             "Preemption, eviction, a drained or lost node: the pod is replaced and joins again.",
         ),
-        Noted(
+        Commented(
             {
                 "action": "Ignore",
                 "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [EXIT_REQUEUE]},
             },
             f"{EXIT_REQUEUE}: it was asked to leave, and has saved and left.",
         ),
-        Noted(
+        Commented(
             {
                 "action": "FailJob",
                 "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [EXIT_USAGE, EXIT_NO_PROGRESS]},
@@ -251,10 +255,12 @@ def failure_rules() -> list[object]:
 
 
 def pod_spec(job: KubernetesJob) -> Manifest:
-    spec: Manifest = {"restartPolicy": Noted("Never", "A pod that ended is replaced by a new one, by the rules above.")}
+    spec: Manifest = {
+        "restartPolicy": Commented("Never", "A pod that ended is replaced by a new one, by the rules above.")
+    }
     if not job.alone and not job.jobset:
-        spec["subdomain"] = Noted(job.name, "With the Service: pods are called NAME-INDEX.NAME.")
-    spec["terminationGracePeriodSeconds"] = Noted(
+        spec["subdomain"] = Commented(job.name, "With the Service: pods are called NAME-INDEX.NAME.")
+    spec["terminationGracePeriodSeconds"] = Commented(
         job.grace_s,
         f"--drain-timeout {seconds(job.drain_s)}, --shutdown-timeout {seconds(job.stop_grace_s)}, "
         f"{seconds(job.save_s)} to write snapshots, and {GRACE_SLACK_S} for the end.",
@@ -311,14 +317,14 @@ def container(job: KubernetesJob) -> Manifest:
 def arguments(job: KubernetesJob) -> list[object]:
     """The arguments of `holdfast run`. The user's come last and take precedence."""
     if job.alone:
-        meeting: list[object] = ["--standalone"]
+        rendezvous: list[object] = ["--standalone"]
     else:
         nodes = str(job.most) if job.least == job.most else f"{job.least}:{job.most}"
-        meeting = [
+        rendezvous = [
             f"--nnodes={nodes}",
             f"--node-rank={POD_INDEX}",
             "--rdzv-backend=c10d",
-            Noted(f"--rdzv-endpoint={job.endpoint}", "Pod 0, by a name that it keeps when it is replaced."),
+            Commented(f"--rdzv-endpoint={job.endpoint}", "Pod 0, by a name that it keeps when it is replaced."),
         ]
     served = [f"--health=[{POD_ADDRESS}]:{job.health_port}"]
     if job.metrics_port is not None:
@@ -330,11 +336,11 @@ def arguments(job: KubernetesJob) -> list[object]:
         f"--shutdown-timeout={seconds(job.stop_grace_s)}",
         *served,
     ]
-    return [*meeting, *fixed, *map(verbatim, job.words), "--", *map(verbatim, job.args)]
+    return [*rendezvous, *fixed, *map(verbatim, job.run_options), "--", *map(verbatim, job.args)]
 
 
 def seconds(number: float) -> str:
-    """The number without an exponent, which `:g` uses for large ones."""
+    """Write the number without an exponent, which `:g` uses for large ones."""
     return str(int(number)) if number == int(number) else str(number)
 
 
@@ -352,7 +358,7 @@ def environment(job: KubernetesJob) -> list[object]:
     if job.token_secret:
         reference = {"secretKeyRef": {"name": job.token_secret, "key": "token"}}
         made.append(
-            Noted(
+            Commented(
                 {"name": "HOLDFAST_TOKEN", "valueFrom": reference},
                 "Agents prove to each other that they know it. It is on no command line.",
             )
@@ -387,8 +393,8 @@ def probes() -> Manifest:
 
     return {
         "startupProbe": get("/livez", periodSeconds=2, failureThreshold=STARTUP_S_MAX // 2),
-        "readinessProbe": Noted(get("/readyz", periodSeconds=10), "Ready: all workers of this node run."),
-        "livenessProbe": Noted(
+        "readinessProbe": Commented(get("/readyz", periodSeconds=10), "Ready: all workers of this node run."),
+        "livenessProbe": Commented(
             get("/livez", periodSeconds=LIVENESS_S, failureThreshold=LIVENESS_FAILURES_MAX),
             "Alive: the agent runs. It handles hanging workers itself (--hang-timeout).",
         ),
@@ -400,7 +406,7 @@ def volumes(job: KubernetesJob) -> list[object]:
     if job.shm:
         shm["sizeLimit"] = job.shm
     made: list[object] = [
-        Noted(
+        Commented(
             {"name": "shm", "emptyDir": shm},
             "Otherwise /dev/shm has 64 MB, too little for loaders, NCCL and snapshots in memory. It counts as memory.",
         ),
@@ -449,12 +455,12 @@ def documents(values: Sequence[object], head: str = "") -> str:
 
 
 def emittable(value: object, column: int = 0) -> Any:
-    """The value for ruamel.yaml, with comments. Raises TypeError."""
+    """Convert the value for ruamel.yaml, with its comments at `column`. Raises TypeError for a type that YAML lacks."""
     from ruamel.yaml.comments import CommentedMap, CommentedSeq
     from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
     match value:
-        case Noted():
+        case Commented():
             return emittable(value.value, column)
         case None | bool() | int():
             return value
@@ -470,11 +476,12 @@ def emittable(value: object, column: int = 0) -> Any:
         case _:
             raise TypeError(f"{type(value).__name__} is not for YAML")
     for key, item in value.items() if isinstance(value, Mapping) else enumerate(value):
-        if isinstance(item, Noted):
+        if isinstance(item, Commented):
             made.yaml_set_comment_before_after_key(key, before="\n".join(comment(item.note)), indent=column)
     return made
 
 
 def comment(note: str) -> Iterator[str]:
+    """The lines of a comment. A character that is not printable would end the comment, or the document."""
     for line in note.splitlines():
         yield "".join(letter if letter.isprintable() else "?" for letter in line)

@@ -28,18 +28,19 @@ SOURCES = ("pvc", "configmap", "secret")
 
 @dataclass(frozen=True)
 class Volume:
-    """One thing that every pod mounts."""
+    """A claim, an object or a folder that every pod mounts."""
 
     kind: str
     """`pvc`, `configmap`, `secret` or `host`."""
     name: str
-    """Of the object; the folder, for `host`."""
+    """Name of the claim or object; for `host`, the folder on the node."""
     path: str
+    """Absolute path of the mount in the container."""
     read_only: bool
 
 
 def job_name(text: str, last_pod: str) -> str:
-    """Check the name of a job and its service, which is part of host names. `last_pod`: the longest suffix of a pod.
+    """Check the name of a job and its service, which is part of host names. `last_pod`: the longest pod's suffix.
 
     >>> job_name("llama-70b", "-15")
     'llama-70b'
@@ -67,14 +68,14 @@ def name_from(script: str) -> str:
 
 
 def label(text: str) -> str:
-    """A namespace's name."""
+    """Check a namespace's name."""
     if not LABEL.fullmatch(text) or len(text) > LABEL_CHARS_MAX:
         raise ValueError("must be lower-case letters, digits and dashes, 63 at most (RFC 1123)")
     return text
 
 
 def subdomain(text: str) -> str:
-    """The name of most other objects."""
+    """Check a name by the rule for most other objects."""
     if not all(LABEL.fullmatch(part) for part in text.split(".")) or len(text) > SUBDOMAIN_CHARS_MAX:
         raise ValueError("must be lower-case letters, digits, dashes and dots (RFC 1123)")
     return text
@@ -87,7 +88,7 @@ def image(text: str) -> str:
 
 
 def cpus(text: str) -> str:
-    """`8`, `0.5` or `500m`."""
+    """Check a number of CPUs: `8`, `0.5` or `500m`."""
     found = AMOUNT.fullmatch(text)
     if not found or found[2] not in (None, "m") or float(found[1]) == 0:
         raise ValueError("must be a number of CPUs, as in 8, 0.5 or 500m")
@@ -97,11 +98,11 @@ def cpus(text: str) -> str:
 
 
 def size(text: str) -> str:
-    """`64Gi`, `500M`."""
+    """Check an amount of memory: `64Gi`, `500M`."""
     found = AMOUNT.fullmatch(text)
     if not found or found[2] == "m":
         raise ValueError("must be a size, as in 64Gi or 500M")
-    if found[2] is None:
+    if found[2] is None:  # valid for Kubernetes, and hardly what anybody wants
         raise ValueError(f"means {text} bytes; write the unit, as in {text}Gi")
     if float(found[1]) == 0:
         raise ValueError("must be above 0")
@@ -118,7 +119,7 @@ def resource(text: str) -> str:
 
 
 def pair(text: str) -> tuple[str, str]:
-    """`KEY=VALUE` of a label: its key may have a domain before a slash.
+    """Read a label, `KEY=VALUE`; its key may have a domain before a slash.
 
     >>> pair("kueue.x-k8s.io/queue-name=team-a")
     ('kueue.x-k8s.io/queue-name', 'team-a')
@@ -138,7 +139,7 @@ def pair(text: str) -> tuple[str, str]:
 
 
 def variable(text: str) -> tuple[str, str]:
-    """`NAME=VALUE` of the environment."""
+    """Read a variable of the environment, `NAME=VALUE`."""
     name, equals, value = text.partition("=")
     if not VARIABLE.fullmatch(name):
         raise ValueError("must be NAME=VALUE, the name of letters, digits and underscores")
@@ -148,7 +149,7 @@ def variable(text: str) -> tuple[str, str]:
 
 
 def source(text: str) -> tuple[str, str]:
-    """`secret/NAME` or `configmap/NAME`: all its keys as variables."""
+    """Read `secret/NAME` or `configmap/NAME`, an object all of whose keys become variables."""
     kind, _, name = text.partition("/")
     if kind not in ("secret", "configmap") or not name:
         raise ValueError("must be secret/NAME or configmap/NAME")
@@ -156,7 +157,7 @@ def source(text: str) -> tuple[str, str]:
 
 
 def volume(text: str) -> Volume:
-    """`SOURCE:/PATH[:ro]`; SOURCE is a claim, pvc/CLAIM, configmap/NAME, secret/NAME, or /a/folder/of/the/node.
+    """Read `SOURCE:/PATH[:ro]`; SOURCE is a claim, pvc/CLAIM, configmap/NAME, secret/NAME, or /a/folder/of/the/node.
 
     >>> volume("data:/mnt/data:ro").kind, volume("/raid:/raid").kind, volume("secret/k:/keys").name
     ('pvc', 'host', 'k')
@@ -187,7 +188,7 @@ def folder(text: str) -> str:
 
 
 def user(text: str) -> tuple[int, int]:
-    """The numbers in `UID[:GID]`; by default the group's is the user's. Without this option containers run as root."""
+    """Read the numbers in `UID[:GID]`; the group's is the user's by default."""
     first, colon, second = text.partition(":")
     numbers = (first, second if colon else first)
     if not all(number.isascii() and number.isdecimal() for number in numbers) or int(first) == 0:

@@ -16,6 +16,7 @@ import shutil
 import socket
 import subprocess
 import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -32,12 +33,13 @@ _RANGE = re.compile(r"([0-9]+)(?:-([0-9]+))?")
 
 
 STEP_IDS_OF_SLURM = 0xFFFF_FFF0
-"""From this number on: the batch script, the shell of an interactive salloc, the external step."""
+"""First number of Slurm's own steps: the batch script, the shell of an interactive salloc, the external step."""
 PORT_FIRST, PORTS = 20_000, 12_000
-"""Below the ports that Linux uses for outgoing connections (32768), above the usual ports of services."""
+"""The ports of jobs: below those that Linux uses for outgoing connections (32768), above the usual ones of services."""
 STEP_STRIDE, RESTART_STRIDE = 5_003, 7_919
 """Primes, so that steps and restarts of jobs with near ids get different ports."""
 ANSWER_LIMIT_S = 10.0
+"""Limit for an answer of scontrol."""
 
 _TITLE = re.compile(r"slurmstepd: \[(\w+)(?:\+\w+)?\.(\w+)")
 _TASKS = re.compile(r"([0-9]+)(?:\(x([0-9]+)\))?")
@@ -55,7 +57,7 @@ class SlurmStep(NamedTuple):
     tasks: tuple[int, ...]
     """Number of tasks on each node."""
     restarts: int = 0
-    """How often Slurm has restarted this job."""
+    """Number of times that Slurm has restarted this job."""
     array_task: int | None = None
     cpus: int | None = None
     """Allocated CPUs of this node; None: unknown."""
@@ -63,7 +65,7 @@ class SlurmStep(NamedTuple):
 
     @property
     def run_id(self) -> str:
-        """The same in all tasks, and after a requeue: the same run continues."""
+        """The run id: the same in all tasks, and after a requeue, so that the same run continues."""
         name = f"{self.job_id}_{self.step_id}"
         return name if self.array_task is None else f"{name}_{self.array_task}"
 
@@ -92,14 +94,19 @@ class SlurmStep(NamedTuple):
 
 
 def title_of_starter(task_pid: str) -> str:
-    """Title of the slurmstepd that started this task: `slurmstepd: [7.0]`, or `[7.batch]` for a batch script; empty:
-    not visible."""
+    """Title of the slurmstepd that started this task: `slurmstepd: [7.0]`, or `[7.batch]` for a batch script.
+
+    Empty if the process is not visible, as in a container.
+    """
     task = process_stat(task_pid) if task_pid.isdecimal() else None
     return read_text(f"/proc/{task.parent}/cmdline") if task is not None else ""
 
 
 def is_inherited(environ: Mapping[str, str], title: str) -> bool:
-    """Whether these are the variables of the step that submitted this job: sbatch and salloc in a step pass them on."""
+    """Whether these variables belong to the step that submitted this job: sbatch and salloc in a step pass them on.
+
+    `title` is that of the process that started this task, which names the true step.
+    """
     match = _TITLE.match(title)
     if match is None:
         return False
@@ -150,7 +157,7 @@ def number(environ: Mapping[str, str], name: str, default: int | None = None) ->
 
 
 def tasks_per_node(text: str) -> tuple[int, ...]:
-    """The counts in `2(x3),1`.
+    """The number of tasks on each node, from Slurm's short form.
 
     >>> tasks_per_node("2(x3),1")
     (2, 2, 2, 1)
@@ -178,7 +185,7 @@ def address_of(host: str) -> str:
 
 
 class ScontrolOutput(NamedTuple):
-    """The output of scontrol; `failed`: it gave no answer."""
+    """The output of scontrol, or the reason why there is none (`failed`)."""
 
     text: str
     failed: bool = False
@@ -269,7 +276,10 @@ def malformed(text: str, why: str) -> EnvironmentValueError:
 # --- the job, as scontrol shows it ------------------------------------------------------------------------------------
 
 CHECK_S = 30.0
-"""Well below the two minutes for which Slurm delays a requeued job. One question per job, not per node."""
+"""Interval of the questions about the job: well below the two minutes for which Slurm delays a requeued job.
+
+One agent per job asks, not each node's: scontrol's answers come from a single daemon for the whole cluster.
+"""
 
 _GONE = "Invalid job id"
 OVER = (
@@ -277,21 +287,25 @@ OVER = (
     *("CANCELLED", "COMPLETED", "FAILED", "TIMEOUT", "DEADLINE", "OUT_OF_MEMORY"),
     *("NODE_FAIL", "BOOT_FAIL", "PREEMPTED", "REVOKED"),
 )
-"""States in which this start of the job is over. Not COMPLETING: Slurm ends the tasks then, and they may save."""
-
+"""States in which this start of the job is over. COMPLETING is not among them: Slurm ends the tasks, and they may
+save."""
 
 WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT")
-LIVING = ("RUNNING", "COMPLETING", "SUSPENDED", "STAGE_OUT", "RESIZING", "SIGNALING", "STOPPED")
+ACTIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STAGE_OUT", "RESIZING", "SIGNALING", "STOPPED")
 
 _FIELD = re.compile(r"(?:^|\s)(\w+)=(\S*)")
 
 
 class JobState(NamedTuple):
+    """A job, as `scontrol show job` describes it."""
+
     state: str
     reason: str
+    """Slurm's reason for a job that waits; "None" if there is none."""
     nodes: str
+    """The allocated nodes in Slurm's short form; empty while the job waits."""
     log: str
-    """Path of its output; empty: unknown."""
+    """Path of the job's output; empty: unknown."""
     status: int
     """Exit status as a shell shows it."""
 
@@ -301,15 +315,15 @@ class JobState(NamedTuple):
 
     @property
     def over(self) -> bool:
-        return self.state not in (*WAITING, *LIVING)
+        return self.state not in (*WAITING, *ACTIVE)
 
 
 def read_job(answer: ScontrolOutput) -> JobState | None:
-    """The state in an answer of `scontrol show job`. None: the answer describes no job."""
+    """The state in an answer of `scontrol show job`; None: the answer describes no job."""
     fields = dict(_FIELD.findall(answer.text))
     if answer.failed or "JobState" not in fields:
         return None
-    # A path may have spaces; another field follows it.
+    # A path may have spaces: it ends where another field begins.
     log = re.search(r"\bStdOut=(.*?)(?: \w+=|$)", answer.text, re.MULTILINE)
     return JobState(
         state=fields["JobState"],
@@ -321,7 +335,7 @@ def read_job(answer: ScontrolOutput) -> JobState | None:
 
 
 def exit_status(state: str, text: str) -> int:
-    """Slurm's `CODE:SIGNAL` as an exit status; a job that did not complete never has status 0.
+    """Convert Slurm's `CODE:SIGNAL` to an exit status; a job that did not complete never has status 0.
 
     >>> exit_status("FAILED", "3:0"), exit_status("FAILED", "0:9"), exit_status("CANCELLED", "0:0")
     (3, 137, 1)
@@ -334,7 +348,11 @@ def exit_status(state: str, text: str) -> int:
 
 
 def over(answer: ScontrolOutput, job_id: int, restarts: int) -> str:
-    """The reason why this start of the job is over; empty: it is not, or Slurm gives no answer."""
+    """The reason why this start of the job is over; empty: it is not, or Slurm gives no answer.
+
+    `restarts` is the number of restarts that this process knows: a higher one means that Slurm has started the job
+    again.
+    """
     if answer.failed:
         return "Slurm no longer knows the job" if _GONE in answer.text else ""
     # The number of an array is also the number of one of its tasks, and scontrol prints a line for each task.
@@ -351,12 +369,12 @@ def over(answer: ScontrolOutput, job_id: int, restarts: int) -> str:
 def watch(job_id: int, restarts: int, end: Callable[[str], None], *, check_s: float) -> None:
     """Call `end` once with the reason when this start of the job is over, from a daemon thread."""
 
-    def look() -> None:
-        forever = threading.Event()
-        while not forever.wait(check_s):
+    def ask_until_over() -> None:
+        while True:
+            time.sleep(check_s)
             reason = over(ask_scontrol("show", "job", str(job_id)), job_id, restarts)
             if reason:
                 end(reason)
                 return
 
-    threading.Thread(target=look, name="holdfast-slurm", daemon=True).start()
+    threading.Thread(target=ask_until_over, name="holdfast-slurm", daemon=True).start()

@@ -40,6 +40,7 @@ from holdfast.worker import call
 from holdfast.worker.call import ERROR, HEADER, NOTHING, TEXT_LENGTH, VALUE
 
 PROTOCOL = 5
+"""Pickle protocol of the call."""
 R = TypeVar("R")
 
 NOT_FOR_WORKERS = ("PYTHON_EXEC", "TORCHELASTIC_ERROR_FILE")
@@ -119,7 +120,7 @@ def command_line(given: Mapping[str, Any]) -> list[str]:
     backend = options["rdzv-backend"] or ("c10d" if options["rdzv-endpoint"] is not None else None)
     start_timeout = options.pop("start-timeout")
     if str(options["nnodes"] or 1) in ("1", "1:1"):
-        start_timeout = None  # there is no other node
+        start_timeout = None  # no other node is waited for
     options |= {
         "nproc-per-node": options.pop("nproc"),
         "rdzv-backend": backend,
@@ -133,6 +134,7 @@ def command_line(given: Mapping[str, Any]) -> list[str]:
 
 
 def conf_text(conf: Mapping[str, object] | str | None, start_timeout: int | None, backend: str | None) -> str | None:
+    """The value of --rdzv-conf. The time-out has another key for the static backend, as for torchrun."""
     items = [f"{key}={value}" for key, value in conf.items()] if isinstance(conf, Mapping) else [conf] if conf else []
     if start_timeout is not None:
         items.append(f"{'timeout' if backend in (None, 'static') else 'join_timeout'}={start_timeout}")
@@ -140,6 +142,7 @@ def conf_text(conf: Mapping[str, object] | str | None, start_timeout: int | None
 
 
 def pairs_text(streams: int | str | Mapping[int, int] | None) -> str | None:
+    """Streams as on the command line: `3`, or `0:1,1:3` by local rank."""
     if isinstance(streams, Mapping):
         return ",".join(f"{rank}:{int(stream)}" for rank, stream in streams.items())
     return None if streams is None else str(streams if isinstance(streams, str) else int(streams))
@@ -157,6 +160,7 @@ def environment(extra: Mapping[str, str], token: str | None) -> dict[str, str]:
         if not name or "=" in name or "\0" in name + value:
             raise UsageError(f"env={{{name!r}: {value!r}}}: no environment can hold this")
     variables = {**os.environ, **extra}
+    # The parameters of launch decide: variables that set options of `holdfast run` are not read.
     for name in (*NOT_FOR_WORKERS, *(name for option in OPTIONS for name in option.variables)):
         variables.pop(name, None)
     if token is not None:
@@ -170,8 +174,9 @@ def environment(extra: Mapping[str, str], token: str | None) -> dict[str, str]:
 def run(
     fn: Callable[..., R], args: tuple[Any, ...], argv: Sequence[str], variables: dict[str, str], timeout: float | None
 ) -> dict[int, R]:
+    """Run the job. Returns the results of this node's ranks."""
     script = call.__file__
-    # Resolved here too, so that errors are raised here with their own class.
+    # Resolved here as well as by the agent, so that errors are raised here with their own class.
     nproc = resolve(grammar.parse([*argv, "--", script], variables, OPTIONS), variables).options.nproc
     with ExitStack() as files:
         call_fd, *answer_fds = (os.memfd_create(f"holdfast-{index}", os.MFD_CLOEXEC) for index in range(nproc + 1))
@@ -189,12 +194,14 @@ def run(
                 session.end(signal.SIGINT)
                 raise
             report = session.report()
+
         if report.outcome is None or report.outcome.kind is not OutcomeKind.SUCCEEDED:
             fail(report, answer_fds)
         return dict(result(local_rank, read_answer(fd)) for local_rank, fd in enumerate(answer_fds))
 
 
 def result(local_rank: int, answer: Answered | None) -> tuple[int, Any]:
+    """Rank and value of an answer. Raises WorkerError for a worker that left by sys.exit(0) or os._exit(0)."""
     if answer is None or not answer.has_value:
         who = f"local rank {local_rank}" if answer is None else f"rank {answer.rank}"
         raise WorkerError(f"{who} ended with exit code 0 before the function had returned")
@@ -221,15 +228,15 @@ def fail(report: AgentReport, answer_fds: Sequence[int]) -> Never:
 
 
 def error_of(code: str, message: str) -> HoldfastError:
-    """An error of the class with this code, else of the root of its series."""
-    series: type[HoldfastError] = PeerError if code.startswith("HF3") else WorkerError
-    todo: list[type[HoldfastError]] = [HoldfastError]
-    while todo:
-        kind = todo.pop()
+    """An error of the class with this code. Codes of verdicts have no class: it is then a WorkerError, or a PeerError
+    for HF3xx."""
+    classes: list[type[HoldfastError]] = [HoldfastError]
+    while classes:
+        kind = classes.pop()
         if kind.code == code:
             return kind(message)
-        todo.extend(kind.__subclasses__())
-    return series(message)
+        classes.extend(kind.__subclasses__())
+    return PeerError(message) if code.startswith("HF3") else WorkerError(message)
 
 
 def with_exit_code(error: HoldfastError, outcome: Outcome) -> HoldfastError:
@@ -256,7 +263,7 @@ def worker_failed(verdict: Verdict, culprit: Failure, folder: str) -> WorkerFail
 def cause(culprit: Failure, answer_fds: Sequence[int]) -> BaseException | None:
     """The culprit's own exception if it ran on this node, else its traceback as text, if there is one.
 
-    Compared by rank and process id: a worker of another node or of an earlier attempt is not the culprit.
+    Rank and process id are compared: a worker of another node or of an earlier attempt is not the culprit.
     """
     for fd in answer_fds:
         answer = read_answer(fd)
@@ -280,22 +287,25 @@ class RemoteTracebackError(Exception):
 
 
 class Answered(NamedTuple):
-    """The answer of one worker. Neither value nor error: it ended without an answer."""
+    """The answer of one worker. One with neither value nor error ended before the function had."""
 
     rank: int
     pid: int
     has_value: bool
+    """Whether the function returned; its value may be None."""
     value: Any = None
     error: BaseException | None = None
 
 
 def write_call(fd: int, function: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
-    """Raises MissingPackageError without cloudpickle, PicklingError naming what cannot be pickled."""
+    """Pickle the call. Raises MissingPackageError without cloudpickle, PicklingError that names what cannot be
+    pickled."""
     try:
         import cloudpickle
     except ImportError as error:
         raise MissingPackageError("holdfast.launch needs cloudpickle: pip install 'holdfast[python]'") from error
-    with os.fdopen(os.dup(fd), "wb") as file, _carried_along(function, cloudpickle):
+    with os.fdopen(os.dup(fd), "wb") as file, _module_by_value(function, cloudpickle):
+        # The worker sets these before it unpickles the rest: modules must be found first.
         pickle.dump((sys.path, sys.argv), file, protocol=PROTOCOL)
         try:
             cloudpickle.dump((function, arguments), file, protocol=PROTOCOL)
@@ -314,7 +324,7 @@ def _unpicklable(function: Callable[..., Any], arguments: tuple[Any, ...], cloud
 
 
 @contextlib.contextmanager
-def _carried_along(function: Callable[..., Any], cloudpickle: ModuleType) -> Iterator[None]:
+def _module_by_value(function: Callable[..., Any], cloudpickle: ModuleType) -> Iterator[None]:
     """Pickle the function's module by value if the workers could not import it from the same path."""
     while isinstance(function, functools.partial):
         function = function.func
@@ -327,12 +337,13 @@ def _carried_along(function: Callable[..., Any], cloudpickle: ModuleType) -> Ite
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # another thread was faster
+        with contextlib.suppress(ValueError):  # another thread that launches from this module unregistered it
             cloudpickle.unregister_pickle_by_value(module)
 
 
 def _can_be_imported(name: str) -> bool:
-    """Whether a new process with the same path would find the module, without a look at sys.modules."""
+    """Whether a new process with the same path would find the module. A module in sys.modules proves nothing: it may
+    have been loaded from a file that no path leads to."""
     path: Any = None
     parts = name.split(".")
     for length in range(1, len(parts) + 1):
@@ -373,7 +384,7 @@ def _read_error(body: bytes) -> BaseException:
     remote = RemoteTracebackError(text)
     try:
         error = pickle.loads(body[TEXT_LENGTH.size + length :])
-    except Exception:  # noqa: BLE001 - an empty text, or any error of its constructor
+    except Exception:  # noqa: BLE001 - the worker could not pickle it, or its constructor fails
         return remote
     if not isinstance(error, BaseException):
         return remote

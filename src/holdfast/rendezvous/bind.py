@@ -18,15 +18,17 @@ from holdfast.protocol.options import Endpoint, RunOptions
 from holdfast.text import is_loopback
 
 _LISTEN = "0A"
+"""The state of a listening socket in /proc/net/tcp."""
 COMMAND_CHARS_MAX = 80
+"""Length at which a command line is cut in a message."""
 BACKLOG = 4096
+"""Connections that wait to be accepted: all agents of a large job connect at the same moment."""
 FREE_PORT_ATTEMPTS_MAX = 16
 """Number of attempts to find a port that is free on all addresses."""
 _LOOPBACK = ((socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1"))
 _WILDCARD = ((socket.AF_INET, "0.0.0.0"), (socket.AF_INET6, "::"))
 _NOT_HERE = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL, errno.ENODEV})
 """Errors of bind for addresses of other machines (EINVAL: a link-local address without its interface)."""
-IN_USE = "in use"
 Address = tuple[int, str]
 """Address family and numeric address."""
 
@@ -35,13 +37,15 @@ class Claim(NamedTuple):
     """The result of binding. The sockets listen already; the owner of a Claim closes them or passes them on."""
 
     sockets: tuple[socket.socket, ...]
-    """Empty: another agent hosts the coordinator; connect to it."""
+    """Listening sockets; empty: another agent hosts the coordinator, to which this one connects."""
     addresses: tuple[str, ...]
-    """Bound numeric addresses."""
+    """Numeric addresses that were bound."""
     endpoint: Endpoint
     """The coordinator's endpoint for agents on this machine, with the real port."""
     reason: str
-    """The reason of the decision, for the log."""
+    """The reason of the decision, for the journal."""
+    is_taken: bool = False
+    """Whether the address is this machine's, but another process listens there: an agent of the job, or a stranger."""
 
     @property
     def is_host(self) -> bool:
@@ -57,55 +61,60 @@ class Claim(NamedTuple):
 
 
 def claim(endpoint: Endpoint, *, standalone: bool = False, is_host: bool | None = None) -> Claim:
-    """Tries to bind the endpoint.
+    """Try to bind the endpoint.
 
-    standalone: listens on loopback whatever the endpoint's host is. is_host: True forces hosting, on all
+    With `standalone` it listens on loopback, whatever the endpoint's host is. `is_host` True forces hosting, on all
     addresses when the endpoint's is not this machine's; False forbids it.
 
     Raises PortInUseError when hosting is required and the port is in use, EndpointError for port 0 (a free one) on
     another machine, OSError when the system refuses for another reason (a privileged port).
     """
-    must = is_host is True or standalone or endpoint.port == 0
+    must_host = is_host is True or standalone or endpoint.port == 0
     if is_host is False and not standalone:
         if endpoint.port == 0:
             raise EndpointError(f"the endpoint {endpoint} has port 0 (any free port), but is_host forbids hosting")
         return _connect(endpoint, "is_host forbids hosting")
+
     addresses = _LOOPBACK if standalone else _addresses(endpoint.host)
-    if not addresses and not must:
+    if not addresses and not must_host:
         return _connect(endpoint, f"{endpoint.host} does not resolve yet")
-    listening = _listen_somewhere(addresses, endpoint.port)
-    if isinstance(listening, str):
-        if not must:
-            return _connect(endpoint, f"{endpoint} is already bound on this machine")
+    listening = _listen_on(addresses, endpoint.port)
+    if listening is None:
+        if not must_host:
+            return _connect(endpoint, f"{endpoint} is already bound on this machine", is_taken=True)
         raise _in_use(endpoint)
     if listening:
         return _hosted(listening)
+
     if is_host is not True:
         if endpoint.port == 0:
             raise EndpointError(f"the endpoint {endpoint} has port 0 (any free port), but is not on this machine")
         return _connect(endpoint, f"{endpoint.host} is not an address of this machine")
-    listening = _listen_somewhere(_WILDCARD, endpoint.port)
-    if isinstance(listening, str) or not listening:
+    # The endpoint's address is not bound here, but leads here, such as that of a load balancer.
+    listening = _listen_on(_WILDCARD, endpoint.port)
+    if not listening:
         raise _in_use(endpoint)
     return _hosted(listening)
 
 
 def open_port(host: str | None, port: int, *, loopback: bool) -> Claim:
-    """Listens for other agents, at any free port for port 0: on this host's addresses if they are this machine's, on
+    """Listen for other agents, at any free port for port 0: on this host's addresses if they are this machine's, on
     loopback, or else on all addresses.
 
-    Raises PortInUseError, or OSError when the system refuses for another reason."""
+    Raises PortInUseError, or OSError when the system refuses for another reason.
+    """
     for addresses in (_addresses(host) if host else (), _LOOPBACK if loopback else _WILDCARD):
-        listening = _listen_somewhere(addresses, port)
-        if isinstance(listening, str):
+        listening = _listen_on(addresses, port)
+        if listening is None:
             raise _in_use(Endpoint(host=host or addresses[0][1], port=port))
         if listening:
             return _hosted(listening)
     raise _in_use(Endpoint(host="localhost", port=port))
 
 
-def _connect(endpoint: Endpoint, reason: str) -> Claim:
-    return Claim((), (), endpoint, reason)
+def _connect(endpoint: Endpoint, reason: str, *, is_taken: bool = False) -> Claim:
+    """The decision to connect to the coordinator instead of hosting it."""
+    return Claim((), (), endpoint, reason, is_taken)
 
 
 def _hosted(listening: list[socket.socket]) -> Claim:
@@ -139,41 +148,45 @@ def _addresses(host: str) -> tuple[Address, ...]:
     return addresses
 
 
-def _listen_somewhere(addresses: tuple[Address, ...], port: int) -> list[socket.socket] | str:
-    """Listening sockets on the addresses of this machine, all at one port; empty: no address is this machine's;
-    "in use": the port is in use on the first of them (later ones are optional)."""
+def _listen_on(addresses: tuple[Address, ...], port: int) -> list[socket.socket] | None:
+    """Listening sockets on the addresses of this machine, all at one port; empty: no address is this machine's.
+
+    None: the port is in use on the first of them. Later addresses are optional: a host that has IPv4 and IPv6 is
+    reached by either. For port 0 the first socket chooses the port, which another program may have on a later address:
+    then another port is tried.
+    """
     attempts = FREE_PORT_ATTEMPTS_MAX if port == 0 else 1
     for attempt in range(1, attempts + 1):
-        listening, missed = _listen_once(addresses, port)
-        if not missed or attempt == attempts:
+        listening, in_use = _listen_once(addresses, port)
+        if not in_use or attempt == attempts:
             break
         for each in listening:
             each.close()
-    return IN_USE if missed and not listening else listening
+    return None if in_use and not listening else listening
 
 
 def _listen_once(addresses: tuple[Address, ...], port: int) -> tuple[list[socket.socket], bool]:
     """The sockets, and whether the port was in use on one of this machine's addresses."""
     listening: list[socket.socket] = []
-    missed = False
+    in_use = False
     try:
         for family, address in addresses:
             found = _listen(family, address, listening[0].getsockname()[1] if listening else port)
             if isinstance(found, socket.socket):
                 listening.append(found)
             elif found == errno.EADDRINUSE:
-                missed = True
+                in_use = True
                 if not listening:
                     break
     except OSError:
         for each in listening:
             each.close()
         raise
-    return listening, missed
+    return listening, in_use
 
 
 def _listen(family: int, address: str, port: int) -> socket.socket | int:
-    """A listening socket, or the errno if the address is another machine's or in use."""
+    """A listening socket; or EADDRNOTAVAIL for an address of another machine, EADDRINUSE for a port in use."""
     try:
         listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     except OSError as error:
@@ -181,6 +194,7 @@ def _listen(family: int, address: str, port: int) -> socket.socket | int:
             return errno.EADDRNOTAVAIL
         raise
     try:
+        # Connections of an earlier coordinator in TIME_WAIT would block the port for a minute.
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         if family == socket.AF_INET6:
             listening.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
@@ -199,7 +213,7 @@ def _listen(family: int, address: str, port: int) -> socket.socket | int:
 
 
 def who_holds(port: int) -> str | None:
-    """`pid 4711 (alice): python train.py` for the process that listens on this TCP port of this machine.
+    """The process that listens on this TCP port of this machine, as `pid 4711 (alice): python train.py`.
 
     None: there is none, or it belongs to another user and is not readable. Never raises.
     """

@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 GROUP = "holdfast.rendezvous"
-"""Entry points of this group are backends; contract: third_party.py."""
+"""Entry points of this group are backends; third_party.py has the contract."""
 
 
 class RegisteredBackend(NamedTuple):
+    """What the command line must know of a built-in backend."""
+
     default_port: int | None
-    """None: the endpoint must name one."""
+    """The port if the endpoint names none; None: the endpoint must name one."""
 
 
 BACKENDS = {
@@ -41,7 +43,7 @@ def is_built_in(name: str) -> bool:
 
 
 def check_backend(name: str) -> None:
-    """Raises RendezvousConfigError for a name that is neither built in nor known from an installed package."""
+    """Raise RendezvousConfigError for a name that is neither built in nor known from an installed package."""
     if is_built_in(name):
         return
     installed = {entry.name for entry in installed_backends()}
@@ -61,8 +63,10 @@ def default_port(name: str) -> int | None:
 
 
 def installed_backends() -> list[EntryPoint]:
-    """The backends of installed packages. Reading the metadata of all packages takes milliseconds, so this is only done
-    for a name that is not built in, or for a message that lists the names.
+    """The backends of installed packages.
+
+    Reading the metadata of all packages takes milliseconds, so this is only called for a name that is not built in, or
+    for a message that lists the names.
     """
     from importlib.metadata import entry_points
 
@@ -78,7 +82,7 @@ _HEX_GROUP = re.compile(r"[0-9a-fA-F]{0,4}|[0-9.]+")
 
 
 def parse_endpoint(text: str, default_port: int | None) -> Endpoint:
-    """`host[:port]`, `[v6]` or `[v6]:port`; empty means localhost. Port 0 means: pick a free one.
+    """Read `host[:port]`, `[v6]` or `[v6]:port`; empty means localhost. Port 0 means: pick a free one.
 
     Raises EndpointError when malformed, or when it names no port and there is no default (static).
     """
@@ -86,6 +90,7 @@ def parse_endpoint(text: str, default_port: int | None) -> Endpoint:
     if scheme := _SCHEME.match(text):
         rest = text[scheme.end() :].partition("/")[0]
         raise EndpointError(f"the endpoint {text!r} is a URL; write {rest or 'host:port'}, without {scheme[0]}")
+
     host, port_text = _split(text)
     if port_text is None:
         if default_port is None:
@@ -95,6 +100,7 @@ def parse_endpoint(text: str, default_port: int | None) -> Endpoint:
         port = int(port_text)
     else:
         raise EndpointError(f"the endpoint {text!r} has port {port_text!r}; a port is a number from 0 to {PORT_MAX}")
+
     if not host:
         raise EndpointError(f"the endpoint {text!r} names no host; write host:port")
     if not _HOST.fullmatch(host):
@@ -136,11 +142,13 @@ Value = int | float | bool | str
 STATIC_JOIN_S = 900.0
 """The `timeout` that torchrun sets for the static backend."""
 FENCE_PER_LEASE = 2 / 3
-"""An agent that is cut off kills its workers well before the coordinator counts it as lost."""
+"""The fence as a share of the lease: an agent that is cut off kills its workers well before it counts as lost."""
 PINGS_PER_LEASE = 6
+"""Number of an agent's pings in a lease, at least."""
 RENEWALS_PER_FENCE = 8
+"""Number of a leader's renewals in a fence, at least."""
 LEASE_TTL_S_MIN = 2
-"""Minimum that etcd grants with its default election time-out."""
+"""The shortest lease that etcd grants with its default election time-out."""
 LEASE_TTL_S_MAX = 60
 SECONDS_MAX = 366 * 24 * 3600.0
 
@@ -155,11 +163,11 @@ _FLAGS = {
     "max_nodes": "--nnodes",
     "local_addr": "--local-addr",
 }
-"""Keys that would repeat a flag."""
+"""Keys that would repeat a flag, with that flag."""
 
 
 def parse_conf(text: str) -> dict[str, str]:
-    """`k=v,k=v`, without quoting; the last of two equal keys wins; unknown keys are kept.
+    """Read `k=v,k=v`, without quoting; the last of two equal keys wins; unknown keys stay.
 
     Raises RendezvousConfigError when malformed, or for a key that has its own flag.
     """
@@ -252,12 +260,12 @@ Parser = Callable[[str, str], Value]
 """Gets key and value of an entry of the configuration. Raises RendezvousConfigError."""
 
 THIRD_PARTY = "third-party"
-"""Name for any backend of an installed package: holdfast's keys that it has in addition to its own."""
+"""The entry of KEYS for all backends of installed packages: keys of holdfast that they have beside their own."""
 
 SLOW_PER_REPORT = 4
-"""Ranks that may only be slow are reported after this many times hang_report."""
+"""Multiple of hang_report after which ranks that may only be slow are reported."""
 
-_OURS: dict[str, Parser] = {
+_HOLDFAST: dict[str, Parser] = {
     "token_file": plain_text,
     "lease": seconds,
     "hang_report": seconds,
@@ -270,7 +278,7 @@ _DYNAMIC: dict[str, Parser] = {
     "keep_alive_interval": whole_seconds,
     "keep_alive_max_attempt": positive_number,
     "settle": seconds,
-    **_OURS,
+    **_HOLDFAST,
 }
 _ETCD: dict[str, Parser] = {
     "protocol": protocol,
@@ -283,7 +291,7 @@ _ETCD: dict[str, Parser] = {
 }
 KEYS: dict[str, dict[str, Parser]] = {
     "c10d": {**_DYNAMIC, "is_host": flag, "store_type": store_type, "succession": on_or_off},
-    "static": {"timeout": whole_seconds, **_OURS},
+    "static": {"timeout": whole_seconds, **_HOLDFAST},
     "etcd-v2": {
         **_DYNAMIC,
         **_ETCD,
@@ -299,35 +307,37 @@ KEYS: dict[str, dict[str, Parser]] = {
         "key": plain_text,
         "cacert": plain_text,
         "settle": seconds,
-        **_OURS,
+        **_HOLDFAST,
     },
     THIRD_PARTY: {**_DYNAMIC, "lease_ttl": lease_ttl},
 }
 """The known keys by backend, each with its parser."""
 
-_IDLE: dict[str, Parser] = {"close_timeout": whole_seconds, "read_timeout": whole_seconds}
-_IDLE_BY_BACKEND = {"c10d": _IDLE, "etcd-v2": _IDLE}
-"""Keys of torchrun for waits that holdfast does not have: checked as torchrun does, then reported as without effect."""
+_WITHOUT_EFFECT: dict[str, Parser] = {"close_timeout": whole_seconds, "read_timeout": whole_seconds}
+_WITHOUT_EFFECT_BY_BACKEND = {"c10d": _WITHOUT_EFFECT, "etcd-v2": _WITHOUT_EFFECT}
+"""Keys of torchrun for waits that holdfast lacks. They are checked as torchrun does, then reported as without
+effect."""
 
-_SAME = {"timeout": "join_timeout", "join_timeout": "timeout"}
-"""The time to wait for other nodes has two names in torchrun, by backend. holdfast accepts both with every backend."""
+_TIMEOUT_KEYS = {"timeout": "join_timeout", "join_timeout": "timeout"}
+"""The two names of the time to wait for other nodes. torchrun has one of them for each backend; holdfast accepts
+both."""
 
-_NEAREST = {
+_OTHER_NAMES = {
     "c10d": {"heartbeat": "heartbeat_timeout"},
     "etcd-v2": {"heartbeat": "heartbeat_timeout"},
     "static": {"rank": "--node-rank", "is_host": "--node-rank"},
     "etcd": {},
     THIRD_PARTY: {"heartbeat": "heartbeat_timeout"},
 }
-"""Keys that have another name under this backend."""
+"""Keys, or options, that have another name with this backend."""
 
 
-def in_its_words(backend: str, conf: Conf) -> Conf:
+def with_own_timeout_key(backend: str, conf: Conf) -> Conf:
     """The configuration with the backend's own name for the time to wait for other nodes.
 
     A value that is not a time is not changed: it has no effect, as with torchrun.
     """
-    for other, own in _SAME.items():
+    for other, own in _TIMEOUT_KEYS.items():
         if other in conf and own not in conf and own in KEYS[backend] and other not in KEYS[backend]:
             try:
                 whole_seconds(other, conf[other])
@@ -339,7 +349,7 @@ def in_its_words(backend: str, conf: Conf) -> Conf:
 
 def read_conf(backend: str, conf: Conf) -> dict[str, Value]:
     """The known keys with their typed values. Raises RendezvousConfigError on the first bad value."""
-    parsers = KEYS[backend] | _IDLE_BY_BACKEND.get(backend, {})
+    parsers = KEYS[backend] | _WITHOUT_EFFECT_BY_BACKEND.get(backend, {})
     return {key: parse(key, conf[key]) for key, parse in parsers.items() if key in conf}
 
 
@@ -354,13 +364,13 @@ def read_succession(conf: Conf) -> bool:
 
 
 def unknown_key_notices(backend: str, conf: Conf, *, name: str = "", own: Collection[str] = ()) -> list[str]:
-    """One line for each key without effect under this backend, with the most similar known key.
+    """One line for each key without effect with this backend, with the most similar known key.
 
-    `name` and `own`: name and own keys of a third party's backend.
+    `name` and `own` are the name and the own keys of a third party's backend.
     """
     known = {*KEYS[backend], *own}
-    conf = in_its_words(backend, conf)
-    idle = _IDLE_BY_BACKEND.get(backend, {})
+    conf = with_own_timeout_key(backend, conf)
+    idle = _WITHOUT_EFFECT_BY_BACKEND.get(backend, {})
     notices = []
     for key in conf:
         if key in known:
@@ -368,8 +378,8 @@ def unknown_key_notices(backend: str, conf: Conf, *, name: str = "", own: Collec
         if key in idle:
             notices.append(f"--rdzv-conf {key} has no effect: holdfast has no such wait")
             continue
-        if _SAME.get(key) in conf:
-            notices.append(f"--rdzv-conf {key} has no effect: {_SAME[key]} has the same meaning and is used")
+        if _TIMEOUT_KEYS.get(key) in conf:
+            notices.append(f"--rdzv-conf {key} has no effect: {_TIMEOUT_KEYS[key]} has the same meaning and is used")
             continue
         nearest = _nearest(backend, key, known)
         hint = f"; did you mean {nearest}?" if nearest else ""
@@ -381,8 +391,8 @@ def _nearest(backend: str, key: str, known: Collection[str]) -> str | None:
     plain = key.strip("'\" ").lower().replace("-", "_")
     if plain in known:
         return plain
-    if plain in _NEAREST[backend]:
-        return _NEAREST[backend][plain]
+    if plain in _OTHER_NAMES[backend]:
+        return _OTHER_NAMES[backend][plain]
     import difflib  # only for a key without effect
 
     matches = difflib.get_close_matches(plain, known, n=1, cutoff=0.6)
@@ -391,7 +401,7 @@ def _nearest(backend: str, key: str, known: Collection[str]) -> str | None:
 
 def limits_from_conf(backend: str, conf: Conf, base: Limits) -> Limits:
     """`base` with the values of the configuration. Raises RendezvousConfigError on any bad value."""
-    values = read_conf(backend, in_its_words(backend, conf))
+    values = read_conf(backend, with_own_timeout_key(backend, conf))
     numbers = {key: float(value) for key, value in values.items() if not isinstance(value, str)}
     limits = base
     if backend in ("static", "etcd"):
@@ -403,17 +413,21 @@ def limits_from_conf(backend: str, conf: Conf, base: Limits) -> Limits:
     if settle_s := numbers.get("settle"):
         limits = replace(limits, settle_s=settle_s)
     if hang_report_s := numbers.get("hang_report"):
+        # Two samples must fit into the time, or there is nothing to compare.
         look_gap_s = min(limits.look_gap_s, hang_report_s / 2)
         slow_report_s = SLOW_PER_REPORT * hang_report_s
         limits = replace(limits, hang_report_s=hang_report_s, look_gap_s=look_gap_s, slow_report_s=slow_report_s)
     if hang_report_max_s := numbers.get("hang_report_max"):
         limits = replace(limits, hang_report_max_s=hang_report_max_s)
-    return _patience(numbers, limits)
+    return _with_lease_and_fence(numbers, limits)
 
 
-def _patience(numbers: Mapping[str, float], limits: Limits) -> Limits:
-    """The limits with lease and fence. `lease` has priority over torchrun's interval times attempts. A given
-    `heartbeat_timeout` is the age of an unanswered ping at which an agent kills its workers."""
+def _with_lease_and_fence(numbers: Mapping[str, float], limits: Limits) -> Limits:
+    """The limits with lease and fence, and the intervals that follow from them.
+
+    `lease` has priority over torchrun's interval times attempts. A given `heartbeat_timeout` is the age of an
+    unanswered ping at which an agent kills its workers.
+    """
     lease_s, heartbeat_s = numbers.get("lease"), numbers.get("heartbeat_timeout")
     if lease_s is None and numbers.keys() & {"keep_alive_interval", "keep_alive_max_attempt"}:
         lease_s = numbers.get("keep_alive_interval", 5.0) * numbers.get("keep_alive_max_attempt", 3.0)
@@ -423,6 +437,7 @@ def _patience(numbers: Mapping[str, float], limits: Limits) -> Limits:
         lease_s = lease_s or max(limits.lease_s, heartbeat_s / FENCE_PER_LEASE)
     if lease_s is None:
         return limits
+
     ping_interval_s = min(limits.ping_interval_s, lease_s / PINGS_PER_LEASE, fence_s * FENCE_PER_LEASE / 2)
     renew_interval_s = min(limits.renew_interval_s, fence_s / RENEWALS_PER_FENCE)
     intervals = {"ping_interval_s": ping_interval_s, "renew_interval_s": renew_interval_s}

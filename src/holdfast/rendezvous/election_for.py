@@ -25,6 +25,8 @@ def election_for(options: RunOptions) -> Election | None:
 
 
 class EtcdElection:
+    """The election by a lease in etcd; implements Election."""
+
     def __init__(self, etcd: EtcdOptions, run_id: str) -> None:
         self._etcd = etcd
         self._run_id = run_id

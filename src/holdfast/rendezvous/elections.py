@@ -20,9 +20,10 @@ from holdfast.protocol.errors import HoldfastError
 
 RECORD_BYTES_MAX = 4096
 SHOWN_CHARS_MAX = 60
+"""Length at which a foreign value is cut in a message."""
 CALL_S_MAX = 1.0
 """Limit of one call to one etcd server: without quorum etcd does not answer at all."""
-_FAR_AWAY = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_INET6))
+_DOCUMENTATION_ADDRESSES = (("192.0.2.1", socket.AF_INET), ("2001:db8::1", socket.AF_INET6))
 """Addresses reserved for documentation. Asking for the route to them sends no packet."""
 
 
@@ -34,7 +35,7 @@ class Leader(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     address: str
     port: int
     identity: str
-    """Used once, so that two leases of one agent differ."""
+    """A text that is used once, so that two leases of one agent differ."""
 
 
 class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,11 +46,12 @@ class Memory(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     generation: int
     """The newest generation that may have been started; 0: none."""
     tail_s: float
-    """For this long after the leader's key is gone its workers may still be alive."""
+    """Time after the end of the leader's key in which its workers may still be alive."""
 
 
 class LeaderLease(Protocol):
-    """The leader's key, held by this agent. Every method blocks; raises EtcdUnreachableError when no server answers."""
+    """The leader's key in the hands of this agent. Every method blocks, and raises EtcdUnreachableError when no server
+    answers."""
 
     previous_leader: Memory | None
     """The previous leader's record at the time when this agent took the key."""
@@ -65,12 +67,14 @@ class LeaderLease(Protocol):
 
 
 class Api(Protocol):
-    """One client, for one thread at a time. Raises EtcdError, or EtcdUnreachableError when trying again may help."""
+    """A client of the store, for one thread at a time. Raises EtcdError, or EtcdUnreachableError when trying again may
+    help."""
 
     notice: str
     """A line for the console of this node; empty: none."""
 
-    def leader(self) -> Leader | None: ...
+    def leader(self) -> Leader | None:
+        """The present leader; None: there is none."""
 
     def take(self, me: Leader) -> LeaderLease | None:
         """Take the leader's key if it is free. None: another agent holds it."""
@@ -103,7 +107,7 @@ class Election(Protocol):
 
     lease_ttl_s: float
     by_loopback: str
-    """Why this machine's own address may be loopback only; empty: because the user asked for it."""
+    """The reason why this machine's own address may be loopback, for a warning; empty: the user asked for it."""
 
     def open_api(self) -> Api:
         """A client for one thread. Raises HoldfastError."""
@@ -114,7 +118,7 @@ class Election(Protocol):
 
 def address_of_default_route() -> str:
     """The address that this machine uses on its default route; loopback without one."""
-    for address, family in _FAR_AWAY:
+    for address, family in _DOCUMENTATION_ADDRESSES:
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect((address, 9))

@@ -28,11 +28,11 @@ _FILES = {
     "etcd": {"ca_file": "cacert", "cert_file": "cert", "key_file": "key"},
     "etcd-v2": {"ca_file": "ca_cert", "cert_file": "ssl_cert", "key_file": "ssl_cert_key"},
 }
-"""Names of the keys; torchrun's differ between its two backends."""
+"""Names of the --rdzv-conf keys for TLS files; torchrun's differ between its two backends."""
 MEMORY_TTL_S = 120
-"""The memory of a job without a leader is kept this long; its workers have ended by then."""
+"""Time to live of the memory without a leader. The job's workers have ended by then."""
 ATTEMPTS_MAX = 8
-"""Limit of attempts if another node changes the memory while this one takes the lease."""
+"""Number of attempts to take the memory over while another node changes it."""
 REMEDY = "; delete it, or choose another --rdzv-id or --rdzv-conf etcd_prefix="
 
 Answer = TypeVar("Answer")
@@ -111,7 +111,8 @@ class EtcdLeaderLease:
     def renew(self) -> bool:
         api = self._api
         version = api.store.refresh(api.leader_key, api.ttl_s, self._version)
-        if version is None and self._is_ours():  # an earlier refresh succeeded, but its answer was lost
+        # With v2 a refresh changes the version: an earlier one may have succeeded without its answer.
+        if version is None and self._is_ours():
             version = api.store.refresh(api.leader_key, api.ttl_s, self._version)
         if version is None:
             return False
@@ -162,8 +163,8 @@ class EtcdLeaderLease:
         version = change(self._memory_version)
         if version is None:
             found = self._api.store.read(self._api.memory_key)
-            # No other agent has written while this one holds the key: the answer to an earlier change was lost. If the
-            # key is taken between these calls, its new holder changes the version first.
+            # As long as this agent has the leader's key, no other writes the memory: then the answer to an earlier
+            # change was lost. If the key is taken between these calls, its new owner changes the version first.
             version = change(found[1] if found is not None else 0) if self._is_ours() else None
         if version is None:
             return False

@@ -25,7 +25,7 @@ class Store(Protocol):
     """
 
     notice: str
-    """Worth a line to the people at this node; empty: nothing is."""
+    """A line for the console of this node; empty: none."""
 
     def read(self, key: str) -> tuple[bytes, int] | None:
         """The value and its version."""
@@ -75,7 +75,7 @@ def open_context(options: EtcdOptions) -> ssl.SSLContext | None:
 
 
 def why_closed(endpoint: Endpoint, context: ssl.SSLContext | None) -> EtcdError | None:
-    """After a closed connection or a failed TLS handshake: the permanent error, if there is one.
+    """The permanent error behind a closed connection or a failed TLS handshake; None: another attempt may succeed.
 
     It uses a new connection without a request: a client that writes may lose the server's last message, and with TLS
     1.3 a server refuses a client certificate after the handshake. Blocks for a few times CALL_S_MAX at most.
@@ -83,7 +83,7 @@ def why_closed(endpoint: Endpoint, context: ssl.SSLContext | None) -> EtcdError 
     try:
         with (
             socket.create_connection((endpoint.host, endpoint.port), timeout=CALL_S_MAX) as plain,
-            (context or _credulous()).wrap_socket(plain, server_hostname=endpoint.host) as secured,
+            (context or _without_verification()).wrap_socket(plain, server_hostname=endpoint.host) as secured,
         ):
             if context is None:
                 return EtcdError(f"etcd at {endpoint} speaks TLS: --rdzv-conf protocol=https")
@@ -131,7 +131,7 @@ def _speaks_http(endpoint: Endpoint) -> bool:
         connection.close()
 
 
-def _credulous() -> ssl.SSLContext:
+def _without_verification() -> ssl.SSLContext:
     """A context without verification, to test whether the server uses TLS; no data is sent over it."""
     made = ssl.create_default_context()
     made.check_hostname = False

@@ -29,12 +29,15 @@ NOT_A_FILE = 102
 EXISTS = 105
 UNAUTHORIZED = 110
 """API v2's own error codes, in the body of an answer."""
-PASSING_CODES = range(300, 500)
+TEMPORARY_CODES = range(300, 500)
 """Temporary errors of Raft and of watches, such as a missing leader."""
 
 
 class StoreV2:
-    """One client. Each call uses a new connection: calls are rare, and the server may be gone before the next one."""
+    """A client of API v2; implements Store.
+
+    Each call uses a new connection: calls are rare, and the server may be gone before the next one.
+    """
 
     def __init__(self, options: EtcdOptions, notice: str = "") -> None:
         self.notice = notice
@@ -67,7 +70,7 @@ class StoreV2:
         self._call("DELETE", key.rpartition("/")[0], {"dir": "true"})
 
     def close(self) -> None:
-        """Does nothing, since no connection is open between two calls."""
+        """Do nothing: no connection is open between two calls."""
 
     def _change(self, key: str, version: int, form: dict[str, Any]) -> int | None:
         condition: dict[str, Any] = {"prevIndex": version} if version else {"prevExist": "false"}
@@ -96,8 +99,8 @@ class StoreV2:
         except TimeoutError:
             raise EtcdUnreachableError(f"no answer within {CALL_S_MAX:g} s") from None
         except (ssl.SSLError, ConnectionResetError, BrokenPipeError, http.client.IncompleteRead) as error:
-            passing = EtcdUnreachableError(f"the server closed the connection ({type(error).__name__})")
-            raise why_closed(endpoint, self._tls) or passing from None
+            temporary = EtcdUnreachableError(f"the server closed the connection ({type(error).__name__})")
+            raise why_closed(endpoint, self._tls) or temporary from None
         except http.client.HTTPException as error:
             raise EtcdError(f"what listens at {endpoint} does not speak HTTP: {error!r}") from None
         except OSError as error:
@@ -135,7 +138,7 @@ def _decode(endpoint: Endpoint, status: int, text: bytes) -> dict[str, Any]:
     except ValueError:
         answer = None
     is_object = isinstance(answer, dict)
-    if is_object and _code(answer) in PASSING_CODES:
+    if is_object and _code(answer) in TEMPORARY_CODES:
         raise EtcdUnreachableError(str(answer.get("message", "")).lower())
     if status == 404 and not is_object:
         raise EtcdError(
@@ -153,7 +156,7 @@ def _decode(endpoint: Endpoint, status: int, text: bytes) -> dict[str, Any]:
 API_PATH = "/v3/"
 Answer = TypeVar("Answer")
 
-PASSING = (
+TEMPORARY = (
     "timed out",
     "no leader",
     "leader changed",
@@ -163,7 +166,10 @@ PASSING = (
     "server stopped",
     "unhealthy cluster",
 )
-"""Messages of a server with a problem that an operator can solve: it is full, or it is starting or stopping."""
+"""Parts of messages about temporary problems: the server is full, or it is starting or stopping.
+
+Text decides here, because text is all that the client's exceptions have.
+"""
 
 
 class _NoSuchApiError(EtcdError):
@@ -191,7 +197,7 @@ def open_v3(options: EtcdOptions, key: str) -> Store:
 
 
 class StoreV3:
-    """One client, with an etcd3gw client for each server, made on first use."""
+    """A client of API v3, with an etcd3gw client for each server, made on first use; implements Store."""
 
     notice = ""
 
@@ -207,7 +213,7 @@ class StoreV3:
         self._servers = Servers(options.endpoints)
         self._clients: dict[str, Any] = {}
         self._leases: dict[str, str] = {}
-        """etcd leases of the keys that this client wrote."""
+        """The etcd leases of the keys that this client wrote."""
 
     def read(self, key: str) -> tuple[bytes, int] | None:
         found = self._post("kv/range", {"key": _encode(key)}).get("kvs")
@@ -218,6 +224,7 @@ class StoreV3:
         self._leases[key] = lease
         put = {"key": _encode(key), "value": _encode(value), "lease": lease}
         revision = self._change(key, version, {"request_put": put})
+        # Another agent has the key, so the lease that was made for it is not needed.
         if revision is None and not version:
             with contextlib.suppress(EtcdError):
                 self._revoke(key)
@@ -257,7 +264,7 @@ class StoreV3:
         def ask(endpoint: Endpoint) -> dict[str, Any]:
             try:
                 return self._post_to(endpoint, path, body)
-            except _StaleTokenError:
+            except _StaleTokenError:  # etcd's tokens live for five minutes by default: log in once more
                 self._clients.pop(str(endpoint)).session.close()
                 return self._post_to(endpoint, path, body)
 
@@ -268,7 +275,7 @@ class StoreV3:
         if client is None:
             client = self._log_in(endpoint)
             self._clients[str(endpoint)] = client
-        answer = self._called(endpoint, lambda: client.post(client.get_url(path), json=body))
+        answer = self._with_our_errors(endpoint, lambda: client.post(client.get_url(path), json=body))
         if not isinstance(answer, dict):
             raise EtcdError(f"what listens at {endpoint} does not answer as etcd does")
         return answer
@@ -278,7 +285,7 @@ class StoreV3:
 
         options = self._options
         session = requests.Session()
-        session.trust_env = False  # no proxy to etcd
+        session.trust_env = False  # the cluster's own etcd is not behind the proxy for the internet
         if options.ca_file is not None:
             session.verify = options.ca_file
         if options.cert_file is not None:
@@ -295,7 +302,9 @@ class StoreV3:
         if options.user is not None:
             login = {"name": options.user, "password": options.password or ""}
             try:
-                answer = self._called(endpoint, lambda: client.post(client.get_url("auth/authenticate"), json=login))
+                answer = self._with_our_errors(
+                    endpoint, lambda: client.post(client.get_url("auth/authenticate"), json=login)
+                )
             except _NoAuthError:
                 return client  # the server has no authentication
             except _StaleTokenError as error:
@@ -303,8 +312,8 @@ class StoreV3:
             session.headers["Authorization"] = str(answer.get("token", ""))
         return client
 
-    def _called(self, endpoint: Endpoint, call: Callable[[], Answer]) -> Answer:
-        """The result of the call, with its failures as errors of holdfast."""
+    def _with_our_errors(self, endpoint: Endpoint, call: Callable[[], Answer]) -> Answer:
+        """Make the call, and raise its failures as errors of holdfast."""
         import requests
 
         errors = self._module.exceptions
@@ -325,7 +334,7 @@ class StoreV3:
         if "connection refused" in detail.lower():
             return EtcdUnreachableError("connection refused")
         _, failed, why = detail.partition("certificate verify failed: ")
-        if failed:  # final: without a CA file requests trusts other certificates than Python does
+        if failed:  # not `why_closed`: without a CA file requests trusts other certificates than Python does
             return untrusted(endpoint, why.partition(" (_ssl")[0])
         return why_closed(endpoint, open_context(self._options)) or EtcdUnreachableError(_shortened(detail))
 
@@ -356,7 +365,7 @@ def _translated(endpoint: Endpoint, error: Any, errors: Any) -> EtcdError:
         return EtcdError(f"etcd at {endpoint} refuses user and password (rdzv-conf user, password_file): {said}")
     if error.args and str(error.args[0]).lower() == "not found" and "etcdserver" not in text:
         return _NoSuchApiError(f"etcd at {endpoint} does not serve API v3 ({API_PATH})")
-    if any(words in text for words in PASSING):
+    if any(words in text for words in TEMPORARY):
         return EtcdUnreachableError(_shortened(detail))
     if isinstance(error, errors.InternalServerError):
         return EtcdUnreachableError(_shortened(detail))

@@ -41,16 +41,17 @@ if TYPE_CHECKING:
     from importlib.metadata import EntryPoint
 
 LEASE_TTL_S = 5
+"""Default of `lease_ttl`."""
 Answer = TypeVar("Answer")
 
 
 class Place(NamedTuple):
-    """Which value to open."""
+    """The value that a backend is asked to open: where it is, and whose it is."""
 
     endpoint: str
-    """--rdzv-endpoint as given, trimmed: an address, a path, a URL … The backend defines its form; may be empty."""
+    """The text of --rdzv-endpoint, trimmed: an address, a path, a URL … The backend defines its form; may be empty."""
     run_id: str
-    """--rdzv-id: any text. Jobs with different ids must not see each other's value."""
+    """The text of --rdzv-id, any text. Jobs with different ids must not see each other's value."""
     conf: Mapping[str, str]
     """The values of --rdzv-conf for the backend's `conf_keys`."""
 
@@ -75,17 +76,18 @@ class SharedValue(ABC):
     def swap(self, old: bytes | None, new: bytes) -> bool:
         """Atomically replace `old` by `new` if the value is still `old`.
 
-        `old` None: there is no value, or an empty one. `new` empty: the job is over, the value may be deleted.
-        False: the value was not `old`, and nothing was changed. holdfast never writes two equal values.
+        `old` None means that there is no value, or an empty one. An empty `new` means that the job is over, and the
+        value may be deleted. Returns False if the value was not `old`, and nothing was changed. holdfast never writes
+        two equal values.
         """
 
     def local_address(self) -> str | None:
         """The address at which the other nodes reach this one, if the backend knows it, for example from its connection
-        to a server. None: the address of the default route is used. --local-addr has priority over both."""
+        to a server; None: the address of the default route is used. --local-addr has priority over both."""
         return None
 
     def close(self) -> None:  # noqa: B027 - most have nothing to close
-        """The value will not be used any more."""
+        """Release what the value uses. It is not used any more."""
 
 
 class Backend(ABC):
@@ -149,17 +151,19 @@ class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     address: str
     port: int
     identity: str
-    """Used once, so that two leases differ."""
+    """A text that is used once, so that two leases differ."""
     beat: int = 0
-    """Grows with every change, so that no two values are alike."""
+    """A counter that grows with every change, so that no two values are equal."""
     held: bool = True
-    """False: the holder has released it."""
+    """Whether the agent still leads; False: it has released the lease."""
     generation: int = 0
+    """The newest generation that may have been started, as in Memory."""
     tail_s: float = 0.0
+    """Time after the end of the lease in which the leader's workers may still be alive, as in Memory."""
 
 
 class ValueWatch:
-    """Measures for how long this agent has seen the present value. Shared by all its clients, in any thread."""
+    """The time for which this agent has seen the present value. All its clients share it, in any thread."""
 
     def __init__(self, lease_ttl_s: float, clock: Callable[[], float] | None = None) -> None:
         self._lease_ttl_s = lease_ttl_s
@@ -178,26 +182,26 @@ class ValueWatch:
 
 
 class ValueApi:
-    """One client; implements Api of elections.py. Raises BackendError or BackendUnreachableError."""
+    """A client of the value; implements Api of elections.py. Raises BackendError or BackendUnreachableError."""
 
     notice = ""
 
     def __init__(self, name: str, value: SharedValue, run_id: str, watch: ValueWatch) -> None:
-        """`name` of the backend, for messages."""
+        """`name` is the backend's, for messages."""
         self._name = name
         self._value = value
         self._run_id = run_id
         self._watch = watch
 
     def leader(self) -> Leader | None:
-        found = self._look()
+        found = self._read_record()
         if found is None or not self._is_held(*found):
             return None
         record = found[1]
         return Leader(run_id=record.run_id, address=record.address, port=record.port, identity=record.identity)
 
     def take(self, me: Leader) -> ValueLeaderLease | None:
-        found = self._look()
+        found = self._read_record()
         if found is not None and self._is_held(*found):
             return None
         before = found[1] if found is not None else None
@@ -219,7 +223,7 @@ class ValueApi:
     def close(self) -> None:
         self._ask(self._value.close)
 
-    # For the leader lease
+    # ---------------------------------------------------------------- what the leader lease uses
 
     def read(self) -> bytes | None:
         """The value; None also for an empty one."""
@@ -241,7 +245,7 @@ class ValueApi:
     def _who(self) -> str:
         return f"rendezvous backend {self._name}"
 
-    def _look(self) -> tuple[bytes, Record] | None:
+    def _read_record(self) -> tuple[bytes, Record] | None:
         value = self.read()
         return None if value is None else (value, self.decode(value))
 
@@ -253,16 +257,17 @@ class ValueApi:
         return ask(self._name, question)
 
 
-def ask(name: str, question: Callable[[], Answer], *, passing: tuple[type[Exception], ...] = ()) -> Answer:
-    """Calls a third party's code.
+def ask(name: str, question: Callable[[], Answer], *, unchanged: tuple[type[Exception], ...] = ()) -> Answer:
+    """Call a third party's code.
 
-    Raises BackendUnreachableError for OSError, exceptions of a `passing` class unchanged, BackendError for all others.
+    Raises BackendUnreachableError for OSError, exceptions of the `unchanged` classes as they are, BackendError for all
+    others.
     """
     try:
         return question()
     except HoldfastError:
         raise
-    except passing:
+    except unchanged:
         raise
     except OSError as error:
         text = error.strerror or str(error) or type(error).__name__
@@ -272,7 +277,7 @@ def ask(name: str, question: Callable[[], Answer], *, passing: tuple[type[Except
 
 
 class ValueLeaderLease:
-    """The lease of this agent, which holds the value as long as it has this agent's identity."""
+    """The lease of this agent; implements LeaderLease. It lasts as long as the value has this agent's identity."""
 
     def __init__(self, api: ValueApi, record: Record, previous_leader: Memory | None) -> None:
         self._api = api
@@ -301,6 +306,7 @@ class ValueLeaderLease:
     def _swap(self, new: bytes) -> bool:
         if self._api.swap(encode(self._record), new):
             return True
+
         # An earlier swap may have succeeded without its answer: only this agent writes its identity.
         value = self._api.read()
         if value is None:
@@ -320,6 +326,8 @@ def _clock_s() -> float:
 
 
 class ValueElection:
+    """The election by a third party's value; implements Election."""
+
     def __init__(self, name: str, backend: Backend, options: ThirdPartyOptions, run_id: str) -> None:
         self._name = name
         self._backend = backend
@@ -342,7 +350,7 @@ class ValueElection:
 def open_value(name: str, backend: Backend, place: Place) -> SharedValue:
     """The backend's value. Raises RendezvousConfigError, or BackendError when the backend breaks its contract."""
     try:
-        value = ask(name, lambda: backend.open(place), passing=(ValueError,))
+        value = ask(name, lambda: backend.open(place), unchanged=(ValueError,))
     except ValueError as error:
         raise RendezvousConfigError(f"--rdzv-backend {name}: {error}") from None
     if not isinstance(value, SharedValue):

@@ -1,4 +1,4 @@
-"""What became of the copies of states in memory on other nodes, from the journals of a run."""
+"""Tells from the journals of a run what became of the copies of states in memory on other nodes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ COPIES_NEED = {
     "snapshot_copy": {"step", "rank", "size_bytes", "why"},
     "snapshot_fetched": {"step", "took_s"},
 }
-"""Events about copies, and the fields that are read."""
+"""Events about copies, and the fields that are read: events without them are left out."""
 
 
 def copies_of(journals: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any] | None:
-    """What became of the copies of states in memory on other nodes; None: there were none."""
+    """The copies of states in memory on other nodes: sent, skipped, failed, and used; None: there were none."""
     journals = [
         [each for each in journal if COPIES_NEED.get(each["event"], {""}) <= each.keys()] for journal in journals
     ]
@@ -39,7 +39,7 @@ def copies_of(journals: Sequence[Sequence[dict[str, Any]]]) -> dict[str, Any] | 
 
 
 def fetches(journals: Sequence[Sequence[dict[str, Any]]]) -> Iterator[dict[str, Any]]:
-    """Each generation that began from states that were fetched from other nodes."""
+    """The generations that began from states that were fetched from other nodes."""
     found: dict[tuple[int, int], list[float]] = {}
     for journal in journals:
         generation = 0
@@ -53,8 +53,12 @@ def fetches(journals: Sequence[Sequence[dict[str, Any]]]) -> Iterator[dict[str, 
 
 
 def survivable_step(journals: Sequence[Sequence[dict[str, Any]]]) -> tuple[int | None, int]:
-    """The newest step whose copies arrived for all ranks of the generation that runs now, and how many steps were
-    skipped after it. None: not known, as at its beginning; its first copies need the journals of all nodes."""
+    """The newest step whose copies arrived for all ranks of the generation that runs now, and the number of steps that
+    were skipped after it.
+
+    The step is None if it is unknown, as at the generation's beginning. Its first copies need the journals of all
+    nodes.
+    """
     now: list[tuple[int, list[dict[str, Any]]]] = []
     newest = 0
     for journal in journals:
@@ -70,7 +74,8 @@ def survivable_step(journals: Sequence[Sequence[dict[str, Any]]]) -> tuple[int |
         world = events[0]["world_size"]
         copies = [each for each in events if each["event"] == "snapshot_copy"]
         own = {each["step"] for each in copies if not each["why"]}
-        # What it resumed from is kept as well, but a newcomer need not have a copy of it.
+        # An event names the newest step that all ranks have copied before. It may also be the state from which the
+        # generation resumed, of which a node that has just joined need not have a copy: so it must be one of `own`.
         known |= own & {each.get("kept") for each in copies}
         skipped += [each["step"] for each in copies if each["rank"] < 0]
         for each in copies:

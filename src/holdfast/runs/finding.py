@@ -25,26 +25,34 @@ from holdfast.text import duration, spoken
 
 VERDICT = "verdict.json"
 LISTED_MAX = 20
-KEPT_LISTED_MAX = 8
+"""Number of running jobs that a message lists."""
+RUNS_LISTED_MAX = 8
+"""Number of ended runs that a message lists."""
 
 
 def outcome_of(folder: Path) -> Outcome | None:
-    """The outcome of a run. None: it is running, its agent was killed, or another version wrote the file."""
+    """The outcome of a run; None: it is running, its agent was killed, or the file is not readable."""
     try:
         return msgspec.json.decode((folder / VERDICT).read_bytes(), type=Outcome)
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError):
         return None
 
 
-def in_words(folder: Path) -> str:
-    """`: failed, exit code 3`; empty: no outcome is known."""
+def ending(folder: Path) -> str:
+    """The outcome of a run behind its name: `: failed, exit code 3`; empty: none is known."""
     outcome = outcome_of(folder)
-    return f": {_words(outcome)}" if outcome is not None else ""
+    return f": {_end_line(outcome)}" if outcome is not None else ""
+
+
+def ended_as(folder: Path) -> str:
+    """`has ended: failed, exit code 3`. For a run of which no agent lives."""
+    unknown = " without a verdict: its agent was killed, or its disk took none"
+    return f"has ended{ending(folder) or unknown}"
 
 
 def end_of(folder: Path, outcome: Outcome) -> str:
-    """How the run ended in one line, and then its last screen."""
-    return f"run {folder.name} has ended: {_words(outcome)}\n{screen_of(folder, outcome)}"
+    """The end of a run: one line, and then its last screen."""
+    return f"run {folder.name} has ended: {_end_line(outcome)}\n{screen_of(folder, outcome)}"
 
 
 def screen_of(folder: Path, outcome: Outcome) -> str:
@@ -52,7 +60,7 @@ def screen_of(folder: Path, outcome: Outcome) -> str:
     return render_again(outcome, str(folder), home=os.environ.get("HOME", ""), runs=default_log_dir())
 
 
-def _words(outcome: Outcome) -> str:
+def _end_line(outcome: Outcome) -> str:
     code = f"{outcome.code}: " if outcome.code and outcome.message else ""
     return how_it_ended(outcome.kind.value, outcome.exit_code, code + outcome.message)
 
@@ -79,8 +87,8 @@ def of_one_job(run: str | None, entries: list[RunningAgent]) -> list[RunningAgen
 
 
 def run_folders(run: str | None) -> list[Path]:
-    """The run folders on this host of a job, running or ended; of several with that name the newest. Raises
-    NoRunError."""
+    """The run folders on this host of a job, running or ended. If several ended runs have the name, the newest counts.
+    Raises NoRunError."""
     if run is not None and is_folder(run):
         folder = Path(os.path.abspath(run))
         check_folder(folder)
@@ -128,7 +136,7 @@ def by_folder(folder: Path, entries: Sequence[RunningAgent]) -> list[RunningAgen
     path = folder / running.SOCKET_NAME
     if path.exists() and running.listens(str(path)):
         return [unlisted(folder)]
-    raise NoRunError(f"the run in {folder} has ended{in_words(folder)}")
+    raise NoRunError(f"the run in {folder} {ended_as(folder)}")
 
 
 def check_folder(folder: Path) -> None:
@@ -163,16 +171,16 @@ def unlisted(folder: Path) -> RunningAgent:
 def newest_ended(run: str | None) -> Path | None:
     """The newest run folder of this name in the default log folder; `run` None: of any name."""
     wanted = "" if run is None else safe_name(spoken(run))
-    kept = kept_runs()
-    named = [folder for folder in kept if folder.name.startswith(wanted)]
+    changed_s = recorded_runs()
+    named = [folder for folder in changed_s if folder.name.startswith(wanted)]
     if run is not None and not named:
-        named = [folder for folder in kept if run_id_of(folder).startswith(run)]
+        named = [folder for folder in changed_s if run_id_of(folder).startswith(run)]
     exact = [folder for folder in named if wanted and wanted in (folder.name, folder.name.rpartition("_")[0])]
-    return max(exact or named, key=lambda folder: kept[folder], default=None)
+    return max(exact or named, key=lambda folder: changed_s[folder], default=None)
 
 
-def kept_runs() -> dict[Path, float]:
-    """The run folders in the default log folder, and when each was last written."""
+def recorded_runs() -> dict[Path, float]:
+    """The run folders in the default log folder, and the time (epoch s) of the last change of each."""
     try:
         folders = [folder for folder in Path(default_log_dir()).iterdir() if (folder / JOURNAL).is_file()]
         return {folder: (folder / JOURNAL).stat().st_mtime for folder in folders}
@@ -181,7 +189,7 @@ def kept_runs() -> dict[Path, float]:
 
 
 def run_id_of(folder: Path) -> str:
-    """The run id in the run's first event, since a folder may be named otherwise. Empty: it cannot be read."""
+    """The run id in the run's first event, since the folder's name may be another; empty: it cannot be read."""
     try:
         with open(folder / JOURNAL, "rb") as file:
             return str(json.loads(file.readline())["run_id"])
@@ -190,29 +198,30 @@ def run_id_of(folder: Path) -> str:
 
 
 def nothing(run: str | None, entries: Sequence[RunningAgent]) -> str:
+    """The message if no job was found: what may be meant instead."""
     ended = newest_ended(run)
     if run is None:
-        last = f"; the newest run here, {ended}, has ended{in_words(ended)}" if ended else ""
+        last = f"; the newest run here, {ended}, {ended_as(ended)}" if ended else ""
         return f"no job of this user runs on this host{last}{not_read()}"
     if ended:
-        return f"{run} is not running on this host: {ended} has ended{in_words(ended)}"
+        return f"{run} is not running on this host: {ended} {ended_as(ended)}"
     known = f"; running jobs:\n{job_lines(entries)}" if entries else ", and no other job of this user"
-    return f"no job {run!r} runs on this host{known}{kept_here()}{not_read()}"
+    return f"no job {run!r} runs on this host{known}{runs_here()}{not_read()}"
 
 
 def not_read() -> str:
-    """Entries of jobs that may run, and cannot be read; empty: there are none."""
+    """A line about entries of jobs that may run and cannot be read; empty: there are none."""
     paths = running.unread()
     more = f" and {len(paths) - 1} more" if len(paths) > 1 else ""
     return f"\ncannot read {paths[0]}{more}: of a job of another version of holdfast?" if paths else ""
 
 
-def kept_here() -> str:
+def runs_here() -> str:
     """The newest runs whose folders exist, one per line; empty: there are none."""
-    ages = kept_runs()
-    newest = sorted(ages, key=lambda folder: -ages[folder])[:KEPT_LISTED_MAX]
+    ages = recorded_runs()
+    newest = sorted(ages, key=lambda folder: -ages[folder])[:RUNS_LISTED_MAX]
     lines = [
-        f"  {folder.name}  {duration(max(0.0, time.time() - ages[folder]))} ago{in_words(folder)}" for folder in newest
+        f"  {folder.name}  {duration(max(0.0, time.time() - ages[folder]))} ago{ending(folder)}" for folder in newest
     ]
     more = [f"  … and {len(ages) - len(newest)} more in {default_log_dir()}"] if len(ages) > len(newest) else []
     return "\n".join(["; runs with folders here:", *lines, *more]) if lines else ""

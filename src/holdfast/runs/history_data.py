@@ -1,4 +1,4 @@
-"""How a run went as plain data, for `holdfast report --json` and the dashboard."""
+"""The course of a run as plain data, for `holdfast report --json` and the dashboard."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def as_json(course: Timeline) -> dict[str, Any]:
 
 
 def history_as_json(past: History | None) -> dict[str, Any] | None:
-    """The history as plain data. None: the journals are of a version that did not record it."""
+    """The history as plain data; None: no generation was started on these nodes."""
     if past is None:
         return None
     return {

@@ -40,8 +40,8 @@ def read_journal(folder: Path, say: Callable[[str], None], only: Sequence[str] =
     if left_out and left_out == len(lines):
         raise UsageError(f"{folder / JOURNAL} contains no events of holdfast")
     if left_out:
-        words = "1 line is" if left_out == 1 else f"{left_out} lines are"
-        say(f"{folder / JOURNAL}: {words} torn or of another version, and left out")
+        count = "1 line is" if left_out == 1 else f"{left_out} lines are"
+        say(f"{folder / JOURNAL}: {count} torn or of another version, and left out")
 
 
 def first_outcome(folders: Sequence[Path]) -> tuple[Path, Outcome] | None:

@@ -49,15 +49,15 @@ def workers(event: dict[str, Any], folder: Path) -> Iterator[tuple[int, int, Pat
     with contextlib.suppress(KeyError, TypeError):
         match event["event"]:
             case "generation":
-                for place, its_folder in enumerate(folders_of(event, folder)):
-                    yield event["generation"], event["rank_base"] + place, its_folder
+                for local_rank, its_folder in enumerate(folders_of(event, folder)):
+                    yield event["generation"], event["rank_base"] + local_rank, its_folder
             case "replacing":
                 yield event["generation"], event["rank"], folder / event["folder"]
 
 
 def folders_of(generation: dict[str, Any], folder: Path) -> list[Path]:
     """The log folders of a generation's workers here, in the order of their ranks."""
-    if "folders" in generation:  # they have gone on from another generation
+    if "folders" in generation:  # survivors of a regroup write on in the folders of their first generation
         return [folder / name for name in generation["folders"]]
     number, restart_count = generation["generation"], generation["restart_count"]
     attempt = folder / f"attempt_{restart_count}_generation_{number}"

@@ -310,6 +310,9 @@ class AgentService:
             finally:
                 for signum in handled:
                     self._loop.remove_signal_handler(signum)
+                    if signum in self._options.signals and signum != signal.SIGINT:
+                        # The outcome is known: the first signal must not cost the verdict. The second one ends us.
+                        self._loop.add_signal_handler(signum, self._loop.remove_signal_handler, signum)
                 self._driver.stop()
                 if self._load_timer is not None:
                     self._load_timer.cancel()

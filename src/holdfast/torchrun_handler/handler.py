@@ -25,12 +25,13 @@ from torch.distributed.elastic.rendezvous import (
 
 from holdfast.protocol.errors import JoinTimeoutError
 from holdfast.protocol.outcome import OutcomeKind
-from holdfast.torchrun_handler.member import BACKEND, Formed, HandlerMembership, OverError, options_from
+from holdfast.torchrun_handler.member import BACKEND, FormedGeneration, HandlerMembership, OverError, options_from
 
 CONNECT_S = 3.0
 """Limit of one attempt to connect to a generation's store. Between attempts the handler checks whether the generation
 is still current."""
 CONNECT_S_MAX = 60.0
+"""Limit of all attempts together."""
 STORE_S_MAX = 300.0
 """Limit of one operation on the store: torch's default."""
 
@@ -59,11 +60,15 @@ class HoldfastRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch's ty
         return os.environ.get("TORCH_DISABLE_SHARE_RDZV_TCP_STORE") != "1"
 
     def next_rendezvous(self) -> RendezvousInfo:
+        """Block until this node has its place in a generation whose store answers."""
         deadline_s = time.monotonic() + CONNECT_S_MAX
         while True:
-            formed = self._next()
+            try:
+                formed = self._membership.next()
+            except OverError as error:
+                raise _as_torchs(error) from None
             store = self._open(formed, deadline_s)
-            if store is not None:
+            if store is not None:  # None: the generation was given up meanwhile
                 return self._info(formed, store)
 
     def num_nodes_waiting(self) -> int:
@@ -82,16 +87,10 @@ class HoldfastRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch's ty
         error = sys.exception()
         return self._membership.end("" if error is None else f"{type(error).__name__}")
 
-    def _next(self) -> Formed:
-        try:
-            return self._membership.next()
-        except OverError as error:
-            raise _as_torchs(error) from None
-
-    def _open(self, formed: Formed, deadline_s: float) -> Store | None:
-        """Open the generation's store. None: the generation was abandoned meanwhile. Raises
+    def _open(self, formed: FormedGeneration, deadline_s: float) -> Store | None:
+        """Open the generation's store; None: the generation was given up meanwhile. Raises
         RendezvousConnectionError."""
-        if formed.listening is not None:
+        if formed.listening is not None:  # this node hosts the store, at the port that was announced
             return TCPStore(
                 "127.0.0.1",
                 formed.master_port,
@@ -113,22 +112,25 @@ class HoldfastRendezvous(RendezvousHandler):  # type: ignore[misc]  # torch's ty
                 if self._membership.regroup:
                     return None
                 if time.monotonic() >= deadline_s:
-                    place = f"{formed.master_addr}:{formed.master_port}"
-                    raise RendezvousConnectionError(f"holdfast: no store at {place} (rank 0's node): {error}") from None
+                    address = f"{formed.master_addr}:{formed.master_port}"
+                    raise RendezvousConnectionError(
+                        f"holdfast: no store at {address} (rank 0's node): {error}"
+                    ) from None
                 continue
             store.set_timeout(timedelta(seconds=STORE_S_MAX))
             return store
 
-    def _info(self, formed: Formed, store: Store) -> RendezvousInfo:
-        own = PrefixStore(f"holdfast/agents/{formed.generation}", store)
+    def _info(self, formed: FormedGeneration, store: Store) -> RendezvousInfo:
+        agents_store = PrefixStore(f"holdfast/agents/{formed.generation}", store)
         if self.use_agent_store:
-            place = RendezvousStoreInfo(formed.master_addr, formed.master_port)
-        else:
-            place = RendezvousStoreInfo.build(formed.group_rank, own, formed.master_addr)
-        return RendezvousInfo(own, formed.group_rank, formed.group_world_size, place)
+            workers_store = RendezvousStoreInfo(formed.master_addr, formed.master_port)
+        else:  # the first worker serves a store of its own; the agents agree on its port
+            workers_store = RendezvousStoreInfo.build(formed.group_rank, agents_store, formed.master_addr)
+        return RendezvousInfo(agents_store, formed.group_rank, formed.group_world_size, workers_store)
 
 
 def _as_torchs(error: OverError) -> RendezvousError:
+    """The error of torch that torchrun handles as the end it is: a time-out, a connection, a closed rendezvous."""
     outcome = error.outcome
     match outcome.kind:
         case OutcomeKind.NO_QUORUM if outcome.code == JoinTimeoutError.code:

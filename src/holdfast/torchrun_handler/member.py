@@ -51,12 +51,12 @@ from holdfast.runtime.driver import Driver, Troubles, fault_of
 from holdfast.runtime.rendezvous_client import RendezvousClient
 
 BACKEND = "holdfast"
-LIKE = "c10d"
-"""Endpoint and --rdzv-conf keys are those of `holdfast run` with this backend."""
-NEVER = UNBOUNDED
-"""Each torchrun agent counts its own restarts. The coordinator's budget must not end the job earlier."""
+CONF_BACKEND = "c10d"
+"""The backend of `holdfast run` whose endpoint and --rdzv-conf keys are read."""
+RESTARTS_MAX = UNBOUNDED
+"""The coordinator's budget of restarts, which must not end the job: each torchrun agent counts its own restarts."""
 INJECTED = frozenset({"timeout", "rank"})
-"""torchrun adds these to every configuration. As with its own c10d backend, `join_timeout` is the one that is used."""
+"""Keys that torchrun adds to every configuration. As with its own c10d backend, `join_timeout` is used instead."""
 
 
 class Parameters(Protocol):
@@ -71,7 +71,7 @@ class Parameters(Protocol):
 
 
 def options_from(params: Parameters) -> RunOptions:
-    """Raises EndpointError, RendezvousConfigError or EnvironmentValueError."""
+    """Our options for torchrun's parameters. Raises EndpointError, RendezvousConfigError or EnvironmentValueError."""
     conf = {str(key): str(value) for key, value in params.config.items() if key not in INJECTED}
     return RunOptions(
         job=JobSpec(
@@ -79,30 +79,31 @@ def options_from(params: Parameters) -> RunOptions:
             min_nodes=params.min_nodes,
             max_nodes=params.max_nodes,
             backend=BACKEND,
-            max_restarts=NEVER,
+            max_restarts=RESTARTS_MAX,
         ),
-        limits=limits_from_conf(LIKE, conf, Limits(identical_failures_max=NEVER)),
+        limits=limits_from_conf(CONF_BACKEND, conf, Limits(identical_failures_max=RESTARTS_MAX)),
         nproc=1,  # the coordinator sees a node as one worker: torchrun gives its workers their ranks itself
         command=WorkerCommand(kind=CommandKind.PROGRAM, target="torchrun"),
         logs=LogOptions(log_dir=None),
-        endpoint=parse_endpoint(params.endpoint, default_port(LIKE)),
+        endpoint=parse_endpoint(params.endpoint, default_port(CONF_BACKEND)),
         is_host=read_is_host(conf),
         token=read_token(conf.get("token_file"), os.environ),
         local_addr=params.local_addr,
-        notices=tuple(unknown_key_notices(LIKE, conf, name=BACKEND)),
+        notices=tuple(unknown_key_notices(CONF_BACKEND, conf, name=BACKEND)),
     )
 
 
 INCARNATION_BYTES = 4
 BACKLOG = 4096
-"""Workers that may connect to the store before torchrun serves it; the kernel has its own maximum."""
+"""Number of workers that may connect to the store before torchrun serves it; the kernel has its own maximum."""
 END_S_MAX = 5.0
-"""How long to wait at the end for the other nodes when the coordinator is on another node."""
+"""Limit of the wait for the other nodes at the end when the coordinator is on another node."""
 HOST_END_S_MAX = 300.0
-"""The same when the coordinator is on this node and would end with it. torchrun's exit barrier waits as long."""
+"""Limit of that wait when the coordinator is on this node and would end with it. torchrun's exit barrier waits as
+long."""
 
 
-class Formed(NamedTuple):
+class FormedGeneration(NamedTuple):
     """This node's place in a new generation."""
 
     generation: int
@@ -111,7 +112,7 @@ class Formed(NamedTuple):
     master_addr: str
     master_port: int
     listening: socket.socket | None
-    """On the node that hosts the store: a socket that listens at master_port. The receiver owns it."""
+    """A socket that listens at master_port, on the node that hosts the store; None elsewhere. The receiver owns it."""
 
 
 class OverError(HoldfastError):
@@ -126,7 +127,7 @@ class OverError(HoldfastError):
 
 
 class HandlerMember:
-    """All methods except `regroup` and `over` belong to the loop's thread."""
+    """One torchrun agent as the agent's machine sees it. All but `regroup` and `over` belongs to the loop's thread."""
 
     def __init__(self, options: RunOptions, say: Callable[[str], None]) -> None:
         self._loop = asyncio.get_running_loop()
@@ -138,15 +139,21 @@ class HandlerMember:
         self._link: CoordinatorLink | None = None
         self._dialing: asyncio.Task[None] | None = None
         self._ended: asyncio.Future[Outcome] = self._loop.create_future()
+        """The end of this node's part in the job, or the error of ours that ended it."""
         self._listening: socket.socket | None = None
+        """The store's socket from Prepare to StartWorkers, if this node hosts the store."""
         self._assign: Assign | None = None
         """The generation of which torchrun may have living workers; None: it has none."""
-        self._kill_asked = False
-        self._waiter: Future[Formed] | None = None
+        self._kill_ordered = False
+        """Whether the machine waits for TreeGone: torchrun has not stopped its workers yet."""
+        self._waiter: Future[FormedGeneration] | None = None
+        """The request of torchrun's thread for the next generation; None: it does not wait."""
         self._ending = False
+        """Whether torchrun has asked for the end, or this node leaves."""
         self._last_stop = ""
+        """The reason of the coordinator's newest Stop, for the message at the end."""
         self.regroup = False
-        """torchrun must stop its workers and ask for the next generation. Any thread may read it."""
+        """Whether torchrun must stop its workers and ask for the next generation. Any thread may read it."""
         self._driver: Driver[Event, do.Command] = Driver(
             AgentMachine(self._node(), options.limits, self._loop.time()), Tick(), self._execute
         )
@@ -163,15 +170,15 @@ class HandlerMember:
             if self._dialing is not None:
                 self._dialing.cancel()
             self._refuse_waiter()
-            self._drop_listening()
+            self._close_listening()
             await self._rendezvous.close()
 
     @property
     def over(self) -> bool:
         return self._ended.done()
 
-    def want(self, waiter: Future[Formed]) -> None:
-        """torchrun has no living worker and wants the next generation. The waiter gets OverError if there is none."""
+    def request_generation(self, waiter: Future[FormedGeneration]) -> None:
+        """Wait for the next generation: torchrun has no living worker. The waiter gets OverError if there is none."""
         self._waiter = waiter
         if self._ended.done():
             self._refuse_waiter()
@@ -179,7 +186,7 @@ class HandlerMember:
         self._workers_gone(EXIT_FAILURE, "its torchrun starts its workers again")
 
     def end(self, failure: str) -> None:
-        """torchrun has no living worker and will not ask again: they succeeded, or (`failure`) the job must end."""
+        """End this node's part: torchrun's workers succeeded, or (`failure`) the job must end. None of them lives."""
         if self._ended.done() or self._ending:
             return
         self._ending = True
@@ -195,7 +202,7 @@ class HandlerMember:
         """Leave the job; the other nodes form a generation without this one."""
         if not self._ended.done():
             self._ending = True
-            # As Ctrl-C, at once: torchrun's workers have no safe points.
+            # The machine takes it as Ctrl-C, which stops at once: torchrun's workers have no safe points.
             self._feed(Signalled(signal.SIGINT, "its torchrun has ended", kills=""))
             self._workers_gone(EXIT_FAILURE, "its torchrun has ended")
 
@@ -235,8 +242,8 @@ class HandlerMember:
                 after_stop=self.regroup and exit_code != EXIT_REQUEUE,
             )
         self._feed(WorkerEnded(assign.generation, 0, failure))
-        if self._kill_asked:
-            self._kill_asked = False
+        if self._kill_ordered:
+            self._kill_ordered = False
             self._feed(TreeGone(assign.generation))
 
     # ---------------------------------------------------------------- commands of the machine
@@ -258,12 +265,12 @@ class HandlerMember:
                 self._start(assign, start)
             case do.SignalWorkers(_, to_end):
                 self.regroup = self.regroup or to_end
-            case do.HoldWorkers(generation):  # torchrun's workers have no safe points: they are stopped where they are
+            case do.HoldWorkers(generation):  # torchrun's workers have no safe points: they stop where they are
                 self._feed(WorkersHeld(generation, reached=0))
             case do.KillTree(generation):
                 self.regroup = True
-                self._kill_asked = self._assign is not None
-                if not self._kill_asked:
+                self._kill_ordered = self._assign is not None
+                if not self._kill_ordered:
                     self._loop.call_soon(self._feed, TreeGone(generation))
             case do.Say(text):
                 self._say(text)
@@ -271,11 +278,11 @@ class HandlerMember:
                 if not self._ended.done():
                     self._ended.set_result(outcome)
             case _:
-                pass  # notes are for a journal
+                pass  # a journal's notes, and orders about what torchrun's workers do not have
 
     def _prepare(self, assign: Assign) -> None:
-        self._drop_listening()
-        if self._ending:
+        self._close_listening()
+        if self._ending:  # torchrun takes part in no further generation
             self._loop.call_soon(self.leave)
             return
         port = None
@@ -290,9 +297,9 @@ class HandlerMember:
         self._feed(NodePrepared(assign.generation, port))
 
     def _start(self, assign: Assign, start: Start) -> None:
-        self._assign, self._kill_asked, self.regroup = assign, False, False
+        self._assign, self._kill_ordered, self.regroup = assign, False, False
         listening, self._listening = self._listening, None
-        formed = Formed(
+        formed = FormedGeneration(
             assign.generation,
             assign.group_rank,
             assign.group_world_size,
@@ -300,18 +307,21 @@ class HandlerMember:
             start.master_port,
             listening,
         )
+
         waiter, self._waiter = self._waiter, None
         if waiter is None or not waiter.set_running_or_notify_cancel():
+            # A signal interrupted the thread that asked, and torchrun is about to end.
             if listening is not None:
                 listening.close()
-            self._loop.call_soon(self.leave)  # the thread that asked was interrupted, and torchrun is about to end
+            self._loop.call_soon(self.leave)
             return
         waiter.set_result(formed)
 
     async def _dial(self, node: NodeSpec) -> None:
         try:
             answer = await self._rendezvous.connect(node)
-        except Exception as error:  # noqa: BLE001 - as in _feed
+        except Exception as error:  # noqa: BLE001 - a fault of ours, which torchrun must get
+            # No task awaits this one.
             self._fail(error)
             return
         if isinstance(answer, DialFailed):
@@ -331,7 +341,7 @@ class HandlerMember:
             self._link = None
             self._feed(LinkLost(reason))
 
-    # ---------------------------------------------------------------- small steps
+    # ---------------------------------------------------------------- parts of the above
 
     def _node(self) -> NodeSpec:
         return NodeSpec(
@@ -352,7 +362,7 @@ class HandlerMember:
             elif self._ended.done():
                 waiter.set_exception(OverError(self._ended.result(), self._last_stop))
 
-    def _drop_listening(self) -> None:
+    def _close_listening(self) -> None:
         if self._listening is not None:
             self._listening.close()
             self._listening = None
@@ -366,13 +376,14 @@ def listen(*, loopback_only: bool) -> socket.socket:
 
 
 LEAVE_S_MAX = 2.0
-"""Time limit at the exit of the interpreter for the message to the other nodes."""
+"""Limit at the exit of the interpreter for the message to the other nodes."""
 JOIN_S_MAX = HOST_END_S_MAX + 15.0
-"""Longer than every wait of the member."""
+"""Limit for the end of the member's thread, longer than every wait in it."""
 
 
 class HandlerMembership:
-    """Runs a member in a thread beside torchrun's. Starts with the first `next`."""
+    """Runs a member in a thread beside torchrun's, from the first `next` on. Its methods belong to torchrun's
+    thread."""
 
     def __init__(self, options: RunOptions, say: Callable[[str], None]) -> None:
         self._options = options
@@ -382,30 +393,32 @@ class HandlerMembership:
         self._thread: threading.Thread | None = None
         self._ready = threading.Event()
         self._lock = threading.Lock()
+        """Guards `_gone`: without it a call could be posted to a loop that has ended, and be lost."""
         self._gone = False
-        """The loop accepts no more calls: from now on any thread may call the member."""
+        """Whether the loop accepts no more calls: then torchrun's thread calls the member itself."""
         self._closed = False
+        """Whether torchrun has called `end`."""
 
     @property
     def regroup(self) -> bool:
-        """torchrun must stop its workers and ask for the next generation."""
+        """Whether torchrun must stop its workers and ask for the next generation."""
         return self._member is not None and self._member.regroup
 
     @property
     def over(self) -> bool:
-        """There will be no further generation."""
+        """Whether there will be no further generation."""
         return self._closed or (self._member is not None and self._member.over)
 
-    def next(self) -> Formed:
+    def next(self) -> FormedGeneration:
         """Block until this node has its place in a new generation. The other nodes learn that it has no living worker.
 
         Raises OverError when there will be no new generation, or InternalError.
         """
-        waiter: Future[Formed] = Future()
+        waiter: Future[FormedGeneration] = Future()
         if self._thread is None:
             self._begin(waiter)
         else:
-            self._post(lambda member: member.want(waiter), otherwise=waiter.cancel)
+            self._post(lambda member: member.request_generation(waiter), otherwise=waiter.cancel)
         try:
             return waiter.result()
         except BaseException:  # a signal: nothing will use the result
@@ -413,9 +426,9 @@ class HandlerMembership:
             raise
 
     def end(self, failure: str = "") -> bool:
-        """torchrun will not ask again: its workers succeeded, or (`failure`) the job must end on all nodes.
+        """End this node's part: torchrun's workers succeeded, or (`failure`) the job must end on all nodes.
 
-        Blocks until the other nodes are informed. False: this took too long and still goes on.
+        Blocks until the other nodes are informed. Returns False if this took too long and still goes on.
         """
         self._closed = True
         if self._thread is None:
@@ -424,18 +437,18 @@ class HandlerMembership:
         return self._join(JOIN_S_MAX)
 
     def _leave(self) -> None:
-        """A signal ended torchrun, which does nothing more."""
+        """Leave the job at the exit of an interpreter that a signal ended before `end`."""
         self._post(lambda member: member.leave())
         self._join(LEAVE_S_MAX)
 
-    def _begin(self, waiter: Future[Formed]) -> None:
+    def _begin(self, waiter: Future[FormedGeneration]) -> None:
         # A daemon thread: when torchrun ends without `end`, its exit waits at most LEAVE_S_MAX.
         self._thread = threading.Thread(target=self._run, args=(waiter,), name="holdfast-member", daemon=True)
         self._thread.start()
         self._ready.wait()
         atexit.register(self._leave)
 
-    def _run(self, waiter: Future[Formed]) -> None:
+    def _run(self, waiter: Future[FormedGeneration]) -> None:
         try:
             asyncio.run(self._live(waiter))
         except Exception as error:
@@ -445,10 +458,10 @@ class HandlerMembership:
         finally:
             self._ready.set()
 
-    async def _live(self, waiter: Future[Formed]) -> None:
+    async def _live(self, waiter: Future[FormedGeneration]) -> None:
         self._loop = asyncio.get_running_loop()
         self._member = HandlerMember(self._options, self._say)
-        self._member.want(waiter)  # before the first dial: a generation may be formed at once
+        self._member.request_generation(waiter)  # before the first dial: a generation may be formed at once
         self._ready.set()
         try:
             await self._member.live()

@@ -1,9 +1,10 @@
 """A worker's side of a regroup: its channel to the agent, and the release of whatever blocks its main thread.
 
 A worker whose training function runs in `ht.survive` connects to a socket of its agent. When another worker is lost,
-the agent orders all others to a meeting point, the gate ("release"), and sends each its new place ("go"). A thread
-reads these orders, because the main thread may wait in a collective operation for the worker that is lost. gloo has no
-way to abort that wait: the thread shuts the connections of the process group, and the wait ends with an exception.
+the agent orders all others to leave their generation and to wait ("release"); this waiting point is called the gate.
+Then it sends each its rank and world in the next generation ("go"). A thread reads these orders, because the main
+thread may wait in a collective operation for the worker that is lost. gloo has no way to abort that wait: the thread
+shuts the connections of the process group, and the wait ends with an exception.
 
 A main thread that computes meets no such wait for a while. It is interrupted, but only inside the call of a module (a
 forward pass). An exception anywhere else could leave half a file, which a program writes between two steps. An
@@ -32,11 +33,12 @@ from holdfast.protocol.board_layout import BOARD_VARIABLE, INTERRUPT_SIGNAL
 from holdfast.protocol.train_contract import REPLACEMENT_VARIABLE, channel_name
 
 WHY_CHARACTERS_MAX = 4096
-"""Of the reason why a worker cannot go on."""
+"""Length of the reason why a worker cannot go on."""
 UNINTERRUPTED_S = 0.5
-"""After a release the main thread comes to the gate by itself, at its next collective operation or at the end of its
-step. After this time it is interrupted in the next call of a module, unless an optimizer is at work."""
-LOOK_AGAIN_S = 0.01
+"""Time after a release in which the main thread comes to the gate by itself, at its next collective operation or at the
+end of its step. After that it is interrupted in the next call of a module, unless an optimizer is at work."""
+INTERRUPT_AGAIN_S = 0.01
+"""Pause between two attempts to interrupt it: the handler may find it at a place where it must not raise."""
 MODULE_CALL = ("torch.nn.modules.module", "_call_impl")
 """Module and name of the function through which torch calls every module."""
 
@@ -47,13 +49,13 @@ class Release(NamedTuple):
     generation: int
     """The generation that is being formed."""
     cut: bool
-    """A worker was lost: come at once. False: come at the safe point that the board names."""
+    """Whether to come at once, because a worker was lost; False: come at the safe point that the board names."""
     leaves: bool = False
-    """Its node leaves: it gets no place in that generation, and is ended at the gate."""
+    """Whether the worker's node leaves: it has no rank in that generation, and is ended at the gate."""
 
 
 class Go(NamedTuple):
-    """This worker's place in a new generation."""
+    """The order to go on: this worker's rank and world in a new generation, as environment variables."""
 
     generation: int
     environment: dict[str, str]
@@ -70,25 +72,29 @@ class AgentChannel:
         self._connection = connection
         self._connection.setblocking(False)
         self.uninterrupted = threading.RLock()
-        """The main thread takes this lock itself, and not by the condition, whose `with` is Python code: an exception
-        of a signal handler there would leave it locked."""
+        """The lock of all fields below. While the main thread has it, it is not interrupted. The main thread takes it
+        itself, and not by the condition, whose `with` is Python code: an exception of a signal handler there would
+        leave it locked."""
         self._changed = threading.Condition(self.uninterrupted)
         self.released: Release | None = None
         """The order to come to the gate, until its "go" was taken. An attribute: it is read in each step."""
         self._go: Go | None = None
+        """The newest "go", until `await_go` takes it; a later release withdraws it."""
         self._lost = False
-        self._at_gate = True
+        """Whether the agent is gone."""
+        self._arrived = True
+        """Whether the main thread does not train: before `train` and after `arrive`."""
         self._cut: Callable[[], object] = lambda: None
         self._may_interrupt: Callable[[], bool] = lambda: False
         self._exception: type[BaseException] | None = None
         self._handler_before: Any = None
-        """Of the signal; the handler itself is in place while this is set."""
+        """The program's own handler of the signal, which `close` restores. Ours is in place while this is set."""
         self._thread = threading.Thread(target=self._listen, name="holdfast-regroup", daemon=True)
         self._thread.start()
 
     @classmethod
     def open(cls, environ: Mapping[str, str] = os.environ) -> AgentChannel | None:
-        """Connect to the agent. None without an agent that offers it."""
+        """Connect to the agent; None: there is none that offers it."""
         address = environ.get(BOARD_VARIABLE, "")
         if not address:
             return None
@@ -117,20 +123,21 @@ class AgentChannel:
     def train(
         self, cut: Callable[[], object], may_interrupt: Callable[[], bool], exception: type[BaseException]
     ) -> None:
-        """The main thread trains from now on, until `arrive`.
+        """Begin to watch the main thread, which trains from now on, until `arrive`.
 
         `cut` ends collective operations; this object's thread calls it. `exception` is raised in the main thread,
-        inside the call of a module, if it has not come to the gate UNINTERRUPTED_S after that and `may_interrupt()`."""
+        inside the call of a module, if it has not come to the gate UNINTERRUPTED_S after that and `may_interrupt()`.
+        """
         if self._handler_before is None and threading.current_thread() is threading.main_thread():
             self._handler_before = signal.signal(INTERRUPT_SIGNAL, self._on_interrupt) or signal.SIG_DFL
         with self.uninterrupted:
             self._cut, self._may_interrupt, self._exception = cut, may_interrupt, exception
-            self._at_gate = False
+            self._arrived = False
 
     def arrive(self) -> None:
-        """The main thread does not train any more. No interruption follows."""
+        """End the watch: the main thread does not train any more. No interruption follows."""
         with self.uninterrupted:
-            self._at_gate = True
+            self._arrived = True
             self._changed.notify_all()
 
     def say(self, what: str, **fields: object) -> None:
@@ -141,18 +148,19 @@ class AgentChannel:
             raise ChannelLostError(f"the agent cannot be reached: {error.strerror}") from error
 
     def catch_up(self) -> Release | None:
-        """As `released`, after every message that has arrived."""
+        """Take every message that has arrived. Returns the newest order to come to the gate, as `released`."""
         self._receive()
         return self.released
 
     def await_cut(self, limit_s: float) -> Release | None:
-        """Wait for the order to come to the gate at once, which may follow another one. Returns the newest one."""
+        """Wait for the order to come to the gate at once, which may follow one that allows more time. Returns the
+        newest order."""
         with self._changed:
             self._changed.wait_for(lambda: self._lost or (self.released is not None and self.released.cut), limit_s)
             return self.released
 
     def await_go(self) -> Go:
-        """Wait at the gate for the new place; answers each release. Raises ChannelLostError."""
+        """Wait at the gate for the order to go on, and answer each release. Raises ChannelLostError."""
         answered: Release | None = None
         with self._changed:
             while self._go is None:
@@ -198,30 +206,32 @@ class AgentChannel:
         match message.get("do"), message.get("generation"):
             case "release", int(generation):
                 self.released = Release(generation, message.get("cut") is True, message.get("leaves") is True)
-                self._go = None  # of a generation that was given up
+                self._go = None  # it was for a generation that was given up
             case "go", int(generation):
-                places = message.get("environment")
-                if isinstance(places, dict):
-                    self._go = Go(generation, {str(name): str(value) for name, value in places.items()})
+                environment = message.get("environment")
+                if isinstance(environment, dict):
+                    self._go = Go(generation, {str(name): str(value) for name, value in environment.items()})
 
     def _free_main_thread(self, release: Release) -> None:
-        with self._changed:  # otherwise the main thread might have joined a new group before the old one is cut
-            if self._at_gate or self.released is not release:
+        # Under the lock: otherwise the main thread might join a new group before the old one is cut, and lose that.
+        with self._changed:
+            if self._arrived or self.released is not release:
                 return
             self._cut()
+
         deadline_s = time.monotonic() + UNINTERRUPTED_S
         while True:
             with self._changed:
                 left_s = deadline_s - time.monotonic()
-                if self._at_gate or self._lost or self.released is not release or self._handler_before is None:
+                if self._arrived or self._lost or self.released is not release or self._handler_before is None:
                     return
                 if left_s <= 0:
                     _thread.interrupt_main(INTERRUPT_SIGNAL)  # type: ignore[arg-type] # runs the handler: no signal is sent
-                self._changed.wait(max(left_s, LOOK_AGAIN_S))
+                self._changed.wait(max(left_s, INTERRUPT_AGAIN_S))
 
     def _on_interrupt(self, _: int, frame: FrameType | None) -> None:
-        """The handler: in the main thread, between two instructions of this frame."""
-        due = self.released is not None and self.released.cut and not self._at_gate
+        """The signal handler. It runs in the main thread, between two instructions of this frame."""
+        due = self.released is not None and self.released.cut and not self._arrived
         if due and self._exception is not None and self._may_interrupt() and _calls_a_module(frame):
             raise self._exception
 
@@ -239,11 +249,13 @@ class GroupSockets:
 
     def __init__(self) -> None:
         self._links: dict[int, str] = {}
-        self._held: list[socket.socket] = []
+        """Descriptor -> kernel's name of the socket, which tells whether the number has another socket now."""
+        self._shut: list[socket.socket] = []
+        """Duplicates of the connections that were cut, which keep them open until `forget`."""
 
     @contextlib.contextmanager
     def noting(self) -> Iterator[None]:
-        """Sockets that are opened in the block belong to the group."""
+        """Note the sockets that are opened in the block: they belong to the group."""
         before = open_sockets()
         try:
             yield
@@ -261,20 +273,20 @@ class GroupSockets:
         for fd, link in list(self._links.items()):
             with contextlib.suppress(OSError):
                 if os.readlink(f"/proc/self/fd/{fd}") != link:
-                    continue  # closed since, and the number is another one's
+                    continue  # gloo has closed it, and the number is another descriptor's
                 same = socket.socket(fileno=os.dup(fd))
                 if same.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
                     same.close()
                     continue
-                self._held.append(same)
+                self._shut.append(same)
                 same.shutdown(socket.SHUT_RD)
-        return len(self._held)
+        return len(self._shut)
 
     def forget(self) -> None:
-        """The group is gone, on all ranks."""
+        """Close the connections that were cut, when the group is gone on all ranks."""
         self._links.clear()
-        while self._held:
-            self._held.pop().close()
+        while self._shut:
+            self._shut.pop().close()
 
 
 def is_replacement(environ: Mapping[str, str] = os.environ) -> bool:

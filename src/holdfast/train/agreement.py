@@ -92,10 +92,10 @@ class FailedSaves:
             return self._count(*(causes or reports)[0])
         return RankFailure(*causes[0], fatal=False) if causes else None
 
-    def not_begun(self, error: SnapshotError) -> RankFailure:
-        """A save could not begin."""
+    def not_begun(self, error: SnapshotError, *, demanded: bool = False) -> RankFailure:
+        """A save could not begin. One that the program `demanded` is fatal."""
         self._open = False
-        if isinstance(error, SnapshotBusyError):
+        if demanded or isinstance(error, SnapshotBusyError):
             return RankFailure(error.code, str(error), fatal=True)
         return self._count(error.code, str(error))
 
@@ -358,7 +358,7 @@ class Peers:
         return shared
 
     def post(self, word: str, value: Any) -> None:
-        """Leave a value for whoever asks for this word: not all ranks need to. The first one stays."""
+        """Leave a value for any rank that asks for this word: not all ranks need to. The first one stays."""
         with contextlib.suppress(RuntimeError):  # the store is gone: nobody asks
             if self.store is not None:
                 self.store.compare_set(f"posted/{word}", "", json.dumps(value))

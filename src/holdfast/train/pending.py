@@ -45,7 +45,8 @@ class PendingGradients:
         """A tracked optimizer has stepped since the last call of `at_step`."""
         self._optimizers: list[Optimizer] = []
         self._silent_calls = self._silent_calls_known = 0
-        """In a row: now, and the most after which an optimizer did step: so many batches are accumulated by hand."""
+        """In a row: now, and the largest number after which an optimizer did step. That is how many batches are added
+        up by hand."""
         self._micro_batches: dict[int, UnfinishedStep] = {}
         """Of unfinished steps, at the last call of `at_step`."""
 

@@ -17,6 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from holdfast import own_folders
 from holdfast.train import torch_private
 
 WORDS = 624
@@ -262,7 +263,7 @@ class RandomRecord:
         head_bytes = RECORDS * WORD_BYTES
         state_bytes = sum(map(len, states))
         size_bytes = head_bytes + RECORDS * state_bytes
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        fd = own_folders.open_file(path)
         try:
             os.posix_fallocate(fd, 0, size_bytes)
             memory = memoryview(mmap.mmap(fd, size_bytes))
@@ -290,7 +291,7 @@ class RandomRecord:
         return None
 
     def write(self, step: int, states: States, *, complete: bool) -> None:
-        """What is written for a step that is not complete the next call replaces."""
+        """The next call replaces the states of a step that is not complete."""
         newest = self._newest
         if self._complete and newest != step:
             self._number = (self._number + 1) % RECORDS

@@ -380,8 +380,7 @@ class Saving:
             try:
                 number = self._begin(step)
             except SnapshotError as error:
-                failure = self._failed.not_begun(error)
-                word["failure"] = asdict(replace(failure, fatal=failure.fatal or demanded))
+                word["failure"] = asdict(self._failed.not_begun(error, demanded=demanded))
             else:
                 self._failed.handed_over()
                 not_finite = next((each.not_finite for each in looked if each.not_finite), "")
@@ -539,7 +538,7 @@ class Saving:
             self._reservation = None
 
     def _await_reserved(self, states: int) -> None:
-        """Until so many states have room."""
+        """Wait until this number of states has room."""
         if self._reservation is None:
             return
         error = self._reservation.finish(states)
@@ -576,7 +575,8 @@ class Pruner:
         running = self._thread is not None and self._thread.is_alive()
         if self._due and not running and not tier.busy:
             self._due = False
-            self._thread = threading.Thread(target=self._prune, name="holdfast-retention")
+            # A daemon: after an error nobody waits for it. Whatever it deletes may be interrupted.
+            self._thread = threading.Thread(target=self._prune, name="holdfast-retention", daemon=True)
             self._thread.start()
 
     def finish(self) -> None:

@@ -25,22 +25,21 @@ if TYPE_CHECKING:
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 BOARD = "HOLDFAST_BOARD"
 STACKS_FD = 600
-"""The descriptor of the file for stacks, if the number is free: above those that forking.py uses during a fork."""
+"""Number for the descriptor of the file for stacks, if it is free: above those that forking.py uses during a fork."""
 
 
 # --- the error file ---------------------------------------------------------------------------------------------------
 
 
 def write_error_file(path: str, error: BaseException, traceback_text: str) -> None:
-    """Write the error file of torchelastic's `record`, whole or not at all (to a device or pipe: directly). Raises
-    OSError."""
+    """Write the error file of torchelastic's `record`, whole or not at all. Raises OSError."""
     import json
     import time
 
     extra: dict[str, Any] = {"py_callstack": traceback_text, "timestamp": str(int(time.time()))}
     extra.update(_collective_of(error))
-    data = {"message": {"message": f"{type(error).__name__}: {_text_of(error)}", "extraInfo": extra}}
-    if os.path.exists(path) and not os.path.isfile(path):
+    data = {"message": {"message": f"{type(error).__name__}: {_message_of(error)}", "extraInfo": extra}}
+    if os.path.exists(path) and not os.path.isfile(path):  # a device or a pipe, which cannot be replaced
         with open(path, "w", encoding="utf-8") as file:
             json.dump(data, file)
         return
@@ -55,7 +54,7 @@ def write_error_file(path: str, error: BaseException, traceback_text: str) -> No
         raise
 
 
-def _text_of(error: BaseException) -> str:
+def _message_of(error: BaseException) -> str:
     try:
         return str(error)
     except Exception:  # noqa: BLE001 - a program's own __str__ may raise anything
@@ -63,16 +62,18 @@ def _text_of(error: BaseException) -> str:
 
 
 CHAIN_MAX = 16
+"""Number of exceptions of a chain that are examined."""
 TENSORS_MAX = 16
-"""Tensors in variables of the script that are described, and arguments of a collective."""
+"""Number of tensors in a frame's variables that are described."""
 LISTED_MAX = 4
+"""Number of tensors in a list that are described."""
 TRANSPORTS = ("gloo/transport", "NCCL", "ncclRemoteError")
-"""Words of an exception of `work.wait()`, which is no function of Python."""
+"""Parts of the messages of `work.wait()`, which is no function of Python, so that no frame shows it."""
 
 
 def _collective_of(error: BaseException) -> dict[str, Any]:
-    """The collective in which the root of an exception was raised, with the shapes of its tensors, and the shapes of
-    tensors in the script's variables. Empty: it was raised elsewhere.
+    """The collective in which the root of an exception was raised, and the shapes of its tensors and of those in the
+    script's variables; empty: it was raised elsewhere.
 
     When ranks call a collective with other sizes, the error appears on a rank that did nothing wrong. Only a comparison
     of the calls shows which rank differs from the others.
@@ -80,8 +81,8 @@ def _collective_of(error: BaseException) -> dict[str, Any]:
     try:
         chain = _chain(error)
         call = next((call for each in reversed(chain) if (call := _call_in(each.__traceback__))), "")
-        if not call and not any(word in _text_of(chain[-1]) for word in TRANSPORTS):
-            return {}  # not even in the wait for one that was begun before
+        if not call and not any(word in _message_of(chain[-1]) for word in TRANSPORTS):
+            return {}  # neither in a call nor in the wait for one that was begun before
         tensors: dict[str, str] = {}
         for each in chain:
             tensors |= _tensors_in(each.__traceback__)
@@ -102,22 +103,22 @@ def _chain(error: BaseException) -> list[BaseException]:
 
 
 def _call_in(trace: TracebackType | None) -> str:
-    """The call of a collective in this traceback, the outermost; empty: there is none."""
+    """The outermost call of a collective in this traceback, as text; empty: there is none."""
     for frame in _frames(trace):
         name = frame.f_code.co_name
         if _file(frame).endswith("/torch/distributed/distributed_c10d.py") and not name.startswith(("_", "wrapper")):
             arguments = frame.f_code.co_varnames[: frame.f_code.co_argcount]
-            given = [_described(frame.f_locals.get(each)) for each in arguments]
+            given = [_shape_of(frame.f_locals.get(each)) for each in arguments]
             return f"{name}({', '.join(each for each in given if each)})"
     return ""
 
 
 def _tensors_in(trace: TracebackType | None) -> dict[str, str]:
-    """The tensors in the script's variables by name; of equal names, the innermost."""
+    """The shapes of tensors in the script's variables, by name; inner frames replace outer ones."""
     found: dict[str, str] = {}
     for frame in _frames(trace):
         if "site-packages" not in _file(frame) and "/torch/" not in _file(frame):
-            shapes = {key: _described(value) for key, value in frame.f_locals.items() if not key.startswith("_")}
+            shapes = {key: _shape_of(value) for key, value in frame.f_locals.items() if not key.startswith("_")}
             found |= dict([(key, shape) for key, shape in shapes.items() if shape][:TENSORS_MAX])
     return found
 
@@ -132,10 +133,10 @@ def _file(frame: FrameType) -> str:
     return frame.f_code.co_filename.replace(os.sep, "/")
 
 
-def _described(value: Any) -> str:
+def _shape_of(value: Any) -> str:
     """`float32[5000]` for a tensor, `[float32[4], float32[4]]` for a list of them; empty for anything else."""
     if type(value) in (list, tuple) and value:
-        parts = [_described(each) for each in value[:LISTED_MAX]]
+        parts = [_shape_of(each) for each in value[:LISTED_MAX]]
         return f"[{', '.join(parts)}{', ...' if len(value) > LISTED_MAX else ''}]" if all(parts) else ""
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     if not isinstance(shape, tuple) or dtype is None:
@@ -144,8 +145,8 @@ def _described(value: Any) -> str:
 
 
 RECORD_ATTEMPTS = 3
-"""A program's signal handler may raise while the file is written: torch's does when a process of a DataLoader has
-died."""
+"""Number of attempts to write the error file: a signal handler of the program may raise during one, as torch's does
+when a process of a DataLoader has died."""
 
 
 class _Recorder:
@@ -157,9 +158,8 @@ class _Recorder:
         self._pid = os.getpid()
 
     def record(self, error: BaseException) -> None:
-        """Write the file; never raises, so that a full disk or a broken __str__ does not hide the program's own
-        error."""
-        if not self._path or os.getpid() != self._pid:
+        """Write the file. Never raises: a full disk or a broken __str__ must not hide the program's own error."""
+        if not self._path or os.getpid() != self._pid:  # a child of the worker has the variable, too
             return
         for _ in range(RECORD_ATTEMPTS):
             try:
@@ -191,8 +191,8 @@ def _fresh_main() -> ModuleType:
 
 
 def _importer_for(path: str) -> object:
-    """The importer of a folder or archive; None for anything else. The interpreter does the same check before it opens
-    a script."""
+    """The importer of a folder or archive; None for anything else. The interpreter checks the same before it opens a
+    script."""
     for hook in sys.path_hooks:
         try:
             return hook(path)
@@ -202,20 +202,20 @@ def _importer_for(path: str) -> object:
 
 
 def _absolute(path: str) -> str:
-    """An absolute path as the interpreter makes it: joined to the current folder, not normalised."""
+    """Make a path absolute as the interpreter does: joined to the current folder, not normalised."""
     return path if os.path.isabs(path) else os.path.join(os.getcwd(), path)
 
 
 def _set_first_path(entry: str) -> None:
     """Replace our own folder, which the interpreter put first, by the program's."""
-    if getattr(sys.flags, "safe_path", False):
+    if getattr(sys.flags, "safe_path", False):  # with -P there is no such entry
         return
     sys.path[0] = entry
 
 
 def _code_of(path: str) -> CodeType:
-    """Compile a script. SyntaxError is the program's; OSError is printed as the interpreter prints it, with exit code
-    2."""
+    """Compile a script. A SyntaxError is the program's. A script that cannot be read is reported as the interpreter
+    does it, and ends this process with 2."""
     try:
         with open(path, "rb") as file:
             source = file.read()
@@ -231,10 +231,11 @@ def _code_of(path: str) -> CodeType:
 
 
 def _prepare_script(target: str) -> Callable[[], Any]:
+    """Set up this process for a script, or for a folder or archive with a `__main__.py`. Returns what runs it."""
     path = _absolute(target)
     main = _fresh_main()
     if _importer_for(path) is not None:
-        # Inserted even in safe-path mode, because the program lies in it.
+        # Inserted even with -P: the program is in it.
         if not getattr(sys.flags, "safe_path", False):
             del sys.path[0]
         sys.path.insert(0, path)
@@ -242,7 +243,7 @@ def _prepare_script(target: str) -> Callable[[], Any]:
     _set_first_path(os.path.dirname(os.path.realpath(path)))
 
     def run() -> None:
-        # The interpreter's own: importlib.machinery would be one module more than a plain start loads.
+        # Not importlib.machinery, which is one module more than a plain start loads.
         machinery: Any = sys.modules["_frozen_importlib_external"]
         compiled = path.endswith(".pyc")
         kind = machinery.SourcelessFileLoader if compiled else machinery.SourceFileLoader
@@ -255,6 +256,7 @@ def _prepare_script(target: str) -> Callable[[], Any]:
 
 
 def _prepare_module(target: str) -> Callable[[], Any]:
+    """Set up this process for `-m TARGET`. Returns what runs it."""
     _fresh_main()
     _set_first_path(os.getcwd())
     sys.argv[0] = "-m"
@@ -271,19 +273,19 @@ def _run_module(name: str, *, alter_argv: bool) -> None:
 
 
 def _without_own_frames(trace: TracebackType | None) -> TracebackType | None:
-    # By the code object: __file__ is the cached file where the program was started from that.
+    # Not __file__, which is the cached file if the program was started from that.
     own = _without_own_frames.__code__.co_filename
     while trace is not None and trace.tb_frame.f_code.co_filename == own:
         trace = trace.tb_next
     return trace
 
 
-def _hide_own_frames(tell_agent: Callable[[], None]) -> None:
+def _hide_own_frames(report_to_agent: Callable[[], None]) -> None:
     """Let the interpreter report the exception in flight, without our frames; then report it to the agent.
 
-    Only the interpreter does this exactly: exit codes, `sys.last_*`, KeyboardInterrupt and a faulty sys.excepthook. Our
-    hook replaces the program's from here, where no code of the program runs any more, until the report. After that, the
-    program exits as a successful one does.
+    Only the interpreter reports exactly as it does: exit codes, `sys.last_*`, KeyboardInterrupt and a faulty
+    sys.excepthook. Our hook replaces the program's from here, where no code of the program runs any more, until the
+    report. After that, the program exits as a successful one does.
     """
     programs_hook = getattr(sys, "excepthook", sys.__excepthook__)
 
@@ -291,16 +293,17 @@ def _hide_own_frames(tell_agent: Callable[[], None]) -> None:
         sys.excepthook = programs_hook
         trace = _without_own_frames(trace)
         error.__traceback__ = sys.last_traceback = trace
-        ends = not isinstance(error, KeyboardInterrupt)  # which ends in its own way
+        ends = not isinstance(error, KeyboardInterrupt)  # after that one the interpreter kills itself by SIGINT
         try:
             programs_hook(kind, error, trace)
         except BaseException as fault:
             fault.__traceback__ = _without_own_frames(fault.__traceback__)
             raise
         finally:
-            # After the traceback is on stderr, which is evidence; before threads and exit functions, which may be slow.
+            # Now the traceback is on stderr, where the agent looks for the cause. Threads and exit functions come
+            # later: they may be slow, and the other ranks wait.
             if ends:
-                tell_agent()
+                report_to_agent()
         if ends:
             _leave_soon()
 
@@ -322,7 +325,8 @@ def _ends_abruptly() -> bool:
 
 
 def _exit_code(end: SystemExit) -> int:
-    """The exit code that the interpreter would use; prints its message on stderr too."""
+    """The exit code that the interpreter would use. A text as exit code is written to stderr, as the interpreter
+    does."""
     if end.code is None:
         return 0
     if isinstance(end.code, int):
@@ -334,22 +338,25 @@ def _exit_code(end: SystemExit) -> int:
     return 1
 
 
-def _handled_before(end: SystemExit) -> BaseException | None:
-    """The exception that the program was handling when it called sys.exit with a number: the reason, which it has at
-    most logged. With a text, the text is the reason."""
+def _exception_behind_exit(end: SystemExit) -> BaseException | None:
+    """The exception that the program was handling when it called sys.exit with a number; None: there is none.
+
+    It is the reason for the exit, which the program has at most logged. If it called sys.exit with a text, the text is
+    the reason.
+    """
     handled = end.__cause__ or end.__context__
     failed = isinstance(end.code, int) and end.code & 0xFF != 0
     return handled if failed and not isinstance(handled, SystemExit | KeyboardInterrupt) else None
 
 
-UNENDED_S = 5.0
-"""After an exception, threads and exit functions that take longer are reported."""
-LEAVE_S = 15.0
-"""The longest time that they may take: all other ranks wait."""
+END_REPORT_S = 5.0
+"""Time after an exception from which threads and exit functions that have not ended are reported."""
+END_S_MAX = 15.0
+"""Limit after an exception for threads and exit functions: all other ranks wait."""
 
 
 def _leave_soon() -> None:
-    """Exit after an exception that was reported. Returns where the interpreter's last phase is to follow."""
+    """Exit after an exception that was reported. Returns if the interpreter's last phase is to follow."""
     try:
         import threading
 
@@ -365,29 +372,27 @@ def _limit_the_end() -> None:
     import threading
     import time
 
-    time.sleep(UNENDED_S)
+    time.sleep(END_REPORT_S)
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     place = f"{frame.f_code.co_name} at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame else "?"
-    text = (
-        f"holdfast: process {os.getpid()} raised an exception {UNENDED_S:g} s ago and has not ended: it is in {place} "
-    )
-    text += f"(a thread or an exit function); it is ended in {LEAVE_S - UNENDED_S:g} s\n"
+    text = f"holdfast: process {os.getpid()} raised an exception {END_REPORT_S:g} s ago and has not ended: "
+    text += f"it is in {place} (a thread or an exit function); it is ended in {END_S_MAX - END_REPORT_S:g} s\n"
     with contextlib.suppress(OSError):  # the reader is gone
         os.write(2, text.encode(errors="replace"))
-    time.sleep(LEAVE_S - UNENDED_S)
+    time.sleep(END_S_MAX - END_REPORT_S)
     os._exit(1)
 
 
 def _unfreeze() -> None:
-    """Let the interpreter's last phase free the objects that the fork server froze: some libraries then print what is
-    left."""
+    """Let the interpreter's last phase free the objects that the fork server froze, as in a worker that was started by
+    exec: some libraries report then what is left."""
     import gc
 
     gc.unfreeze()
 
 
 def _leave(code: int) -> None:
-    """Do what the interpreter does before its last phase, in its order (threads, atexit, buffers), then end."""
+    """Exit without the interpreter's last phase, but with all that comes before it: threads, atexit, buffers."""
     import atexit
     import threading
 
@@ -397,16 +402,19 @@ def _leave(code: int) -> None:
         try:
             stream.flush()
         except (AttributeError, ValueError):
-            continue  # replaced or closed by the program
+            continue  # the program has replaced or closed it
         except OSError:
             code = code or 120  # the interpreter's own code for output that could not be written
     os._exit(code)
 
 
+# --- what the agent sees, and the fork server -------------------------------------------------------------------------
+
+
 def _serve_as_fork_server() -> None:
     """Run the fork server. Returns in each forked worker, where everything is as after its own start.
 
-    It is called here, so that workers have the same frames below them however they were started.
+    It runs inside the bootstrap, so that workers have the same frames below them however they were started.
     """
     folder, control_fd = sys.argv[2:4]
     if not getattr(sys.flags, "safe_path", False):
@@ -425,19 +433,20 @@ def _serve_agent() -> Callable[[], None]:
     address = os.environ.get(BOARD, "")
     if address:
         folder = os.path.dirname(os.path.abspath(__file__))
-        if os.path.basename(folder) == "__pycache__":
+        if os.path.basename(folder) == "__pycache__":  # an installation may start the cached file
             folder = os.path.dirname(folder)
         board = _load(os.path.join(os.path.dirname(folder), "protocol", "board_layout.py"))
-        _answer_looks(address, board)
-        _tell_what_is_handled(address, board)
+        _write_stacks_on_signal(address, board)
+        _write_handled_exception_on_signal(address, board)
         profiled = _take_profiles(address, board, folder)
         _load(os.path.join(folder, "progress.py"), layout=board, profiled=profiled).begin(address)
         own_pid = os.getpid()
-        return lambda: _tell_of_exception(address, board) if os.getpid() == own_pid else None
+        return lambda: _report_exception(address, board) if os.getpid() == own_pid else None
     return lambda: None
 
 
-def _tell_of_exception(address: str, board: Any) -> None:
+def _report_exception(address: str, board: Any) -> None:
+    """Report to the agent that the program raised an exception, before the process ends."""
     try:
         slot = int(address.rpartition("@")[2])
         pipe = _open_of_agent(address, board, board.RAISED, os.O_NONBLOCK)
@@ -450,7 +459,7 @@ def _tell_of_exception(address: str, board: Any) -> None:
 
 
 def _read_word(address: str, board: Any, word: int) -> int:
-    """A word of the agent's board. Raises OSError."""
+    """Read a word of the agent's board. Raises OSError."""
     fd = os.open(address.rpartition("@")[0], os.O_RDONLY | os.O_CLOEXEC)
     try:
         return int.from_bytes(os.pread(fd, board.WORD_BYTES, word * board.WORD_BYTES), sys.byteorder)
@@ -459,7 +468,8 @@ def _read_word(address: str, board: Any, word: int) -> int:
 
 
 def _open_of_agent(address: str, board: Any, word: int, flags: int) -> int:
-    """Open for writing the agent's file whose descriptor this word of its board holds. Raises OSError, ValueError."""
+    """Open for writing the agent's file whose descriptor number is in this word of its board. Raises OSError,
+    ValueError."""
     number = _read_word(address, board, word)
     if not number:
         raise ValueError("there is none")
@@ -467,21 +477,21 @@ def _open_of_agent(address: str, board: Any, word: int, flags: int) -> int:
 
 
 def _take_profiles(address: str, board: Any, folder: str) -> Callable[[int, bool], bool]:
-    """Take profiles on the agent's signal, for orders that do not count steps. Returns what is to be called after a
-    step while there is an order: see Profiler.look."""
+    """Take profiles on the agent's signal, for orders that do not count steps. Returns the function to call after each
+    step while there is an order: Profiler.follow."""
     profiler: Any = None
     own_pid = os.getpid()
 
-    def look(order: int, stepped: bool) -> bool:
+    def follow(order: int, stepped: bool) -> bool:
         nonlocal profiler
         if profiler is None:
             profiler = _load(os.path.join(folder, "profile.py"), layout=board).Profiler(os.path.dirname(address))
-        return bool(profiler.look(order, stepped=stepped))
+        return bool(profiler.follow(order, stepped=stepped))
 
     def signalled(*_: object) -> None:
         if os.getpid() == own_pid:
             try:
-                look(_read_word(address, board, int(address.rpartition("@")[2]) + board.PROFILE), False)
+                follow(_read_word(address, board, int(address.rpartition("@")[2]) + board.PROFILE), False)
             except OSError:
                 return  # the agent is gone
 
@@ -492,10 +502,10 @@ def _take_profiles(address: str, board: Any, folder: str) -> Callable[[int, bool
         _signal.siginterrupt(board.PROFILE_SIGNAL, False)
     except (ImportError, OSError, ValueError):
         pass  # this Python lacks the function, or we are not in the main thread: steps can be profiled
-    return look
+    return follow
 
 
-def _tell_what_is_handled(address: str, board: Any) -> None:
+def _write_handled_exception_on_signal(address: str, board: Any) -> None:
     """Write the exception that the main thread handles into the agent's file for stacks, on its signal."""
     own_pid = os.getpid()
 
@@ -516,39 +526,39 @@ def _tell_what_is_handled(address: str, board: Any) -> None:
 
 
 def _write_handled(error: BaseException, address: str, board: Any) -> None:
-    """Raises OSError, ValueError."""
+    """Write type, message and place of an exception into the agent's file. Raises OSError, ValueError."""
     try:
-        said = str(error)
+        message = str(error)
     except Exception:  # noqa: BLE001 - the program's own code
-        said = ""
+        message = ""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     at = f"{trace.tb_frame.f_code.co_filename}:{trace.tb_lineno}" if trace is not None else ""
-    words = " ".join(f"{type(error).__name__}: {said}".split())
+    line = " ".join(f"{type(error).__name__}: {message}".split())
     file = _open_of_agent(address, board, int(address.rpartition("@")[2]) + board.STACKS, os.O_APPEND)
     try:
-        os.write(file, f"{board.HANDLED}{words[: board.HANDLED_CHARACTERS_MAX]}\n{at}\n".encode(errors="replace"))
+        os.write(file, f"{board.HANDLED}{line[: board.HANDLED_CHARACTERS_MAX]}\n{at}\n".encode(errors="replace"))
     finally:
         os.close(file)
 
 
-def _answer_looks(address: str, board: Any) -> None:
-    """Write all stacks into the agent's file on its signal: in C, so it works whichever thread holds the interpreter's
-    lock."""
+def _write_stacks_on_signal(address: str, board: Any) -> None:
+    """Write all stacks into the agent's file on its signal. faulthandler is C code: it works whichever thread has the
+    interpreter's lock."""
     try:
         import faulthandler
 
         file = _open_of_agent(address, board, int(address.rpartition("@")[2]) + board.STACKS, os.O_APPEND)
-        stacks = _out_of_the_way(file)
+        stacks = _with_high_number(file)
         faulthandler.register(board.LOOK_SIGNAL, stacks, all_threads=True)
         faulthandler.register(board.LOOK_MAIN_SIGNAL, stacks, all_threads=False)
     except (ImportError, OSError, RuntimeError, ValueError, AttributeError):
         return  # the agent is gone, or this Python lacks the function
 
 
-def _out_of_the_way(fd: int) -> int:
-    """The same file under a number that programs do not use; it is closed in other programs that this one executes."""
+def _with_high_number(fd: int) -> int:
+    """Move a descriptor to a number that programs do not use. Programs that this one executes do not inherit it."""
     for number in range(min(STACKS_FD, os.sysconf("SC_OPEN_MAX") - 1), 2, -1):
         try:
             os.fstat(number)
@@ -574,13 +584,14 @@ def main() -> None:
     forked = sys.argv[1] == "fork-server"
     if forked:
         _serve_as_fork_server()
+
     recorder = _Recorder()
     mode, target = sys.argv[1:3]
     if hasattr(sys, "orig_argv"):
         options = sys.orig_argv[1 : len(sys.orig_argv) - len(sys.argv)]
         sys.orig_argv[1:] = [*options, *(["-m"] if mode == "module" else []), *sys.argv[2:]]
     del sys.argv[:2]
-    tell_agent = _serve_agent()
+    report_to_agent = _serve_agent()
     run = _prepare_module(target) if mode == "module" else _prepare_script(target)
     try:
         import faulthandler
@@ -588,10 +599,11 @@ def main() -> None:
         faulthandler.enable()
     except (ImportError, OSError, RuntimeError, ValueError, AttributeError):
         pass  # no usable stderr
+
     try:
         run()
     except SystemExit as end:
-        handled = _handled_before(end)
+        handled = _exception_behind_exit(end)
         if handled is not None:
             handled.__traceback__ = _without_own_frames(handled.__traceback__)
             recorder.record(handled)
@@ -600,9 +612,9 @@ def main() -> None:
         raise
     except BaseException as error:
         error.__traceback__ = _without_own_frames(error.__traceback__)
-        if not isinstance(error, KeyboardInterrupt):  # that comes from outside
+        if not isinstance(error, KeyboardInterrupt):  # it comes from outside and explains nothing
             recorder.record(error)
-        _hide_own_frames(tell_agent)
+        _hide_own_frames(report_to_agent)
         raise
     finally:
         if forked:

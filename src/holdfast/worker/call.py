@@ -21,20 +21,21 @@ if TYPE_CHECKING:
 
 CALL_FD, RESULT_FD = 3, 4
 HEADER = struct.Struct(">cIIQ")
-"""Kind, rank, process id, length of the body."""
+"""Layout of the header: kind, rank, process id, length of the body."""
 TEXT_LENGTH = struct.Struct(">I")
 NOTHING, VALUE, ERROR = b"N", b"V", b"E"
+"""The kinds of answers. NOTHING stays if the worker ends before it has a result."""
 
 
 class ResultFile:
     """The result file of this worker, in memory. A restarted worker gets the same file, so it is emptied first."""
 
     def __init__(self, fd: int) -> None:
-        # Opened again, for an own offset and so that the function's children do not inherit it.
+        # Opened a second time: so it has an offset of its own, and the function's children do not inherit it.
         self._file: BinaryIO = open(f"/proc/self/fd/{fd}", "r+b")  # noqa: SIM115 - until the process ends
         os.close(fd)
         self._file.truncate(0)
-        self._seal(NOTHING)
+        self._write_header(NOTHING)
 
     def value(self, value: Any) -> None:
         """Write the function's result. Raises TypeError, naming the value's type, when it cannot be pickled."""
@@ -46,9 +47,9 @@ class ResultFile:
         except Exception as error:
             kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
             raise TypeError(
-                f"the result of rank {os.environ['RANK']} ({kind}) cannot be pickled: {_in_words(error)}"
+                f"the result of rank {os.environ['RANK']} ({kind}) cannot be pickled: {_describe(error)}"
             ) from error
-        self._seal(VALUE)
+        self._write_header(VALUE)
 
     def error(self, error: BaseException, text: str) -> None:
         """Write an exception. Never raises: an exception that does not pickle is written as its text alone."""
@@ -61,16 +62,16 @@ class ResultFile:
             pickled = b""
         self._file.seek(HEADER.size)
         self._file.write(TEXT_LENGTH.pack(len(encoded)) + encoded + pickled)
-        self._seal(ERROR)
+        self._write_header(ERROR)
 
-    def _seal(self, kind: bytes) -> None:
+    def _write_header(self, kind: bytes) -> None:
         """Write the header, after everything that it announces."""
         self._file.flush()
         length = max(self._file.tell() - HEADER.size, 0)
         os.pwrite(self._file.fileno(), HEADER.pack(kind, int(os.environ["RANK"]), os.getpid(), length), 0)
 
 
-def _in_words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -78,9 +79,9 @@ def read_call(fd: int) -> tuple[Any, tuple[Any, ...]]:
     """Take over the launching process's module path and arguments, then load its function and theirs."""
     import pickle
 
-    with open(f"/proc/self/fd/{fd}", "rb") as file:  # opened again: the other workers share the inherited offset
+    with open(f"/proc/self/fd/{fd}", "rb") as file:  # a second time: the other workers share the inherited offset
         os.close(fd)
-        sys.path[:], sys.argv[:] = pickle.load(file)
+        sys.path[:], sys.argv[:] = pickle.load(file)  # first, so that the function's modules are found
         function, arguments = pickle.load(file)
     return function, arguments
 
@@ -94,7 +95,7 @@ def main() -> None:
     except Exception as error:
         import traceback
 
-        trace = error.__traceback__.tb_next if error.__traceback__ is not None else None
+        trace = error.__traceback__.tb_next if error.__traceback__ is not None else None  # without this frame
         answer.error(error, "".join(traceback.format_exception(type(error), error, trace)))
         raise
 

@@ -13,6 +13,19 @@ import time
 
 from holdfast.protocol import board_layout as layout
 
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import TypeVar
+
+    Callback = TypeVar("Callback", bound=Callable[[], object])
+
+READ_AGAIN_S = 0.001
+"""Pause between two reads of the board by a worker that is held at a safe point until the agents agree."""
+
+
+# --- signs of progress ------------------------------------------------------------------------------------------------
+
 
 class _Beats:
     """Writes this process's beats to the board, if it is a worker."""
@@ -20,6 +33,7 @@ class _Beats:
     def __init__(self) -> None:
         self._pid = os.getpid()
         self._slot = 0
+        """Index of the slot's first word on the board."""
         self._words = self._open(os.environ.get(layout.BOARD_VARIABLE, ""))
 
     def _open(self, address: str) -> memoryview | None:
@@ -70,7 +84,7 @@ def beat() -> None:
             evaluate(batch)
             beat()
     """
-    _this_process().beat()
+    _own_beats().beat()
 
 
 def at_step(step: int, of: int | None = None) -> None:
@@ -82,25 +96,17 @@ def at_step(step: int, of: int | None = None) -> None:
     `holdfast report` uses the step to compute how many steps a restart cost. `holdfast.train.Snapshots` calls it. Like
     beat() it costs about a microsecond, never raises for numbers of 0 or more, and does nothing without holdfast.
     """
-    _this_process().at_step(step, of)
+    _own_beats().at_step(step, of)
 
 
-def _this_process() -> _Beats:
+def _own_beats() -> _Beats:
     global _beats  # noqa: PLW0603
     if _beats is None:
         _beats = _Beats()
     return _beats
 
 
-TYPE_CHECKING = False
-if TYPE_CHECKING:
-    from collections.abc import Callable
-    from typing import TypeVar
-
-    Callback = TypeVar("Callback", bound=Callable[[], object])
-
-LOOK_AGAIN_S = 0.001
-"""While held at a safe point: between two reads of the board. A hold lasts until the agents agree."""
+# --- safe points ------------------------------------------------------------------------------------------------------
 
 
 class _Slot:
@@ -111,7 +117,9 @@ class _Slot:
         self._slot = slot
         self._pid = os.getpid()
         self._reached = 0
+        """Number of safe points that this process has reached in its generation."""
         self._stopped = False
+        """Whether the safe point was reached at which all stop."""
 
     @property
     def own(self) -> bool:
@@ -119,13 +127,14 @@ class _Slot:
         return os.getpid() == self._pid
 
     def reach(self) -> bool:
-        """Count one more safe point; True: stop here."""
+        """Count one more safe point, and wait there if the agents hold the workers. Returns whether to stop here."""
         if self._stopped:
             return True
         words = self._words
         self._reached += 1
         words[self._slot + layout.REACHED] = self._reached
-        # In this order: a worker that still reads HELD as unset is counted as having passed.
+        # REACHED is written before HELD is read. So the agents, who set HELD before they read REACHED, count a worker
+        # that did not see it as having passed.
         if words[layout.HELD]:
             self._wait()
         if 0 < words[layout.SAFE_POINT] <= self._reached:
@@ -143,55 +152,55 @@ class _Slot:
         return 0 < self._words[layout.SAVE_POINT] == self._reached
 
     def begin_again(self) -> None:
-        """All workers of a new generation count their safe points from 0. The agent resets the board's words."""
+        """Count safe points from 0, as all workers of a new generation do. The agent resets the board's words."""
         self._reached, self._stopped = 0, False
 
     def _wait(self) -> None:
-        import time
-
         words = self._words
         while words[layout.HELD] and not words[layout.SAFE_POINT]:
-            time.sleep(LOOK_AGAIN_S)
+            time.sleep(READ_AGAIN_S)
 
 
 class SafePoints:
     """The safe points of one process. A program uses the functions below, which share one object of this class."""
 
     def __init__(self, address: str) -> None:
-        """`address`: the value of HOLDFAST_BOARD; empty: no agent will ever ask to stop."""
+        """`address` is the value of HOLDFAST_BOARD; empty: no agent will ever ask to stop."""
         self._address = address
-        self._slot_of_mine: _Slot | None = None
+        self._slot: _Slot | None = None
+        """This process's slot, from the first safe point on."""
         self._callbacks: list[Callable[[], object]] = []
         self.before_stop: Callable[[], object] | None = None
-        """Called before the callbacks; an exception of it leaves reach(), and keeps them for the next stop."""
+        """A function that is called before the callbacks. Its exception leaves reach(), and they stay for the next
+        stop."""
 
     def on_stop(self, callback: Callable[[], object]) -> None:
         self._callbacks.append(callback)
 
     def begin_again(self) -> None:
-        if self._slot_of_mine is not None and self._slot_of_mine.own:
-            self._slot_of_mine.begin_again()
+        if self._slot is not None and self._slot.own:
+            self._slot.begin_again()
 
     @property
     def stopping(self) -> bool:
-        slot = self._slot_of_mine
+        slot = self._slot
         return slot is not None and slot.own and slot.stopping
 
     def save_wanted(self) -> bool:
-        slot = self._slot_of_mine
+        slot = self._slot
         return slot is not None and slot.own and slot.save_wanted()
 
     def reach(self) -> bool:
         if not self._address:
             return False
-        if self._slot_of_mine is None:
-            self._slot_of_mine = _open(self._address)
-            if self._slot_of_mine is None:
+        if self._slot is None:
+            self._slot = _open(self._address)
+            if self._slot is None:
                 self._address = ""
                 return False
-        if not self._slot_of_mine.own:
+        if not self._slot.own:
             return False
-        stop = self._slot_of_mine.reach()
+        stop = self._slot.reach()
         if stop:
             if self.before_stop is not None:
                 self.before_stop()
@@ -199,14 +208,14 @@ class SafePoints:
         return stop
 
     def stop(self) -> None:
-        """Call what `on_stop` has, once."""
+        """Call the callbacks of `on_stop`, once."""
         callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
 
 
 def _open(address: str) -> _Slot | None:
-    """Map this worker's slot. None when the agent is gone, or another process of this worker has the slot."""
+    """Map this worker's slot; None: the agent is gone, or another process of this worker has the slot."""
     import mmap
 
     path, _, slot = address.rpartition("@")
@@ -229,7 +238,7 @@ _safe_points: SafePoints | None = None
 """One per process, made at the first call: a worker may be forked from a process that is no worker."""
 
 
-def _of_this_process() -> SafePoints:
+def _own_safe_points() -> SafePoints:
     global _safe_points  # noqa: PLW0603
     if _safe_points is None:
         _safe_points = SafePoints(os.environ.get(layout.BOARD_VARIABLE, ""))
@@ -252,7 +261,7 @@ def should_stop() -> bool:
                 save(step + 1)
                 sys.exit(0)
     """
-    return _of_this_process().reach()
+    return _own_safe_points().reach()
 
 
 def should_save() -> bool:
@@ -266,28 +275,30 @@ def should_save() -> bool:
 
     It costs about a microsecond. Without holdfast it is always False.
     """
-    return _of_this_process().save_wanted()
+    return _own_safe_points().save_wanted()
 
 
 def stopping() -> bool:
     """Whether `should_stop()` has returned True."""
-    return _of_this_process().stopping
+    return _own_safe_points().stopping
 
 
 def begin_again() -> None:
-    """This worker goes on in another generation: count safe points from 0. `ht.survive` calls it."""
-    _of_this_process().begin_again()
+    """Count safe points from 0: this worker goes on in another generation. `ht.survive` calls it."""
+    _own_safe_points().begin_again()
 
 
 def before_stop(callback: Callable[[], object] | None) -> None:
-    """Call this in the `should_stop()` that returns True, before what `on_stop` has; None: nothing. If it raises, all
-    go on in another generation, and the callbacks of `on_stop` are kept. `ht.survive` calls it."""
-    _of_this_process().before_stop = callback
+    """Call `callback()` in the `should_stop()` that returns True, before the callbacks of `on_stop`; None: nothing.
+
+    If it raises, all go on in another generation, and the callbacks of `on_stop` stay. `ht.survive` calls it.
+    """
+    _own_safe_points().before_stop = callback
 
 
 def stop() -> None:
-    """This worker ends here, though its `should_stop()` does not return: call what `on_stop` has."""
-    _of_this_process().stop()
+    """Call the callbacks of `on_stop`: this worker ends here, though its `should_stop()` does not return."""
+    _own_safe_points().stop()
 
 
 def on_stop(callback: Callback) -> Callback:
@@ -295,5 +306,5 @@ def on_stop(callback: Callback) -> Callback:
 
     Works as a decorator. An exception of a callback leaves `should_stop()`.
     """
-    _of_this_process().on_stop(callback)
+    _own_safe_points().on_stop(callback)
     return callback

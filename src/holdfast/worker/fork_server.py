@@ -37,29 +37,28 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import NoReturn
 
-    # The bootstrap puts them here: there is no holdfast to import them from.
+    # The bootstrap sets these names: there is no holdfast to import them from.
     from holdfast import seqpacket  # noqa: TC004
     from holdfast.worker import forking  # noqa: TC004
 
 TEXT_MAX = 500
-"""Characters of a text for people; the error of an import may be longer."""
+"""Length at which a text for people is cut: the error of an import may be long."""
 BATCH_MAX = 64
-"""Workers that share one intermediate process; their descriptors are open at once."""
+"""Number of workers that share one intermediate process; their descriptors are open at once."""
 THREADS_END_S_MAX = 0.1
-"""A thread that was joined may still be listed for a moment."""
+"""Limit for joined threads to disappear: one may still be listed for a moment."""
 NAME = b"hf-fork-server"
 
 READ_BY_LIBRARIES = ("OMP_", "GOMP_", "KMP_", "MKL_", "OPENBLAS_", "TORCH_", "PYTORCH_", "PYTHON", "LD_", "MALLOC_")
-"""Variables that libraries read when they are loaded, without os.environ."""
+"""Beginnings of variables that libraries read when they are loaded, without os.environ."""
 
 
 class UnfitError(Exception):
-    """This process must not be forked into workers; the text gives the reason."""
+    """The reason why this process must not be forked into workers: they then start by exec."""
 
 
 def serve(control_fd: int) -> None:
-    """Import and serve. Returns only in the workers, each of which is then the process that its command line
-    describes."""
+    """Import and serve. Returns only in the workers; each of them is then the process that its command line names."""
     fork_server = ForkServer(high_socket(control_fd))
     try:
         fork_server.run()
@@ -70,21 +69,21 @@ def serve(control_fd: int) -> None:
 # --- importing --------------------------------------------------------------------------------------------------------
 
 
-class Watched(dict):  # type: ignore[type-arg]
-    """Replaces the data of os.environ and notes which variables were read."""
+class WatchedEnvironment(dict):  # type: ignore[type-arg]
+    """Data for os.environ that notes which variables were read."""
 
-    def __init__(self, data: dict[bytes, bytes], asked: set[str]) -> None:
+    def __init__(self, data: dict[bytes, bytes], read_names: set[str]) -> None:
         super().__init__(data)
-        self.asked = asked
+        self.read_names = read_names
 
     def __getitem__(self, key: bytes) -> bytes:
-        self.asked.add(os.fsdecode(key))
+        self.read_names.add(os.fsdecode(key))
         value: bytes = super().__getitem__(key)
         return value
 
     def __contains__(self, key: object) -> bool:
         if isinstance(key, bytes):
-            self.asked.add(os.fsdecode(key))
+            self.read_names.add(os.fsdecode(key))
         return super().__contains__(key)
 
 
@@ -92,18 +91,20 @@ class Importer:
     """Imports modules, and notes which environment variables the imports changed and read."""
 
     def __init__(self) -> None:
-        self.asked: set[str] = set()
-        self.given = dict(os.environ)
+        self.read_names: set[str] = set()
+        """Variables that the imports have read."""
+        self.initial = dict(os.environ)
+        """The environment before the imports."""
         self.changed: dict[str, str | None] = {}
+        """Variables that the imports have set; None: deleted."""
         self._tracers = tracers()
-        """A tool that traces this process from its start, such as a coverage tool, traces workers that are started,
-        too."""
+        """The tracers of this process at its start, such as a coverage tool's, which workers have too."""
 
     def load(self, module: str) -> str:
-        """Import one module; returns why it failed. Raises UnfitError when its effects cannot be forked."""
+        """Import one module. Returns the reason if it failed. Raises UnfitError when its effects cannot be forked."""
         before = dict(os.environ)
         data: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
-        watched = Watched(data, self.asked)
+        watched = WatchedEnvironment(data, self.read_names)
         os.environ._data = os.environb._data = watched  # type: ignore[attr-defined]
         try:
             __import__(module)
@@ -114,6 +115,7 @@ class Importer:
             data.clear()
             data.update(watched)
             os.environ._data = os.environb._data = data  # type: ignore[attr-defined]
+
         after = dict(os.environ)
         self.changed |= {name: after.get(name) for name in before.keys() | after if before.get(name) != after.get(name)}
         check_forkable()
@@ -122,23 +124,23 @@ class Importer:
         return trouble
 
     def environment(self, wanted: dict[str, str]) -> dict[str, str]:
-        """The environment after the same imports. Raises UnfitError when the imports would have behaved differently in
-        it."""
-        differing = {name for name in wanted.keys() | self.given.keys() if wanted.get(name) != self.given.get(name)}
+        """The wanted environment as the imports would have left it. Raises UnfitError when they would have behaved
+        differently in it."""
+        differing = {name for name in wanted.keys() | self.initial.keys() if wanted.get(name) != self.initial.get(name)}
         for name in sorted(differing):
-            if name in self.asked or name.startswith(READ_BY_LIBRARIES):
+            if name in self.read_names or name.startswith(READ_BY_LIBRARIES):
                 raise UnfitError(f"{name} is the worker's own and is read while modules are imported")
-        mended = dict(wanted)
+        result = dict(wanted)
         for name, value in self.changed.items():
             if value is None:
-                mended.pop(name, None)
+                result.pop(name, None)
             else:
-                mended[name] = value
-        return mended
+                result[name] = value
+        return result
 
 
 def check_forkable() -> None:
-    """Raises UnfitError for threads, children and devices, which a fork does not copy."""
+    """Raise UnfitError for threads, children and devices, which a fork does not copy."""
     if len(os.listdir("/proc/self/task")) > 1:
         # OpenBLAS ends its threads before each fork and starts them again when needed; other threads stay.
         child = os.fork()
@@ -169,6 +171,7 @@ def check_forkable() -> None:
 
 
 def tracers() -> tuple[object, object]:
+    """The functions that trace and profile this thread."""
     return sys.gettrace(), sys.getprofile()
 
 
@@ -176,18 +179,20 @@ def tracers() -> tuple[object, object]:
 
 
 class ForkServer:
-    """One single-threaded process: imports, then forks a process for each request."""
+    """The fork server's one thread: imports, then forks a process for each request."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._control_fd = control.fileno()
         self._program_at = len(sys.orig_argv) - len(sys.argv)
+        """Index of the program in the interpreter's arguments."""
         self._start = list(sys.orig_argv[: self._program_at + 1])
+        """The interpreter, its options and our program: a worker that begins differently cannot be forked here."""
         self._importer = Importer()
         with open("/proc/self/comm", "rb") as file:
             self._comm = file.read().rstrip(b"\n")
         self._opened: set[int] = set()
-        """Descriptors that imports have opened and kept open."""
+        """Descriptors that imports have left open."""
 
     def run(self) -> None:
         """Serve requests. Returns only in the workers."""
@@ -200,6 +205,7 @@ class ForkServer:
             sys.path.insert(0, first["first_path"])
         sys.argv = first["argv"][self._program_at + 2 :]
         self._import_all(first["modules"])
+
         while not isinstance(became := self._fork_all(self._requests()), forking.WorkerRequest):
             if isinstance(became, forking.NextRequest):
                 self._import_all(became.modules)
@@ -208,18 +214,18 @@ class ForkServer:
         began = time.monotonic()
         done, failed = [], set[str]()
         for module in modules:
-            if module.partition(".")[0] in failed:
+            if module.partition(".")[0] in failed:  # a part of a package that is not there
                 continue
             trouble = self._import(module)
             if trouble:
                 failed.add(module)
-                self._tell("left_out", trouble)
+                self._report("left_out", trouble)
             else:
                 done.append(module)
         if not done:
             self._end_unfit("", "no module is left to be imported ahead")
-        self._settle()
-        self._tell("ready", f"{', '.join(done)} in {time.monotonic() - began:.2f} s")
+        self._freeze_objects()
+        self._report("ready", f"{', '.join(done)} in {time.monotonic() - began:.2f} s")
 
     def _import(self, module: str) -> str:
         threshold = gc.get_threshold()
@@ -232,7 +238,7 @@ class ForkServer:
             if gc.get_threshold()[0] == 0:  # else the module has set its own threshold
                 gc.set_threshold(*threshold)
 
-    def _settle(self) -> None:
+    def _freeze_objects(self) -> None:
         """Freeze all present objects, which live on in all workers: then the collector does not copy their pages."""
         gc.collect()
         gc.freeze()
@@ -240,20 +246,23 @@ class ForkServer:
         self._opened = {fd for fd in self._opened if is_open(fd)}
 
     def _end_unfit(self, module: str, text: str) -> NoReturn:
-        self._tell("unfit", text, module=module)
+        self._report("unfit", text, module=module)
         os._exit(0)
 
-    def _tell(self, what: str, text: str, **more: str) -> None:
+    def _report(self, what: str, text: str, **more: str) -> None:
         seqpacket.send(self._control, {"is": what, "text": text[:TEXT_MAX], **more})
 
     def _requests(self) -> list[forking.Request]:
-        """All pending requests: they share the first of the two forks. Ends the process when there is none and none can
-        come any more: the supervisor is gone, or has another fork server."""
+        """All requests that wait: they share the first of the two forks.
+
+        Ends the process when there is none and none can come any more: the supervisor is gone, or has another fork
+        server.
+        """
         requests: list[forking.Request] = []
         while not requests or (len(requests) < BATCH_MAX and seqpacket.is_readable(self._control)):
             received = seqpacket.receive(self._control)
             if received is not None:
-                requests.append(forking.wanted(*received))
+                requests.append(forking.read_request(*received))
             elif requests:
                 break  # these first
             else:
@@ -261,28 +270,30 @@ class ForkServer:
         return requests
 
     def _fork_all(self, requests: list[forking.Request]) -> forking.Request | None:
-        """Fork a process for each. Returns in such a process the request for which it was forked."""
+        """Fork a process for each request. Returns None here, and in each forked process its request."""
         ready: list[tuple[forking.Request, forking.ForkedWorker | None]] = []
         for request in requests:
             if not isinstance(request, forking.WorkerRequest):
                 ready.append((request, None))
             elif forked_worker := self._forked_worker(request, self._foreign(request, requests)):
                 ready.append((request, forked_worker))
+
         try:
-            between = os.fork() if ready else -1
+            intermediate = os.fork() if ready else -1
         except OSError as error:
-            between = -1
+            intermediate = -1
             for request, _ in ready:
                 request.refuse(f"fork failed: {error.strerror}")
-        if between == 0:
-            self._control.detach()  # the forked processes close it by its number
+        if intermediate == 0:
+            self._control.detach()  # the forked processes close it by its number, among the foreign descriptors
             for request, forked_worker in ready:
                 became = self._fork_from(os.getpid(), request, forked_worker, self._foreign(request, requests))
                 if became is not None:
                     return became
             os._exit(0)
-        if between > 0:
-            os.waitpid(between, 0)
+
+        if intermediate > 0:
+            os.waitpid(intermediate, 0)
         for request in requests:
             request.close()
         return None
@@ -292,14 +303,14 @@ class ForkServer:
         return [self._control_fd, *(fd for other in requests if other is not request for fd in other.descriptors)]
 
     def _forked_worker(self, request: forking.WorkerRequest, foreign: list[int]) -> forking.ForkedWorker | None:
-        """The new worker; None when the request was refused."""
+        """Prepare a worker; None: the request was refused."""
         if request.argv[: len(self._start)] != self._start:
             request.refuse("another interpreter is wanted")
             return None
         if self._opened & request.fds.keys():
             request.refuse(f"an import keeps descriptor {min(self._opened & request.fds.keys())} open")
             return None
-        given = {**self._importer.given, **request.env_set}
+        given = {**self._importer.initial, **request.env_set}
         for name in request.env_unset:
             given.pop(name, None)
         try:
@@ -310,10 +321,14 @@ class ForkServer:
         return forking.ForkedWorker(request, given, environment, foreign, self._program_at, self._comm)
 
     def _fork_from(
-        self, between: int, request: forking.Request, forked_worker: forking.ForkedWorker | None, foreign: list[int]
+        self,
+        intermediate: int,
+        request: forking.Request,
+        forked_worker: forking.ForkedWorker | None,
+        foreign: list[int],
     ) -> forking.Request | None:
-        """In the intermediate process: fork one process. Returns the request in that process, once it has its own
-        identity."""
+        """Fork one process from the intermediate process. Returns None there, and the request in the new process, once
+        that has its own identity."""
         try:
             if os.fork() != 0:
                 return None
@@ -322,38 +337,39 @@ class ForkServer:
             return None
         try:
             if isinstance(request, forking.NextRequest):
-                self._become_next(between, request, foreign)
+                self._become_next(intermediate, request, foreign)
                 return request
             if forked_worker is None:
-                request, forked_worker = self._parked(between, request, foreign)
-            forked_worker.begin(between)
+                request, forked_worker = self._wait_as_standby(intermediate, request, foreign)
+            forked_worker.begin(intermediate)
         except BaseException as error:  # noqa: BLE001 - the child must not live on as a second fork server
             request.refuse(f"{type(error).__name__}: {error}")
             os._exit(1)
         return request
 
-    def _become_next(self, between: int, request: forking.NextRequest, foreign: list[int]) -> None:
+    def _become_next(self, intermediate: int, request: forking.NextRequest, foreign: list[int]) -> None:
+        """Become the next fork server, with the answer's socket as control socket."""
         for fd in foreign:
             os.close(fd)
         os.setsid()
         forking.copy_output()  # the first one's workers must not repeat what is printed here
         answer = socket.socket(fileno=request.answer)
-        forking.enlist(answer, between, request.supervisor)
+        forking.enlist(answer, intermediate, request.supervisor)
         self._control = high_socket(answer.detach())
         self._control_fd = self._control.fileno()
 
-    def _parked(
-        self, between: int, parking: forking.Request, foreign: list[int]
+    def _wait_as_standby(
+        self, intermediate: int, request: forking.Request, foreign: list[int]
     ) -> tuple[forking.Request, forking.ForkedWorker]:
-        """Wait parked until a worker is wanted, without a limit of time."""
+        """Wait until a worker is wanted, for any time."""
         for fd in foreign:
             os.close(fd)
-        answer = forking.park(parking.answer, between, parking.supervisor)
+        answer = forking.park(request.answer, intermediate, request.supervisor)
         received = seqpacket.receive(answer)
         if received is None:
             os._exit(0)  # no worker is wanted any more
-        wish, fds = received
-        request = forking.WorkerRequest(wish, [answer.detach(), *fds])
+        message, fds = received
+        request = forking.WorkerRequest(message, [answer.detach(), *fds])
         forked_worker = self._forked_worker(request, [])
         if forked_worker is None:
             os._exit(0)
@@ -361,7 +377,7 @@ class ForkServer:
 
 
 def high_socket(fd: int) -> socket.socket:
-    """The socket of this descriptor, at a number that no worker uses."""
+    """Move a socket to a number that no worker uses."""
     high = fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, forking.FD_MIN)
     os.close(fd)
     return socket.socket(fileno=high)

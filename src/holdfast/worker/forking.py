@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from typing import Any
 
 FD_MIN = 500
-"""Our descriptors have high numbers: a worker's own get the numbers that they would get after exec."""
+"""Smallest number of our descriptors: a worker's own get the numbers that they would get after exec."""
 OUTPUT_BYTES_MAX = 1_000_000
-"""Output of the imports is repeated in each worker, up to this length."""
+"""Length up to which each worker repeats the output of the imports."""
 
 STANDBY_NAME = b"hf-standby"
 
@@ -32,15 +32,18 @@ _PR_SET_PDEATHSIG, _PR_SET_NAME, _PR_SET_MM, _PR_SET_MM_MAP = 1, 15, 35, 14
 class Request:
     """A request for a process. Owns its descriptors."""
 
-    def __init__(self, wish: dict[str, Any], answer: int) -> None:
-        self.supervisor: int = wish["supervisor"]
+    def __init__(self, message: dict[str, Any], answer: int) -> None:
+        self.supervisor: int = message["supervisor"]
+        """Process id of the supervisor, which becomes the process' parent."""
         self.answer = answer
+        """Descriptor of the socket on which the process answers."""
 
     @property
     def descriptors(self) -> list[int]:
         return [self.answer]
 
     def refuse(self, why: str) -> None:
+        """Answer that no process is forked: the supervisor then starts a worker by exec."""
         try:
             os.write(self.answer, f"no {why}".encode(errors="backslashreplace"))
         except OSError:
@@ -54,15 +57,16 @@ class Request:
 class WorkerRequest(Request):
     """A request for a worker."""
 
-    def __init__(self, wish: dict[str, Any], fds: list[int]) -> None:
+    def __init__(self, message: dict[str, Any], fds: list[int]) -> None:
         answer, *given = fds
-        super().__init__(wish, answer)
-        self.argv: list[str] = wish["argv"]
-        self.env_set: dict[str, str] = wish["env_set"]
-        self.env_unset: list[str] = wish["env_unset"]
-        self.cwd: str | None = wish["cwd"]
-        self.cpus: list[int] | None = wish["cpus"]
-        self.fds: dict[int, int] = dict(zip(wish["fds"], given, strict=True))
+        super().__init__(message, answer)
+        self.argv: list[str] = message["argv"]
+        self.env_set: dict[str, str] = message["env_set"]
+        self.env_unset: list[str] = message["env_unset"]
+        self.cwd: str | None = message["cwd"]
+        self.cpus: list[int] | None = message["cpus"]
+        self.fds: dict[int, int] = dict(zip(message["fds"], given, strict=True))
+        """The number in the worker -> the descriptor here."""
 
     @property
     def descriptors(self) -> list[int]:
@@ -76,30 +80,31 @@ class StandbyRequest(Request):
 class NextRequest(Request):
     """A request for the next fork server, which imports these modules too."""
 
-    def __init__(self, wish: dict[str, Any], answer: int) -> None:
-        super().__init__(wish, answer)
-        self.modules: list[str] = wish["next"]
+    def __init__(self, message: dict[str, Any], answer: int) -> None:
+        super().__init__(message, answer)
+        self.modules: list[str] = message["next"]
 
 
-def wanted(wish: dict[str, Any], fds: list[int]) -> Request:
-    if "park" in wish:
-        return StandbyRequest(wish, *fds)
-    if "next" in wish:
-        return NextRequest(wish, *fds)
-    return WorkerRequest(wish, fds)
+def read_request(message: dict[str, Any], fds: list[int]) -> Request:
+    """The request in a message of the supervisor."""
+    if "park" in message:
+        return StandbyRequest(message, *fds)
+    if "next" in message:
+        return NextRequest(message, *fds)
+    return WorkerRequest(message, fds)
 
 
-def park(answer: int, between: int, supervisor: int) -> socket.socket:
-    """Become a standby of the supervisor; returns the socket on which the request for the worker will arrive."""
+def park(answer: int, intermediate: int, supervisor: int) -> socket.socket:
+    """Become a standby of the supervisor. Returns the socket on which the request for the worker will arrive."""
     set_name(STANDBY_NAME)
     sock = socket.socket(fileno=answer)
-    enlist(sock, between, supervisor)
+    enlist(sock, intermediate, supervisor)
     return sock
 
 
-def enlist(answer: socket.socket, between: int, supervisor: int) -> None:
+def enlist(answer: socket.socket, intermediate: int, supervisor: int) -> None:
     """Become the supervisor's child, and tell it our pid."""
-    become_child_of(supervisor, between)
+    become_child_of(supervisor, intermediate)
     answer.sendall(b"pid %d" % os.getpid())
 
 
@@ -115,7 +120,9 @@ class ForkedWorker:
         program_at: int,
         comm: bytes,
     ) -> None:
-        """`given`: the environment that exec would pass; `environment`: the same after the imports."""
+        """`given` is the environment that exec would pass, `environment` the same after the imports. `foreign` are
+        descriptors of other requests, `program_at` is the index of the program in the interpreter's arguments, and
+        `comm` the name that the process had before it became the fork server."""
         self._request = request
         self._given = given
         self._environment = environment
@@ -123,10 +130,10 @@ class ForkedWorker:
         self._program_at = program_at
         self._comm = comm
 
-    def begin(self, between: int) -> None:
-        """Returns when the supervisor has sent `go`; otherwise the process ends."""
+    def begin(self, intermediate: int) -> None:
+        """Become the worker. Returns when the supervisor has sent `go`; otherwise the process ends."""
         request = self._request
-        os.setsid()
+        os.setsid()  # a worker leads its session: one signal reaches all that it starts
         answer = self._place_descriptors()
         if request.cpus:
             os.sched_setaffinity(0, request.cpus)
@@ -138,7 +145,7 @@ class ForkedWorker:
         set_name(self._comm)
         show_as(request.argv, self._given)
         renew_modules()
-        enlist(answer, between, request.supervisor)
+        enlist(answer, intermediate, request.supervisor)
         if answer.recv(16) != b"go":
             os._exit(1)
         answer.close()
@@ -149,6 +156,7 @@ class ForkedWorker:
         request = self._request
         for fd in self._foreign:
             os.close(fd)
+        # First all to high numbers: one may have the number at which another belongs.
         answer = fcntl.fcntl(request.answer, fcntl.F_DUPFD_CLOEXEC, FD_MIN)
         high = {number: fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, FD_MIN) for number, fd in request.fds.items()}
         request.close()
@@ -192,6 +200,7 @@ def renew_streams() -> None:
 
 
 def renew_stream(fd: int, stream: Any) -> None:
+    """Make one stream new, with the settings that a start by exec would give it: they depend on what is at `fd`."""
     encoding, errors, buffer, unbuffered = stream.encoding, stream.errors, stream.buffer, stream.write_through
     raw = getattr(buffer, "raw", buffer)
     raw.__init__(fd, "wb" if fd else "rb", closefd=False)
@@ -210,12 +219,12 @@ def put_environment(environment: dict[str, str]) -> None:
 
 
 def renew_modules() -> None:
-    """Renew state that modules drew or noted at import, and that no two processes should share."""
+    """Renew what modules made once at their import: random states, secrets, thread ids and times."""
     modules = sys.modules
     if "numpy.random" in modules:
         modules["numpy.random"].seed()  # `random` reseeds itself after a fork
     if "torch" in modules:
-        modules["torch"].default_generator.seed()  # drawn from the system at the first import; CUDA's are constant
+        modules["torch"].default_generator.seed()  # as at its import; CUDA's generators begin with a constant
     if "multiprocessing.process" in modules:
         process: Any = modules["multiprocessing.process"].current_process()
         process.authkey = os.urandom(32)
@@ -226,11 +235,14 @@ def renew_modules() -> None:
         modules["logging"]._startTime = now  # type: ignore[attr-defined]
 
 
-def become_child_of(supervisor: int, between: int) -> None:
-    """Wait until we have become a child of the supervisor, then tie our life to it."""
-    if os.getppid() == between:
+def become_child_of(supervisor: int, intermediate: int) -> None:
+    """Wait until we have become a child of the supervisor, then end with it.
+
+    The supervisor is a subreaper: it becomes the parent when the intermediate process has ended.
+    """
+    if os.getppid() == intermediate:
         try:
-            ended = os.pidfd_open(between)
+            ended = os.pidfd_open(intermediate)
         except ProcessLookupError:
             pass
         else:
@@ -240,7 +252,7 @@ def become_child_of(supervisor: int, between: int) -> None:
             os.close(ended)
     prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL))
     if os.getppid() != supervisor:
-        os._exit(1)  # the supervisor died in between, so nothing would kill this process
+        os._exit(1)  # the supervisor died before the call above, so no signal would ever kill this process
 
 
 # --- the system -------------------------------------------------------------------------------------------------------
@@ -270,7 +282,7 @@ _STAT_FIELDS = {
 
 
 class _Map(ctypes.Structure):
-    """struct prctl_mm_map."""
+    """The kernel's struct prctl_mm_map."""
 
     _fields_ = [
         *[(name, ctypes.c_uint64) for name in _MAP_FIELDS],
@@ -280,11 +292,14 @@ class _Map(ctypes.Structure):
 
 
 _shown: list[Any] = []
-"""The kernel shows this memory as /proc/self/cmdline and environ for the life of the process."""
+"""Memory that the kernel shows as /proc/self/cmdline and environ until the process ends, so it is never freed."""
 
 
 def show_as(argv: list[str], environment: dict[str, str]) -> None:
-    """Show the worker's own command line in ps, top and pkill. A kernel without this shows the fork server's."""
+    """Show the worker's own command line in ps, top and pkill. A kernel without this shows the fork server's.
+
+    The kernel takes all addresses at once, so the other ones are read from /proc/self/stat and given back.
+    """
     with open("/proc/self/stat", "rb") as file:  # not by holdfast.linux: a worker starts without our package
         stat = file.read().rpartition(b")")[2].split()
     texts = [argv, [f"{name}={value}" for name, value in environment.items()]]

@@ -1,15 +1,14 @@
 """Takes a profile of this process when its agent orders one: torch's profiler around the next steps or seconds.
 
 Loaded by the bootstrap, by its path, when the first order comes: a worker that is never profiled does not have it.
-`layout`, which is protocol/board_layout.py, is put here by the bootstrap. torch is the one that the program has
-imported.
+The bootstrap sets the name `layout` to protocol/board_layout.py. torch is the one that the program has imported.
 
-The order is one line of JSON in a file in the agent's memory, so no disk stalls the way between the two:
+The order is one line of JSON in a file in the agent's memory, so that no disk delays it:
 
     {"folder": where the files go, "name": "rank3", "steps": 5, "for_s": 0.0}      steps 0: for_s counts
 
-What happens is appended, a line each: {"is": "began"}, {"is": "stopped"}, and {"is": "done", "files", "operations"} or
-{"is": "failed", "why"}. The files are written by a thread, while the program goes on.
+The worker appends what happens, a line each: {"is": "began"}, {"is": "stopped"}, and at last one of {"is": "done",
+"files", "operations"} and {"is": "failed", "why"}. A thread writes the files, while the program goes on.
 """
 
 from __future__ import annotations
@@ -29,46 +28,49 @@ if TYPE_CHECKING:
 
 OPERATIONS_SHOWN = 10
 MEMORY_EVENTS_MAX = 100_000
-"""Allocations that a memory snapshot of CUDA has."""
+"""Number of allocations in a memory snapshot of CUDA."""
 ORDER_BYTES_MAX = 4096
 
 
 class ProfileError(Exception):
-    """Why there is no profile, in words."""
+    """The reason why there is no profile."""
 
 
 class Profiler:
     """The profiles of this process, one at a time."""
 
     def __init__(self, agents_files: str) -> None:
-        """`agents_files`: the folder with the agent's open files, in /proc."""
+        """`agents_files` is the folder with the agent's open files, in /proc."""
         self._files = agents_files
         self._seen = 0
-        """The newest order."""
+        """The newest order; 0: none came."""
         self._profile: _Profile | None = None
+        """The profile that is being taken; None: none is."""
         self._busy = False
+        """Whether `follow` runs: a signal may interrupt it, and its handler calls it again."""
 
-    def look(self, order: int, *, stepped: bool) -> bool:
-        """Begin or end what is ordered. `order`: the board's word; `stepped`: an optimizer has made a step. Returns
-        whether to call again after each step."""
-        if not self._busy:  # else a signal has interrupted the code below
+    def follow(self, order: int, *, stepped: bool) -> bool:
+        """Begin or end what is ordered. `order` is the board's word (0: none), `stepped` says whether an optimizer has
+        made a step. Returns whether to call again after each step."""
+        if not self._busy:
             self._busy = True
             try:
-                self._look(order, stepped)
+                self._follow(order, stepped)
             finally:
                 self._busy = False
         return self._profile is not None
 
-    def _look(self, order: int, stepped: bool) -> None:
+    def _follow(self, order: int, stepped: bool) -> None:
         profile = self._profile
         if profile is not None and order == self._seen:
-            if profile.over(stepped):
+            if profile.is_due(stepped):
                 self._profile = None
                 profile.end()
             return
-        if profile is not None:  # nobody waits for it any more
+        if profile is not None:  # the order was withdrawn or replaced
             self._profile = None
             profile.give_up()
+
         if order in (0, self._seen):
             return
         self._seen = order
@@ -76,7 +78,7 @@ class Profiler:
             file = os.open(f"{self._files}/{order & layout.PROFILE_FD}", os.O_RDWR | os.O_APPEND | os.O_CLOEXEC)
             ordered = json.loads(os.pread(file, ORDER_BYTES_MAX, 0).split(b"\n")[0])
         except (OSError, ValueError):
-            return  # it was withdrawn
+            return  # the order was withdrawn meanwhile
         self._profile = _Profile.begun(file, ordered)
 
 
@@ -100,16 +102,17 @@ class _Profile:
 
     @classmethod
     def begun(cls, file: int, order: dict[str, Any]) -> _Profile | None:
+        """Begin a profile; None: it cannot begin, which was reported to the agent."""
         try:
             profile = cls(file, order)
         except Exception as error:  # noqa: BLE001 - a profile ends no training
-            _tell(file, {"is": "failed", "why": _words(error)})
+            _append(file, {"is": "failed", "why": _describe(error)})
             os.close(file)
             return None
-        _tell(file, {"is": "began"})
+        _append(file, {"is": "began"})
         return profile
 
-    def over(self, stepped: bool) -> bool:
+    def is_due(self, stepped: bool) -> bool:
         """Whether to end here. torch's profiler ends in the thread in which it began."""
         if threading.get_ident() != self._thread:
             return False
@@ -122,12 +125,13 @@ class _Profile:
         """Stop, and write the files beside the program."""
         try:
             self._profiler.stop()
-            _tell(self._file, {"is": "stopped"})
+            _append(self._file, {"is": "stopped"})
             threading.Thread(target=self._finish, name="holdfast-profile").start()
         except Exception as error:  # noqa: BLE001
             self._close(error)
 
     def give_up(self) -> None:
+        """Stop, and write nothing."""
         try:
             self._profiler.stop()
             self._close(None)
@@ -149,14 +153,14 @@ class _Profile:
             ]
             if self._memory:
                 files.append(self._write("memory.pickle", self._torch.cuda.memory._dump_snapshot))
-            _tell(self._file, {"is": "done", "files": files, "operations": operations})
+            _append(self._file, {"is": "done", "files": files, "operations": operations})
         except Exception as error:  # noqa: BLE001
             self._close(error)
         else:
             self._close(None)
 
     def _write(self, kind: str, write: Callable[[str], object]) -> str:
-        """Write a file whole or not at all; returns its name."""
+        """Write a file whole or not at all. Returns its name."""
         path = os.path.join(self._order["folder"], f"{self._order['name']}.{kind}")
         temporary = os.path.join(self._order["folder"], f".{self._order['name']}.{os.getpid()}.{kind}")
         try:
@@ -182,7 +186,7 @@ class _Profile:
 
     def _close(self, error: Exception | None) -> None:
         if error is not None:
-            _tell(self._file, {"is": "failed", "why": _words(error)})
+            _append(self._file, {"is": "failed", "why": _describe(error)})
         if self._memory:
             self._torch.cuda.memory._record_memory_history(enabled=None)
         os.close(self._file)
@@ -203,7 +207,7 @@ def _write_text(path: str, text: str) -> None:
         file.write(text)
 
 
-def _words(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, ProfileError):
         return str(error)
     if isinstance(error, OSError):
@@ -211,7 +215,7 @@ def _words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _tell(file: int, what: dict[str, Any]) -> None:
+def _append(file: int, what: dict[str, Any]) -> None:
     try:
         os.write(file, json.dumps(what).encode() + b"\n")
     except OSError:

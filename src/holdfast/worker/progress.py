@@ -1,8 +1,8 @@
 """Records a worker's moments on the board: its begin, its process group and its steps. Runs no user code.
 
-Loaded by the bootstrap by its path, so it imports nothing of ours and must run under any Python: `layout`, which is
-protocol/board_layout.py, and `profiled` are put here by the bootstrap. Hooks torch after the program imports it, and
-never imports it:
+The bootstrap loads it by its path, so it imports nothing of ours and must run under any Python. The bootstrap sets the
+names `layout` (protocol/board_layout.py) and `profiled`. Hooks torch after the program imports it, and never imports
+it:
 
 - `register_optimizer_step_post_hook`, torch's public global hook, counts steps, at about 0.5 microseconds each.
   Steps of an optimizer that is itself compiled (torch.compile) are not seen.
@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 
 USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 BACKWARD_TAKES = ("tensors", "grad_tensors", "retain_graph", "create_graph", "grad_variables", "inputs")
-"""torch.autograd.backward's arguments. Our wrapper has the same: generic arguments would cost a quarter of a
+"""The arguments of torch.autograd.backward. Our wrapper has the same: *args and **kwargs would cost a quarter of a
 microsecond."""
 
 
 def begin(address: str) -> None:
-    """Record the moments to come. `address`: the value of HOLDFAST_BOARD; never raises."""
+    """Record the moments to come. `address` is the value of HOLDFAST_BOARD. Never raises."""
     missing = set(HOOKS)
     agents_store = (os.environ.get("MASTER_ADDR", ""), os.environ.get("MASTER_PORT", ""))
     if missing & sys.modules.keys():
@@ -59,7 +59,7 @@ def begin(address: str) -> None:
 
 
 def open_marks(address: str, agents_store: tuple[str, str]) -> Marks | None:
-    """Map the board. None without an agent, or when it is gone. A program without torch never calls this."""
+    """Map the board; None: there is no agent, or it is gone. A program without torch never calls this."""
     import mmap
 
     path, _, slot = address.rpartition("@")
@@ -75,7 +75,7 @@ def open_marks(address: str, agents_store: tuple[str, str]) -> Marks | None:
         os.close(fd)
 
 
-class _Pace:
+class _StepCounter:
     """Counts steps, and the time that a rank needs for them by itself. Closures, because they run in every step."""
 
     def __init__(self, words: memoryview, slot: int) -> None:
@@ -83,7 +83,7 @@ class _Pace:
         first = slot + layout.FIRST_STEP
         now_ns = time.monotonic_ns
         torch: Any = sys.modules["torch"]
-        ordered, look = slot + layout.PROFILE, profiled
+        ordered, follow_order = slot + layout.PROFILE, profiled
         ours, count, own_ns, profiling = True, 0, 0, False
         since_ns = 0  # the end of the newest step or backward; 0 before the first step and inside a backward
 
@@ -104,7 +104,7 @@ class _Pace:
             if count == 1:
                 words[first] = since_ns
             if words[ordered] or profiling:
-                profiling = look(words[ordered], True)
+                profiling = follow_order(words[ordered], True)
                 since_ns = now_ns()
 
         def around(original: Any) -> Any:
@@ -135,7 +135,7 @@ class _Pace:
                 finally:
                     since_ns = now_ns()
 
-            _leave_to_eager(backward, original)
+            _skip_when_compiling(backward, original)
             return functools.update_wrapper(backward, original)
 
         def disown() -> None:
@@ -149,18 +149,19 @@ class Marks:
     """The moments in this worker's slot. Its children map the memory too, but write nothing."""
 
     def __init__(self, words: memoryview, slot: int, agents_store: tuple[str, str]) -> None:
-        """`agents_store`: host and port of the agent's store, read before the program can change the variables."""
+        """`agents_store` is host and port of the agent's store, read before the program can change the variables."""
         self._words = words
         self._slot = slot
         self._agents_store = agents_store
         self._own = True
-        """False in a child. A call of getpid() would cost more than all our other work for a step."""
-        self._pace = _Pace(words, slot)
+        """Whether this process is the worker, and no child of it. A call of getpid() would cost more than all our other
+        work for a step."""
+        self._steps = _StepCounter(words, slot)
         os.register_at_fork(after_in_child=self._disown)
 
     def _disown(self) -> None:
         self._own = False
-        self._pace.disown()
+        self._steps.disown()
 
     def mark(self, which: int) -> None:
         """Record a moment; only the first time counts."""
@@ -168,25 +169,28 @@ class Marks:
             self._words[self._slot + which] = time.monotonic_ns()
 
     def count_steps(self, optimizer: ModuleType) -> None:
+        """Hook torch.optim.optimizer."""
         register = getattr(optimizer, "register_optimizer_step_post_hook", None)
         if register is not None:
-            register(self._pace.step_is_done)
+            register(self._steps.step_is_done)
 
     def time_backward(self, autograd: ModuleType) -> None:
-        """A torch whose backward takes other arguments is left alone: then a rank's own work is unknown."""
+        """Hook torch.autograd. A torch whose backward takes other arguments is left alone: then a rank's own work is
+        unknown."""
         code = getattr(getattr(autograd, "backward", None), "__code__", None)
         if code is not None and code.co_varnames[: code.co_argcount] == BACKWARD_TAKES:
-            autograd.backward = self._pace.around(autograd.backward)  # type: ignore[attr-defined]
+            autograd.backward = self._steps.around(autograd.backward)  # type: ignore[attr-defined]
 
     def watch_rendezvous(self, rendezvous: ModuleType) -> None:
+        """Hook torch.distributed.rendezvous."""
         handlers: dict[str, Handler] = getattr(rendezvous, "_rendezvous_handlers", {})
         for scheme, handler in handlers.items():
-            handlers[scheme] = self._watched(handler)
+            handlers[scheme] = self._with_marks(handler)
 
-    def _watched(self, handler: Handler) -> Handler:
+    def _with_marks(self, handler: Handler) -> Handler:
         def rendezvous(*args: Any, **kwargs: Any) -> Iterator[Any]:
             self.mark(layout.MEETING)
-            met = False
+            has_store = False
             foreign = bool(args) and self._is_foreign(str(args[0]))
             if foreign:
                 os.environ[USE_AGENT_STORE] = "False"
@@ -195,19 +199,22 @@ class Marks:
                     if foreign:
                         os.environ[USE_AGENT_STORE], foreign = "True", False
                     self.mark(layout.STORE)
-                    met = True
+                    has_store = True
                     yield found
             finally:
                 if foreign:
                     os.environ[USE_AGENT_STORE] = "True"
-                if met:
+                if has_store:
                     self.mark(layout.GROUP)
 
         return rendezvous
 
     def _is_foreign(self, url: str) -> bool:
-        """Whether this address is not that of the agent's store. From torch 2.14 on, rank 0 then has to serve the store
-        itself. An older torch makes every rank a client of any given address, even one that has no server."""
+        """Whether the program asks for another store than the agent's: then rank 0 has to serve it itself.
+
+        torch does so from 2.14 on. An older torch makes every rank a client of any given address, even of one that has
+        no server, as long as TORCHELASTIC_USE_AGENT_STORE is True.
+        """
         if os.environ.get(USE_AGENT_STORE) != "True":
             return False
         host, port = _store_of(url)
@@ -244,16 +251,15 @@ def _is_free(port: int) -> bool:
 
 
 def _hide_this_frame(error: BaseException) -> None:
-    """The frame that catches the error names a file that nobody can find: remove it, so that the traceback begins with
-    the next one."""
+    """Remove the first frame from the error's traceback: it is the caller's, and names a file that nobody can find."""
     trace = error.__traceback__
     if trace is not None and trace.tb_next is not None:
         error.__traceback__ = trace.tb_next
 
 
 def keep_groups(_: Marks, c10d: ModuleType) -> None:
-    """Hold every gloo group to the end of the process: the default one from its beginning, the others when all are
-    destroyed. Nothing changes where torch has no such function."""
+    """Hook torch.distributed.distributed_c10d: every gloo group stays to the end of the process, the default one from
+    its beginning, the others when all are destroyed. A torch without such a function is left alone."""
     update = getattr(c10d, "_update_default_pg", None)
     if update is None:
         return
@@ -261,14 +267,14 @@ def keep_groups(_: Marks, c10d: ModuleType) -> None:
 
     def update_default_pg(group: Any) -> Any:
         for each in list(getattr(c10d._world, "pg_map", ())) if group is None else [group]:
-            _never_destruct(c10d, each, kept)
+            _keep_group(c10d, each, kept)
         return update(group)
 
     c10d._update_default_pg = update_default_pg  # type: ignore[attr-defined]
     c10d._holdfast_kept = kept  # type: ignore[attr-defined] # train/group.py takes out what a regroup destroys
 
 
-def _never_destruct(c10d: Any, group: Any, kept: dict[int, Any]) -> None:
+def _keep_group(c10d: Any, group: Any, kept: dict[int, Any]) -> None:
     backend = c10d._world.pg_map.get(group, ("",))[0]
     if "gloo" in str(backend) and id(group) not in kept:  # nccl's groups hold memory of the GPU
         import ctypes  # torch has loaded it
@@ -277,9 +283,9 @@ def _never_destruct(c10d: Any, group: Any, kept: dict[int, Any]) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
 
 
-def _leave_to_eager(function: Any, original: Any) -> None:
-    """Have torch's compiler skip this function: it skips functions of torch's own folder, and this function claims to
-    be one."""
+def _skip_when_compiling(function: Any, original: Any) -> None:
+    """Make torch's compiler skip this function: it skips functions of torch's own folder, and now this seems to be
+    one."""
     file = os.path.join(os.path.dirname(original.__code__.co_filename), "holdfast", "worker", "progress.py")
     function.__code__ = function.__code__.replace(co_filename=file)
 
@@ -290,7 +296,7 @@ HOOKS: dict[str, Callable[[Marks, ModuleType], None]] = {
     "torch.distributed.rendezvous": Marks.watch_rendezvous,
     "torch.distributed.distributed_c10d": keep_groups,
 }
-"""The hook to call when a module has been imported."""
+"""The hook to call when the program has imported a module."""
 
 
 class _WhenImported:

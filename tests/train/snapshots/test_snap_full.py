@@ -11,13 +11,14 @@ import subprocess
 import sys
 import textwrap
 import threading
+from math import inf
 from pathlib import Path
 
 import pytest
 
 from holdfast.protocol.errors import SnapshotIncompleteError, SnapshotWriteError
-from holdfast.train.snapshots import lease
-from holdfast.train.snapshots.changes import SaveRequest, begin
+from holdfast.train.snapshots import lease, read_back
+from holdfast.train.snapshots.changes import SaveRequest, begin, commit, write_rank
 from holdfast.train.snapshots.flush import (
     MEETING_BELOW,
     Inventory,
@@ -32,8 +33,9 @@ from holdfast.train.snapshots.mapping import Mappings
 from holdfast.train.snapshots.read_back import ReadBacks
 from holdfast.train.snapshots.saver_connection import Packet
 from holdfast.train.snapshots.slots import SlotOwner, Slots, lend
+from tests.support.breaking_disks import over_quota
 from tests.support.limits import limit_s
-from tests.train.snapshots.saves import Memory, put
+from tests.train.snapshots.saves import Memory, newest, put, save
 
 HEAD = """
 import os, subprocess, sys
@@ -133,6 +135,29 @@ def test_the_note_for_retention_has_its_room_before_the_disk_is_full(tmp_path: P
         assert not list(committed.glob("*.part"))
         """,
     )
+
+
+def test_rank_0_does_not_wait_where_a_quota_forbids_notes_and_renames(tmp_path: Path) -> None:
+    """As that of a btrfs subvolume does."""
+    with over_quota(tmp_path) as disk:
+        number = begin(disk.path / "runs", 2)
+        ranks = [SaveRequest(str(disk.path / "runs"), 2, number, rank, 2) for rank in range(2)]
+        write_rank(ranks[0], bytes(4096))
+        disk.fails()
+        with pytest.raises(SnapshotWriteError, match=disk.reason):
+            write_rank(ranks[1], bytes(4096))
+        with pytest.raises(SnapshotWriteError, match=disk.reason):
+            commit(ranks[0], patience=600)
+
+
+def test_retention_does_not_wait_for_a_note_that_no_writer_has_announced(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(read_back, "UNANNOUNCED_S", 0.1)
+    monkeypatch.setattr(read_back, "OTHERS_S", inf)
+    backs = ReadBacks(lambda: False)
+    backs.committed(save(tmp_path / "runs", 1))
+    backs.rest(newest(tmp_path / "runs"))
 
 
 def test_a_lease_can_be_taken_on_a_full_disk(tmp_path: Path) -> None:

@@ -351,7 +351,7 @@ def test_a_failure_of_a_dead_worker_s_save_is_its_successor_s_news(tmp_path: Pat
     )
     done = run_lives(tmp_path, first, second)
     told = done.stdout.splitlines()[1]
-    assert "rank 0, before its restart: " in told, done.stderr
+    assert "rank 0, after its end: " in told, done.stderr
     assert "is not there" in told
     until(lambda: not Path(told.split()[0]).exists(), "the shared-memory folder is gone")
 

@@ -11,7 +11,7 @@ from holdfast.protocol.outcome import Evidence, Failure, Verdict
 
 
 def judge(evidence: Evidence) -> Verdict:
-    """The verdict on one generation. Deterministic: the same evidence gives the same words on every node."""
+    """The verdict on one generation. Deterministic: the same evidence gives the same text on every node."""
     # Imported here because a job that does not fail never needs the table of causes.
     from holdfast.diagnosis.causes.verdict import verdict_on
 

@@ -17,8 +17,8 @@ from holdfast.diagnosis.causes.blame import Blame, blame, relays
 from holdfast.diagnosis.causes.exception_text import ExceptionText, unwrapped
 from holdfast.protocol.outcome import Failure, is_own_code
 
-LOOKED_AT_MAX = 64
-"""Failures that are compared."""
+COMPARED_MAX = 64
+"""Number of failures that are compared."""
 NAMES_RANKS = re.compile(
     r"\b(?:global[ _])?ranks?(?:\(s\))?\W{0,4}(?:dict_keys\()?\W{0,3}(\d+(?:(?:,| and|, and)?\s*\d+)*)", re.IGNORECASE
 )
@@ -32,42 +32,51 @@ ERROR_LINE = re.compile(
 )
 OF_HOLDFAST = re.compile(r"holdfast\.protocol\.errors\.\w+: (?:rank (\d+): )?")
 """An exception that holdfast.train raises on purpose, and the rank on which it began, if that is another one."""
+PYTHON_WARNING = re.compile(r"^\S+:\d+: \w*Warning: (?:.*\n){1,12}?  \S.*\n", re.MULTILINE)
+"""A warning of Python's on stderr, up to the source line below it: the program went on after it."""
 EQUAL_CHARACTERS_MAX = 200
 
 
 class Agreed(Struct, frozen=True):
+    """The rank to blame, and what shows its cause."""
+
     culprit: Failure
-    """A failure of the evidence."""
+    """The failure of that rank, one of the evidence."""
     seen: Failure
-    """The same with only the part of its text that is the cause."""
+    """The culprit's failure with only the part of its text that is the cause, or the failure that reports it."""
     reported: str = ""
-    """How another rank reported it, if its own text does not say it."""
+    """The other rank's words about the culprit, if the culprit's own text does not show its cause."""
 
 
 def agreed(failures: Sequence[Failure], first: Failure) -> Agreed | None:
-    """The rank to blame if `first`, which would be blamed, ended because the ranks agreed to. None: they did not, or it
-    is unknown which rank is to blame."""
-    failures = failures[:LOOKED_AT_MAX]
-    words = ExceptionText(first)
-    ours = OF_HOLDFAST.match(words.text)
+    """The rank to blame if `first`, which would be blamed otherwise, ended because the ranks had agreed to.
+
+    None: they had not, or it is unknown which rank is to blame.
+    """
+    failures = failures[:COMPARED_MAX]
+    parsed = ExceptionText(first)
+    ours = OF_HOLDFAST.match(parsed.qualified)
     if ours is not None:  # holdfast.train raises on all ranks what went wrong on one, and names it
         its = next((each for each in failures if ours[1] and each.rank == int(ours[1]) and each is not first), None)
-        return None if its is None or not OF_HOLDFAST.match(ExceptionText(its).text) else Agreed(its, its)
-    named = _named(failures, first, words)
+        return None if its is None or not OF_HOLDFAST.match(ExceptionText(its).qualified) else Agreed(its, its)
+
+    named = _named(failures, first, parsed)
     if named is first:
         return None
     if named is not None:
-        own_words = ExceptionText(named)
-        if own_words.text and own_words.text != words.text and not relays(named, own_words):
+        named_text = ExceptionText(named)
+        if named_text.text and named_text.text != parsed.text and not relays(named, named_text):
             return Agreed(named, named)  # its own exception says more than what it wrote before, such as a warning
         own = _only_here(named, [each for each in failures if each is not named])
         if own is not None:
             return Agreed(named, own)
-        return Agreed(named, first, _first_line(unwrapped(words.text) or words.last_said))
+        return Agreed(named, first, _first_line(unwrapped(parsed.text) or parsed.last_line))
+
     alike = [each for each in failures if _end(each) == _end(first)]
-    if not relays(first, words) and (len(alike) < 2 or not _on_purpose(first, words)):
+    if not relays(first, parsed) and (len(alike) < 2 or not _on_purpose(first, parsed)):
         return None
-    for each in failures:  # another root, as no other rank has it
+    # A root of the exception that no other rank has counts more than what a rank wrote before.
+    for each in failures:
         if blame(each) in (Blame.OWN, Blame.OWN_LATE) and ExceptionText(each).text and _unlike(each, failures):
             return Agreed(each, each)
     for each in failures:
@@ -77,11 +86,13 @@ def agreed(failures: Sequence[Failure], first: Failure) -> Agreed | None:
     return None
 
 
-def _named(failures: Sequence[Failure], first: Failure, words: ExceptionText) -> Failure | None:
-    """The one other rank that the text of `first` names as failed: `loading failed on ranks [2]`. Ranks that all raise
-    the same words name one of them; a single rank must be talking of another one in its own words."""
-    text = _first_line(words.text or words.last_said)
-    if not SAYS_FAILED.search(text) or not _on_purpose(first, words):
+def _named(failures: Sequence[Failure], first: Failure, parsed: ExceptionText) -> Failure | None:
+    """The failure of the rank that the text of `first` names as failed: `loading failed on ranks [2]`; None: none.
+
+    Ranks that all raise the same text name one of them. A single rank must speak of another one in its own words.
+    """
+    text = _first_line(parsed.text or parsed.last_line)
+    if not SAYS_FAILED.search(text) or not _on_purpose(first, parsed):
         return None
     ranks = [int(number) for found in NAMES_RANKS.finditer(text) for number in re.findall(r"\d+", found[1])]
     if not ranks or len(set(ranks)) >= max(2, len(failures)):
@@ -89,39 +100,40 @@ def _named(failures: Sequence[Failure], first: Failure, words: ExceptionText) ->
     return next((each for each in failures if each.rank == ranks[0]), None)
 
 
-def _on_purpose(failure: Failure, words: ExceptionText) -> bool:
+def _on_purpose(failure: Failure, parsed: ExceptionText) -> bool:
     """Whether the script ended itself: by `raise` in its own code, or by an exit code."""
-    if words.text:
-        return bool(words.raised) or words.type == "CheckpointException"
+    if parsed.text:
+        return bool(parsed.raised) or parsed.type == "CheckpointException"
     return is_own_code(failure.exit_code)
 
 
 def _end(failure: Failure) -> tuple[int, str]:
-    """Equal for ranks that ended alike, except for numbers."""
+    """A key that is equal for ranks that ended alike, except for numbers."""
     text = ExceptionText(failure).text
     return (0 if text else failure.exit_code), re.sub(r"\d+", "0", text[:EQUAL_CHARACTERS_MAX])
 
 
 def _unlike(failure: Failure, failures: Sequence[Failure]) -> bool:
     """Whether no other rank's exception has this root, or this text."""
-    root = _plain(ExceptionText(failure).root)
+    root = _without_numbers(ExceptionText(failure).root)
     others = [ExceptionText(each) for each in failures if each is not failure]
-    return all(root not in (_plain(other.root), _plain(other.text)) for other in others)
+    return all(root not in (_without_numbers(other.root), _without_numbers(other.text)) for other in others)
 
 
 def _only_here(failure: Failure, others: Sequence[Failure]) -> Failure | None:
     """The failure with only what it wrote to stderr before its end, if no other rank did: a traceback, or an error."""
-    words = ExceptionText(failure)
-    theirs = "\n".join(_plain(other.stderr_tail) for other in others)
-    if words.handled:
-        found = _with_traceback(failure, words.handled)
+    parsed = ExceptionText(failure)
+    theirs = "\n".join(_without_numbers(other.stderr_tail) for other in others)
+    if parsed.caught_traceback:
+        found = _with_traceback(failure, parsed.caught_traceback)
         root = ExceptionText(found).root
-        if root and _plain(_first_line(root)) not in theirs:
+        if root and _without_numbers(_first_line(root)) not in theirs:
             return found
+    before = PYTHON_WARNING.sub("", parsed.stderr_before)
     said = [
-        line for line in words.before.splitlines() if ERROR_LINE.search(line) and _plain(line.strip()) not in theirs
+        line for line in before.splitlines() if ERROR_LINE.search(line) and _without_numbers(line.strip()) not in theirs
     ]
-    if not said or not words.text:  # without an exception, its last words are its cause already
+    if not said or not parsed.text:  # without an exception, its last words are its cause already
         return failure if said else None
     return structs.replace(failure, message="", error_type="", traceback="", stderr_tail=said[-1], exit_code=1)
 
@@ -130,7 +142,7 @@ def _with_traceback(failure: Failure, trace: str) -> Failure:
     return structs.replace(failure, message="", error_type="", traceback=trace, stderr_tail="", exit_code=1)
 
 
-def _plain(text: str) -> str:
+def _without_numbers(text: str) -> str:
     return re.sub(r"\d+", "0", text[-4096:])
 
 

@@ -20,20 +20,22 @@ class Blame(IntEnum):
     """Blame of a failure; a smaller value is more to blame."""
 
     OWN = 0
-    """A cause of its own, before any worker was stopped."""
+    """The worker has a cause of its own, and failed before any worker was stopped."""
     OWN_LATE = 1
-    """A cause of its own that cannot come from the stop, although its end was reported after complaints of others."""
+    """The worker has a cause of its own that cannot come from the stop, but its end was reported after complaints of
+    others."""
     RELAYED = 2
-    """It reports that another rank failed: the ranks agreed to end."""
+    """The worker reports that another rank failed: the ranks agreed to end."""
     LOOSE = 3
-    """A connection or a time-out, perhaps to a training peer."""
+    """The worker reports a connection or a time-out, perhaps of a training peer."""
     WAITED = 4
-    """It could not reach its peers, or its wait for them timed out."""
+    """The worker could not reach its peers, or its wait for them timed out."""
     WAITED_LATE = 5
+    """The worker's wait for its peers timed out, but its end was reported after the stop."""
     CUT = 6
     """A peer closed the connection."""
     STOPPED = 7
-    """It ended because it was stopped: at most a consequence."""
+    """The worker ended because it was stopped: at most a consequence."""
 
 
 def types_of(names: str) -> frozenset[str]:
@@ -42,8 +44,10 @@ def types_of(names: str) -> frozenset[str]:
 
 
 class AnyCase:
-    """A pattern that ignores case. Three times as fast as re.IGNORECASE, which cannot skip to possible beginnings of a
-    word. A lost node causes thousands of failures, and all are read before the job continues."""
+    """A pattern that ignores case, three times as fast as re.IGNORECASE, which cannot skip to possible beginnings.
+
+    A lost node causes thousands of failures, and all are read before the job continues.
+    """
 
     def __init__(self, pattern: str) -> None:
         self._small = re.compile(re.sub(r"(?<!\\)[A-Z]", lambda capital: capital[0].lower(), pattern), re.MULTILINE)
@@ -85,7 +89,7 @@ ENDED = AnyCase(
     r"|was aborted|been aborted|aborted (?:due|because)|pair closure|sendBytes failed|recvValue failed"
     r"|errors? while waiting for send/recv|NCCL operation failed",
 )
-"""The other side closed the connection."""
+"""Texts that say that the other side closed the connection."""
 
 WAITED = AnyCase(
     r"timed? ?-?out|timeout|watchdog caught|failed to pass|failed to connect|could not connect"
@@ -93,7 +97,7 @@ WAITED = AnyCase(
     r"|no route to host|network is unreachable|(?:system|internal) error|ncclSystemError|ncclInternalError|heartbeat"
     r"|clients joined|hasn't joined|deadline exceeded|interrupted system call",
 )
-"""The other side did not connect, or cannot be reached."""
+"""Texts that say that the other side did not connect, or cannot be reached."""
 
 SERVER = re.compile(
     r"/(?:requests|urllib3|httpx|httpcore|aiohttp|botocore|boto3|s3fs|gcsfs|fsspec|huggingface_hub|wandb|mlflow"
@@ -160,82 +164,84 @@ def first_own(failures: Sequence[Failure]) -> Failure | None:
     The user's code may raise an error of its own about a peer. Then any other cause comes first, because the victim may
     have been reported before the culprit.
     """
-    of_a_connection: Failure | None = None
+    about_a_peer: Failure | None = None
     for each in failures:
         if each.after_stop or blame(each) is not Blame.OWN:
             continue
-        if not _may_be_of_a_peer(each):
+        if not _may_be_about_a_peer(each):
             return each
-        of_a_connection = of_a_connection or each
-    return of_a_connection
+        about_a_peer = about_a_peer or each
+    return about_a_peer
 
 
-def _may_be_of_a_peer(failure: Failure) -> bool:
-    words = ExceptionText(failure)
-    text = unwrapped(words.root)
-    return bool(words.raised and not OWN_TROUBLE.search(text) and (ENDED.search(text) or WAITED.search(text)))
+def _may_be_about_a_peer(failure: Failure) -> bool:
+    parsed = ExceptionText(failure)
+    text = unwrapped(parsed.root)
+    return bool(parsed.raised and not OWN_TROUBLE.search(text) and (ENDED.search(text) or WAITED.search(text)))
 
 
 def blame(failure: Failure) -> Blame:
     """The blame of one failure, from its text and its exit code."""
-    words = ExceptionText(failure)
+    parsed = ExceptionText(failure)
     if failure.after_stop:
-        return _late(failure, words)
-    return complaint(failure, words)
+        return _late(failure, parsed)
+    return complaint(failure, parsed)
 
 
-def complaint(failure: Failure, words: ExceptionText) -> Blame:
-    """OWN, LOOSE, WAITED or CUT, from what the failure says about its peers."""
-    text = unwrapped(words.text if _is_control_flow(words) else words.root)
+def complaint(failure: Failure, parsed: ExceptionText) -> Blame:
+    """The blame from the failure's text alone: OWN, RELAYED, LOOSE, WAITED or CUT."""
+    text = unwrapped(parsed.text if _is_control_flow(parsed) else parsed.root)
     if not text and failure.exit_code in NATIVE_ENDS:
-        text = _native_complaint(words.stderr)
+        text = _native_complaint(parsed.stderr)
         if not text:
             return (
                 Blame.LOOSE
-                if failure.exit_code in (-signal.SIGABRT, -signal.SIGPIPE) and not words.stderr
+                if failure.exit_code in (-signal.SIGABRT, -signal.SIGPIPE) and not parsed.stderr
                 else Blame.OWN
             )
     if failure.out_of_memory or not failure.started:
         return Blame.OWN
-    if relays(failure, words):
+    if relays(failure, parsed):
         return Blame.RELAYED
     if not text or OWN_TROUBLE.search(text):
         return Blame.OWN
+
     ended, waited = ENDED.search(text), WAITED.search(text)
-    if not (ended or waited or words.root_type in CONNECTION_TYPES):
+    if not (ended or waited or parsed.root_type in CONNECTION_TYPES):
         return Blame.OWN
-    if words.root_type in PLAIN_TYPES or _is_no_peers(words, text):
+    if parsed.root_type in PLAIN_TYPES or _is_no_peers(parsed, text):
         return Blame.OWN
-    firm = of_peers(words, text)
-    if words.raised:
-        # The user's code raised this text, which may be a quotation. `raise RuntimeError(str(error)) from None` is a
-        # complaint.
-        genuine = words.root_type in CONNECTION_TYPES or (firm and GENUINE.search(text))
+
+    firm = of_peers(parsed, text)
+    if parsed.raised:
+        # The user's code raised this text. It is a complaint if it is a library's original message, as in
+        # `raise RuntimeError(str(error)) from None`, and may only quote one otherwise.
+        genuine = parsed.root_type in CONNECTION_TYPES or (firm and GENUINE.search(text))
         return Blame.LOOSE if genuine else Blame.OWN
     if not firm:
         return Blame.LOOSE
     return Blame.WAITED if waited and (not ended or NAMES_A_WAIT.search(text)) else Blame.CUT
 
 
-def relays(failure: Failure, words: ExceptionText) -> bool:
+def relays(failure: Failure, parsed: ExceptionText) -> bool:
     """Whether the script says in its own words that another rank failed, as an exception without another root or as the
     text of sys.exit."""
-    if words.text:
-        return bool(words.raised and RELAYED.search(words.root.partition("\n")[0]))
-    return is_own_code(failure.exit_code) and bool(RELAYED.search(words.last_said))
+    if parsed.text:
+        return bool(parsed.raised and RELAYED.search(parsed.root.partition("\n")[0]))
+    return is_own_code(failure.exit_code) and bool(RELAYED.search(parsed.last_line))
 
 
-def of_peers(words: ExceptionText, text: str) -> bool:
-    """Whether its text, its exception or the innermost frames belong to communication with training peers."""
+def of_peers(parsed: ExceptionText, text: str) -> bool:
+    """Whether text, exception or innermost frames belong to communication with training peers."""
     return bool(
-        TRANSPORT.search(text) or TRANSPORT.search(words.root_type) or any(map(_is_transport, words.frames[-4:]))
+        TRANSPORT.search(text) or TRANSPORT.search(parsed.root_type) or any(map(_is_transport, parsed.frames[-4:]))
     )
 
 
 def speaks_of_peers(failure: Failure) -> bool:
-    """Whether its complaint is about a training peer."""
-    words = ExceptionText(failure)
-    return of_peers(words, unwrapped(words.root) or _native_complaint(words.stderr)) or not words.text
+    """Whether the failure's complaint is about a training peer."""
+    parsed = ExceptionText(failure)
+    return of_peers(parsed, unwrapped(parsed.root) or _native_complaint(parsed.stderr)) or not parsed.text
 
 
 def is_complaint(text: str) -> bool:
@@ -243,14 +249,15 @@ def is_complaint(text: str) -> bool:
     return bool(not OWN_TROUBLE.search(text) and TRANSPORT.search(text) and (ENDED.search(text) or WAITED.search(text)))
 
 
-def _late(failure: Failure, words: ExceptionText) -> Blame:
+def _late(failure: Failure, parsed: ExceptionText) -> Blame:
+    """The blame of a worker that ended after the stop, which may be the reason for its end."""
     if not failure.message and not failure.stop_may_cause:
         return Blame.OWN_LATE
-    if not words.text or (failure.exit_code in STOP_SIGNALS and not failure.message):
+    if not parsed.text or (failure.exit_code in STOP_SIGNALS and not failure.message):
         return Blame.STOPPED
-    if FROM_THE_STOP.search(words.text) or FROM_THE_STOP.search(words.raised):
+    if FROM_THE_STOP.search(parsed.text) or FROM_THE_STOP.search(parsed.raised):
         return Blame.STOPPED
-    match complaint(failure, words):
+    match complaint(failure, parsed):
         case Blame.OWN:
             return Blame.OWN_LATE
         case Blame.RELAYED:
@@ -261,9 +268,9 @@ def _late(failure: Failure, words: ExceptionText) -> Blame:
             return Blame.STOPPED
 
 
-def _is_control_flow(words: ExceptionText) -> bool:
+def _is_control_flow(parsed: ExceptionText) -> bool:
     """Whether the root is only control flow of a library (`except KeyError: …`); then the end of the chain counts."""
-    return words.chained and words.root_type in CONTROL_FLOW and not words.in_users_code
+    return parsed.chained and parsed.root_type in CONTROL_FLOW and not parsed.in_users_code
 
 
 def _native_complaint(stderr: str) -> str:
@@ -276,10 +283,10 @@ def _native_complaint(stderr: str) -> str:
     return "\n".join(lines)
 
 
-def _is_no_peers(words: ExceptionText, text: str) -> bool:
+def _is_no_peers(parsed: ExceptionText, text: str) -> bool:
     if SERVER_TEXT.search(text) or (URL.search(text) and not TRANSPORT.search(text)):
         return True
-    return any(SERVER.search(file) or OWN_CHILDREN.search(file) for file in words.frames[-6:])
+    return any(SERVER.search(file) or OWN_CHILDREN.search(file) for file in parsed.frames[-6:])
 
 
 def _is_transport(file: str) -> bool:

@@ -54,7 +54,7 @@ DUMP = re.compile(
 """Stacks that faulthandler has written."""
 DUMPED_TIMEOUT = re.compile(r"^Timeout \(\d[\d:.]*\)!$", re.MULTILINE)
 SAID_LINES_MAX = 8
-"""This many last lines may explain why a program ended with an exit code of its own."""
+"""Number of last lines that may explain why a program ended with an exit code of its own."""
 RANK_PREFIX = re.compile(r"^(?:\[[^\]\n]{0,40}rank ?\d+[^\]\n]{0,40}\]:? ?|\[?default\d+\]?: ?)", re.MULTILINE)
 EXCEPTION = re.compile(r"^([A-Za-z_][\w.]*(?:\.<locals>\.[\w.]+)*)(?::[ \n]|:?$)")
 FRAME = re.compile(r'^\s+File "([^"\n]+)", line \d+(?:, in (.+)| in (.+))?', re.MULTILINE)
@@ -79,39 +79,48 @@ class ChainedException(NamedTuple):
     text: str
     in_library: bool
     explains: bool
-    """Raised `from` the previous one, or by a `raise` in its handler; not an error of the handler itself."""
+    """Whether it was raised `from` the previous one, or by a `raise` in its handler; else it is an error of the handler
+    itself."""
 
     @property
     def type(self) -> str:
-        """Class without the module."""
+        """The exception's class, without the module."""
         return class_of(self.text)
 
 
 class ExceptionText:
-    """The text of one failure, in parts; an empty string if a part is missing. Parts are parsed when they are used: a
-    job that loses a node has thousands of failures, and all are read before it continues."""
+    """The text of one failure, in parts. A part that is missing is an empty string.
+
+    Parts are parsed when they are used: a job that loses a node has thousands of failures, and all are read before it
+    continues.
+    """
 
     def __init__(self, failure: Failure) -> None:
         self._failure = failure
 
     @cached_property
     def text(self) -> str:
-        """`Type: text` of its last exception, all lines: from its error file, else the last traceback on stderr, else a
-        native error."""
+        """The last exception as `Type: text`, all lines: from the error file, else from the last traceback on stderr,
+        else a native error."""
         if self._message:
             return self._message
         text = _exception(CHAINED.split(self._traceback)[-1])
-        return native_words(self.stderr) if not text and self._failure.exit_code < 0 else text
+        return native_message(self.stderr) if not text and self._failure.exit_code < 0 else text
+
+    @cached_property
+    def qualified(self) -> str:
+        """The same from its traceback, where the class has its module. An error file has the class alone."""
+        return _exception(CHAINED.split(self._traceback)[-1]) or self.text
 
     @cached_property
     def type(self) -> str:
-        """Class of that exception, without the module."""
-        said = self._failure.error_type if self._message else class_of(self.text)
-        return said.rpartition(".")[2]
+        """The class of that exception, without the module."""
+        name = self._failure.error_type if self._message else class_of(self.text)
+        return name.rpartition(".")[2]
 
     @cached_property
     def root(self) -> str:
-        """The same for the root exception, which differs only if Python chained exceptions."""
+        """The root exception as `Type: text`. It differs from `text` only if Python chained exceptions."""
         if self._message and self._first is self._traceback:
             return self.text
         return _exception(self._first) or self.text
@@ -145,14 +154,14 @@ class ExceptionText:
 
     @cached_property
     def thread(self) -> tuple[str, str]:
-        """(name, traceback) of the last thread that an exception ended before the program's end; empty: none."""
+        """The last thread that an exception ended before the program's end: its name and traceback; empty: none."""
         found = _last(THREAD, self.stderr)
         block = HANDLED.match(self.stderr, found.end()) if found else None
         return (found[1], block[0]) if found and block else ("", "")
 
     @cached_property
-    def before(self) -> str:
-        """Stderr before the traceback of its own last exception, with its chain."""
+    def stderr_before(self) -> str:
+        """The part of stderr before the traceback of the last exception, with its chain."""
         first = self.text.partition("\n")[0][:SOURCE_CHARACTERS_MAX]
         end = self.stderr.rfind(first) if first else len(self.stderr)
         if first and end < 0:
@@ -164,28 +173,29 @@ class ExceptionText:
         return before
 
     @cached_property
-    def handled(self) -> str:
-        """The last traceback before that, with its chain: of an exception that the program caught. Empty: none."""
-        return _last_traceback(self.before)
+    def caught_traceback(self) -> str:
+        """The last traceback before that, with its chain: the program caught this exception; empty: none."""
+        return _last_traceback(self.stderr_before)
 
     @cached_property
-    def before_fatal(self) -> str:
-        """The line before Python's report of a fatal signal, or the last one: what native code wrote before it aborted,
-        such as a failed assertion. Empty: nothing."""
+    def line_before_fatal(self) -> str:
+        """The line before Python's report of a fatal signal, or the last line: what native code wrote before it
+        aborted, such as a failed assertion; empty: nothing."""
         fatal = _last(FATAL, self.stderr)
         lines = (self.stderr[: fatal.start()] if fatal else self.stderr).splitlines()
         line = next((each.strip() for each in reversed(lines) if each.strip() and not ASIDE.search(each)), "")
         return "" if PROGRESS.search(line) else line
 
     @cached_property
-    def said(self) -> str:
-        """Stderr for an end without an exception: without caught exceptions, stacks, warnings and logs."""
+    def filtered_stderr(self) -> str:
+        """The lines of stderr that may explain an end without an exception: no tracebacks, stacks, warnings and
+        logs."""
         lines = [line for line in _without_traces(self.stderr).splitlines() if not ASIDE.search(line)]
         return "\n".join(lines[-SAID_LINES_MAX:] if is_own_code(self._failure.exit_code) else lines)
 
     @cached_property
-    def last_said(self) -> str:
-        """The text of `sys.exit(text)` or the last other line: of stderr, else of stdout; a progress bar only if there
+    def last_line(self) -> str:
+        """The text of `sys.exit(text)`, or the last line of stderr, else of stdout. A progress bar counts only if there
         is nothing else."""
         timeout = _last(DUMPED_TIMEOUT, self.stderr)
         if timeout is not None and DUMP.search(self.stderr, timeout.start()):
@@ -202,7 +212,7 @@ class ExceptionText:
 
     @cached_property
     def stderr(self) -> str:
-        """The end of its stderr without torch's prefixes."""
+        """The end of stderr without torch's prefixes."""
         return RANK_PREFIX.sub("", self._failure.stderr_tail)
 
     @cached_property
@@ -218,7 +228,8 @@ class ExceptionText:
 
     @cached_property
     def place(self) -> str:
-        """Where in the script the root was raised, or where it crashed: "train.py:18 `assert x.shape[0] == 5`"."""
+        """The line of the script in which the root was raised, or which crashed: "train.py:18 `assert x.shape[0] ==
+        5`"."""
         crash = self._failure.exit_code < 0 and not self._first
         own = _in_script(self.stderr if crash else self._first)
         if not own and self._inner:  # an exception of a group may never have been raised by itself
@@ -227,13 +238,13 @@ class ExceptionText:
             return ""
         file, line, source = own[0 if crash else -1]  # a crash dump has the innermost frame first
         place = f"{file.rpartition('/')[2]}:{line}"
-        told = source.strip()[:SOURCE_CHARACTERS_MAX]
-        return place if crash or not told or told.startswith("raise") else f"{place} `{told}`"
+        code = source.strip()[:SOURCE_CHARACTERS_MAX]
+        return place if crash or not code or code.startswith("raise") else f"{place} `{code}`"
 
     @property
     def in_users_code(self) -> bool:
         """Whether the root was raised outside of libraries."""
-        return bool(self.frames) and not LIBRARY.search(self.frames[-1])
+        return bool(self.frames) and is_of_script(self.frames[-1])
 
     @cached_property
     def _inner(self) -> str:
@@ -262,9 +273,11 @@ class ExceptionText:
 
 
 def final_traceback(stderr: str, exit_code: int) -> str:
-    """The traceback that explains an end without an error file: it must be the last thing on stderr. The program may
-    have caught the exception, written the traceback and left, with any exit code; but if it wrote something else after
-    it, it went on. A signal needs no exception."""
+    """The traceback on stderr that explains an end without an error file; empty: none does.
+
+    It must be the last thing on stderr. The program may have caught the exception, written the traceback and left, with
+    any exit code; but if it wrote something else after it, it went on. A signal needs no exception.
+    """
     if not is_own_code(exit_code):
         return ""
     stderr = RANK_PREFIX.sub("", stderr)
@@ -284,21 +297,23 @@ def _without_traces(stderr: str) -> str:
 
 
 def class_of(text: str) -> str:
-    """`DistNetworkError` for `torch.distributed.DistNetworkError: text`; empty if the text begins with no class."""
+    """The class at the beginning of a text: `DistNetworkError` for `torch.distributed.DistNetworkError: text`; empty:
+    there is none."""
     found = EXCEPTION.match(text)
     return found[1].rpartition(".")[2] if found else ""
 
 
 def unwrapped(text: str) -> str:
-    """The inner exception, if a data loader or a spawn function passes on the error of a child process."""
+    """The inner exception if a data loader or a spawn function passes on the error of a child process, else the
+    text."""
     wrapped = IN_WORKER.search(text)
     if wrapped is None:
         return text
     return _exception(text[max(wrapped.end(), text.find("Original Traceback")) :]) or text
 
 
-def native_words(stderr: str) -> str:
-    """`c10::Error: what` of an uncaught C++ exception; empty: there was none, or it has no text."""
+def native_message(stderr: str) -> str:
+    """An uncaught C++ exception as `c10::Error: what`; empty: there was none, or it has no text."""
     found = _last(NATIVE_END, stderr)
     if found is None or not found[2]:
         return ""
@@ -317,7 +332,7 @@ def _last(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
 
 
 def _in_script(text: str) -> list[tuple[str, str, str]]:
-    """(file, line, source) of the frames of the user's code."""
+    """The frames of the user's code: file, line, source."""
     return [each for each in PLACED.findall(text) if is_of_script(each[0])]
 
 
@@ -351,7 +366,7 @@ def _last_traceback(stderr: str) -> str:
 
 
 def _exception(block: str) -> str:
-    """The exception's own lines in one traceback: from the first that is not indented after its last frame.
+    """The exception's own lines in one traceback: from the first line that is not indented after the last frame.
 
     Lines that follow an exception on stderr look like a part of its message. They do no harm.
     """
@@ -375,7 +390,7 @@ def _innermost_line(block: str) -> str:
 
 def _in_library(block: str) -> bool:
     frame = _last(FRAME, block)
-    return frame is not None and LIBRARY.search(frame[1]) is not None
+    return frame is not None and not is_of_script(frame[1])
 
 
 def _raised_by_user(block: str) -> str:

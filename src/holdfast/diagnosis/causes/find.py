@@ -37,32 +37,34 @@ KINDS = {
 
 
 class Rule(Struct, frozen=True, kw_only=True):
+    """A rule of rules.toml. It matches by `says`, `types` or `ends`, if all its other conditions hold."""
+
     code: str
     line: str
-    """Text of the verdict after `rank 3 on b`. {said}: first line of the failure's text; or named groups of `says`."""
+    """Text of the verdict after `rank 3 on b`; {said} is the first line of the failure's text, {signal} the signal."""
     advice: str
     says: str = ""
     """Pattern for the failure's text, in any case; for its stderr if it has no text."""
-    stderr: str = ""
-    """Pattern for its stderr, even if it has a text."""
     types: frozenset[str] = frozenset()
-    """Or: classes of its exception."""
+    """Classes of the exception, any of which matches instead of `says`."""
     ends: frozenset[int] = frozenset()
-    """Or: signals that ended it, as exit codes, including 128+N of a shell in between."""
+    """Signals, any of which matches instead of `says`, as exit codes, including 128+N of a shell in between."""
+    stderr: str = ""
+    """Pattern that stderr must also match, even if the failure has a text."""
     room: str = ""
-    """Name of a fact. The rule does not match if that shows plenty of room."""
+    """Name of a fact. The rule does not match if the fact shows plenty of room."""
     known: str = ""
-    """Name of a fact. The rule matches only if that is known."""
+    """Name of a fact. The rule matches only if the fact is known."""
     only: frozenset[Blame] = KINDS[""]
     """Kinds of failures to which the rule applies."""
     frames: str = ""
     """Pattern that must also match a file of the traceback's last frames."""
     peers: bool = False
-    """The text or frames must belong to communication with peers, since locks and databases can time out, too."""
+    """Whether text or frames must belong to communication with peers, since locks and databases can time out, too."""
     facts: tuple[str, ...] = ()
-    """Names of facts from its agent to include in the advice."""
+    """Names of facts from the failed worker's agent that the advice includes."""
     per_node: bool = False
-    """The cause depends on the machine, so the text names nodes with and without it."""
+    """Whether the cause depends on the machine, so that the text names nodes with and without it."""
 
 
 @cache
@@ -75,14 +77,14 @@ def rules() -> tuple[Rule, ...]:
     """All rules; the first that matches decides."""
     parts: dict[str, str] = {}
     for name, text in _file()["parts"].items():
-        parts[name] = _whole(text, parts)
+        parts[name] = _expanded(text, parts)
     return tuple(_rule(row, parts) for row in _file()["rule"])
 
 
 @cache
 def hints() -> tuple[tuple[str, str], ...]:
-    """For exceptions without a code of their own: pattern of the text, and advice."""
-    return tuple((_whole(row["says"], {}), row["advice"]) for row in _file()["hint"])
+    """Patterns of texts, and the advice for each, for exceptions without a code of their own."""
+    return tuple((_expanded(row["says"], {}), row["advice"]) for row in _file()["hint"])
 
 
 def advice() -> Mapping[str, str]:
@@ -100,7 +102,7 @@ def _rule(row: Mapping[str, Any], parts: Mapping[str, str]) -> Rule:
     values = dict(row)
     for name in ("advice", "says", "stderr", "frames"):
         if name in row:
-            values[name] = _whole(row[name], parts)
+            values[name] = _expanded(row[name], parts)
     numbers = {signal.Signals[name] for name in row.get("ends", ())}
     values["ends"] = frozenset({-number for number in numbers} | {128 + number for number in numbers})
     values["only"] = KINDS[row.get("only", "")]
@@ -109,7 +111,7 @@ def _rule(row: Mapping[str, Any], parts: Mapping[str, str]) -> Rule:
     return Rule(**values)
 
 
-def _whole(text: str | list[str], parts: Mapping[str, str]) -> str:
+def _expanded(text: str | list[str], parts: Mapping[str, str]) -> str:
     """The complete text of a pattern, joined from its pieces, with names of parts replaced."""
     return re.sub(r"\{([A-Z_]+)\}", lambda found: parts[found[1]], "".join(text))
 
@@ -117,7 +119,7 @@ def _whole(text: str | list[str], parts: Mapping[str, str]) -> str:
 SAID_CHARACTERS_MAX = 160
 LINE_CHARACTERS_MAX = 300
 TEXT_CHARACTERS_MAX = 16_384
-"""Length of a text that is searched: as much as agents send."""
+"""Length of the end of a text that is searched: as much as agents send."""
 ATTEMPTS = types_of(
     "KeyError AttributeError IndexError StopIteration Empty ImportError ModuleNotFoundError FileNotFoundError"
 )
@@ -136,12 +138,15 @@ ABORTED = (-signal.SIGABRT, 128 + signal.SIGABRT)
 
 @dataclass(frozen=True, slots=True)
 class Cause:
+    """The cause of one failure, as a verdict shows it."""
+
     code: str
     line: str
-    """One line, without the rank."""
+    """The cause in one line, without the rank."""
     advice: str
-    """One line; empty: no useful advice."""
+    """Advice in one line; empty: there is no useful one."""
     per_node: bool = False
+    """Whether the cause depends on the machine."""
 
 
 def cause_of(failure: Failure) -> Cause:
@@ -152,42 +157,49 @@ def cause_of(failure: Failure) -> Cause:
     if failure.out_of_memory:
         advice = "its cgroup or machine ran out of memory: fewer data-loader workers, a smaller batch, or more memory"
         return Cause("HF203", "was killed by the kernel's out-of-memory killer (SIGKILL)", advice)
-    words = ExceptionText(failure)
-    name, died = words.thread
-    if died and (words.type in WAITS or not words.text):
+    parsed = ExceptionText(failure)
+
+    # A main thread whose wait for another thread fails is not the cause if that thread had died.
+    name, died = parsed.thread
+    if died and (parsed.type in WAITS or not parsed.text):
         cause = cause_of(
             structs.replace(failure, message="", error_type="", traceback=died, stderr_tail="", exit_code=1)
         )
         return replace(cause, line=f"lost its thread {name!r}, which {cause.line}")
-    kind = complaint(failure, words)
-    for text, type_ in _texts(words):
+
+    kind = complaint(failure, parsed)
+    for text, type_ in _texts(parsed):
         for rule in rules():
-            if kind in rule.only and _fits(rule, failure, words, text, type_):
-                return _filled(rule, failure, words, text)
-    return _plain(failure, words)
+            if kind in rule.only and _matches(rule, failure, parsed, text, type_):
+                return _cause_by_rule(rule, failure, parsed, text)
+    return _cause_without_rule(failure, parsed)
 
 
-def _texts(words: ExceptionText) -> list[tuple[str, str]]:
+def _texts(parsed: ExceptionText) -> list[tuple[str, str]]:
     """The texts to search, in this order, each with the class of its exception."""
     texts: list[tuple[str, str]] = []
-    for link in _telling(words.links):
+    for link in _likely_causes(parsed.links):
         inner = unwrapped(link.text)
         if inner != link.text:
             texts.append((inner, class_of(inner)))
-        texts.append((link.text, link.type or words.type))
+        texts.append((link.text, link.type or parsed.type))
     return [(text[-TEXT_CHARACTERS_MAX:], type_) for text, type_ in texts]
 
 
-def _telling(links: Sequence[ChainedException]) -> list[ChainedException]:
+def _likely_causes(links: Sequence[ChainedException]) -> list[ChainedException]:
     """The exceptions of a chain that may name the cause, the most likely first.
 
-    That is the root, with exceptions that were raised to explain it. Errors of peers and accidental errors during the
-    clean-up (`finally:`) are consequences. Only if the root is control flow (`except KeyError:`) later exceptions come
-    first.
+    The root comes first, then exceptions that were raised to explain it. Errors of peers and accidental errors during
+    the clean-up (`finally:`) are consequences. Later exceptions come first only if the root is control flow (`except
+    KeyError:`).
     """
     last, start = links[-1], 0
     if not is_complaint(last.text) or all(link.in_library for link in links[:-1]):
-        while start < len(links) - 1 and _is_a_way(links[start]) and not _is_told_by(links[start], links[start + 1]):
+        while (
+            start < len(links) - 1
+            and _is_attempt(links[start])
+            and not _is_explained_by(links[start], links[start + 1])
+        ):
             start += 1
     root, after = links[start], links[start + 1 :]
     if is_complaint(last.text) and not is_complaint(root.text):
@@ -196,21 +208,21 @@ def _telling(links: Sequence[ChainedException]) -> list[ChainedException]:
     return [root, *explained, *reversed(links[:start])]
 
 
-def _is_told_by(link: ChainedException, later: ChainedException) -> bool:
+def _is_explained_by(link: ChainedException, later: ChainedException) -> bool:
     """Whether the script caught its own exception only to raise another one: then it did not try another way."""
     return later.explains and not link.in_library and not later.in_library
 
 
-def _is_a_way(link: ChainedException) -> bool:
+def _is_attempt(link: ChainedException) -> bool:
     return link.type in ATTEMPTS or (link.type in CONTROL_FLOW and link.in_library)
 
 
-def _fits(rule: Rule, failure: Failure, words: ExceptionText, text: str, type_: str) -> bool:
-    if rule.stderr and not _search(rule.stderr, words.stderr + failure.traceback):
+def _matches(rule: Rule, failure: Failure, parsed: ExceptionText, text: str, type_: str) -> bool:
+    if rule.stderr and not _search(rule.stderr, parsed.stderr + failure.traceback):
         return False
-    if rule.frames and not any(_search(rule.frames, file) for file in words.frames[-8:]):
+    if rule.frames and not any(_search(rule.frames, file) for file in parsed.frames[-8:]):
         return False
-    if rule.peers and not of_peers(words, text or words.said):
+    if rule.peers and not of_peers(parsed, text or parsed.filtered_stderr):
         return False
     if rule.known and not failure.facts.get(rule.known):
         return False
@@ -220,7 +232,7 @@ def _fits(rule: Rule, failure: Failure, words: ExceptionText, text: str, type_: 
         return True
     if not text:
         # A signal without an explanation: the end of stderr may say more.
-        return failure.exit_code in rule.ends or bool(rule.says and _search(rule.says, _own_stderr(failure, words)))
+        return failure.exit_code in rule.ends or bool(rule.says and _search(rule.says, _own_stderr(failure, parsed)))
     return bool(rule.says and _search(rule.says, text))
 
 
@@ -233,31 +245,31 @@ def _has_room(fact: str) -> bool:
     return free >= max(ROOM_BYTES_MIN, size / 2)
 
 
-def _own_stderr(failure: Failure, words: ExceptionText) -> str:
-    """Stderr of a failure without an exception. Empty for SIGKILL, since no program can report that before."""
-    return "" if failure.exit_code in KILLED else words.said
+def _own_stderr(failure: Failure, parsed: ExceptionText) -> str:
+    """The stderr of a failure without an exception; empty for SIGKILL, which no program can explain before it comes."""
+    return "" if failure.exit_code in KILLED else parsed.filtered_stderr
 
 
-def _filled(rule: Rule, failure: Failure, words: ExceptionText, text: str) -> Cause:
-    said = _first_line(text) or _telling_line(rule, words)
+def _cause_by_rule(rule: Rule, failure: Failure, parsed: ExceptionText, text: str) -> Cause:
+    said = _first_line(text) or _matched_line(rule, parsed)
     if not said and failure.exit_code in ABORTED:
-        said = _cut(words.before_fatal, SAID_CHARACTERS_MAX)
+        said = _cut(parsed.line_before_fatal, SAID_CHARACTERS_MAX)
     line = rule.line.format(said=said, signal=signal_name(failure.exit_code)).rstrip(": ")
     found = [f"{failure.host}: {failure.facts[name]}" for name in rule.facts if failure.facts.get(name)]
     advice = "; ".join([rule.advice, *found])
     return Cause(rule.code, _cut(line, LINE_CHARACTERS_MAX), advice, rule.per_node)
 
 
-def _telling_line(rule: Rule, words: ExceptionText) -> str:
-    """The line of stderr that the rule matched. For a usage text: the error after it."""
-    fitting = [line for line in words.said.splitlines() if rule.says and _search(rule.says, line)]
-    telling = next((line for line in fitting if not line.lower().startswith("usage: ")), fitting[0] if fitting else "")
-    return _cut(telling.strip(), SAID_CHARACTERS_MAX)
+def _matched_line(rule: Rule, parsed: ExceptionText) -> str:
+    """The line of stderr that the rule matched; for a usage text, the error after it."""
+    fitting = [line for line in parsed.filtered_stderr.splitlines() if rule.says and _search(rule.says, line)]
+    line = next((line for line in fitting if not line.lower().startswith("usage: ")), fitting[0] if fitting else "")
+    return _cut(line.strip(), SAID_CHARACTERS_MAX)
 
 
-def _plain(failure: Failure, words: ExceptionText) -> Cause:
+def _cause_without_rule(failure: Failure, parsed: ExceptionText) -> Cause:
     """The cause of a failure that the table does not know."""
-    text = words.text
+    text = parsed.text
     if text and not failure.message and failure.exit_code < 0:
         name = signal_name(failure.exit_code)
         return Cause("HF223", f"crashed in native code by {name}: {_first_line(text)}", NATIVE_ADVICE, per_node=True)
@@ -265,29 +277,31 @@ def _plain(failure: Failure, words: ExceptionText) -> Cause:
         # A sentence instead of an exception: a torchrun under this coordinator reports its workers like this.
         return Cause("HF205", f"failed: {_cut(_first_line(text), SAID_CHARACTERS_MAX)}", "")
     if text:
-        return _raised(words)
+        return _raised(parsed)
     if failure.exit_code in (NOT_FOUND, NOT_EXECUTABLE):
         what = "found no such command" if failure.exit_code == NOT_FOUND else "may not execute its command"
-        line = f"ended with exit code {failure.exit_code}: a shell {what}: {_cut(words.last_said, SAID_CHARACTERS_MAX)}"
+        line = (
+            f"ended with exit code {failure.exit_code}: a shell {what}: {_cut(parsed.last_line, SAID_CHARACTERS_MAX)}"
+        )
         return Cause(
             "HF205", line.rstrip(": "), "check the command in the script, and PATH on that node", per_node=True
         )
     if failure.exit_code < 0 or _is_signal(failure.exit_code - 128):
         return Cause("HF204", f"was ended by {signal_name(failure.exit_code)}", _signal_advice(failure.exit_code))
-    said = _cut(words.last_said, SAID_CHARACTERS_MAX)
+    said = _cut(parsed.last_line, SAID_CHARACTERS_MAX)
     advice = "" if said else "it wrote no reason: look for sys.exit() or os._exit() in the script"
     line = f"ended with exit code {failure.exit_code}{': ' if said else ''}{said}"
     return Cause("HF205", line, advice)
 
 
-def _raised(words: ExceptionText) -> Cause:
-    """The cause for an exception that the table does not know; for a chain its root and its end."""
-    told = _telling(words.links)
-    text = told[0].text
+def _raised(parsed: ExceptionText) -> Cause:
+    """The cause for an exception that the table does not know. For a chain, it names the root and the end."""
+    chain = _likely_causes(parsed.links)
+    text = chain[0].text
     inner = unwrapped(text)
-    of_a_child = inner != text and told[0].type != "CheckpointException"
+    of_a_child = inner != text and chain[0].type != "CheckpointException"
     line = f"raised {'in a child process ' if of_a_child else ''}{_first_line(inner).rstrip(': ')}"
-    last = words.links[-1]
+    last = parsed.links[-1]
     if last.text != text:
         joint = ", and because of it" if last.explains else ", and while that was handled"
         line = f"{line}{joint} {_first_line(last.text).rstrip(': ')}"
@@ -296,7 +310,7 @@ def _raised(words: ExceptionText) -> Cause:
 
 
 def signal_name(exit_code: int) -> str:
-    """`SIGSEGV (invalid memory access in native code)` for -11 and a shell's 139."""
+    """The signal with its meaning: `SIGSEGV (invalid memory access in native code)` for -11 and a shell's 139."""
     number = -exit_code if exit_code < 0 else exit_code - 128
     name = signal.Signals(number).name if _is_signal(number) else f"signal {number}"
     meaning = MEANINGS.get(name, "")

@@ -19,8 +19,13 @@ from holdfast.protocol.outcome import Failure
 from holdfast.text import spans
 
 CALL = re.compile(r"(\w+)\((.*)\)", re.DOTALL)
-DUMPED = re.compile(r'^\s+File "[^"\n]*/torch/distributed/distributed_c10d\.py", line \d+ in ([a-z]\w*)', re.MULTILINE)
+DUMPED_CALL = re.compile(
+    r'^\s+File "[^"\n]*/torch/distributed/distributed_c10d\.py", line \d+ in ([a-z]\w*)', re.MULTILINE
+)
 SHAPE = re.compile(r"\w+\[([\d, ]*)\]")
+SIZED = re.compile(r"[a-z]+(\d*)\w*\[([\d, ]*)\]")
+"""The bits of a type, which its name has, and a shape: `bfloat16[4, 2]`, `bool[7]`."""
+BITS_OF_BOOL = 8
 SIDES_DIFFER = frozenset(["gather", "scatter", "reduce", "broadcast"])
 """Collectives in which one rank gives more arguments. The first tensor is that of every rank."""
 UNEVEN = frozenset(["all_to_all", "all_to_all_single", "send", "recv", "isend", "irecv", "batch_isend_irecv"])
@@ -30,9 +35,11 @@ FROM_ONE = frozenset(["broadcast", "scatter"])
 
 
 class OtherSizes(Struct, frozen=True):
+    """The rank that is wrong, and how it differs."""
+
     failure: Failure
     difference: str
-    """`called all_reduce(float32[5]), and ranks 0, 2 all_reduce(float32[4])`."""
+    """The difference in words: `called all_reduce(float32[5]), and ranks 0, 2 all_reduce(float32[4])`."""
 
 
 def is_noticed(failure: Failure) -> bool:
@@ -47,12 +54,14 @@ def other_sizes(failures: Sequence[Failure]) -> OtherSizes | None:
     if not noticed:
         others = [each for each in others if each.collective]
         return _odd_call([each for each in others if _name(each) == _name(others[0])], receiver=False)
+
     called = _dumped(noticed[0])
     if len(noticed) > 1:
         rest = [each for each in failures if each not in noticed]
         if called in FROM_ONE and len(rest) == 1:
             return OtherSizes(rest[0], f"gave {called} a larger size than its peers")
         return None  # in a ring one of the two is wrong, and the sizes of its parts may hide which one
+
     same = [each for each in others if _name(each) == called]
     found = _odd_call(same, receiver=True) or _odd_tensor(others)
     if found is not None:
@@ -65,8 +74,10 @@ def other_sizes(failures: Sequence[Failure]) -> OtherSizes | None:
 
 
 def _odd_call(same: Sequence[Failure], *, receiver: bool) -> OtherSizes | None:
-    """The one that gives other sizes than the others of these, which call the same function. `receiver`: another rank
-    received more than it expects, so of two the larger one is wrong."""
+    """The one of these, which call the same function, that gives other sizes than the others.
+
+    With `receiver`, another rank received more than it expects, so the larger one of two is wrong.
+    """
     if not same or _name(same[0]) in UNEVEN:
         return None
     odd = _odd({each.rank: _given(each) for each in same}, receiver=receiver)
@@ -78,8 +89,8 @@ def _odd_call(same: Sequence[Failure], *, receiver: bool) -> OtherSizes | None:
 
 
 def _odd_tensor(others: Sequence[Failure]) -> OtherSizes | None:
-    """The same by the tensors in the script's variables: the others have left the collective that failed. All variables
-    that differ must differ on the same rank."""
+    """The rank whose script has a variable of another size, if the ranks have left the collective that failed. All
+    variables that differ must differ on the same rank."""
     found: dict[int, str] = {}
     for name in dict.fromkeys(name for each in others for name in each.tensors):
         shapes = {each.rank: each.tensors[name] for each in others if name in each.tensors}
@@ -105,14 +116,18 @@ def _odd(shapes: Mapping[int, str], *, receiver: bool) -> int | None:
     if most == least:
         if most > 1 or not receiver:
             return None
-        rare = max(counts, key=_elements)
+        rare = max(counts, key=_bits)
     elif least > 1:
         return None
     return next(rank for rank, shape in shapes.items() if shape == rare)
 
 
-def _elements(shape: str) -> int:
-    return sum(prod(int(size) for size in found.split(",") if size.strip()) for found in SHAPE.findall(shape))
+def _bits(shapes: str) -> int:
+    """Of all tensors: what gloo compares is their size in memory, whatever their types."""
+    return sum(
+        int(bits or BITS_OF_BOOL) * prod(int(size) for size in sizes.split(",") if size.strip())
+        for bits, sizes in SIZED.findall(shapes)
+    )
 
 
 def _name(failure: Failure) -> str:
@@ -121,7 +136,7 @@ def _name(failure: Failure) -> str:
 
 
 def _given(failure: Failure) -> str:
-    """The tensors of its call that must be alike on all ranks."""
+    """The tensors of the failure's call that must be alike on all ranks."""
     found = CALL.fullmatch(failure.collective)
     if found is None:
         return failure.collective
@@ -131,7 +146,7 @@ def _given(failure: Failure) -> str:
 
 def _dumped(failure: Failure) -> str:
     """The collective that the script called, from the stacks that an aborted process wrote, innermost first."""
-    found = DUMPED.findall(failure.stderr_tail)
+    found = DUMPED_CALL.findall(failure.stderr_tail)
     return found[-1] if found else ""
 
 

@@ -1,7 +1,7 @@
 """Makes the verdict on one generation from the evidence of its coordinator.
 
 It compares the failures where one alone does not show the cause: which rank lags in its collectives or is in another
-one, and which nodes have a problem while others do not. Pure and deterministic: the same evidence gives the same words
+one, and which nodes have a problem while others do not. Pure and deterministic: the same evidence gives the same text
 on every node.
 """
 
@@ -24,8 +24,8 @@ from holdfast.protocol.outcome import Evidence, Failure, Verdict
 from holdfast.protocol.rank_progress import Finding, RankStory
 from holdfast.text import listed, plural
 
-LOOKED_AT_MAX = 64
-"""Failures that are compared; enough for a job of any size."""
+COMPARED_MAX = 64
+"""Number of failures that are compared; enough for a job of any size."""
 HOSTS_NAMED_MAX = 3
 
 ENQUEUED = re.compile(r"last enqueued (?:NCCL )?work: (\d+)")
@@ -54,14 +54,14 @@ CONNECTS = re.compile(
     r"|Unable to resolve|getaddrinfo|name resolution|No address associated|Interrupted system call",
     re.IGNORECASE,
 )
-"""A rank that cannot connect to the group's store. The others, which are connected, wait for it."""
+"""Texts of a rank that cannot connect to the group's store. The others, which are connected, wait for it."""
 CONNECTING = "_create_c10d_store"
 """The function of torch that connects to the group's store."""
 
 
 def named_ranks(failures: Sequence[Failure]) -> tuple[int, ...]:
     """Ranks that others report as missing."""
-    for failure in failures[:LOOKED_AT_MAX]:
+    for failure in failures[:COMPARED_MAX]:
         found = NAMED.search(failure.message) or NAMED.search(failure.stderr_tail)
         if found:
             return tuple(int(number) for number in re.findall(r"\d+", found[1] or found[2] or found[3]))
@@ -69,28 +69,28 @@ def named_ranks(failures: Sequence[Failure]) -> tuple[int, ...]:
 
 
 def odd_one(failures: Sequence[Failure]) -> tuple[Failure, bool] | None:
-    """(the failure whose collectives differ from the others', whether it called another one); None: they agree.
+    """The failure whose collectives differ from the others', and whether it called another one; None: they agree.
 
     If two differ, it is the one with fewer collectives: the other one waits for it.
     """
-    seen = [(failure, place) for failure in failures[:LOOKED_AT_MAX] if (place := _place(failure)) is not None]
-    counts = Counter(place for _, place in seen)
+    seen = [(failure, newest) for failure in failures[:COMPARED_MAX] if (newest := _newest_collective(failure))]
+    counts = Counter(newest for _, newest in seen)
     if len(counts) < 2:
         return None
     common, times = counts.most_common(1)[0]
     odd = [pair for pair in seen if pair[1] != common]
     if times * 2 <= len(seen):
         odd = seen
-    failure, place = min(odd, key=lambda pair: pair[1][0])
-    others = {other[0] for _, other in seen if other != place}
-    return failure, others == {place[0]}
+    failure, newest = min(odd, key=lambda pair: pair[1][0])
+    others = {other[0] for _, other in seen if other != newest}
+    return failure, others == {newest[0]}
 
 
 def not_connected(evidence: Evidence) -> Failure | None:
     """The only rank that cannot connect to the group's store, for example because its MASTER_ADDR is wrong, while
     others are connected to it."""
-    found = [each for each in evidence.failures[:LOOKED_AT_MAX] if CONNECTS.search(ExceptionText(each).root)]
-    others = [each for each in evidence.failures[:LOOKED_AT_MAX] if each not in found and blame(each) in COMPLAINTS]
+    found = [each for each in evidence.failures[:COMPARED_MAX] if CONNECTS.search(ExceptionText(each).root)]
+    others = [each for each in evidence.failures[:COMPARED_MAX] if each not in found and blame(each) in COMPLAINTS]
     known = others or len(evidence.survivors) > 1 or evidence.hang is not None
     return found[0] if len(found) == 1 and known else None
 
@@ -102,14 +102,14 @@ def waits_for_nobody(evidence: Evidence) -> Failure | None:
     if ranks != set(range(len(ranks))):
         return None  # not all are known
     waits = [
-        each for each in evidence.failures[:LOOKED_AT_MAX] if any(rank not in ranks for rank in named_ranks([each]))
+        each for each in evidence.failures[:COMPARED_MAX] if any(rank not in ranks for rank in named_ranks([each]))
     ]
     return waits[0] if len(waits) == 1 and len(ranks) > 1 else None
 
 
 def did_not_come(survivors: Sequence[RankStory], complaints: int) -> list[Where]:
-    """Ranks that were elsewhere when the wait of the others timed out. Empty if most were elsewhere: then the waiting
-    rank took another path."""
+    """The ranks that were elsewhere when the wait of the others timed out; empty if most were elsewhere, because then
+    the waiting rank took another path."""
     seen = [where_is(story) for story in survivors]
     absent = [
         each
@@ -120,7 +120,7 @@ def did_not_come(survivors: Sequence[RankStory], complaints: int) -> list[Where]
 
 
 def _joining(story: RankStory) -> str:
-    """What a rank does instead of joining the others."""
+    """What a rank did instead of joining the others, in words."""
     frames = story.samples[-1].frames if story.samples else ()
     if any(frame.function == CONNECTING for frame in frames):
         return f"could not connect to MASTER_ADDR:MASTER_PORT, {where_is(story).place}"
@@ -147,11 +147,12 @@ def stopped(story: RankStory) -> Failure:
 
 
 def other_calls(failures: Sequence[Failure], survivors: Sequence[RankStory] = ()) -> tuple[Failure, str] | None:
-    """(the culprit, the difference) if ranks waited in two different calls; None: in the same one, or unknown.
+    """The culprit and the difference in words if ranks waited in two different calls; None: in the same one, or
+    unknown.
 
     Ranks that take different branches wait for each other for ever: one in backward, one in a barrier.
     """
-    kinds = [(each, blame(each)) for each in failures[:LOOKED_AT_MAX]]
+    kinds = [(each, blame(each)) for each in failures[:COMPARED_MAX]]
     in_vain = any(kind in (Blame.WAITED, Blame.WAITED_LATE) for _, kind in kinds)
     # A rank with a closed connection was in its call, too: the first rank that timed out closed its connections.
     waited = [each for each, kind in kinds if in_vain and kind in (Blame.WAITED, Blame.WAITED_LATE, Blame.CUT)]
@@ -167,12 +168,12 @@ def other_calls(failures: Sequence[Failure], survivors: Sequence[RankStory] = ()
     rarest = min(counts.values())
     culprit, call, place = next(each for each in calls if counts[each[1]] == rarest)
     other, others_call, others_place = next(each for each in calls if each[1] != call)
-    told = f"waited in {call}{f' at {place}' if place else ''}, and rank {other.rank} in {others_call}"
-    return culprit, told + (f" at {others_place}" if others_place else "")
+    difference = f"waited in {call}{f' at {place}' if place else ''}, and rank {other.rank} in {others_call}"
+    return culprit, difference + (f" at {others_place}" if others_place else "")
 
 
 def _call(failure: Failure) -> str:
-    """The collective as the script called it: the first function of torch.distributed inside of the script's frames."""
+    """The collective that the script called: the first function of torch.distributed inside of the script's frames."""
     for frame in ExceptionText(failure).frames:
         file, _, function = frame.rpartition(" in ")
         if file.endswith(BACKWARD):
@@ -184,9 +185,9 @@ def _call(failure: Failure) -> str:
 
 def other_fingerprint(failures: Sequence[Failure]) -> Failure | None:
     """The failure of the only rank whose collective differs from the others', by torch's own check; None: unknown."""
-    told = [(each.rank, *pair) for each in failures[:LOOKED_AT_MAX] for pair in FINGERPRINT.findall(each.message)]
-    calls = {int(rank): call for _, rank, call in told}
-    calls |= {by: call for by, rank, call in told if by == int(rank)}  # each rank knows its own call
+    reports = [(each.rank, *pair) for each in failures[:COMPARED_MAX] for pair in FINGERPRINT.findall(each.message)]
+    calls = {int(rank): call for _, rank, call in reports}
+    calls |= {by: call for by, rank, call in reports if by == int(rank)}  # a rank knows its own call best
     counts = Counter(calls.values())
     odd = [rank for rank, call in calls.items() if counts[call] == 1]
     if len(odd) != 1:
@@ -197,7 +198,7 @@ def other_fingerprint(failures: Sequence[Failure]) -> Failure | None:
 def other_model(failures: Sequence[Failure]) -> Failure | None:
     """The failure of the only rank whose model differs from the others', by DDP's own comparison; None: unknown."""
     counts: dict[int, str] = {}
-    for each in failures[:LOOKED_AT_MAX]:
+    for each in failures[:COMPARED_MAX]:
         for one, its, other, others in PARAMETERS.findall(each.message):
             counts |= {int(one): its, int(other): others}
         sizes = SIZES.search(each.message)
@@ -210,8 +211,8 @@ def other_model(failures: Sequence[Failure]) -> Failure | None:
     return next((failure for failure in failures if failure.rank == odd[0]), None)
 
 
-def _place(failure: Failure) -> tuple[int, str, str] | None:
-    """Number of collectives that it has begun, and kind and size of the newest."""
+def _newest_collective(failure: Failure) -> tuple[int, str, str] | None:
+    """The number of collectives that the rank has begun, and kind and size of the newest; None: unknown."""
     text = failure.message + "\n" + failure.stderr_tail
     sequence, enqueued = SEQUENCE.search(text), ENQUEUED.search(text)
     if sequence is None:
@@ -221,19 +222,19 @@ def _place(failure: Failure) -> tuple[int, str, str] | None:
 
 
 def spread(evidence: Evidence, culprit: Failure, cause: Cause) -> str:
-    """`; only on b, not on a`: nodes with and without a problem of machines. Empty if that explains nothing."""
+    """The nodes with and without a problem of machines, as `; only on b, not on a`; empty if that explains nothing."""
     hosts = dict.fromkeys(evidence.hosts or (failure.host for failure in evidence.failures))
     if not cause.per_node or len(hosts) < 2:
         return ""
-    met = {culprit.host}
-    for failure in evidence.failures[:LOOKED_AT_MAX]:
-        if failure.host not in met and blame(failure) <= Blame.OWN_LATE and cause_of(failure).code == cause.code:
-            met.add(failure.host)
-    spared = [host for host in hosts if host not in met]
-    if not spared:
+    affected = {culprit.host}
+    for failure in evidence.failures[:COMPARED_MAX]:
+        if failure.host not in affected and blame(failure) <= Blame.OWN_LATE and cause_of(failure).code == cause.code:
+            affected.add(failure.host)
+    unaffected = [host for host in hosts if host not in affected]
+    if not unaffected:
         return "; on all nodes"
-    found = [host for host in hosts if host in met]
-    return f"; only on {listed(found, HOSTS_NAMED_MAX)}, not on {listed(spared, HOSTS_NAMED_MAX)}"
+    found = [host for host in hosts if host in affected]
+    return f"; only on {listed(found, HOSTS_NAMED_MAX)}, not on {listed(unaffected, HOSTS_NAMED_MAX)}"
 
 
 RANKS_NAMED_MAX = 8
@@ -243,7 +244,7 @@ COMPLAINTS = (Blame.LOOSE, Blame.WAITED, Blame.WAITED_LATE, Blame.CUT)
 
 
 def verdict_on(evidence: Evidence) -> Verdict:
-    """First match wins.
+    """The verdict, by the first row that applies:
 
     | there is                                                 | then                                                 |
     |----------------------------------------------------------|------------------------------------------------------|
@@ -275,8 +276,8 @@ def verdict_on(evidence: Evidence) -> Verdict:
 
 
 def _of_first(evidence: Evidence, first: Failure) -> Verdict:
-    """The verdict on the first worker that did not complain about a connection, unless it only repeats the error of
-    another one or noticed its mistake."""
+    """The verdict on the first worker that did not complain about a connection, or on the one whose error it
+    repeats."""
     found = agreed(evidence.failures, first)
     if found is None:
         return _of_one(evidence, first)
@@ -290,7 +291,8 @@ def _of_first(evidence: Evidence, first: Failure) -> Verdict:
 
 
 def _of_one(evidence: Evidence, culprit: Failure, seen: Failure | None = None) -> Verdict:
-    """The verdict on a worker that failed with a cause of its own. `seen`: the part of its evidence that tells it."""
+    """The verdict on a worker that failed with a cause of its own. `seen` is its failure with the part of the text that
+    shows the cause; None: the whole one does."""
     cause = cause_of(seen or culprit)
     if cause.code == "HF225" and is_noticed(culprit):
         return _mismatch(evidence, culprit, cause)
@@ -303,19 +305,22 @@ def _of_one(evidence: Evidence, culprit: Failure, seen: Failure | None = None) -
 
 
 def _mismatch(evidence: Evidence, noticed: Failure, cause: Cause) -> Verdict:
-    """The verdict if a check found that ranks called different collectives: the rank that differs is the culprit, not
-    the one whose check found it. If it is unknown which rank differs, there is no culprit."""
+    """The verdict if a check found that ranks called different collectives.
+
+    The rank that differs is the culprit, not the one whose check found it. If it is unknown which rank differs, there
+    is no culprit.
+    """
     found = f"rank {noticed.rank} {cause.line}{_where(noticed)}"
     odd = other_fingerprint(evidence.failures)
     if odd is not None:
         line = f"{_who(odd)} called another collective than its peers; {found}"
         return evidence.verdict(cause.code, line, odd, cause.advice)
-    call = other_sizes(evidence.failures[:LOOKED_AT_MAX])
+    call = other_sizes(evidence.failures[:COMPARED_MAX])
     if call is not None:
         where = _where(call.failure) if call.failure is not noticed else ""
         line = f"{_who(call.failure)} {call.difference}{where}; {found}"
         return evidence.verdict(cause.code, line, call.failure, cause.advice)
-    calls = [f"rank {each.rank} {each.collective}" for each in evidence.failures[:LOOKED_AT_MAX] if each.collective]
+    calls = [f"rank {each.rank} {each.collective}" for each in evidence.failures[:COMPARED_MAX] if each.collective]
     known = f" ({listed(calls, CALLS_SHOWN_MAX)})" if calls else ""
     line = f"it is unknown which rank is wrong{known}: {found}"
     return evidence.verdict(cause.code, line, None, cause.advice, noticed_by=noticed)
@@ -331,6 +336,7 @@ def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
     alone = not_connected(evidence) or waits_for_nobody(evidence)
     if alone is not None:
         return _of_one(evidence, alone)
+
     odd = odd_one(complaints)
     if odd is not None:
         culprit, another = odd
@@ -340,7 +346,7 @@ def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
         cause = cause_of(culprit)
         line = f"{_who(culprit)} is behind: the others were waiting in a later collective; it {cause.line}"
         return evidence.verdict(cause.code, line, culprit, cause.advice)
-    call = other_sizes(complaints[:LOOKED_AT_MAX])
+    call = other_sizes(complaints[:COMPARED_MAX])
     if call is not None:
         line = f"{_who(call.failure)} {call.difference}{_where(call.failure)}"
         return evidence.verdict("HF225", line, call.failure, advice()["HF225"])
@@ -351,6 +357,8 @@ def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
     if other:
         culprit = other[0]
         return evidence.verdict("HF225", f"{_who(culprit)} {other[1]}", culprit, advice()["HF225"])
+
+    # Nothing shows which rank is wrong; torch's text may name the one that did not come.
     cause = cause_of(culprit)
     named = [rank for rank in named_ranks(complaints) if rank != culprit.rank]
     unheard = next((each for each in evidence.survivors if each.rank in named[:1]), None)
@@ -368,8 +376,8 @@ def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
 
 
 def _absent(evidence: Evidence, victim: Failure, absent: Sequence[Where]) -> Verdict:
-    """The verdict if a collective timed out and the stacks of that moment show which ranks were elsewhere: the first of
-    them is the culprit, and not the ranks that waited."""
+    """The verdict if a collective timed out, and the stacks of that moment show which ranks were elsewhere. The first
+    of them is the culprit, and not the ranks that waited."""
     culprit = stopped(absent[0].story)
     others = _some([each.story.rank for each in absent[1:]])
     more = f", as were {others}" if absent[1:] else ""
@@ -379,7 +387,7 @@ def _absent(evidence: Evidence, victim: Failure, absent: Sequence[Where]) -> Ver
 
 
 def _left(evidence: Evidence, victim: Failure) -> Verdict:
-    """The verdict if a rank ended with 0 while others still needed it: that rank is the culprit."""
+    """The verdict if a rank ended with 0 while others still needed it. That rank is the culprit."""
     gone = _some(evidence.done)
     if not evidence.left:
         line = f"{_who(victim)} still needed its peers when {gone} had ended with exit code 0"
@@ -395,8 +403,10 @@ def _left(evidence: Evidence, victim: Failure) -> Verdict:
 
 
 def _hung(evidence: Evidence, hang: Finding, order: Sequence[tuple[Blame, Failure]]) -> Verdict:
-    """The verdict if a time-out (of a collective, or --hang-timeout) ended a hang: the awaited rank is known. If that
-    rank had raised an exception but did not end, the exception is the cause."""
+    """The verdict if a time-out (of a collective, or --hang-timeout) ended a hang, in which the awaited rank is known.
+
+    If that rank had raised an exception but did not end, the exception is the cause.
+    """
     raised = next((each for _, each in order if each.rank in hang.culprits and _raised_before(each)), None)
     explained = raised or not_connected(evidence)
     if explained is not None:
@@ -437,13 +447,13 @@ def _lost(evidence: Evidence) -> Verdict:
 
 
 def _where(failure: Failure) -> str:
-    """`, at train.py:18 …, after 7 steps`, as far as known."""
+    """Place and step of a failure, as far as known: `, at train.py:18 …, after 7 steps`."""
     place = ExceptionText(failure).place
     return (f", at {place}" if place else "") + (f", after {plural(failure.step, 'step')}" if failure.step else "")
 
 
 def _some(ranks: Sequence[int]) -> str:
-    """`rank 5`, `ranks 4, 5, 6 …`."""
+    """The ranks in words: `rank 5`, `ranks 4, 5, 6 …`."""
     shown = ", ".join(map(str, ranks[:RANKS_NAMED_MAX])) + (" …" if len(ranks) > RANKS_NAMED_MAX else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 

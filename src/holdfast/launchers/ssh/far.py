@@ -27,14 +27,16 @@ if TYPE_CHECKING:
     from typing import Any
 
 SILENCE_S = 15.0
-"""The launcher sends a beat every few seconds. Without one for so long it is lost: a cut cable sends no EOF."""
+"""The launcher sends a beat every few seconds. Without one for this long it counts as lost: a cut cable sends no
+EOF."""
 LOSS_GRACE_S = 5.0
 """An agent without a launcher gets SIGTERM, and SIGKILL after this."""
 REPLACE_S = 10.0
 """Limit for the end of an agent that an earlier connection has left behind."""
-TELL_S = 10.0
-"""Limit for the last message to be read."""
+SEND_S = 10.0
+"""Limit for the launcher to read a message."""
 FILE_BYTES_MAX = 1 << 20
+"""Part of the script that is hashed. The launcher's own hash (cli/hosts.py) reads the same part."""
 HEADER_BYTES_MAX = 4096
 
 
@@ -66,40 +68,44 @@ class LauncherLines:
                     return None
                 self.waiting = self.receive()
             line = self.waiting.pop(0)
-            if line.startswith(b"{"):  # nor is there an agent yet for a signal
+            # Beats carry nothing, and a signal has no process to go to before the agent is started.
+            if line.startswith(b"{"):
                 message: dict[str, Any] = json.loads(line)
                 return message
 
 
 def main() -> int:
-    words = LauncherLines(0)
-    request = words.next()
+    lines = LauncherLines(0)
+    request = lines.next()
     if request is None:
         return 0
     mark = request["mark"]
     take_environment(request)
-    held, facts = gather(request)
-    tell(mark, facts)
-    go = words.next()
-    if go is None:
+    reserved, facts = gather(request)
+    send(mark, facts)
+    order = lines.next()
+    if order is None:
         return 0
-    lock = take_over(go["lock"])
+    lock = take_over(order["lock"])
     if lock is None:
-        tell(mark, {"end": None, "text": "an earlier agent of this run is still on this host"})
+        send(mark, {"end": None, "text": "an earlier agent of this run is still on this host"})
         return 1
-    report, tells = os.pipe()
+
+    report, report_to = os.pipe()
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
-        os._exit(agent(go, parent, tells, [0, report, lock.fileno()]))
-    os.close(tells)
-    guard = Guard(pid, words, lock, go["detach"])
+        os._exit(agent(order, parent, report_to, [0, report, lock.fileno()]))
+    os.close(report_to)
+    guard = Guard(pid, lines, lock, order["detach"])
     code = guard.watch()
+
     end = {"end": code, **read_report(report)}
-    if code and guard.lost and not guard.detach:  # it ended because of the lost launcher: not an end of the job
+    # An agent that was stopped because the launcher was lost says nothing about the job.
+    if code and guard.lost and not guard.detach:
         end = {"end": None, "text": f"no message from the launcher for {SILENCE_S:g} s"}
-    del held  # until here: the agent has bound the same port beside it
-    tell(mark, end)
+    del reserved  # open until here: the agent bound the same port beside it, and nobody else could
+    send(mark, end)
     return code
 
 
@@ -109,8 +115,9 @@ def take_environment(request: dict[str, Any]) -> None:
     sys.path[:] = [folder for folder in sys.path if folder]  # `-c` puts the current folder first
     folders = os.environ.get("PYTHONPATH", "").split(":")
     sys.path[:0] = [folder for folder in folders if folder and folder not in sys.path]
+    # An activated virtual environment has its folder first on the PATH; scripts call its programs by name.
     own = os.path.dirname(sys.executable)
-    if own not in os.environ.get("PATH", "").split(":"):  # as an activated virtual environment has it
+    if own not in os.environ.get("PATH", "").split(":"):
         os.environ["PATH"] = own + ":" + os.environ.get("PATH", "/usr/local/bin:/usr/bin:/bin")
 
 
@@ -135,13 +142,13 @@ def gather(request: dict[str, Any]) -> tuple[socket.socket | None, dict[str, Any
     }
     client, _, address = ([*os.environ.get("SSH_CONNECTION", "").split(), "", "", ""])[:3]
     facts["client"], facts["address"] = client, address
-    held = None
+    reserved = None
     try:
-        held = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
-        held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        reserved = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
+        reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         # Bound, not listening: no other process gets the port by chance, and the agent can bind it too.
-        held.bind(("", 0))
-        facts["port"] = held.getsockname()[1]
+        reserved.bind(("", 0))
+        facts["port"] = reserved.getsockname()[1]
     except OSError:
         pass
     try:
@@ -151,11 +158,11 @@ def gather(request: dict[str, Any]) -> tuple[socket.socket | None, dict[str, Any
     else:
         cwd: str = request["cwd"]
         os.environ["PWD"] = cwd if os.path.isabs(cwd) else os.getcwd()  # as `cd` does
-        facts["script"], facts["trouble"] = look_at_script(request["script"], request["program"])
-    return held, facts
+        facts["script"], facts["trouble"] = check_script(request["script"], request["program"])
+    return reserved, facts
 
 
-def look_at_script(path: str, program: bool) -> tuple[str, str]:
+def check_script(path: str, program: bool) -> tuple[str, str]:
     """The hash of the script, and its problem."""
     if not path:
         return "", ""
@@ -205,12 +212,12 @@ def gpus() -> int:
 
 
 def machine() -> str:
-    """The same for two names of one machine (or container)."""
+    """An id of this machine or container: equal under all its host names."""
     parts = [socket.gethostname()]
     for path in ("/proc/self/ns/net", "/proc/self/ns/pid", "/proc/self/ns/uts"):
         with contextlib.suppress(OSError):
             parts.append(os.readlink(path))
-    try:  # as holdfast.linux does, which is not at hand here
+    try:  # holdfast.linux reads the same file, but holdfast need not be installed here
         with open("/proc/sys/kernel/random/boot_id") as file:
             parts.append(file.read().strip())
     except OSError:
@@ -221,20 +228,22 @@ def machine() -> str:
 # ---------------------------------------------------------------- the agent
 
 
-def agent(go: dict[str, Any], parent: int, tells: int, close: list[int]) -> int:
-    """In the child: an ordinary agent that also reports its end through `tells`. Returns its exit code."""
+def agent(order: dict[str, Any], parent: int, report_to: int, close: list[int]) -> int:
+    """Run an ordinary agent in the forked child. It also reports its end through `report_to`. Returns its exit code."""
     signal.set_wakeup_fd(-1)
     for fd in close:
         os.close(fd)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # already 0, the lowest free descriptor
+    # Standard input was the launcher's connection. The open gets descriptor 0, the lowest free one, for which dup2 does
+    # nothing: so it must be made inheritable as well.
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.set_inheritable(0, True)
-    if not go["detach"]:
+    if not order["detach"]:
         die_with(parent)
     import importlib
 
     try:
         command = importlib.import_module("holdfast.cli").run_command
-        code: int = command("remote", [str(tells), *go["argv"]])
+        code: int = command("remote", [str(report_to), *order["argv"]])
         return code
     finally:
         sys.stdout.flush()
@@ -246,51 +255,57 @@ def die_with(parent: int) -> None:
     import ctypes
 
     ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
+    if os.getppid() != parent:  # the guard was killed before the call above: no signal comes
         os._exit(137)
 
 
 class Guard:
     """Waits for the end of the agent, for the launcher's messages, and for their absence."""
 
-    def __init__(self, pid: int, words: LauncherLines, lock: socket.socket, detach: bool) -> None:
-        self.pid, self.words, self.lock, self.detach = pid, words, lock, detach
-        self.lost = self.ended = False
+    def __init__(self, pid: int, lines: LauncherLines, lock: socket.socket, detach: bool) -> None:
+        self.pid, self.lines, self.lock, self.detach = pid, lines, lock, detach
+        self.lost = False
+        """The launcher is lost: its connection has ended, or is silent."""
+        self.ended = False
+        """The agent has ended; its pid is no longer used."""
         self.kill_at: float | None = None
+        """The time at which the agent gets SIGKILL, by time.monotonic(); None: no kill is due."""
         self.heard = time.monotonic()
+        """The time at which the launcher's newest line arrived."""
         signal.signal(signal.SIGTERM, lambda *_: self.signal(signal.SIGTERM))
         signal.signal(signal.SIGINT, lambda *_: self.signal(signal.SIGINT))
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
     def watch(self) -> int:
-        """Returns the agent's exit code as a shell shows it."""
+        """Wait for the agent's end. Returns its exit code as a shell shows it: 128+N after signal N."""
         ended = os.pidfd_open(self.pid)
-        self.observe(self.words.waiting)  # what came together with the order to go
-        self.words.waiting = []
+        self.observe(self.lines.waiting)  # lines that came together with the order to start
+        self.lines.waiting = []
         poller = select.poll()
-        for fd in (ended, self.words.fd, self.lock.fileno()):
+        for fd in (ended, self.lines.fd, self.lock.fileno()):
             poller.register(fd, select.POLLIN)
         while True:
             ready = [fd for fd, _ in poller.poll(self.wait_ms())]
             if ended in ready:
-                self.ended = True  # before its number is free for another process
+                self.ended = True  # before waitpid frees the pid: a signal handler could hit another process
                 status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
                 return 128 - status if status < 0 else status
-            if self.words.fd in ready:
-                self.observe(self.words.receive())
-                if self.words.ended:
-                    poller.unregister(self.words.fd)
-                    self.lose()
+            if self.lines.fd in ready:
+                self.observe(self.lines.receive())
+                if self.lines.ended:
+                    poller.unregister(self.lines.fd)
+                    self.lose_launcher()
             if self.lock.fileno() in ready:
-                self.leave()
+                self.yield_host()
             now = time.monotonic()
             if not self.lost and now > self.heard + SILENCE_S:
-                self.lose()
+                self.lose_launcher()
             if self.kill_at is not None and now >= self.kill_at:
                 self.kill_at = None
                 self.signal(signal.SIGKILL)
 
     def wait_ms(self) -> float | None:
+        """Milliseconds until the next deadline; None: there is none."""
         dues = [self.kill_at] if self.kill_at is not None else []
         if not self.lost:
             dues.append(self.heard + SILENCE_S)
@@ -306,15 +321,19 @@ class Guard:
             elif word == b"kill":
                 self.signal(signal.SIGKILL)
 
-    def lose(self) -> None:
+    def lose_launcher(self) -> None:
         """The launcher, or the connection to it, is lost."""
         self.lost = True
         if not self.detach:
             self.signal(signal.SIGTERM)
             self.kill_at = time.monotonic() + LOSS_GRACE_S
 
-    def leave(self) -> None:
-        """Leave the host to another connection of the same launcher."""
+    def yield_host(self) -> None:
+        """Kill the agent: a new connection of the same launcher takes the host over.
+
+        The new far side connects to the lock's socket (`take_over`). Anybody on the host can do that, so only the own
+        user counts.
+        """
         caller, _ = self.lock.accept()
         with caller:
             who = caller.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
@@ -328,8 +347,11 @@ class Guard:
 
 
 def take_over(name: str) -> socket.socket | None:
-    """Become this run's only agent on this host: bind an abstract socket, which ends with its process. None: an earlier
-    agent holds it."""
+    """Become this run's only agent on this host: bind an abstract socket, which ends with its process.
+
+    Returns None if an earlier agent still has it after REPLACE_S. Each failed attempt asks that agent's guard to end
+    it.
+    """
     end = time.monotonic() + REPLACE_S
     while time.monotonic() < end:
         lock = socket.socket(socket.AF_UNIX)
@@ -347,7 +369,7 @@ def take_over(name: str) -> socket.socket | None:
 
 
 def read_report(fd: int) -> dict[str, Any]:
-    """The agent's report of its end; empty: it was killed."""
+    """The agent's report of its end; empty if it was killed and could not write one."""
     os.set_blocking(fd, False)
     try:
         report: dict[str, Any] = json.loads(os.read(fd, 65536))  # one write of less than a pipe holds
@@ -356,10 +378,10 @@ def read_report(fd: int) -> dict[str, Any]:
     return report
 
 
-def tell(mark: str, message: dict[str, Any]) -> None:
+def send(mark: str, message: dict[str, Any]) -> None:
     """Write one marked line. Give up when it is not read in time."""
     data = (mark + json.dumps(message) + "\n").encode()
-    signal.setitimer(signal.ITIMER_REAL, TELL_S)  # its signal ends this process
+    signal.setitimer(signal.ITIMER_REAL, SEND_S)  # its signal ends this process
     try:
         while data:
             data = data[os.write(1, data) :]

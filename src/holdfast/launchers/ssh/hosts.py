@@ -21,12 +21,12 @@ from holdfast.protocol.errors import HostsError
 from holdfast.supervisor.processes import PR_SET_PDEATHSIG, prctl
 from holdfast.text import is_loopback, listed, plural
 
-SHOWN_CHARACTERS = 12
-"""Of a hash."""
+HASH_CHARACTERS = 12
+"""Leading characters of a script's hash that a message shows."""
 
 
 class Expected(Struct, frozen=True, kw_only=True):
-    """The state that every host must have. Empty: this machine does not know it, so the first host's value counts."""
+    """What every host must have in common. An empty field is unknown on this machine: the first host's value counts."""
 
     python: str = ""
     holdfast: str = ""
@@ -63,23 +63,25 @@ class LaunchSpec(Struct, frozen=True, kw_only=True):
     alone: bool
     """A job of one node, without a rendezvous."""
     succession: bool
-    """If the coordinator's host is lost, three hosts or more elect another one."""
+    """Whether three hosts or more elect another coordinator if its host is lost."""
     detach: bool
+    """Whether the agents go on if the launcher ends or is lost."""
     ssh: tuple[str, ...]
     """The ssh command with the user's options."""
     lock: str
-    """A unique secret name, the same for all connections of this run."""
+    """Name of the abstract socket that one agent of this run binds on each host. Secret, so that nobody else takes
+    it."""
     signals: tuple[int, ...]
     """Signals that end the job (--signals-to-handle, --preempt-signal)."""
 
 
 class AgentExit(Struct, frozen=True, kw_only=True):
-    """How one agent ended."""
+    """The end of one agent, as far as this machine knows it."""
 
     code: int | None = None
-    """Its exit code; None: the connection was lost, so it is unknown."""
+    """The agent's exit code as a shell shows it; None: the connection was lost, so it is unknown."""
     kind: str = ""
-    """Its outcome's kind; empty when it reported none."""
+    """The kind of the agent's outcome (OutcomeKind); empty when it reported none."""
     text: str = ""
     """The last screen, or why the connection was lost."""
 
@@ -88,13 +90,14 @@ class HostFacts(Struct, frozen=True, kw_only=True):
     """Facts about one host, from far.py."""
 
     host: str
-    """Its own host name."""
+    """The host's own name for itself."""
     python: str
     holdfast: str = ""
-    """Version there; empty: not installed."""
+    """Version of holdfast there; empty: not installed."""
     torch: str = ""
+    """Version of torch there; empty: not installed."""
     script: str = ""
-    """SHA-256; empty for modules and programs."""
+    """SHA-256 of the script there; empty for modules and programs."""
     trouble: str = ""
     """`cwd: …` or `script: …`: what is missing there, and why."""
     cores: int = 0
@@ -102,7 +105,7 @@ class HostFacts(Struct, frozen=True, kw_only=True):
     machine: str = ""
     """An id of the machine: equal for two names of one machine."""
     address: str = ""
-    """Address at which ssh reached it."""
+    """The host's address at which ssh reached it; empty: ssh did not say."""
     client: str = ""
     """Address of the ssh client, as seen there."""
     port: int = 0
@@ -110,7 +113,8 @@ class HostFacts(Struct, frozen=True, kw_only=True):
 
 
 def expected_from(expected: Expected, first: HostFacts) -> Expected:
-    """Take from the first host what this machine does not know: it needs no torch, and with --cwd no script."""
+    """Fill the fields that this machine does not know with the first host's: it needs no torch, and with --cwd no
+    script."""
     return structs.replace(
         expected,
         python=expected.python or first.python,
@@ -138,7 +142,7 @@ def problems(spec: HostSpec, facts: HostFacts, expected: Expected, nproc: int | 
     elif facts.script != expected.script:
         found.append(
             f"the training script {expected.path} is another one there "
-            f"({facts.script[:SHOWN_CHARACTERS]}, elsewhere {expected.script[:SHOWN_CHARACTERS]}); copy it there"
+            f"({facts.script[:HASH_CHARACTERS]}, elsewhere {expected.script[:HASH_CHARACTERS]}); copy it there"
         )
     if nproc is not None and facts.cores and nproc > facts.cores:
         found.append(f"{nproc} workers, but {plural(facts.cores, 'CPU core')} there")
@@ -164,7 +168,7 @@ def same_machine(hosts: Sequence[tuple[HostSpec, HostFacts]]) -> list[tuple[Host
     return found
 
 
-def meeting_address(first: HostFacts, others: Sequence[HostFacts]) -> str:
+def rendezvous_address(first: HostFacts, others: Sequence[HostFacts]) -> str:
     """The address at which the other hosts reach the first host; empty: unknown.
 
     It is the address at which ssh reached it. If that is loopback, the first host is the launcher's own machine, and
@@ -181,9 +185,9 @@ HOSTS_MAX = 4096
 SLOTS_DIGITS_MAX = 6
 IGNORED_KEYS = ("max_slots", "max-slots")
 """Keys of Open MPI's hostfiles about oversubscription, which holdfast does not do."""
-ASK_EVERY_S = 3.0
+DISCOVERY_EVERY_S = 3.0
 """Interval from one answer to the next call."""
-ANSWER_S = 10.0
+DISCOVERY_S = 10.0
 ANSWER_BYTES_MAX = 1 << 20
 
 
@@ -194,7 +198,7 @@ class HostSpec(Struct, frozen=True):
     """The argument of ssh: a name of ssh_config, a host name or an address (without brackets), perhaps after
     `user@`."""
     slots: int | None = None
-    """Workers there; None: as --nproc-per-node says."""
+    """Number of workers on this host; None: --nproc-per-node decides."""
 
     @property
     def host(self) -> str:
@@ -206,7 +210,7 @@ class HostSpec(Struct, frozen=True):
 
 
 def parse_host(text: str, where: str) -> HostSpec:
-    """`[user@]host[:slots]`, IPv6 addresses in brackets.
+    """Read `[user@]host[:slots]`, with IPv6 addresses in brackets. `where` names the source in the HostsError.
 
     >>> parse_host("me@[::1]:4", "--hosts")
     HostSpec(name='me@::1', slots=4)
@@ -247,7 +251,8 @@ def parse_list(text: str) -> list[HostSpec]:
 
 
 def parse_file(text: str, where: str) -> list[HostSpec]:
-    """One host per line: `host slots=8` as in Open MPI and DeepSpeed, or `host:8`; # begins a comment."""
+    """Read a hostfile, one host per line: `host slots=8` as in Open MPI and DeepSpeed, or `host:8`; # begins a
+    comment."""
     found = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
@@ -266,12 +271,12 @@ def parse_file(text: str, where: str) -> list[HostSpec]:
 
 
 def checked(hosts: list[HostSpec], where: str) -> list[HostSpec]:
-    """Raises HostsError for a host that is listed twice, or for too many hosts."""
-    seen: dict[str, HostSpec] = {}
+    """The same hosts. Raises HostsError for a host that is listed twice, or for too many hosts."""
+    seen: set[str] = set()
     for spec in hosts:
         if spec.host in seen:
             raise HostsError(f"{where}: host {spec.host} is listed twice; write its slots once, as in {spec.host}:8")
-        seen[spec.host] = spec
+        seen.add(spec.host)
     if len(hosts) > HOSTS_MAX:
         raise HostsError(f"{where}: {len(hosts)} hosts, at most {HOSTS_MAX}")
     return hosts
@@ -298,37 +303,46 @@ def select(hosts: Sequence[HostSpec], include: str, exclude: str) -> list[HostSp
 
 
 def die_with_launcher() -> None:
-    """In the child, before it becomes ssh or the discovery program: end it when the launcher ends, so that the far side
-    notices."""
+    """Tie a child's life to the launcher's, before it becomes ssh or the discovery program.
+
+    A launcher that is killed sends no message. The end of its ssh clients closes the connections, which the far sides
+    see.
+    """
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 class Discovery:
-    """Calls the user's discovery program every few seconds, with a time limit. Its answer counts if it exits with 0 and
-    all lines are valid. Otherwise the last answer stays valid, and the problem is reported once."""
+    """The user's discovery program, which is called every few seconds, with a time limit.
+
+    Its answer counts if it exits with 0 and all lines are valid. Otherwise the last answer stays valid, and the problem
+    is reported once.
+    """
 
     def __init__(self, program: str, say: Callable[[str], None]) -> None:
         self._program = program
         self._say = say
         self._trouble = ""
-        self._named = False
+        """The problem of the last call, which is not reported again; empty: the call succeeded."""
+        self._had_hosts = False
+        """Whether the last valid answer named a host."""
 
     async def ask(self) -> list[HostSpec] | None:
-        """The current hosts; None: there is no valid answer."""
+        """Call the program once. Returns the current hosts; None: there is no valid answer."""
         try:
             hosts = await self._hosts()
         except (HostsError, OSError, TimeoutError) as error:
-            trouble = self._words(error)
+            trouble = self._describe(error)
             if trouble != self._trouble:
                 self._trouble = trouble
                 self._say(f"{trouble}; the hosts stay as they are")
             return None
-        self._trouble, self._named = "", bool(hosts)
+        self._trouble, self._had_hosts = "", bool(hosts)
         return hosts
 
     async def _hosts(self) -> list[HostSpec]:
         hosts = parse_file(await self._output(), f"--host-discovery {self._program}")
-        if self._named and not hosts:  # more probably an error of the program than the loss of all hosts
+        # An empty answer after a full one is more probably an error of the program than the loss of all hosts.
+        if self._had_hosts and not hosts:
             raise HostsError(f"--host-discovery {self._program} no longer names any host")
         return hosts
 
@@ -343,11 +357,12 @@ class Discovery:
         )
         assert process.stdout is not None
         try:
-            async with asyncio.timeout(ANSWER_S):
+            async with asyncio.timeout(DISCOVERY_S):
                 data = await self._all(process.stdout)
                 code = await process.wait()
         except BaseException:
-            with contextlib.suppress(ProcessLookupError):  # also what it has started: it may have ended first
+            # The whole group: the program may have ended already while a process that it started keeps the pipe open.
+            with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             await process.wait()
             raise
@@ -363,11 +378,11 @@ class Discovery:
                 raise HostsError(f"--host-discovery {self._program}: more than {ANSWER_BYTES_MAX} bytes")
         return data
 
-    def _words(self, error: Exception) -> str:
+    def _describe(self, error: Exception) -> str:
         match error:
             case HostsError():
                 return str(error)
             case TimeoutError():
-                return f"--host-discovery {self._program}: no answer within {ANSWER_S:g} s"
+                return f"--host-discovery {self._program}: no answer within {DISCOVERY_S:g} s"
             case _:
                 return f"--host-discovery {self._program}: {getattr(error, 'strerror', None) or error}"

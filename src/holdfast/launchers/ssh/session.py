@@ -37,7 +37,7 @@ from holdfast.supervisor.log_fold import LineCutter
 CHUNK_BYTES_MAX = 64 * 1024
 ONCE_S = 3.0
 """Equal lines of another host within this time are not shown again."""
-HELD_BYTES_MAX = 16 * 1024
+EARLY_BYTES_MAX = 16 * 1024
 """Limit for the output before the far side's first message: greetings, or ssh's errors."""
 
 _PREFIX = SAY_PREFIX.encode()
@@ -50,8 +50,9 @@ class Screen:
         self.console = Console()
         self.mark = mark.encode()
         self._shown: dict[bytes, tuple[str, float]] = {}
+        """Agents' own lines that were shown: the host, and until when other hosts' equal lines are left out."""
         self.drops = False
-        """Output for which the console has no room is read and dropped."""
+        """Whether output for which the console has no room is read and dropped."""
 
     def say(self, text: str) -> None:
         self.console.say(text)
@@ -59,14 +60,17 @@ class Screen:
     def feed(
         self, fd: int, host: str, *, error: bool, on_message: Callable[[bytes], None], on_end: Callable[[], None]
     ) -> Feed:
-        """Show the output from this descriptor, which the feed then owns. `on_message` gets the marked lines, `on_end`
-        is called when all is read; both in the console's thread."""
+        """Show the output from this descriptor, which the feed then owns.
+
+        `on_message` gets the marked lines, and `on_end` is called when all is read, both in the console's thread.
+        """
         feed = Feed(fd, self.console.err if error else self.console.out, self, host, on_message, on_end)
         self.console.attach(feed)
         return feed
 
     def edit(self, lines: bytes, host: str, now: float) -> bytes:
-        """The lines to show: agents' own lines with the host's name, and only once."""
+        """The lines as they are shown: agents' own lines get the host's name, and equal ones of several hosts are
+        one."""
         if _PREFIX not in lines:
             return lines
         return b"".join(self._edit_line(line, host, now) for line in lines.splitlines(keepends=True))
@@ -96,7 +100,10 @@ class Screen:
 
 
 class Feed:
-    """One pipe from ssh. All except the constructor, `held` and `show` belongs to the console's thread."""
+    """One pipe from ssh, a Source of the console.
+
+    The constructor, `early_output` and `show` belong to the event loop's thread, all else to the console's.
+    """
 
     def __init__(
         self,
@@ -109,8 +116,9 @@ class Feed:
     ) -> None:
         os.set_blocking(fd, False)
         self.progress = 0
+        """Number of reads; the console sees by it whether the feed moves."""
         self.last = ""
-        """The last line that was read."""
+        """The last line that was read. It is ssh's own message if the connection is lost."""
         self._fd: int | None = fd
         self._stream = stream
         self._screen = screen
@@ -119,21 +127,23 @@ class Feed:
         self._on_end = on_end
         self._cutter = LineCutter()
         self._lock = threading.Lock()
-        self._held: deque[bytes] | None = deque()
-        self._held_bytes = 0
+        self._early: deque[bytes] | None = deque()
+        """Lines from before `show`, at most EARLY_BYTES_MAX, for the message if the login fails; None: shown
+        directly."""
+        self._early_bytes = 0
 
-    def held(self) -> str:
-        """The output before `show`."""
+    def early_output(self) -> str:
+        """The output from before `show`, its newest EARLY_BYTES_MAX bytes."""
         with self._lock:
-            return b"".join(self._held or ()).decode(errors="replace")
+            return b"".join(self._early or ()).decode(errors="replace")
 
     def show(self) -> None:
-        """Show the output from now on. Output before this was greetings."""
+        """Show the output from now on. Earlier output was a login shell's greetings, and is not shown."""
         with self._lock:
-            self._held = None
+            self._early = None
 
     def fileno(self) -> int | None:
-        return self._fd if self._stream.free or self._screen.drops or self._held is not None else None
+        return self._fd if self._stream.free or self._screen.drops or self._early is not None else None
 
     def pump(self, now: float) -> float | None:
         while (fd := self._fd) is not None and self.fileno() is not None:
@@ -156,16 +166,17 @@ class Feed:
             return
         self.last = lines[lines.rfind(b"\n", 0, -1) + 1 :].decode(errors="replace")
         with self._lock:
-            if self._held is not None:
-                self._held.append(lines)
-                self._held_bytes += len(lines)
-                while self._held_bytes > HELD_BYTES_MAX:
-                    self._held_bytes -= len(self._held.popleft())
+            if self._early is not None:
+                self._early.append(lines)
+                self._early_bytes += len(lines)
+                while self._early_bytes > EARLY_BYTES_MAX:
+                    self._early_bytes -= len(self._early.popleft())
                 return
         if self._stream.free or not self._screen.drops:
             self._stream.put(self._screen.edit(lines, self._host, now))
 
     def _unmarked(self, line: bytes) -> bytes:
+        """The line without a message of far.py, which may follow an unfinished line of a worker."""
         before, mark, words = line.partition(self._screen.mark)
         if mark:
             self._on_message(words)
@@ -182,15 +193,17 @@ class Feed:
 
 SHOWN_CHARACTERS_MAX = 240
 TOO_OLD = "too old for holdfast: Python "
-"""Message of a Python that is too old to read far.py."""
+"""Beginning of the message of a Python that is too old to read far.py; its version follows."""
 
 _KEY_FILE = re.compile(r"Offending \S+ key in (\S+)")
 _UNREACHABLE = re.compile(
     r"Connection refused|timed out|No route to host|Network is unreachable|Connection closed|Connection reset"
     r"|kex_exchange_identification|Host is down|banner exchange"
 )
-_TURNED_AWAY = re.compile(r"^(?:kex|ssh)_exchange_identification: ", re.MULTILINE)
-_PARTING = re.compile(r"Timeout, server|Connection (?:to|reset|closed)|client_loop|packet_write|Read from remote|ssh: ")
+_TOO_MANY_LOGINS = re.compile(r"^(?:kex|ssh)_exchange_identification: ", re.MULTILINE)
+_CONNECTION = re.compile(
+    r"Timeout, server|Connection (?:to|reset|closed)|client_loop|packet_write|Read from remote|ssh: "
+)
 _NOISE = re.compile(r"^(?:@+.*|Warning: Permanently added .*|\s*|\*\*.*)$")
 
 
@@ -200,13 +213,13 @@ CONNECT_S = 10
 LOGIN_S = 30.0
 """Limit until the far side has reported its host: a login may be slow."""
 ALIVE_INTERVAL_S, ALIVE_COUNT_MAX = 3, 3
-"""A connection without an answer for so many intervals is lost (ssh's ServerAlive…)."""
+"""A connection is lost after this many intervals (s) without an answer (ssh's ServerAliveInterval, …CountMax)."""
 BEAT_S = 3.0
 """Interval of the heartbeats to the far side; well below its SILENCE_S."""
-LAST_WORDS_S = 2.0
-"""Limit for ssh's pipes after its end: a master connection of the user may keep them open."""
+PIPES_END_S = 2.0
+"""Limit for the end of ssh's pipes after its own end: a master connection of the user may keep them open."""
 END_S = 2.0
-"""SIGTERM to SIGKILL, for ssh."""
+"""Time from SIGTERM to SIGKILL for the ssh client."""
 
 OPTIONS = {
     "BatchMode": "yes",
@@ -225,7 +238,12 @@ OPTIONS = {
 def client_line(
     spec: HostSpec, interpreter: str, source_bytes: int, run_id: str, ssh: Sequence[str] = ("ssh",)
 ) -> list[str]:
-    """The ssh command. Every login shell understands the far command. It is visible in `ps` and contains no secret."""
+    """The ssh command. Every login shell understands the far command. It is visible in `ps` and contains no secret.
+
+    The far Python reads `source_bytes` of standard input, which are far.py, and executes them.
+    """
+    # The program is exactly `source_bytes` long, so that the request behind it stays on standard input for far.py.
+    # The program reads exactly `source_bytes`, so that the request behind them stays on standard input for far.py.
     read = (
         f'import os,sys;sys.version_info<(3,8) and sys.exit("{TOO_OLD}"+sys.version.split()[0]);'
         f's=b"";n={source_bytes};exec("while len(s)<n: s+=os.read(0,n-len(s)) or exit(0)");exec(s)'
@@ -242,20 +260,23 @@ def client_environment() -> dict[str, str]:
 
 
 class SshSession:
-    """One connection, used once."""
+    """One connection, used once: a host that is tried again gets another session."""
 
     def __init__(self, spec: HostSpec, launch: LaunchSpec, screen: Screen, run_id: str) -> None:
         self.spec = spec
         self.facts: HostFacts | None = None
-        self.turned_away = False
-        """Whether the host, or a jump host, has too many logins at once."""
+        """What the far side reported about its host; None before that."""
+        self.too_many_logins = False
+        """Whether the login failed because the host, or a jump host, had too many at once: a later one may succeed."""
         self._launch = launch
         self._screen = screen
         self._run_id = run_id
         self._loop = asyncio.get_running_loop()
         self._introduced: asyncio.Future[HostFacts] = self._loop.create_future()
+        """The far side's first message, or the reason why it cannot be read."""
         self._end: AgentExit | None = None
-        self._went = False
+        """The far side's report of the agent's end; None: none came yet."""
+        self._ordered_start = False
         self._process: asyncio.subprocess.Process | None = None
         self._feeds: list[Feed] = []
         self._open_feeds = 0
@@ -309,6 +330,7 @@ class SshSession:
         ]
 
     async def _introduction(self, interpreter: str) -> HostFacts:
+        """Wait for the far side's facts. Raises HostUnreachableError if ssh ends first, or after LOGIN_S."""
         assert self._process is not None
         ended = asyncio.ensure_future(self._process.wait())
         either: set[asyncio.Future[Any]] = {ended, self._introduced}
@@ -320,21 +342,22 @@ class SshSession:
                 return self._introduced.result()
         finally:
             ended.cancel()
+
         code = self._process.returncode
         if code is None:
             await self.close()
-        out, err = (feed.held() for feed in self._feeds)
-        self.turned_away = is_turned_away(err)
+        out, err = (feed.early_output() for feed in self._feeds)
+        self.too_many_logins = has_too_many_logins(err)
         raise HostUnreachableError(explain(self.spec, err, code, interpreter, out))
 
     async def _drained(self) -> None:
         """Wait until all output of ssh, which has ended, is read."""
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._all_read.wait(), LAST_WORDS_S)
+            await asyncio.wait_for(self._all_read.wait(), PIPES_END_S)
 
     def go(self, index: int | None, endpoint: str) -> None:
         """Order the far side to start its agent."""
-        self._went = True
+        self._ordered_start = True
         message = {
             "argv": self._launch.line(self.spec, index, endpoint),
             "lock": self._launch.lock,
@@ -362,12 +385,14 @@ class SshSession:
         await self.close()
         if self._end is not None:
             return self._end
-        if 0 < code < 255 and self._went:  # 0 without a report is no success: ssh went into the background
+        # No report came. ssh passes the far side's exit code on; 255 is its own. 0 is no success: the user's ssh_config
+        # can send ssh into the background.
+        if 0 < code < 255 and self._ordered_start:
             return AgentExit(code=code)
-        return AgentExit(text=parting_words(self._feeds[1].last) or f"ssh ended with {code}")
+        return AgentExit(text=connection_message(self._feeds[1].last) or f"ssh ended with {code}")
 
     async def close(self) -> None:
-        """End the ssh client if it still runs. For a far side that has started its agent this is a lost connection."""
+        """End the ssh client if it still runs. A far side that has started its agent takes this as a lost launcher."""
         process = self._process
         if process is None:
             return
@@ -423,20 +448,24 @@ class SshSession:
                 self._introduced.set_exception(HostUnreachableError(f"host {self.spec}: malformed answer: {error}"))
 
 
-def is_turned_away(text: str) -> bool:
-    """Whether sshd refused the connection at its start: too many logins at once (MaxStartups). A jump host sees the
-    logins to all other hosts."""
-    return _TURNED_AWAY.search(text) is not None
+def has_too_many_logins(text: str) -> bool:
+    """Whether sshd refused the connection at its start because of too many logins at once (MaxStartups).
+
+    A jump host sees the logins to all hosts behind it.
+    """
+    return _TOO_MANY_LOGINS.search(text) is not None
 
 
 def explain(spec: HostSpec, text: str, code: int | None, python: str, out: str = "") -> str:
-    """Why a login failed. `text`: ssh's stderr; `code`: its exit code, None: abandoned after LOGIN_S; `out`: its
-    stdout."""
-    return f"host {spec}: {_why(spec, text, code, python, out)}"
+    """The reason why a login failed, and what to do.
+
+    `text` and `out` are ssh's stderr and stdout, `code` is its exit code (None: abandoned after LOGIN_S).
+    """
+    return f"host {spec}: {_reason(spec, text, code, python, out)}"
 
 
-def _why(spec: HostSpec, text: str, code: int | None, python: str, out: str) -> str:
-    last = last_words(text)
+def _reason(spec: HostSpec, text: str, code: int | None, python: str, out: str) -> str:
+    last = last_message(text)
     if "Could not resolve hostname" in text:
         return f"its name does not resolve ({last.rpartition(': ')[2]}); neither ssh_config nor DNS knows it"
     if "IDENTIFICATION HAS CHANGED" in text:
@@ -461,24 +490,24 @@ def _why(spec: HostSpec, text: str, code: int | None, python: str, out: str) -> 
         return f"ssh was killed by signal {-code}"
     if last.startswith(TOO_OLD):
         return f"{python} is Python {last.removeprefix(TOO_OLD)} there; install the same environment"
-    reason = last or last_words(out) or "without a message"
+    reason = last or last_message(out) or "without a message"
     return f"{python} ended with {code} there before it reported anything ({reason})"
 
 
-def last_words(text: str) -> str:
+def last_message(text: str) -> str:
     """The last line with information.
 
-    >>> last_words("Warning: Permanently added 'a'.\\nssh: no.\\r\\n")
+    >>> last_message("Warning: Permanently added 'a'.\\nssh: no.\\r\\n")
     'ssh: no'
     """
     lines = [line.strip() for line in text.splitlines() if not _NOISE.match(line)]
     return lines[-1].rstrip(".")[:SHOWN_CHARACTERS_MAX] if lines else ""
 
 
-def parting_words(line: str) -> str:
-    """ssh's message about a lost connection; empty: the line is not from ssh.
+def connection_message(line: str) -> str:
+    """The line if it is ssh's message about a lost connection; empty: it is not from ssh.
 
-    >>> parting_words("Timeout, server n1 not responding.\\r")
+    >>> connection_message("Timeout, server n1 not responding.\\r")
     'Timeout, server n1 not responding'
     """
-    return line.strip().rstrip(".")[:SHOWN_CHARACTERS_MAX] if _PARTING.match(line) else ""
+    return line.strip().rstrip(".")[:SHOWN_CHARACTERS_MAX] if _CONNECTION.match(line) else ""

@@ -26,7 +26,6 @@ Functions take `at`, which is called with the name of each phase when it is reac
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -285,13 +284,14 @@ def _gather(request: SaveRequest, patience: float) -> list[RankRecord]:
     folder = request.attempt_path
     longest = LOOK_S if isinstance(folder, RemotePath) else LOOK_S_MAX
     awaited, deadline, pause = set(range(request.world)), time.monotonic() + patience, LOOK_S_MIN
+    watch = disk.RefusalWatch(folder) if isinstance(folder, Path) else None
     records: dict[int, RankRecord] = {}
     while True:
         names = set(disk.names(folder))
         if isinstance(folder, RemotePath) and MANIFEST in names:
             remote_commit.check_open(folder)
-        elif isinstance(folder, Path) and disk.is_read_only(folder):
-            raise OSError(errno.EROFS, os.strerror(errno.EROFS))  # nobody's part can come, nor a note
+        elif watch is not None:
+            watch.look()  # where it raises, nobody's part can come, nor a note
         for rank in sorted(awaited):
             if refusal_file(rank) in names:
                 why = disk.read_text(folder / refusal_file(rank), REFUSAL_BYTES_MAX)

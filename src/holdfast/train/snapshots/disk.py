@@ -17,9 +17,11 @@ import fcntl
 import hashlib
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
+from math import inf
 from pathlib import Path
 from typing import ParamSpec, TypeVar
 
@@ -37,6 +39,12 @@ ALGORITHM = "sha256-4MiB"
 CHUNK_BYTES = 4 << 20
 HASH_THREADS_MAX = 8
 """More threads would be faster than any disk."""
+PART = ".part"
+"""End of the name of a file that is not complete."""
+REFUSAL_LOOK_S, REFUSED_S = 1.0, 3.0
+"""A disk that may refuse everything is tried this often; one that has refused everything this long is believed. A disk
+that was full for a moment, before something was deleted, is not."""
+LOOK_BYTES = 4096
 
 _Given = ParamSpec("_Given")
 _Made = TypeVar("_Made")
@@ -156,7 +164,7 @@ def write_atomically(path: Place, text: str) -> None:
     """Make or replace a small file, all or nothing. Its name is durable once its folder is synced. OSError."""
     if isinstance(path, RemotePath):
         return path.put(text.encode())
-    beside = path.with_name(path.name + ".part")
+    beside = path.with_name(path.name + PART)
     # What is left of a killed writer is removed, not opened: in a folder that others share it may be a link of theirs.
     beside.unlink(missing_ok=True)
     file = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -205,6 +213,47 @@ def names(folder: Place) -> list[str]:
 def is_read_only(folder: Path) -> bool:
     """Whether its disk is mounted read-only. OSError."""
     return bool(os.statvfs(folder).f_flag & os.ST_RDONLY)
+
+
+class RefusalWatch:
+    """Finds out whether a disk refuses even a small file, for one who waits for what others write there.
+
+    A rank that cannot write leaves a note or renames the folder, so that nobody waits for it. Under a quota of btrfs,
+    and on a dead disk, neither is possible.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._next_look_s = time.monotonic() + REFUSAL_LOOK_S
+        self._since_s = inf
+
+    def look(self) -> None:
+        """Raises OSError: the disk is read-only, or has refused everything for REFUSED_S."""
+        if is_read_only(self._folder):
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        now_s = time.monotonic()
+        if now_s < self._next_look_s:
+            return
+        self._next_look_s = now_s + REFUSAL_LOOK_S
+        try:
+            self._write()
+        except FileNotFoundError:
+            return  # the folder is gone, which says something else
+        except OSError:
+            self._since_s = min(self._since_s, now_s)
+            if now_s >= self._since_s + REFUSED_S:
+                raise
+        else:
+            self._since_s = inf
+
+    def _write(self) -> None:
+        path = self._folder / f"look.{os.urandom(4).hex()}{PART}"
+        try:
+            with path.open("xb", buffering=0) as file:
+                file.write(bytes(LOOK_BYTES))
+                os.fsync(file.fileno())
+        finally:
+            path.unlink(missing_ok=True)
 
 
 def listed(folder: Place) -> list[str]:

@@ -37,8 +37,13 @@ READ_BACK = "read_back"
 GIVE_WAY_S_MAX = 60.0
 OTHERS_S = 60.0
 """How long rank 0's process waits for the next rank that has read its file back. All read equally much."""
+UNANNOUNCED_S = 15.0
+"""A writer that will read its file back says so, by the room for its note, as soon as the file is complete. Where there
+is none after this time (NFS may need a part of it), its disk took none."""
 LOOK_S_MIN, LOOK_S_MAX = 0.02, 1.0
 CHECKED_BYTES_MAX = 4096
+NOTE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+"""Others may write to a folder that a team shares: a link of theirs is not followed."""
 
 
 def checked_file(rank: int) -> str:
@@ -117,11 +122,15 @@ class Written:
         # Not a duplicate: that would share its lock, which says that the file is being written.
         self._folder_fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=folder_fd)
         self._folder = Path(f"/proc/self/fd/{self._folder_fd}")  # follows renames
-        self._note = self._folder / f"{checked_file(record.rank)}.part"
+        self._note = self._folder / f"{checked_file(record.rank)}{disk.PART}"
         with contextlib.suppress(OSError):
             # Room for the note, now: a disk that is full later must not keep rank 0 waiting for it, since that delays
             # the deletion that would make room.
-            self._note.write_bytes(b" " * CHECKED_BYTES_MAX)
+            note = os.open(self._note, NOTE_FLAGS, 0o666)
+            try:
+                os.write(note, b" " * CHECKED_BYTES_MAX)
+            finally:
+                os.close(note)
 
     def check(self, give_way: Callable[[], object]) -> None:
         """Read it, and leave a file that says so; or why it is not what was saved: rank 0's process looks itself."""
@@ -136,7 +145,7 @@ class Written:
     def leave(self, text: str) -> None:
         """Leave this in place of the digest, if there is still a folder."""
         with contextlib.suppress(OSError):
-            note = os.open(self._note, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            note = os.open(self._note, NOTE_FLAGS, 0o666)
             try:
                 data = text.encode()
                 os.pwrite(note, data, 0)
@@ -223,7 +232,8 @@ class ReadBacks:
 def _checked(snapshot: Snapshot, patience_s: float) -> set[int]:
     """The ranks whose files were found good by their writers; waits so long for the next one."""
     entries, found, bad = snapshot.manifest.ranks, set[int](), set[int]()
-    pause_s, deadline = LOOK_S_MIN, time.monotonic() + patience_s
+    began_s = time.monotonic()
+    pause_s, deadline = LOOK_S_MIN, began_s + patience_s
     while True:
         try:
             names = set(disk.names(snapshot.path))
@@ -233,7 +243,9 @@ def _checked(snapshot: Snapshot, patience_s: float) -> set[int]:
                 (found if text == entry.digest else bad).add(entry.rank)
         except OSError as error:
             raise unreadable(snapshot.path, error) from error
-        if len(found) + len(bad) == len(entries):
+        left = [checked_file(each.rank) for each in entries if each.rank not in found | bad]
+        announced = any(f"{name}{disk.PART}" in names for name in left)
+        if not left or (not announced and time.monotonic() > began_s + UNANNOUNCED_S):
             return found
         if new:
             pause_s, deadline = LOOK_S_MIN, time.monotonic() + patience_s

@@ -468,7 +468,7 @@ class Saver:
 
 
 def _of_rank(save: Save, text: str) -> str:
-    return f"rank {save.request.rank}, before its restart: {text}"
+    return f"rank {save.request.rank}, after its end: {text}"
 
 
 def _numbers_of(metadata: Mapping[str, Any]) -> Packet:
