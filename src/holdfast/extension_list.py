@@ -105,4 +105,4 @@ EXTENSIONS = (
     Extension("load", follows=True),
 )
 COMMANDS = {command: each for each in EXTENSIONS for command in each.commands}
-"""By sub-command: the extension that has it."""
+"""The extension that has a sub-command, by its name."""

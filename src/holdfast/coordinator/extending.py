@@ -47,7 +47,7 @@ class _Open:
     """A request without an answer so far."""
 
     link: int
-    """Of the agent that asked."""
+    """The link of the agent that asked."""
     number: int
     """The agent's number of the question."""
     extension: str
@@ -64,7 +64,7 @@ class Extensions:
         self._members = members
         self._made: dict[str, CoordinatorExtension] = {}
         self._decoders: dict[str, msgspec.msgpack.Decoder[object]] = {}
-        """Of what the halves on the nodes send; made with the first message."""
+        """Decoders of what the halves on the nodes send, by extension; made with the first message."""
         self._open: dict[int, _Open] = {}
         self._numbers = itertools.count(1)
         self._happened: list[tuple[Happened, str]] = []
@@ -154,7 +154,7 @@ class Extensions:
         return out
 
     def due_s(self) -> float:
-        """When `advance` must run next; -inf: now."""
+        """The time at which `advance` must run next; -inf: now."""
         if self._happened or self._out:
             return -inf
         return min(map(self._due_s, self._made), default=inf)

@@ -64,7 +64,7 @@ class Job(Protocol):
         """Number of all ranks of the newest generation."""
 
     def members(self) -> Sequence[MemberSeen]:
-        """In the order in which they joined."""
+        """All members, in the order in which they joined."""
 
     def nodes(self) -> Sequence[NodeSeen]:
         """The nodes of the newest generation whose workers may be alive, by group rank."""
@@ -83,9 +83,9 @@ class UserRequest(Struct, frozen=True):
     number: int
     question: str
     by: str
-    """Who asks, in words."""
+    """The asking user, in words."""
     about: Any
-    """As the type in `CoordinatorExtension.questions`."""
+    """A value of the type in `CoordinatorExtension.questions`."""
 
 
 class Started(Struct, frozen=True):
@@ -185,7 +185,7 @@ class Exclude(Struct, frozen=True):
     host: str
     for_s: float
     text: str
-    """For the consoles of all nodes."""
+    """The line for the consoles of all nodes."""
 
 
 class Readmit(Struct, frozen=True):
@@ -207,7 +207,7 @@ class Figures(Struct, frozen=True):
     job: object = None
     """None: it knows nothing of the job as a whole."""
     nodes: Mapping[str, object] | None = None
-    """By member; a node that is missing is shown without. None: it knows nothing of nodes."""
+    """Figures by member; a node that is missing is shown without. None: it knows nothing of nodes."""
 
 
 class CoordinatorExtension:
@@ -235,7 +235,7 @@ class CoordinatorExtension:
         return ()
 
     def due_s(self) -> float:
-        """When `due` must be called."""
+        """The time at which `due` must be called; inf: not at all."""
         return inf
 
     def due(self, now: float) -> Orders:  # noqa: ARG002

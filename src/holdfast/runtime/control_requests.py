@@ -17,7 +17,7 @@ from holdfast.runtime.node_extension import Question
 from holdfast.runtime.running import Reply
 
 ALONE_S_MIN, ALONE_S_MAX, ALONE_SHARE = 2.0, 15.0, 1 / 3
-"""Of the time for which a command waits, this much is left for the node's own answer."""
+"""Share and limits (s) of the part of a command's time that is left for the node's own answer."""
 UNANSWERED = "the coordinator does not answer"
 
 

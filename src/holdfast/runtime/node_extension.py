@@ -33,7 +33,7 @@ class Question(msgspec.Struct, frozen=True):
 
     name: str
     by: str
-    """Who asks, in words."""
+    """The asking user, in words."""
     about: bytes
     """JSON."""
     within_s: float

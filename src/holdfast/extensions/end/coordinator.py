@@ -1,4 +1,4 @@
-"""Has all agents end, as if each had received a signal. Pure."""
+"""`stop` and `kill` at the coordinator: all agents end, as if each had received a signal. Pure."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ class AtCoordinator(CoordinatorExtension):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._loads: dict[str, tuple[NodeLoad, float]] = {}
-        """By member: its newest load, and when it came."""
+        """The newest load of each member, by its name, and the time at which it came."""
 
     def heard(self, now: float, member: str, message: NodeLoad) -> Orders:
         self._loads[member] = message, now

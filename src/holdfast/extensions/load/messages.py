@@ -24,17 +24,17 @@ class NodeLoad(Struct, frozen=True):
 
     cores: Count
     cpu_percent: Count
-    """Of all cores together: 100 at most."""
+    """Share of all cores together: 100 at most."""
     memory_bytes: Count
-    """In use: what programs could not get."""
+    """Memory in use: what programs could not get."""
     memory_total_bytes: Count
     disk_free_bytes: Count
-    """Of the run folder's file system."""
+    """Free bytes of the run folder's file system."""
     disk_total_bytes: Count
     """0: there is no run folder, or it cannot be read."""
     received_bytes_s: Count
-    """By all interfaces but loopback."""
+    """Bytes that came in by all interfaces but loopback."""
     sent_bytes_s: Count
     lag_ms: Count = 0
-    """How long the agent took to come to an event."""
+    """Time that the agent took to come to an event."""
     gpus: Annotated[tuple[GpuLoad, ...], Meta(max_length=ITEMS_MAX)] = ()

@@ -79,7 +79,7 @@ class OnNode(NodeExtension):
 
 
 def call_soon(loop: asyncio.AbstractEventLoop, call: Callable[[], None]) -> None:
-    """From any thread; nothing happens if the loop has ended meanwhile."""
+    """Call this on the loop, from any thread; nothing happens if the loop has ended meanwhile."""
     try:
         loop.call_soon_threadsafe(call)
     except RuntimeError:

@@ -39,7 +39,7 @@ class _ProfileCollection:
 
     name: str
     awaited: dict[str, NodeSeen]
-    """By member."""
+    """The nodes that have not answered, by member."""
     due_s: float
     ranks: list[ProfiledRank] = field(default_factory=list)
 
@@ -51,7 +51,7 @@ class AtCoordinator(CoordinatorExtension):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._collections: dict[int, _ProfileCollection] = {}
-        """By number of the request."""
+        """The collections in progress, by number of the request."""
         self._count = itertools.count(1)
 
     def asked(self, now: float, request: UserRequest) -> Orders:

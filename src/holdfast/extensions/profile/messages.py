@@ -1,4 +1,4 @@
-"""Between the halves of `profile`, what it is asked about, and its answer."""
+"""What the halves of `profile` say to each other, what it is asked about, and its answer."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ ASKED_S_MAX = TAKEN_S_MAX + 60.0
 """A command waits this long for the answer."""
 
 NAME = "%Y%m%d-%H%M%S"
-"""Of the folder with a profile's files, for time.strftime; the coordinator adds a number."""
+"""Name of the folder with a profile's files, for time.strftime; the coordinator adds a number."""
 Name = Annotated[str, Meta(pattern="^[0-9A-Za-z-]{1,64}$")]
 
 
 class About(Struct, frozen=True, forbid_unknown_fields=True):
     ranks: Annotated[tuple[Rank, ...], Meta(max_length=RANKS_MAX)] = ()
     steps: Annotated[int, Meta(ge=0, le=STEPS_MAX)] = 0
-    """How many; 0: for_s counts."""
+    """Number of steps to profile; 0: for_s counts."""
     for_s: Annotated[float, Meta(ge=0, le=SECONDS_MAX)] = 0.0
     name: Name = "profile"
-    """As NAME says. The asker gives it, because the coordinator has no wall clock."""
+    """Name of the folder, as in NAME. The asker gives it, because the coordinator has no wall clock."""
 
 
 def profile_request(ranks: Collection[int], steps: int, seconds: float | None, name: str) -> dict[str, object]:
@@ -52,7 +52,7 @@ class TakeProfiles(Struct, frozen=True, array_like=True):
     number: Count
     generation: Count
     name: Name
-    """Of the folder with the files, below the run folder's `profiles`."""
+    """Name of the folder with the files, below the run folder's `profiles`."""
     local_ranks: Annotated[tuple[LocalRank, ...], Meta(max_length=WORKERS_PER_NODE_MAX)]
     steps: Count
     """0: for_s counts."""
@@ -65,7 +65,7 @@ class Operation(Struct, frozen=True, array_like=True):
     name: str
     calls: Count
     self_s: Seconds
-    """Without the operations that it calls; on the device if one was used, else on the CPU."""
+    """Time without the operations that it calls; on the device if one was used, else on the CPU."""
     total_s: Seconds
 
 
@@ -78,9 +78,9 @@ class RankProfile(Struct, frozen=True, array_like=True):
     operations: tuple[Operation, ...] = ()
     """The most expensive ones, by self_s."""
     why: str = ""
-    """Why there is no profile by torch; empty: there is."""
+    """The reason why there is no profile by torch; empty: there is one."""
     note: str = ""
-    """Why there is no flame graph although py-spy is installed."""
+    """The reason why there is no flame graph although py-spy is installed."""
 
 
 class Profiles(Struct, frozen=True, array_like=True):

@@ -30,7 +30,7 @@ from holdfast.supervisor.generation import RunningGeneration
 from holdfast.supervisor.stack_sampler import py_spy
 
 LOOK_S = 0.02
-"""Between two reads of a worker's answers."""
+"""Interval of reading a worker's answers."""
 ANSWERED_S_MAX = 30.0
 """A worker whose main thread runs no Python for so long beyond the ordered seconds is not profiled."""
 SIGNAL_S = 1.0

@@ -1,4 +1,4 @@
-"""Has all ranks save at one safe point, or reports why they do not. Pure.
+"""`save` at the coordinator: all ranks save at one safe point, or it reports why they do not. Pure.
 
 The coordinator holds the workers and finds the safe point, as it does before a node leaves. Requests that come
 meanwhile wait for the same save.

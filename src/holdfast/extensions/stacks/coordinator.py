@@ -35,7 +35,7 @@ class _SampleCollection:
     generation: int
     world_size: int
     awaited: dict[str, NodeSeen]
-    """By member."""
+    """The nodes that have not answered, by member."""
     due_s: float
     seen: list[tuple[str, int, RankSample]] = field(default_factory=list)
     """Host, rank and sample."""
@@ -48,7 +48,7 @@ class AtCoordinator(CoordinatorExtension):
     def __init__(self, job: Job) -> None:
         super().__init__(job)
         self._collections: dict[int, _SampleCollection] = {}
-        """By number of the request."""
+        """The collections in progress, by number of the request."""
 
     def asked(self, now: float, request: UserRequest) -> Orders:
         number, job = request.number, self.job

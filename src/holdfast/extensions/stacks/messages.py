@@ -1,4 +1,4 @@
-"""Between the halves of `stacks`, and its answer, a StacksView that fits into a frame."""
+"""What the halves of `stacks` say to each other, and its answer, a StacksView that fits into a frame."""
 
 from __future__ import annotations
 
