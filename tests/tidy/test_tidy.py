@@ -312,7 +312,18 @@ def test_no_word_of_our_own_stands_for_a_word_of_the_field() -> None:
 # --- sentences --------------------------------------------------------------------------------------------------------
 
 READ = (
-    *("cli", "dashboard", "diagnosis", "doctor", "launchers", "launching", "rendezvous", "runs", "torchrun_handler"),
+    *(
+        "cli",
+        "dashboard",
+        "diagnosis",
+        "doctor",
+        "extensions",
+        "launchers",
+        "launching",
+        "rendezvous",
+        "runs",
+        "torchrun_handler",
+    ),
     "worker",
 )
 """Packages whose docstrings a reader has gone through. Add a package when its docstrings are whole sentences."""

@@ -80,12 +80,10 @@ class CoordinatorActs:
     ) -> None:
         """`fixed_master`: the address and port that every generation announces (static rendezvous); None: rank 0's own.
         `judge` makes a verdict of failures, `examine` a finding of stacks."""
-        self.job = job
-        self.limits = limits
-        self._authority = authority
+        self.job, self.limits = job, limits
+        self._authority, self._fixed_master = authority, fixed_master
         self.stepped_down = False
         """It has no authority any more, and never will: it ignores every event."""
-        self._fixed_master = fixed_master
         self.phase = Phase.GATHERING
         """Changed by `_enter` only, along TRANSITIONS."""
         self.host_backoff = HostBackoff(limits, job.exclude_after)
