@@ -67,7 +67,8 @@ def test_with_replacements_every_bit_is_that_of_an_undisturbed_job(
     losses: Losses,
 ) -> None:
     monkeypatch.setenv("HOLDFAST_SURVIVE", "wait")
-    is_exact_with_replacements(jobs, tmp_path, SCRIPT, losses, **case)
+    reference = is_exact_with_replacements(jobs, tmp_path, SCRIPT, losses, **case)
+    assert [each["step"] for each in reference] == [16] * 3
 
 
 @pytest.mark.parametrize(("case", "losses"), EXACT.values(), ids=EXACT)

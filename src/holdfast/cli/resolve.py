@@ -475,7 +475,7 @@ def how_others_join(parsed: Parsed, command: str, options: RunOptions, environ: 
     if options.etcd is not None or options.third_party is not None or not is_loopback(endpoint.host):
         return f"on each other node: {line}"
     is_static = job.fixed_ranks and not parsed.given("rdzv_endpoint")
-    reachable = f"--master-addr {own}" if is_static else f"--endpoint-endpoint {own}:{endpoint.port or 'PORT'}"
+    reachable = f"--master-addr {own}" if is_static else f"--rdzv-endpoint {own}:{endpoint.port or 'PORT'}"
     return (
         f"only this machine can reach {endpoint}. In another terminal here: {line}. "
         f"For nodes on other machines, start all nodes, this one too, with {reachable}"

@@ -41,7 +41,7 @@ from holdfast.train.agreement import Interval, Peers, Schedule, Timekeeper, chec
 from holdfast.train.continued_pass import ContinuedPasses
 from holdfast.train.copies import Copies
 from holdfast.train.guards import same_loss, watch
-from holdfast.train.pending import Pending, PendingGradients
+from holdfast.train.pending import PendingGradients, WherePending
 from holdfast.train.quarantine import OwnLife, Patience
 from holdfast.train.reading import Saved
 from holdfast.train.resuming import Resumed, Resumer, TakenFolder, take_folder
@@ -416,15 +416,15 @@ class Snapshots:
         self._look(saving)
         stepped = self._pending.stepped or not self._tracker.optimizers
         pending = self._pending.at_step()
-        if pending is Pending.EVERYWHERE:
+        if pending is WherePending.EVERYWHERE:
             return
-        if pending is Pending.NONE:
+        if pending is WherePending.NONE:
             self._complete(metrics, stepped=stepped)
         # Every rank does the rest at the same calls, whatever it knows of its gradients: see pending.py.
         if worker.should_stop():  # not where ranks only regroup: see survival.py
-            self._drain(saving, pending=pending is Pending.HERE)
+            self._drain(saving, pending=pending is WherePending.HERE)
             return
-        self._save_if_due(saving, pending=pending is Pending.HERE)
+        self._save_if_due(saving, pending=pending is WherePending.HERE)
 
     def _complete(self, metrics: Mapping[str, Any], *, stepped: bool) -> None:
         """An optimizer step is complete on this rank. It waits for no other one."""

@@ -229,6 +229,12 @@ def batches_taken(batches: Any) -> int:
     return int(getattr(batches, "_num_yielded", 0))
 
 
+def pass_of(loader: Any) -> Any:
+    """The iterator that torchdata's loader has made last; None where it is not known: a training loop over it, begun
+    before `track()`, is then taken for one over data that is not tracked."""
+    return getattr(loader, "_iterator", None)
+
+
 def parts_of_pass(batches: Any) -> tuple[Any, Any]:
     """The dataset and the sampler of a DataLoader's iterator; None where torch has other names for them."""
     return getattr(batches, "_dataset", None), getattr(batches, "_index_sampler", None)

@@ -154,7 +154,7 @@ class UntrackedData:
     def _is_tracked(self, parts: Sequence[Any]) -> bool:
         """Whether a loader is, or what it draws its samples from."""
         tracked = {id(each) for each in self._tracked()}
-        within = {id(getattr(each, "_iterator", None)) for each in self._tracked()}  # torchdata's has its pass
+        within = {id(torch_private.pass_of(each)) for each in self._tracked()}
         return any(id(each) in tracked | within for each in parts if each is not None)
 
     def stop(self) -> None:
