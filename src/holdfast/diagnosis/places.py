@@ -440,8 +440,8 @@ def _standing(story: RankStory, seen: RankSample, place: str, key: str) -> Where
         or (changes_place(samples) and _repeats(samples))
         or _REGEX.search(seen.frames[0].file) is not None
     )
-    # Threads of native code count while the main thread may wait for them. Else only the main thread does: a thread that
-    # sends metrics would make the rank look busy for ever.
+    # Threads of native code count while the main thread may wait for them. Else only the main thread does: a thread
+    # that sends metrics would make the rank look busy for ever.
     busy = is_busy(samples) if awaited in (Awaited.ITSELF, Awaited.CONNECTION) else main_is_busy(samples)
     computes = busy and (loops or _may_be_native(samples, newest))
     may_work = _may_work(samples, awaited) or (not busy and not loops and (stirs(samples) or prints(samples)))
@@ -466,8 +466,8 @@ def what_it_awaits(sample: RankSample) -> Awaited:
     """What the main thread waits for, by a sample with frames of a rank that is at one place."""
     if sample.polled in (Polling.OUTSIDE, Polling.RETRY):
         return Awaited.POLLING
-    # The frames of subprocess and multiprocessing decide before the system call does: they wait in poll() or read() on a
-    # pipe, which looks like a connection.
+    # The frames of subprocess and multiprocessing decide before the system call does: they wait in poll() or read() on
+    # a pipe, which looks like a connection.
     if sample.polled is Polling.CHILD or sample.waits_for is KernelWait.CHILD or _CHILD.search(sample.frames[0].file):
         return Awaited.CHILD
     if any(_CHILD.search(frame.file) for frame in _called(sample.frames)):
