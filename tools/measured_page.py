@@ -42,6 +42,7 @@ SECTIONS: Mapping[str, tuple[str, ...]] = {
     "Failure and restart": (
         "restart",
         "warm-restart-reduce",
+        "warm-restart-importing",
         "warm-restart-ddp",
         "executed-restart",
         "recovery",

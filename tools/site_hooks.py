@@ -1,6 +1,6 @@
 """What MkDocs does to pages on their way into the site: examples come along, and tables lose the escapes that forges need.
 
-Pages are written for a forge, where `../examples/x.py` is a file beside docs/. On the site examples/ lies inside.
+Pages are written for a forge, where `../examples/x.py` is a file beside docs/. On the site examples/ lies inside docs/.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
         return f"[{title or found[1]}]({found[1]}{found[2] or ''})"
 
     markdown = FILE_LINK.sub(titled, markdown)
-    if "/" not in page.file.src_uri:
-        markdown = markdown.replace("](../examples/", "](examples/")
+    if not page.file.src_uri.startswith("examples/"):
+        markdown = markdown.replace("](../examples/", "](examples/").replace("](../../examples/", "](../examples/")
     return "\n".join(
         CODE.sub(lambda code: code[0].replace("\\|", "|"), line) if line.startswith("|") else line
         for line in markdown.split("\n")

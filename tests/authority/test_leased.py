@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.authority.leased import Lease
+from holdfast.authority.leased import Leased
 from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.coordinator.coordinator_state import Command, Heard, LinkOpened, Tell
 from holdfast.protocol.messages import Assign, Join, Ping, Pong
@@ -17,7 +17,7 @@ def judge(*_: object) -> Verdict:
 
 
 def made(lease: list[bool], floor: int = 0, tail_s: float = 0.0) -> Coordinator:
-    authority = Lease(Limits(), 100.0, holds=lambda: lease[0], floor=floor, tail_s=tail_s)
+    authority = Leased(Limits(), 100.0, holds=lambda: lease[0], floor=floor, tail_s=tail_s)
     return Coordinator(JOB, Limits(), judge, 100.0, authority)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 
-from holdfast.authority.leased import Lease
+from holdfast.authority.leased import Leased
 from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.journal import Journal
 from holdfast.protocol.messages import (
@@ -59,7 +59,7 @@ async def test_a_generation_announced_with_stop_starts_when_its_number_is_writte
     lease = FakeLease()
     job = JobSpec(run_id="j", min_nodes=1, max_nodes=1, backend="etcd", max_restarts=1)
     now = asyncio.get_running_loop().time()
-    machine = Coordinator(job, Limits(), simple_judge, now, Lease(Limits(), now, holds=lambda: True))
+    machine = Coordinator(job, Limits(), simple_judge, now, Leased(Limits(), now, holds=lambda: True))
     service = ElectedService(machine, lease, Journal(None), print, print)  # type: ignore[arg-type]
     heard: list[FromCoordinator] = []
     link = service.connect_locally()

@@ -45,11 +45,11 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_site_has_every_page_and_loads_nothing_from_elsewhere(site: Path) -> None:
-    made = {path.stem for path in site.glob("*.html")}
-    assert {path.stem for path in DOCS.glob("*.md")} <= made
+    made = {path.relative_to(site).with_suffix("") for path in site.rglob("*.html")}
+    assert {path.relative_to(DOCS).with_suffix("") for path in DOCS.rglob("*.md")} <= made
     loaded = [
         f"{path.name}: {found}"
-        for path in site.glob("*.html")
+        for path in site.rglob("*.html")
         for found in re.findall(
             r'<(?:script|link|img)[^>]+(?:src|href)="(https?:[^"]+)', path.read_text(encoding="utf-8")
         )
@@ -78,8 +78,8 @@ def test_the_search_works_from_a_disk(site: Path) -> None:
 
 def test_the_menu_names_each_page_once() -> None:
     """MkDocs takes a page that is named twice without a word, and shows it under the last name."""
-    named = re.findall(r": ([\w-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
-    assert sorted(named) == sorted(path.name for path in DOCS.glob("*.md"))
+    named = re.findall(r": ([\w/-]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    assert sorted(named) == sorted(path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md"))
 
 
 @pytest.mark.parametrize("path", pages.PAGES, ids=lambda path: path.stem)
@@ -99,7 +99,7 @@ def test_a_test_that_is_not_there_is_missed() -> None:
 
 def test_every_test_that_a_page_names_is_there() -> None:
     gone = []
-    for path in [*DOCS.glob("*.md"), *BESIDE]:
+    for path in [*DOCS.rglob("*.md"), *BESIDE]:
         for file, function in TEST.findall(path.read_text(encoding="utf-8")):
             known = (ROOT / file).exists() if not function else failure_table.exists(f"{file}::{function}"[6:])
             if not known:
@@ -111,7 +111,7 @@ def test_links_between_files_lead_somewhere() -> None:
     """Of pages outside the site, and out of docs/: the site's own are MkDocs' to check."""
     broken = [
         f"{path.name}: {target}"
-        for path in [*BESIDE, *DOCS.glob("*.md"), *(ROOT / "examples").rglob("*.md")]
+        for path in [*BESIDE, *DOCS.rglob("*.md"), *(ROOT / "examples").rglob("*.md")]
         for target in LINK.findall(path.read_text(encoding="utf-8"))
         if "://" not in target and not (path.parent / target).exists()
     ]
@@ -121,7 +121,7 @@ def test_links_between_files_lead_somewhere() -> None:
 def test_lists_and_tables_stand_apart() -> None:
     """After a line of text a forge shows a list, and the site more text."""
     joined = []
-    for path in DOCS.glob("*.md"):
+    for path in DOCS.rglob("*.md"):
         for number, line, before in prose(path):
             begins_list = re.match(r"(- |\d+\. )", line) and not re.match(r"(- |\d+\. |\s)", before)
             begins_table = line.startswith("|") and not before.startswith("|")

@@ -25,6 +25,8 @@ SCRIPT_OF_HABITS = SCRIPTS / "habits.py"
 UNDER_TORCHRUN = SCRIPTS / "under_torchrun.py"
 WORLD = (0, 1, 2)
 Ends = list[dict[str, Any]]
+Losses = list[tuple[int, str, int]]
+"""Local rank, place, and steps so far."""
 
 pytestmark = [pytest.mark.xdist_group("torch survivors"), pytest.mark.timeout(240)]
 
@@ -37,10 +39,12 @@ def jobs(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmJ
         yield made
 
 
-def started(jobs: WarmJobs, folder: Path, script: Path = SURVIVOR, **case: Any) -> FakeAgent:
+def started(
+    jobs: WarmJobs, folder: Path, script: Path = SURVIVOR, *, world: Collection[int] = WORLD, **case: Any
+) -> FakeAgent:
     folder.mkdir(exist_ok=True)
     agent = FakeAgent(jobs, folder, script, folder, json.dumps({"apart": True} | case))
-    agent.start(WORLD)
+    agent.start(world)
     return agent
 
 
@@ -52,9 +56,11 @@ def finished(agent: FakeAgent, folder: Path, local_ranks: Collection[int] = WORL
     return found
 
 
-def undisturbed(jobs: WarmJobs, folder: Path, script: Path = SURVIVOR, **case: Any) -> Ends:
-    with started(jobs, folder, script, **case) as agent:
-        return finished(agent, folder)
+def undisturbed(
+    jobs: WarmJobs, folder: Path, script: Path = SURVIVOR, *, world: Collection[int] = WORLD, **case: Any
+) -> Ends:
+    with started(jobs, folder, script, world=world, **case) as agent:
+        return finished(agent, folder, world)
 
 
 def replaced(agent: FakeAgent, *lost: int) -> None:
@@ -124,6 +130,38 @@ def same(ends: Ends, others: Ends, but: str = "") -> None:
     """Each rank ended as that one of another job did, but for the worlds it has seen."""
     for own, other in zip(ends, others, strict=True):
         assert [name for name in own if own[name] != other[name] and name not in ("worlds", but)] == []
+
+
+def is_exact_with_replacements(jobs: WarmJobs, folder: Path, script: Path, losses: Losses, **case: Any) -> Ends:
+    """Each rank ends as in an undisturbed job, whose ends are returned."""
+    reference = undisturbed(jobs, folder / "reference", script, **case)
+    with started(jobs, folder / "lost", script, **case, faults=losses) as agent:
+        for rank, _, _ in losses:
+            replaced(agent, rank)
+        ends = finished(agent, folder / "lost")
+    assert agent.said("refuse") == set()
+    same(ends, reference)
+    return reference
+
+
+def end_of_the_last(jobs: WarmJobs, folder: Path, script: Path, losses: Losses, **case: Any) -> dict[str, Any]:
+    """Rank 0's end in a job in which all others are lost, one after the other. In each step all have equal weights."""
+    left = list(range(len(losses) + 1))
+    with started(jobs, folder, script, world=left, **case, faults=losses) as agent:
+        for rank, _, _ in losses:
+            agent.ended([rank])
+            left.remove(rank)
+            shrunk(agent, *left)
+        (end,) = finished(agent, folder, left)
+    assert agent.said("refuse") == set()
+    assert end["worlds"] == list(range(len(losses) + 1, 0, -1))
+    weights: dict[str, set[str]] = {}
+    for path in folder.glob("steps.*"):
+        for step_and_world, digest in (line.rsplit(maxsplit=1) for line in path.read_text().splitlines()):
+            weights.setdefault(step_and_world, set()).add(digest)
+    assert len(weights) >= end["step"]
+    assert [step for step, digests in weights.items() if len(digests) > 1] == []
+    return end
 
 
 LOOP = [

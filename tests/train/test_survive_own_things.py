@@ -10,7 +10,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.train.test_survival import finished, jobs, ready, replaced, shrunk, started, undisturbed  # noqa: F401
+from tests.train.test_survival import (
+    Losses,
+    end_of_the_last,
+    finished,
+    is_exact_with_replacements,
+    jobs,  # noqa: F401
+    ready,
+    shrunk,
+    started,
+    undisturbed,
+)
 from tests.warm_jobs import WarmJobs
 
 SCRIPT = Path(__file__).parent / "scripts" / "own_things.py"
@@ -29,19 +39,33 @@ def test_with_replacements_nothing_changes(
     jobs: WarmJobs,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    losses: list[tuple[int, str, int]],
+    losses: Losses,
     stream: bool,
 ) -> None:
     monkeypatch.setenv("HOLDFAST_SURVIVE", "wait")
-    reference = undisturbed(jobs, tmp_path / "reference", SCRIPT, stream=stream)
+    reference = is_exact_with_replacements(jobs, tmp_path, SCRIPT, losses, stream=stream)
     assert [(each["halvings"], each["epochs"]) for each in reference] == [(3, 3)] * 3
-    with started(jobs, tmp_path / "lost", SCRIPT, stream=stream, faults=losses) as agent:
-        for rank, _, _ in losses:
-            replaced(agent, rank)
-        ends = finished(agent, tmp_path / "lost")
-        assert "the others keep their processes and wait" in agent.logs()
-    for own, other in zip(ends, reference, strict=True):
-        assert {**own, "worlds": 0} == {**other, "worlds": 0}
+    lines = [path.read_text().count("the others keep their processes and wait") for path in tmp_path.glob("*/0.log")]
+    assert lines == [1, 1]
+
+
+SHRINKS: Losses = [
+    (1, "forward", 2),
+    (2, "backward", 4),
+    (3, "optimizer", 6),
+    (4, "end of an epoch", 8),
+    (5, "between steps", 11),
+]
+
+
+def test_fewer_ranks_train_the_same(jobs: WarmJobs, tmp_path: Path) -> None:  # noqa: F811
+    """As one rank alone, but for the order of sums: a step has the same samples, and each epoch's end comes once."""
+    case = {"exact": True, "global": 60, "samples": 480}
+    (reference,) = undisturbed(jobs, tmp_path / "reference", SCRIPT, world=[0], **case)
+    end = end_of_the_last(jobs, tmp_path / "lost", SCRIPT, SHRINKS, **case)
+    for name in ("step", "rate", "halvings", "epochs"):
+        assert end[name] == reference[name]
+    assert end["weights"] == pytest.approx(reference["weights"], rel=1e-9)
 
 
 def test_fewer_ranks_count_each_epoch_once(jobs: WarmJobs, tmp_path: Path) -> None:  # noqa: F811

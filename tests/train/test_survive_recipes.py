@@ -7,14 +7,22 @@ ranks; here are its rows.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from tests.train.test_survival import finished, jobs, ready, replaced, shrunk, started, undisturbed  # noqa: F401
+from tests.train.test_survival import (
+    Losses,
+    end_of_the_last,
+    finished,
+    is_exact_with_replacements,
+    jobs,  # noqa: F401
+    started,
+    undisturbed,
+)
 from tests.warm_jobs import WarmJobs
 
 SCRIPT = Path(__file__).parent / "scripts" / "recipes.py"
-Losses = list[tuple[int, str, int]]
 
 pytestmark = [pytest.mark.xdist_group("torch survivors"), pytest.mark.timeout(240)]
 
@@ -25,44 +33,66 @@ EVERYWHERE: Losses = [
     (2, "end of an epoch", 8),
     (1, "between steps", 11),
 ]
-EXACT: dict[str, tuple[dict[str, str], Losses]] = {
+BY_HAND: Losses = [
+    (1, "forward", 3),
+    (2, "optimizer", 5),
+    (1, "end of an epoch", 8),
+    (2, "first pass", 11),
+    (1, "between steps", 13),
+]
+NOT_AFTER_A_MOVE = [each for each in EVERYWHERE if each[1] != "optimizer"]
+"""SAM's weights are moved from the end of its first pass to `snaps.step()`."""
+EXACT: dict[str, tuple[dict[str, Any], Losses]] = {
+    "two optimizers, a schedule, and an option that the program sets": ({"recipe": "Varied"}, EVERYWHERE),
+    "a scaler that skips a step": ({"recipe": "Scaled"}, EVERYWHERE),
+    "gradients that are added up by hand": ({"recipe": "ByHand"}, BY_HAND),
     "an average of the weights": ({"recipe": "Averaged"}, EVERYWHERE),
-    "SAM, in its first pass": ({"recipe": "Sam"}, [*EVERYWHERE[:2], *EVERYWHERE[3:]]),
+    "a momentum encoder, changed after the step": ({"recipe": "MomentumAfter"}, EVERYWHERE),
+    "SAM, in its first pass": ({"recipe": "Sam"}, NOT_AFTER_A_MOVE),
     "parameters whose memory moves": ({"recipe": "Flattening"}, EVERYWHERE),
+}
+WAITING: dict[str, tuple[dict[str, Any], Losses]] = {
+    **EXACT,
     "a sampler of ours with torch's loader": ({"loader": "sampler"}, EVERYWHERE),
     "torchdata's loader": ({"loader": "stateful"}, EVERYWHERE),
 }
 
 
-@pytest.mark.parametrize(("case", "losses"), EXACT.values(), ids=EXACT)
+@pytest.mark.parametrize(("case", "losses"), WAITING.values(), ids=WAITING)
 def test_with_replacements_every_bit_is_that_of_an_undisturbed_job(
     jobs: WarmJobs,  # noqa: F811
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    case: dict[str, str],
+    case: dict[str, Any],
     losses: Losses,
 ) -> None:
     monkeypatch.setenv("HOLDFAST_SURVIVE", "wait")
-    reference = undisturbed(jobs, tmp_path / "reference", SCRIPT, **case)
-    with started(jobs, tmp_path / "lost", SCRIPT, **case, faults=losses) as agent:
-        for rank, _, _ in losses:
-            replaced(agent, rank)
-        ends = finished(agent, tmp_path / "lost")
-        assert agent.said("refuse") == set()
-    for own, other in zip(ends, reference, strict=True):
-        assert {**own, "worlds": 0} == {**other, "worlds": 0}
+    reference = is_exact_with_replacements(jobs, tmp_path, SCRIPT, losses, **case)
+    assert [each["step"] for each in reference] == [16] * 3
 
 
-@pytest.mark.parametrize("recipe", ["Averaged", "Sam"])
-def test_fewer_ranks_end_with_equal_weights(jobs: WarmJobs, tmp_path: Path, recipe: str) -> None:  # noqa: F811
-    losses = [(1, "first pass", 4), (2, "forward", 9)]
-    with started(jobs, tmp_path / "lost", SCRIPT, recipe=recipe, faults=losses) as agent:
-        agent.ended([1])
-        shrunk(agent, 0, 2)
-        agent.ended([2])
-        shrunk(agent, 0)
-        (end,) = finished(agent, tmp_path / "lost", [0])
-    assert end["worlds"] == [3, 2, 1]
+@pytest.mark.parametrize(("case", "losses"), EXACT.values(), ids=EXACT)
+def test_fewer_ranks_train_the_same(
+    jobs: WarmJobs,  # noqa: F811
+    tmp_path: Path,
+    case: dict[str, Any],
+    losses: Losses,
+) -> None:
+    """As one rank alone, but for the order of sums: a step has the same samples. All ranks are equal, bit for bit."""
+    of_each_rank = [(rank, where, step) for rank, (_, where, step) in enumerate(losses, 1)]
+    size = {"exact": True, "global": 60, "samples": 60 * 8}
+    (reference,) = undisturbed(jobs, tmp_path / "reference", SCRIPT, world=[0], **case, **size)
+    end = end_of_the_last(jobs, tmp_path / "lost", SCRIPT, of_each_rank, **case, **size)
+    assert end["step"] == reference["step"]
+    assert end["weights"] == pytest.approx(reference["weights"], rel=1e-9)
+
+
+def test_fewer_ranks_are_equal_with_a_sampler_of_ours(jobs: WarmJobs, tmp_path: Path) -> None:  # noqa: F811
+    """torch's loader has batches of one size, so fewer ranks have smaller steps: the epoch of 96 samples has 7 steps of 5,
+    4 and 3 ranks, and 11 of 2."""
+    losses = [(1, "forward", 2), (2, "first pass", 4), (3, "optimizer", 6), (4, "end of an epoch", 18)]
+    end = end_of_the_last(jobs, tmp_path / "lost", SCRIPT, losses, loader="sampler", samples=96)
+    assert end["step"] == 18 + 96 // 2
 
 
 RESTARTS: dict[str, tuple[str, tuple[int, str, int]]] = {

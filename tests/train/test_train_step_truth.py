@@ -24,7 +24,7 @@ from holdfast.train.group import GroupConnection, ProcessGroup
 from holdfast.train.guards import GuardWarning
 from holdfast.train.kept import SMALL_BYTES, KeptState
 from holdfast.train.own_objects import OwnObjects, is_data
-from holdfast.train.pending import CALLS_MAX, Pending, PendingGradients
+from holdfast.train.pending import CALLS_MAX, PendingGradients, WherePending
 from holdfast.train.random_numbers import equal_parts, random_state, seed_random
 from holdfast.train.reading import Saved, parts_of_slot
 from holdfast.train.save import POSTPONED_MAX, image
@@ -126,10 +126,10 @@ def test_all_ranks_count_again_in_another_world() -> None:
     pending.watch(torch.optim.SGD(model.parameters(), lr=0.1))
     model(torch.ones(3)).sum().backward()
     for _ in range(CALLS_MAX - 2):
-        assert pending.at_step() is Pending.HERE
+        assert pending.at_step() is WherePending.HERE
     pending.begin_again()
     for _ in range(CALLS_MAX - 1):
-        assert pending.at_step() is Pending.HERE
+        assert pending.at_step() is WherePending.HERE
 
 
 @pytest.fixture(scope="module")

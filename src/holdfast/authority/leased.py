@@ -16,7 +16,7 @@ from holdfast.protocol.messages import Join
 from holdfast.protocol.policy import Limits
 
 
-class Lease(Sole):
+class Leased(Sole):
     """It decides while the lease is held. Another coordinator can follow, and one may have been before."""
 
     def __init__(

@@ -18,8 +18,8 @@ from holdfast.authority.charters import Charters, OlderJob, parts_of, voters_of
 from holdfast.authority.succeeded import SucceededNodes
 from holdfast.authority.voter_events import Deposed, NoWitness, ProveCaller, ProveVoterGone, VoterGone, WitnessOpened
 from holdfast.coordinator.authority import (
-    Answered,
     Facts,
+    Handled,
     Inherited,
     Learned,
     NodeEnded,
@@ -212,7 +212,7 @@ class Voters:
             case Heard(_, Join(term=term) as join) if term > self.term and not self.forms and self._votes(join.node):
                 return self._step_down(StepDown(f"a node knows of a newer coordinator (term {term})", term))
             case Heard(link, Supersede() as call):
-                return Answered(self._called(link, call))
+                return Handled(self._called(link, call))
             case Heard(_, Recall() as recall) if self.forms:
                 return self._recalled(now, recall)
             case Heard(link, Polled() as polled) if self.forms and link in self._witnesses:

@@ -1,7 +1,7 @@
 """The door between the coordinator and what makes sure that it alone decides. PURE.
 
 At most one coordinator of a job may decide at a time, and how that is known differs: nobody else could (`Sole`), it
-holds a lease (`Lease`), or a majority of voters confirms it (`Voters`; all three in `holdfast.authority`). The
+holds a lease (`Leased`), or a majority of voters confirms it (`Voters`; all three in `holdfast.authority`). The
 coordinator is the same class with each of them. It asks its authority before every event whether it may decide, passes
 it the events and members that concern it, and gives it each order to release. The authority reads the coordinator's
 state through `Facts` and changes none of it: it returns what it learned, and the coordinator acts on it.
@@ -40,7 +40,7 @@ class PreviousLeader(Struct, frozen=True):
     """As in JobView."""
 
 
-class Answered(Struct, frozen=True):
+class Handled(Struct, frozen=True):
     """An event concerned the authority alone. These commands answer it; the coordinator does not see it."""
 
     commands: tuple[Command, ...] = ()
@@ -63,7 +63,7 @@ class Spares(Struct, frozen=True):
     parts: Mapping[int, Spared]
 
 
-Learned = StepDown | Answered | Inherited | NodeEnded | Spares
+Learned = StepDown | Handled | Inherited | NodeEnded | Spares
 
 
 class Facts(Protocol):

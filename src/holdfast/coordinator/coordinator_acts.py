@@ -91,8 +91,7 @@ class CoordinatorActs:
         """What was lost last. No world has a part of it."""
         self._monitor = Monitor(limits, self._membership.members, self._incidents, examine)
         self.world: World | None = None
-        """The newest generation, also after its end; None: this coordinator has formed or continued none. It has the
-        number `generation` in every phase but GATHERING and OVER."""
+        """The newest generation, also after its end. Its number is `generation`, but in GATHERING and OVER."""
         self.generation = 0
         """The newest number of a generation that was formed; it only grows. 0: none was."""
         self.job_uid = ""
@@ -120,13 +119,10 @@ class CoordinatorActs:
         """Of the newest event that was decided."""
         self._due_s: float = -inf
         """The next deadline; -inf: not computed since the last event."""
-        self.gathering = Gathering(
-            present=0, began_s=now, last_arrival_s=now, quorum_s=None, not_before_s=now, regroup=False
-        )
+        self.gathering = Gathering.begin(now)
         """Input of the rule that forms a generation. Means something in GATHERING."""
         self._gather_until_s: float | None = None
-        """While a generation runs: when the newcomers are taken in, so that several come in at one time; None: there is
-        none."""
+        """While a generation runs: when the newcomers are taken in, all at one time; None: there is none."""
         self._phase_since_s = now
         self._waiting_said = Pauses.begin(now, limits.say_interval_s)
         self._quit: Quit | None = None
@@ -137,9 +133,7 @@ class CoordinatorActs:
         """Why the last generation ended."""
         self._out: list[Command] = []
         """The commands of this event. Empty between two events."""
-        before = authority.begin(self)
-        if before is not None:
-            self._follow_leader(now, before)
+        self._follow_leader(now, authority.begin(self))
 
     # ---------------------------------------------------------------- what others may see
 
@@ -250,8 +244,10 @@ class CoordinatorActs:
 
     # ---------------------------------------------------------------- the coordinator before
 
-    def _follow_leader(self, now: float, before: PreviousLeader) -> None:
-        """Begin where the coordinator before this one has ended."""
+    def _follow_leader(self, now: float, before: PreviousLeader | None) -> None:
+        """Begin where the coordinator before this one has ended, if there was one."""
+        if before is None:
+            return
         charter = before.charter
         if charter is not None:
             self._inherit(now, charter)

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from math import inf
 
 from holdfast.coordinator.admission import Admit, Deny
-from holdfast.coordinator.authority import Answered, Inherited, NodeEnded, Spares
+from holdfast.coordinator.authority import Handled, Inherited, NodeEnded, Spares
 from holdfast.coordinator.coordinator_acts import CoordinatorActs
 from holdfast.coordinator.coordinator_state import (
     Command,
@@ -31,7 +31,7 @@ from holdfast.coordinator.coordinator_state import (
     LinkClosed,
     LinkOpened,
     Member,
-    Pending,
+    PendingLink,
     Phase,
     QuitAsked,
     SaveAgreed,
@@ -122,7 +122,7 @@ class Coordinator(CoordinatorActs):
         match authority.hears(now, event):
             case StepDown() as order:
                 return self._step_down(order)
-            case Answered(answers):
+            case Handled(answers):
                 return list(answers)
             case Inherited(charter, term):
                 number, generation = charter.position.number, charter.generation
@@ -161,7 +161,7 @@ class Coordinator(CoordinatorActs):
         before, quiet = self.phase, self._is_quiet(now)
         match event:
             case LinkOpened(link, address, reached_at, local):
-                too_many = self._membership.open_link(link, Pending(address, reached_at, local, now))
+                too_many = self._membership.open_link(link, PendingLink(address, reached_at, local, now))
                 self._close_unjoined(too_many, f"too many links from {address} have not joined")
             case LinkClosed(link, reason):
                 self._on_link_closed(now, link, reason)

@@ -211,7 +211,7 @@ class Member:
 
 
 @dataclass(slots=True)
-class Pending:
+class PendingLink:
     """A link without a Join so far."""
 
     address: str

@@ -45,6 +45,11 @@ class Gathering(Struct, kw_only=True):
     asks_until_s: float = -inf
     """Whether this job was started before is asked until then at most."""
 
+    @classmethod
+    def begin(cls, now: float) -> Gathering:
+        """Nobody is there yet."""
+        return cls(present=0, began_s=now, last_arrival_s=now, quorum_s=None, not_before_s=now, regroup=False)
+
     def count(self, present: int, min_nodes: int, now: float) -> None:
         """Note the number of candidates that are present now."""
         self.present = present

@@ -13,7 +13,7 @@ from math import inf
 
 from msgspec import structs
 
-from holdfast.coordinator.coordinator_state import Member, Pending
+from holdfast.coordinator.coordinator_state import Member, PendingLink
 from holdfast.protocol.charter import HOSTS_MAX, HostRecord
 from holdfast.protocol.policy import Limits, NodeSpec
 
@@ -28,7 +28,7 @@ class Membership:
         self._limits = limits
         self._host_backoff = host_backoff
         self.members: dict[str, Member] = {}
-        self.pending: dict[int, Pending] = {}
+        self.pending: dict[int, PendingLink] = {}
         """In the order in which they were opened. Changed by `open_link` and `close_link` only."""
         self._pending_of: Counter[str] = Counter()
         """Number of pending links by address."""
@@ -43,7 +43,7 @@ class Membership:
         self._fresh_until_s = -inf
         """The lists of candidates are valid up to this time; -inf: members have changed."""
 
-    def open_link(self, link: int, pending: Pending) -> list[int]:
+    def open_link(self, link: int, pending: PendingLink) -> list[int]:
         """Add a link. Returns the oldest one from the same address when there are too many."""
         self.pending[link] = pending
         self._pending_of[pending.address] += 1
@@ -51,7 +51,7 @@ class Membership:
             return []
         return [next(number for number, other in self.pending.items() if other.address == pending.address)]
 
-    def close_link(self, link: int) -> Pending | None:
+    def close_link(self, link: int) -> PendingLink | None:
         """Remove a link that was closed or whose agent has joined."""
         pending = self.pending.pop(link, None)
         if pending is not None:

@@ -416,7 +416,7 @@ VERDICTS_OF_DRAINS = frozenset({NOBODY_FAILED, "HF205", "HF209", "HF210", "HF229
 exit code, and ranks that stop a little later lose their peers."""
 
 
-class Incident(Struct, frozen=True, kw_only=True):
+class Occurrence(Struct, frozen=True, kw_only=True):
     """Something that disturbed the job, or that a user did to it."""
 
     at_s: float
@@ -435,7 +435,7 @@ class Incident(Struct, frozen=True, kw_only=True):
     """The rank whose logs say more; -1: no worker failed."""
 
 
-def incidents(journals: Iterable[Iterable[Event]]) -> list[Incident]:
+def incidents(journals: Iterable[Iterable[Event]]) -> list[Occurrence]:
     """The incidents of a run in order of time, from one journal per node."""
     found = [
         each for journal in journals for each in map(_incident_or_none, _without_the_end(journal)) if each is not None
@@ -460,16 +460,16 @@ def _without_the_end(journal: Iterable[Event]) -> Iterable[Event]:
         yield event
 
 
-def _incident_or_none(event: Event) -> Incident | None:
+def _incident_or_none(event: Event) -> Occurrence | None:
     try:
         return _incident(event)
     except KeyError:
         return None  # the record lacks a field
 
 
-def _incident(event: Event) -> Incident | None:
+def _incident(event: Event) -> Occurrence | None:
     """The incident that this event reports; None: it reports none. Raises KeyError for a record that lacks a field."""
-    of_job = partial(Incident, at_s=event.get("time", 0.0))
+    of_job = partial(Occurrence, at_s=event.get("time", 0.0))
     here = partial(of_job, generation=event.get("generation", 0))
     match event["event"]:
         case "coordinator.verdict" if event["code"] != NOBODY_FAILED:

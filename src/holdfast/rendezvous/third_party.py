@@ -13,7 +13,7 @@ A backend offers one small value that all nodes of a job can read and replace:
 
 `holdfast run --rdzv-backend=mine --rdzv-endpoint=… train.py` then elects the node that hosts the coordinator. It is the
 first node that replaces an empty value, or a value that has not changed for one lease. The backend needs no lease,
-clock or time-out of its own. docs/rendezvous.md explains how to write one.
+clock or time-out of its own. docs/internals/rendezvous-backends.md explains how to write one.
 
 The leader changes the value periodically (`beat`). Each other agent measures by its own clock for how long it has seen
 the present value. The leader steps down before one lease has passed, by its own clock (runtime/leadership.py). No

@@ -25,7 +25,7 @@ from collections.abc import Callable
 from math import inf
 from typing import NamedTuple
 
-from holdfast.authority.leased import Lease
+from holdfast.authority.leased import Leased
 from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.coordinator.coordinator_state import Command, DropLink, Tell
 from holdfast.coordinator.ending import Judge
@@ -443,14 +443,14 @@ class ElectedClient:
         options, lease_holder = self._options, won.lease_holder
         before = lease_holder.previous_leader
         now = asyncio.get_running_loop().time()
-        lease = Lease(
+        authority = Leased(
             options.limits,
             now,
             holds=lease_holder.holds,
             floor=before.generation if before is not None else 0,
             tail_s=before.tail_s if before is not None else 0.0,
         )
-        machine = Coordinator(options.job, options.limits, self._judge, now, lease, examine=self._examine)
+        machine = Coordinator(options.job, options.limits, self._judge, now, authority, examine=self._examine)
         service = ElectedService(machine, lease_holder, self._journal, self._say, self._step_down)
         self._service, self._lease_holder = service, lease_holder
         await service.listen(won.place, options.token, static=False)

@@ -113,7 +113,7 @@ class _Accumulation:
         """Whose micro-batch the last one was, where the loader makes the steps."""
 
     def next_of(self, loader: DataLoader, micro_batches: int) -> tuple[int, int, float] | None:
-        """Number, count and scale of the next micro-batch, when so many batches of the loader make a step or, at the
+        """Number, count and scale of the next micro-batch, when `micro_batches` of the loader make a step or, at the
         epoch's end, fewer. None: batches are not micro-batches."""
         share = loader.share
         if share is None or self._cut:

@@ -358,7 +358,7 @@ class Peers:
         return shared
 
     def post(self, word: str, value: Any) -> None:
-        """Leave a value for whoever asks for this word: not all ranks need to. The first one stays."""
+        """Leave a value for any rank that asks for this word: not all ranks need to. The first one stays."""
         with contextlib.suppress(RuntimeError):  # the store is gone: nobody asks
             if self.store is not None:
                 self.store.compare_set(f"posted/{word}", "", json.dumps(value))

@@ -69,7 +69,11 @@ class Boundary:
         if self._schedulers:
             self._schedules = [now() for now in self._schedules_now]
         # Without a schedule, too: one of the program's own may multiply a learning rate at an epoch's end.
-        self._options = [_options_of(group) for each in self._optimizers for group in each.param_groups]
+        self._options = [
+            group.copy() if type(group.get("lr")) is float else _options_of(group)
+            for each in self._optimizers
+            for group in each.param_groups
+        ]
         if self._buffers.any:
             self._buffers.keep()
         self._parameters.note()

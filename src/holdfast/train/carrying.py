@@ -3,10 +3,10 @@
 Three answers: it can; it is a plain call, because of a `Why`; or the program has a mistake that would make ranks differ
 without a word, and TrackingError names it.
 
-Objects with a state that the function uses and nobody tracks are such a mistake: a replacement would begin with a new
-one, and a step that is given up would not be taken back in it. They are found by the names that the function uses: in
-its closure, among the globals, and, for a method, among the attributes of its object. What is hidden deeper is not
-found."""
+An object with a state that the function uses, and that is not tracked, is such a mistake: a replacement would begin
+with a new one, and a step that is given up would stay in it. Such objects are found by the names that the function
+uses: in its closure, among the globals, and, for a method, among the attributes of its object. Objects that are hidden
+deeper are not found."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Why(Enum):
 
 @dataclass(frozen=True)
 class PlainCall:
-    """That it is one."""
+    """`ht.survive` is a plain call."""
 
     why: Why
     detail: str = ""
-    """What it is because of."""
+    """The part of the program that is the reason."""
 
     def __str__(self) -> str:
         return f"a plain call, because {self.why.value}{f' ({self.detail})' if self.detail else ''}"
@@ -88,8 +88,8 @@ def why_plain(group: ProcessGroup | None, tracker: Tracker) -> PlainCall | None:
 
 
 def check_function(function: Callable[..., Any], tracker: Tracker) -> None:
-    """Raise TrackingError for a schedule, scaler, optimizer or averaged model that the function uses and nobody tracks;
-    warn of other objects with a state, and of variables of its surroundings that it assigns."""
+    """Raise TrackingError for a schedule, scaler, optimizer or averaged model that the function uses and that is not
+    tracked; warn of other objects with a state, and of variables of its surroundings that it assigns."""
     tracked = {id(each) for each in (*tracker.models, *tracker.optimizers, *tracker.others.values())}
     name_of_function = getattr(function, "__name__", "the training function")
     moves: list[str] = []

@@ -24,6 +24,7 @@ from holdfast.train.replicas import digests_of
 
 SMALL_BYTES = 16 << 10
 """A tensor of at most this size is copied."""
+_version, _place = torch_private.version, torch.Tensor.data_ptr
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
@@ -38,38 +39,34 @@ class WatchedTensors:
         self._tensors = list(tensors)
         # A tensor made in inference mode has no count of changes, and nothing may change it in place outside of it.
         self._counted = [each for each in self._tensors if not each.is_inference()]
-        self._noted: list[int] = []
+        self._noted: tuple[list[int], list[int]] = [], []
         self._moving: list[torch.Tensor] = []
         self._digests: list[torch.Tensor] = []
 
     def note(self) -> None:
         """What they are now is what they should be."""
-        self._noted = self._now()
+        # In each step, for all parameters: no loop in Python, and no further call.
+        self._noted = [*map(_version, self._counted)], [*map(_place, self._tensors)]
         if self._moving:
             self._digests = digests_of(self._moving)
 
     def intact(self) -> bool:
         """Whether nothing has changed them since `note`."""
-        if self._noted != self._now():
+        if self._noted != ([*map(_version, self._counted)], [*map(_place, self._tensors)]):
             return False
         return not self._moving or all(map(torch.equal, self._digests, digests_of(self._moving)))
 
     def watch_values(self) -> None:
         """The values are those of `note`: watch those tensors that are in other memory by their values from now on."""
-        counts = len(self._counted)
-        now = self._now()
-        changed = [counted for counted, then, new in zip(self._counted, self._noted, now, strict=False) if then != new]
-        places = zip(self._tensors, self._noted[counts:], now[counts:], strict=True)
-        changed += [each for each, then, new in places if then != new]
+        versions, places = self._noted
+        counted = zip(self._counted, versions, strict=True)
+        changed = [each for each, version in counted if _version(each) != version]
+        changed += [each for each, place in zip(self._tensors, places, strict=True) if _place(each) != place]
         self._moving += dict.fromkeys(changed)
         moving = set(self._moving)
         self._tensors = [each for each in self._tensors if each not in moving]
         self._counted = [each for each in self._counted if each not in moving]
         self.note()
-
-    def _now(self) -> list[int]:
-        # No loop: it is called in each step, for all parameters.
-        return [*torch_private.versions(self._counted), *map(torch.Tensor.data_ptr, self._tensors)]
 
 
 class KeptState:

@@ -1,6 +1,6 @@
 """Ends a job whose loss is not finite any more.
 
-The metrics of `snaps.step()` with "loss" in their names are watched, in every life and for its whole length. Those of
+The metrics of `snaps.step()` with "loss" in their names are watched, in every life and for its whole length. Metrics of
 an evaluation ("val_loss", "best_loss") are not: many scripts hand over infinity until the first one. A step is bad if
 none of its watched losses is finite. Several bad steps in a row end the job: few if the optimizer stepped in them, many
 if it did not, because a GradScaler that looks for its scale skips steps, and so does a script that guards itself.
@@ -27,9 +27,10 @@ from holdfast.protocol.errors import NotFiniteError
 from holdfast.train.accumulation import NO_LOSS
 
 BAD_STEPS_MAX = 3
-"""So many bad steps in a row in which an optimizer stepped: its parameters are not finite."""
+"""The job ends after this number of bad steps in a row in which an optimizer stepped: its parameters are not finite."""
 SKIPPED_STEPS_MAX = 100
-"""So many in which none did. A scaler halves its scale in each: after 40 it has come from 2**16 to 2**-24."""
+"""The same for steps in which none did. A scaler halves its scale in each: after 40 it has come from 2**16 to
+2**-24."""
 UNREAD_MAX = 64
 """Losses on their way from a device. Beyond that the oldest is waited for."""
 OF_EVALUATION = re.compile(

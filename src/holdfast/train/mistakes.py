@@ -108,7 +108,7 @@ class LoneSave:
             self._collectives_at_save = _collectives()
 
     def training_goes_on(self, steps: int) -> None:
-        """Before a forward pass, after so many optimizer steps."""
+        """Before a forward pass; `steps`: optimizer steps before it."""
         if self._collectives_at_save is None or not torch.is_grad_enabled():
             return
         alone = self._collectives_at_save == _collectives()

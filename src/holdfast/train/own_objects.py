@@ -2,9 +2,9 @@
 
 A schedule of one's own, early stopping, a counter, torchdata's loader, a stream. Their state is taken at the end of
 each step and given back when the step after it is given up. It may be equal on all ranks, as that of early stopping,
-or each rank's own, as the position in a stream. Nobody says which. So each rank also writes its states to memory that
-outlives the process (`_StateRecord`): a replacement on this node goes on with those of the rank that it replaces,
-whichever kind they are.
+or each rank's own, as the position in a stream; the program does not say which. So each rank also writes its states to
+memory that outlives the process (`_StateRecord`). A replacement on this node goes on with the states of the rank that
+it replaces, whichever kind they are.
 
 A rank may have no state for the step from which all go on: it was interrupted, or lost, before it came to the end of
 that step, and others completed it. Then
@@ -12,7 +12,7 @@ that step, and others completed it. Then
 - data were handed out before the forward pass: their position when the rank was interrupted, or as it was written down
   after its forward pass, is right
 - an object that was equal on all ranks before is taken from a rank that has completed the step
-- any other object has a state that nobody knows: all ranks are started again
+- the state of any other object is lost: all ranks are started again
 
 Objects that can be iterated are data. Where they have no `regroup(rank, world)` they have a position for one rank of a
 world of one size, so they cannot go on in another one.
@@ -45,7 +45,7 @@ RECORDS = 3
 """Steps of which the states are kept for a replacement: see random_numbers.RECORDS."""
 RECORD_BYTES_MAX = 256 << 10
 """Of one state. Larger ones are averages of weights and the like: whether these are equal on all ranks is compared in
-the first steps, and one that is not is known to nobody when its rank is lost."""
+the first steps, and one that is not equal is lost with its rank."""
 Digests = dict[str, list[str]]
 """By object: of its state after the newest step, and after the step before; empty: not known."""
 
@@ -106,7 +106,7 @@ class OwnObjects:
         texts = self._texts(states)
         before = self._digests if step == self._step + 1 else {}
         self._digests = {
-            name: [_digest(texts[name]) if name in texts else "", before.get(name, [""])[0]] for name in states
+            name: [texts[name].digest if name in texts else "", before.get(name, [""])[0]] for name in states
         }
         self._step = step
         if self._record is not None:
@@ -140,15 +140,15 @@ class OwnObjects:
             self._record.close()
             self._record = None
 
-    def _texts(self, states: Mapping[str, Any]) -> dict[str, bytes]:
+    def _texts(self, states: Mapping[str, Any]) -> dict[str, _Text]:
         """By name; those of large objects are left out."""
-        texts: dict[str, bytes] = {}
+        texts: dict[str, _Text] = {}
         for name, state in states.items():
             text = None if name in self._large else _text(name, state)
             if text is None:
                 self._large.add(name)  # it stays large: it is not encoded in each step to find that out
             else:
-                texts[name] = text
+                texts[name] = _Text(_digest(text), text)
         return texts
 
     def rewind(self) -> None:
@@ -183,7 +183,7 @@ class OwnObjects:
 
         `states`: the source's; `theirs`: their digests; `survivors`: the digests of all ranks that have completed this
         step; `alike`: objects that were equal on all ranks when these were compared. Raises ProcessGroupError where
-        nobody knows a state."""
+        a state is lost."""
         recorded = {} if survived or self._record is None else self._record.read(step)
         before = {} if survived or self._record is None else self._record.read(step - 1)
         for name, each in self._objects.items():
@@ -243,6 +243,13 @@ def _state_of(packed: Sequence[Any]) -> Any:
     return codec.decode(tree, lambda key: _unpacked(tensors[key]))
 
 
+class _Text(NamedTuple):
+    """One state, as bytes."""
+
+    digest: str
+    text: bytes
+
+
 class _Recorded(NamedTuple):
     """One state, as it was found."""
 
@@ -275,8 +282,8 @@ class _StateRecord:
         for file in self._files:
             os.close(file)
 
-    def write(self, step: int, texts: Mapping[str, bytes], *, complete: bool) -> None:
-        """What is written for a step that is not complete the next call replaces."""
+    def write(self, step: int, texts: Mapping[str, _Text], *, complete: bool) -> None:
+        """The next call replaces the states of a step that is not complete."""
         if step < self._newest or (step == self._newest and self._complete):
             # The job went back: what was done since then is no longer true.
             for file in self._files:
@@ -285,7 +292,7 @@ class _StateRecord:
         if self._complete:
             self._number = (self._number + 1) % RECORDS
         self._newest, self._complete = step, complete
-        body = codec.dumps({name: [_digest(text), msgspec.Raw(text)] for name, text in texts.items()})
+        body = codec.dumps({name: [each.digest, msgspec.Raw(each.text)] for name, each in texts.items()})
         head = self.HEAD.pack(step + 1, len(body), zlib.crc32(body))
         with contextlib.suppress(OSError):  # no room: a replacement finds none
             os.pwrite(self._files[self._number], head + body, 0)

@@ -27,7 +27,7 @@ CALLS_MAX = 10
 batches than this by hand gets the warning, too; from its first optimizer step on its batches are recognised."""
 
 
-class Pending(Enum):
+class WherePending(Enum):
     """Whether gradients are pending after a call of `snaps.step()`."""
 
     NONE = "none"
@@ -45,7 +45,8 @@ class PendingGradients:
         """A tracked optimizer has stepped since the last call of `at_step`."""
         self._optimizers: list[Optimizer] = []
         self._silent_calls = self._silent_calls_known = 0
-        """In a row: now, and the most after which an optimizer did step: so many batches are accumulated by hand."""
+        """In a row: now, and the largest number after which an optimizer did step. That is how many batches are added
+        up by hand."""
         self._micro_batches: dict[int, UnfinishedStep] = {}
         """Of unfinished steps, at the last call of `at_step`."""
 
@@ -66,21 +67,21 @@ class PendingGradients:
         self._silent_calls = 0
         self._micro_batches = {}
 
-    def at_step(self) -> Pending:
+    def at_step(self) -> WherePending:
         """`snaps.step()` was called."""
         stepped, self.stepped = self.stepped, False
         before, self._micro_batches = self._micro_batches, unfinished_micro_batches()
         # A model that has the same number again is not trained any more. Its unfinished step holds up no save.
         unfinished = [each for model, each in self._micro_batches.items() if before.get(model) != each]
         if unfinished:
-            return Pending.EVERYWHERE if any(each.exchanges for each in unfinished) else Pending.HERE
+            return WherePending.EVERYWHERE if any(each.exchanges for each in unfinished) else WherePending.HERE
         if stepped or not self._has_gradients():
-            return Pending.NONE
+            return WherePending.NONE
         self._silent_calls += 1
         calls_max = max(CALLS_MAX, 2 * self._silent_calls_known)
         if self._silent_calls == calls_max:
             _warn(calls_max)
-        return Pending.HERE if self._silent_calls < calls_max else Pending.NONE
+        return WherePending.HERE if self._silent_calls < calls_max else WherePending.NONE
 
     def _has_gradients(self) -> bool:
         # An optimizer that was skipped, as by a GradScaler, or one without hooks, leaves none after zero_grad().

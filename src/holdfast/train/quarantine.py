@@ -34,9 +34,9 @@ class Patience:
     """The limits of `Snapshots`."""
 
     within_steps: int
-    """A failure in so many steps after a resume makes the snapshot suspect; 0: never."""
+    """A failure within this number of steps after a resume makes the snapshot suspect; 0: never."""
     restarts: int
-    """So many restarts may fail to come further; 0: any number."""
+    """The number of restarts that may fail to come further; 0: any number."""
 
     @classmethod
     def of(cls, within_steps: int | None, interval: int | None, restarts: int | None) -> Patience:

@@ -291,7 +291,7 @@ class RandomRecord:
         return None
 
     def write(self, step: int, states: States, *, complete: bool) -> None:
-        """What is written for a step that is not complete the next call replaces."""
+        """The next call replaces the states of a step that is not complete."""
         newest = self._newest
         if self._complete and newest != step:
             self._number = (self._number + 1) % RECORDS

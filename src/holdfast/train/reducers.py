@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import operator
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -38,7 +39,7 @@ Order = list[int]
 not known."""
 
 ONE_SUM = 2
-"""So many numbers, or fewer, have the same sum in any order."""
+"""This many numbers, or fewer, have the same sum in any order."""
 
 HOOKS_WITHOUT_STATE = (default_hooks.allreduce_hook, default_hooks.fp16_compress_hook, default_hooks.bf16_compress_hook)
 WRAPPERS_OF_HOOKS = (
@@ -57,13 +58,17 @@ class Reducers:
             each for model in models for each in model.modules() if isinstance(each, DistributedDataParallel)
         ]
         self._within = len(self._wrappers)
-        """So many are within the models; the program has the others beside them, see `begin`."""
+        """The first ones are within the models. The program has the others beside them, see `begin`."""
         self._parameters = list(dict.fromkeys(each for model in models for each in model.parameters()))
         self._orders: list[Order] = [[] for _ in self._wrappers]
         self._built: dict[int, list[nn.Parameter] | None] = {}
         """The parameters in each reducer, in no certain order; not before they are needed."""
         self._hooks: list[tuple[list[tuple[Any, Any]], str]] = []
         """While the reducers are dropped: what exchanged the gradients, and the name of that."""
+        self._needing: list[bool] = []
+        """Whether each parameter needed a gradient at the last `mark`."""
+        self._unknown = True
+        """The order of some module is not known yet."""
         self._frozen: list[int] = []
         self._graded: list[int] = []
 
@@ -92,6 +97,8 @@ class Reducers:
         for number, wrapper in enumerate(self._wrappers):
             if not self._orders[number] and _makes_other_buckets(wrapper) and "reducer" in wrapper.__dict__:
                 self._orders[number] = torch_private.gradient_order(wrapper)
+        pairs = zip(self._orders, self._wrappers, strict=True)
+        self._unknown = any(not order and _makes_other_buckets(wrapper) for order, wrapper in pairs)
 
     def _built_with(self, number: int) -> list[nn.Parameter] | None:
         if number not in self._built:
@@ -142,12 +149,16 @@ class Reducers:
         for each in sorted(places, key=places.__getitem__):  # alike on all ranks
             self._wrappers.append(each)
             self._orders.append([])
+            self._unknown = True
         return ""
 
     def mark(self) -> None:
         """A step is complete."""
-        self._frozen = [number for number, each in enumerate(self._parameters) if not each.requires_grad]
-        if not all(self._orders):
+        needing = [*map(_needs_gradient, self._parameters)]
+        if needing != self._needing:
+            self._needing = needing
+            self._frozen = [number for number, needs in enumerate(needing) if not needs]
+        if self._unknown:
             self._look()
 
     # --- leaving a world, and entering another -----------------------------------------------------------------------
@@ -175,11 +186,12 @@ class Reducers:
         for number, wrapper in enumerate(self._wrappers):
             if number < len(orders):
                 self._orders[number] = list(orders[number])
+                self._unknown |= not orders[number]
             self._build(number, wrapper, *self._hooks[number])
         now_frozen = set(frozen)
         for number, each in enumerate(self._parameters):
             _require_gradient(each, number not in now_frozen)
-        self._frozen = list(frozen)
+        self._frozen, self._needing = list(frozen), []
         # A program that calls zero_grad(set_to_none=False) has gradients of zeros at a step's begin. A parameter that
         # the step does not use is then moved by Adam's averages, and without a gradient it would not be.
         for number in graded:
@@ -196,8 +208,8 @@ class Reducers:
     # --- after a restart of all --------------------------------------------------------------------------------------
 
     def resume(self, orders: Sequence[Order], world_then: int, peers: Peers) -> None:
-        """Begin with the orders of a snapshot of so many ranks, where they fit a module on every rank. All ranks call
-        it; rank 0's orders count."""
+        """Begin with the orders of a snapshot, where they fit a module on every rank. `world_then`: the size of the
+        world that made it. All ranks call it; rank 0's orders count."""
         if not world_then == peers.world > ONE_SUM:
             return
         told = peers.tell(list(orders) if peers.rank == 0 else None)
@@ -223,6 +235,9 @@ class Reducers:
             and all(each.grad is None and each.device.type == "cpu" for each in wrapper.module.parameters())
             and sorted(order) == list(range(len(self._built_with(number) or ())))
         )
+
+
+_needs_gradient = operator.attrgetter("requires_grad")
 
 
 def why_not(wrapper: DistributedDataParallel) -> str:

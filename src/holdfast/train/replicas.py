@@ -23,13 +23,13 @@ from torch.distributed.tensor import DTensor
 from holdfast.train.torch_private import local_part
 
 BLOCK_WORDS = 1 << 15
-"""So many factors: they and a block of words fit into a core's cache."""
+"""Factors, and words in a block: both fit into a core's cache."""
 PASS_BLOCKS = 1 << 8
-"""So many blocks are multiplied at once where that needs memory for the products."""
+"""Blocks that are multiplied at once where that needs memory for the products."""
 WORD_BYTES = 8
 SMALL_BYTES_MAX = 1 << 16
 JOINED_MAX = 1 << 12
-"""So many small tensors are joined at most."""
+"""Small tensors that are joined, at most."""
 
 
 @dataclass(frozen=True)

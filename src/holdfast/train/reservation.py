@@ -49,7 +49,7 @@ class MemoryReservation:
             began_s = time.thread_time()
 
     def _take(self, states: int) -> bool:
-        """One more piece. False: so many states have room, or never will."""
+        """One more piece. False: that number of states has room, or never will."""
         with self._turn:
             if self._ready >= states or self._error is not None:
                 return False
@@ -66,7 +66,7 @@ class MemoryReservation:
         self._pieces.close()
 
     def finish(self, states: int) -> SnapshotMemoryError | None:
-        """Until so many states have room, or all; or the error."""
+        """Wait until this number of states has room, or all; returns the error, if there was one."""
         states = min(states, self.states)
         if states == self.states:
             self._wanted.set()

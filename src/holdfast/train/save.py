@@ -538,7 +538,7 @@ class Saving:
             self._reservation = None
 
     def _await_reserved(self, states: int) -> None:
-        """Until so many states have room."""
+        """Wait until this number of states has room."""
         if self._reservation is None:
             return
         error = self._reservation.finish(states)

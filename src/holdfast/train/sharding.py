@@ -223,8 +223,8 @@ def _kind(piece: Piece) -> str:
 def _deal(
     holders: Mapping[_Index, tuple[Piece, list[int]]], world: int, lowest: Collection[_Index]
 ) -> list[set[_Index]]:
-    """What each rank writes, in order of rank: each piece once, to whoever of those that hold it has least so far.
-    `lowest`: the first rank that holds it writes it."""
+    """What each rank writes, in order of rank: each piece once, to that rank of those that hold it which has least so
+    far. `lowest`: the first rank that holds it writes it."""
     dealt: list[set[_Index]] = [set() for _ in range(world)]
     size = [0] * world
     for index, (piece, ranks) in holders.items():
@@ -317,8 +317,8 @@ def _share_of(
 def _deal_beside(
     held: Sequence[Sequence[Piece]], ranks: Sequence[int], disk: Sequence[set[_Index]], beside: list[set[_Index]]
 ) -> None:
-    """What none of a node's ranks writes to the disk: each piece once, to whoever of those that hold it has least so
-    far."""
+    """What none of a node's ranks writes to the disk: each piece once, to that one of those that hold it which has
+    least so far."""
     there = set().union(*(disk[rank] for rank in ranks))
     holders: dict[_Index, list[int]] = {}
     wanted: dict[_Index, Piece] = {}

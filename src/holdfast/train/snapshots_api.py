@@ -41,7 +41,7 @@ from holdfast.train.agreement import Interval, Peers, Schedule, Timekeeper, chec
 from holdfast.train.continued_pass import ContinuedPasses
 from holdfast.train.copies import Copies
 from holdfast.train.guards import same_loss, watch
-from holdfast.train.pending import Pending, PendingGradients
+from holdfast.train.pending import PendingGradients, WherePending
 from holdfast.train.quarantine import OwnLife, Patience
 from holdfast.train.reading import Saved
 from holdfast.train.resuming import Resumed, Resumer, TakenFolder, take_folder
@@ -73,11 +73,11 @@ class SnapshotOptions:
     exit_on_stop: bool = True
     """Leave with exit code 0 when the launcher asks to stop and all is saved. False: `Snapshots.stopping` is set."""
     suspect_within_steps: int | None = None
-    """A failure that repeats, or a loss that is not finite, so many steps after `resume()` makes the snapshot suspect.
-    None: the interval of snapshots, at least 3; 0: never."""
+    """A failure that repeats, or a loss that is not finite, within this number of steps after `resume()` makes the
+    snapshot suspect. None: the interval of snapshots, at least 3; 0: never."""
     restarts_without_progress: int | None = 3
-    """So many restarts in a row may fail before the job's best step; then it ends with exit code 93. None: any
-    number."""
+    """The number of restarts in a row that may fail before the job's best step. Then it ends with exit code 93. None:
+    any number."""
     staging_folder: str | os.PathLike[str] | None = None
     """With a URL: a local folder through which the saver uploads, so that memory is free sooner."""
     copies_bytes_per_s: float | None = None
@@ -269,7 +269,7 @@ class Snapshots:
 
     @contextlib.contextmanager
     def _closed_by_failure(self) -> Iterator[None]:
-        """Who cannot begin gives the folder back."""
+        """A rank that cannot begin gives the folder back."""
         try:
             yield
         except BaseException:
@@ -378,7 +378,7 @@ class Snapshots:
         self._until_first_step.append(look)
 
     def _begun(self) -> Saving:
-        """What saves; begins anew when resume() was never called and there is nothing to resume from."""
+        """The object that saves. Without resume() a new run begins here, if there is nothing to resume from."""
         if self._closed:
             raise TrackingError("these snapshots are closed")
         if self._saving is None:
@@ -416,15 +416,15 @@ class Snapshots:
         self._look(saving)
         stepped = self._pending.stepped or not self._tracker.optimizers
         pending = self._pending.at_step()
-        if pending is Pending.EVERYWHERE:
+        if pending is WherePending.EVERYWHERE:
             return
-        if pending is Pending.NONE:
+        if pending is WherePending.NONE:
             self._complete(metrics, stepped=stepped)
-        # What follows every rank does at the same calls, whatever this rank knows of its gradients: see pending.py.
+        # Every rank does the rest at the same calls, whatever it knows of its gradients: see pending.py.
         if worker.should_stop():  # not where ranks only regroup: see survival.py
-            self._drain(saving, pending=pending is Pending.HERE)
+            self._drain(saving, pending=pending is WherePending.HERE)
             return
-        self._save_if_due(saving, pending=pending is Pending.HERE)
+        self._save_if_due(saving, pending=pending is WherePending.HERE)
 
     def _complete(self, metrics: Mapping[str, Any], *, stepped: bool) -> None:
         """An optimizer step is complete on this rank. It waits for no other one."""
@@ -578,7 +578,7 @@ class Snapshots:
         atexit.unregister(self._at_exit)
 
     def _raise_unsaved(self, tier: Tier) -> None:
-        """What went wrong and is not made good by a later save."""
+        """Raise what went wrong, unless a later save has made it good."""
         if self._saving is not None:
             self._saving.look()
             for error in self._saving.troubles:

@@ -97,7 +97,7 @@ class Restored:
 @dataclass
 class _Parts:
     """Models and optimizers, taken apart. While they consist of the same objects this holds: training waits for each
-    save, and to name hundreds of tensors anew takes a millisecond.
+    save, and to name hundreds of tensors again takes a millisecond.
     """
 
     keys: list[list[str]]
@@ -143,7 +143,8 @@ class TrainState:
         if self._only and self.epoch >= count:
             warnings.warn(
                 f"holdfast: resume(only={self._only}) has restored epoch {self.epoch} of {count} as well: nothing is "
-                "left to train. To begin anew from these weights: ht.load_weights(model, folder), in another folder.",
+                "left to train. To begin a new run with these weights: ht.load_weights(model, folder), in another "
+                "folder.",
                 RuntimeWarning,
                 stacklevel=2,
             )

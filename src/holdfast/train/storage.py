@@ -4,9 +4,9 @@
     dcp.load(state_dict, storage_reader=ht.SnapshotReader("runs/a"))
 
 The planner deals and finds the pieces, whichever planner it is; files, digests and the commit are those of all
-snapshots (docs/snapshots.md). What is no tensor is stored as JSON (codec.py). The reader also takes what `Snapshots`
-has saved, under the names that `dcp.save` would give: `model.<fqn>`, `optimizer.state.<fqn>.<what>`,
-`optimizer.param_groups.0.lr`, `step`.
+snapshots (docs/internals/snapshot-format.md). What is no tensor is stored as JSON (codec.py). The reader also takes
+what `Snapshots` has saved, under the names that `dcp.save` would give: `model.<fqn>`,
+`optimizer.state.<fqn>.<what>`, `optimizer.param_groups.0.lr`, `step`.
 """
 
 from __future__ import annotations

@@ -150,7 +150,7 @@ class Survivor:
 
     def __init__(self, snaps: Snapshots, group: ProcessGroup, channel: AgentChannel) -> None:
         assert group.connection is not None
-        self._snaps = snaps
+        self._snaps, self._tracked_state = snaps, snaps.state
         self._group, self._connection = group, group.connection
         self._channel = channel
         self._uninterrupted = channel.uninterrupted
@@ -256,7 +256,7 @@ class Survivor:
         self._boundary.after_forward = self._look_for_writes if self._probe.looks else None
 
     def _look_for_writes(self) -> None:
-        """Whether the program has changed parameters in a way that nobody notices: see unnoticed_writes.py."""
+        """Whether the program has changed parameters in a way that cannot be noticed later: see unnoticed_writes.py."""
         if self._withdrawn or self._stepping:
             return
         if not self._probe.changed():
@@ -294,7 +294,7 @@ class Survivor:
             self._look_for_writes()
             if self._withdrawn:
                 return
-        self._boundary.mark(self._snaps.state)
+        self._boundary.mark(self._tracked_state)
         self._begin_step()
         self._reducers.mark()
         if not self._compared:
@@ -312,7 +312,7 @@ class Survivor:
 
     def _compare_ranks(self) -> None:
         """Find out which random generators and which tracked objects are equal on all ranks: after a generation's first
-        step, which is the same step on all. Waits for nobody."""
+        step, which is the same step on all. It does not wait."""
         self._steps += 1
         step = self._boundary.step - self._steps + 1  # the first one, by which the ranks' facts are named
         if self._steps == 1:
@@ -473,7 +473,7 @@ def _is_of_the_group(error: BaseException) -> bool:
 
 @dataclass(frozen=True)
 class Own:
-    """What one rank brings along."""
+    """What one rank tells the others when they agree."""
 
     step: int
     """The last one that it has completed; -1: it is a replacement."""
@@ -503,7 +503,7 @@ class Own:
 
 @dataclass(frozen=True)
 class Handed:
-    """What all ranks of a new world have agreed on."""
+    """The agreement of all ranks of a new world."""
 
     chosen: Own
     """All go on from here: of the rank `source`. Its step is the newest that a rank has completed."""
@@ -581,8 +581,8 @@ class Handed:
 
 
 def _take_over(tracker: Tracker, data: torch.Tensor) -> dict[str, Any]:
-    """Give everything that is tracked the state of this image, but the objects of which nobody knows whether their
-    state is the source's own: it returns those states."""
+    """Give everything that is tracked the state of this image, except objects whose state may be the source's
+    own: it returns those states."""
     saved = Saved(parts_of_slot(memoryview(data.numpy())))
     choice = Choice()
     fit = together(Peers(0, 1), tracker.compare(saved, 0, choice), choice)

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -112,19 +112,15 @@ def overlap(tensor: torch.Tensor) -> int:
     return 2 if look is None else int(look(tensor))
 
 
-def versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """How often each was changed in place, to notice what a forward pass has changed. Where torch does not have it, 0:
-    such a change is then not noticed. No loop in Python: it is called in each step, for all parameters."""
-    return [*map(_version, tensors)]
-
-
 def _no_version(_: torch.Tensor) -> int:
     return 0
 
 
-_version: Callable[[torch.Tensor], int] = (
+version: Callable[[torch.Tensor], int] = (
     operator.attrgetter("_version") if hasattr(torch.Tensor, "_version") else _no_version
 )
+"""How often a tensor was changed in place, to notice what a forward pass has changed. Where torch does not have it, 0:
+such a change is then not noticed."""
 
 
 def local_part(tensor: DTensor) -> torch.Tensor:
@@ -233,6 +229,12 @@ def batches_taken(batches: Any) -> int:
     return int(getattr(batches, "_num_yielded", 0))
 
 
+def pass_of(loader: Any) -> Any:
+    """The iterator that torchdata's loader has made last; None where it is not known: a training loop over it, begun
+    before `track()`, is then taken for one over data that is not tracked."""
+    return getattr(loader, "_iterator", None)
+
+
 def parts_of_pass(batches: Any) -> tuple[Any, Any]:
     """The dataset and the sampler of a DataLoader's iterator; None where torch has other names for them."""
     return getattr(batches, "_dataset", None), getattr(batches, "_index_sampler", None)
@@ -324,7 +326,7 @@ def drop_reducer(wrapper: DistributedDataParallel, *, group: bool) -> None:
     """`group`: drop the process group, too: the next reducer is for the default one."""
     reducer = wrapper.__dict__.get("reducer")
     if reducer is not None:
-        reducer._remove_autograd_hooks()  # whoever holds it, it takes part in no backward pass any more
+        reducer._remove_autograd_hooks()  # it takes part in no backward pass any more, though others may hold it
     for name in ("reducer", "logger", *(["process_group"] if group else ())):
         wrapper.__dict__.pop(name, None)
 

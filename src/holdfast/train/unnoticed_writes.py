@@ -25,17 +25,15 @@ class ValueProbe:
         self._parameters = [each for each in parameters if each.numel()]
         self._steps = 0
         self._digest = ""
-
-    @property
-    def looks(self) -> bool:
+        self.looks = False
         """Whether the values are looked at in this step."""
-        return bool(self._digest)
 
     def begin_step(self) -> None:
         """The next step begins."""
         self._steps += 1
-        is_power_of_two = self._steps & (self._steps - 1) == 0
-        self._digest = total(self._parameters) if is_power_of_two else ""
+        self.looks = self._steps & (self._steps - 1) == 0  # a power of two
+        if self.looks:
+            self._digest = total(self._parameters)
 
     def changed(self) -> bool:
         """Whether a value is another one than at the step's begin. False in a step without a look."""

@@ -1,4 +1,4 @@
-"""What a training uses and nobody tracks: a torch DataLoader, and an optimizer. Both are noticed in the first steps.
+"""Notices a torch DataLoader, and an optimizer, that a training uses and that are not tracked, in its first steps.
 
 The position of a loader that is not tracked is in no snapshot. A resume in the middle of an epoch, and a loss in
 `ht.survive`, begin the epoch again: the first samples are trained twice. torch has no hook for that, so its
@@ -31,9 +31,9 @@ from holdfast.train.data.datasets import Seeded
 from holdfast.train.guards import replaced
 
 STEPS = 3
-"""So many times in a row the same number of batches was taken between two steps: that is the training loop."""
+"""If the same number of batches was taken between two steps this often in a row, that is the training loop."""
 LOOKS_MAX = 200
-"""Steps after which nobody looks any more: the loop is over something else."""
+"""After this number of steps the search ends: the loop is over something else."""
 
 
 class _Count:
@@ -154,7 +154,7 @@ class UntrackedData:
     def _is_tracked(self, parts: Sequence[Any]) -> bool:
         """Whether a loader is, or what it draws its samples from."""
         tracked = {id(each) for each in self._tracked()}
-        within = {id(getattr(each, "_iterator", None)) for each in self._tracked()}  # torchdata's has its pass
+        within = {id(torch_private.pass_of(each)) for each in self._tracked()}
         return any(id(each) in tracked | within for each in parts if each is not None)
 
     def stop(self) -> None:

@@ -1,4 +1,4 @@
-"""Loads the weights of a model from a snapshot of another run, for a run that begins anew.
+"""Loads the weights of a model from a snapshot of another run, for a new run.
 
 Every rank reads what it holds, and checks the bytes that it reads. Nothing else of the snapshot is restored: no step,
 no optimizer, no random numbers. Going on with a run is resuming.py."""
@@ -26,7 +26,7 @@ from holdfast.train.tracked import Compared, Shared, TrackedModel, check_tied, l
 def load_weights(model: nn.Module, folder_or_snapshot: str | os.PathLike[str], *, strict: bool = True) -> int:
     """Give this model the weights and buffers that a run has saved; returns the step at which it did.
 
-    For a run that begins anew, in a folder of its own, from the weights of another one. Call it on every rank, before
+    For a new run, in a folder of its own, that begins with the weights of another one. Call it on every rank, before
     the first step and before `resume()`; the model may be wrapped or sharded. `folder_or_snapshot`: a snapshot folder,
     whose newest snapshot is used, or one snapshot in it (`runs/a/step_000000120.0001`), or the URL of either. If it
     has several models, the one that fits is taken.

@@ -1,40 +1,24 @@
 """A training whose objects holdfast knows nothing of but `state_dict()`, in which ranks are lost: own_things.py FOLDER CASE
 
 A schedule of its own halves the learning rate at each epoch's end, early stopping counts epochs, a counter adds up what
-this rank has seen, and, with "stream", the data come from an iterator that has a position on each rank. CASE is a JSON
-object: faults: [[local rank, where, steps so far]], each a kill that happens once; stream; equal: all ranks draw the same
-numbers from Python's generator; mistake: one of the names in `Mistakes`. At the end each rank writes FOLDER/end.LOCAL_RANK.
+this rank has seen, and, with "stream", the data come from an iterator that has a position on each rank. CASE is as lost_ranks.py
+has it, with `stream`, and `equal`: all ranks draw the same numbers from Python's generator.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
 import random
-import signal
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lost_ranks import BATCH, CASE, FOLDER, World, digest, end, loader_options, reach, row, step_is_done
 from torch import nn
 
 import holdfast.train as ht
 
-FOLDER = Path(sys.argv[1])
-LOCAL_RANK = int(os.environ["LOCAL_RANK"])
-CASE = json.loads(sys.argv[2])
-SAMPLES, BATCH, EPOCHS = 48, 2, 3
-
-
-def reach(where: str, step: int) -> None:
-    for index, fault in enumerate(CASE.get("faults", [])):
-        if fault == [LOCAL_RANK, where, step] and not (mark := FOLDER / f"fault.{index}").exists():
-            mark.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
+SAMPLES, EPOCHS = CASE.get("samples", 48), 3
 
 
 class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
@@ -42,7 +26,7 @@ class Rows(torch.utils.data.Dataset[tuple[torch.Tensor, int]]):
         return SAMPLES
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, int]:
-        return torch.sin(torch.arange(8.0) * (index + 1)), index
+        return row(index), index
 
 
 class Stream:
@@ -59,7 +43,7 @@ class Stream:
         while self.batch < count:
             some = order[self.batch * BATCH : (self.batch + 1) * BATCH]
             self.batch += 1
-            yield torch.stack([Rows()[each][0] for each in some]), torch.tensor(some)
+            yield torch.stack([row(each) for each in some]), torch.tensor(some)
         self.epoch, self.batch = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int]:
@@ -137,13 +121,6 @@ class Net(nn.Module):
         return self.body[1:](within).square().mean()
 
 
-def digest(*tensors: torch.Tensor) -> str:
-    held = hashlib.sha256()
-    for each in tensors:
-        held.update(each.detach().numpy().tobytes())
-    return held.hexdigest()[:16]
-
-
 def main() -> None:
     snaps = ht.Snapshots(FOLDER / "runs", every=None, memory_every=5)
     with ht.process_group() as pg, snaps:
@@ -154,23 +131,25 @@ def main() -> None:
         torch.manual_seed(pg.rank)
         adam = torch.optim.Adam(net.parameters(), lr=1e-2)
         halving, seen, stopping = Halving(adam), Seen(), Stopping()
-        loader: Any = Stream(pg.rank, pg.world) if CASE.get("stream") else ht.DataLoader(Rows(), BATCH, True, seed=7)
+        loader: Any = Stream(pg.rank, pg.world) if CASE.get("stream") else ht.DataLoader(Rows(), **loader_options())
         state = snaps.track(model=model, optimizer=adam, loader=loader, halving=halving, seen=seen, stopping=stopping)
         snaps.resume()
 
         @ht.survive(snaps)
         def train() -> None:
             worlds.append(pg.world)
+            World.size = pg.world
             for _ in state.epochs(EPOCHS):
                 for rows, index in loader:
                     net.steps = state.step
                     reach("begin", state.step)
                     adam.zero_grad()
-                    model(rows * (1.0 + 0.01 * random.random())).backward()
+                    model(rows if CASE.get("exact") else rows * (1.0 + 0.01 * random.random())).backward()
                     adam.step()
                     reach("optimizer", state.step)
                     seen.add(net.body[0].weight, index)
                     snaps.step()
+                    step_is_done(state.step, net.parameters())
                     reach("between steps", state.step)
                 reach("end of an epoch", state.step)
                 halving.step()
@@ -183,20 +162,19 @@ def main() -> None:
         worlds: list[int] = []
         train()
         moments = [value for each in adam.state.values() for value in each.values()]
-        end = {
-            "step": state.step,
-            "worlds": worlds,
-            "rate": adam.param_groups[0]["lr"],
-            "halvings": halving.epochs,
-            "epochs": len(stopping.losses),
-            "losses": stopping.losses,
-            "seen": seen.indices,
-            "average": digest(seen.average),
-            "parameters": digest(*net.parameters(), *moments),
-            "drawn": random.random(),
-        }
-        (FOLDER / f"end.{LOCAL_RANK}").write_text(json.dumps(end))
+        end(
+            step=state.step,
+            worlds=worlds,
+            rate=adam.param_groups[0]["lr"],
+            halvings=halving.epochs,
+            epochs=len(stopping.losses),
+            losses=stopping.losses,
+            seen=seen.indices,
+            average=digest([seen.average]),
+            parameters=digest([*net.parameters(), *moments]),
+            weights=[each.double().sum().item() for each in net.parameters()],
+            drawn=random.random(),
+        )
 
 
-torch.set_num_threads(1)
 main()

@@ -1,50 +1,26 @@
 """A training with one of several recipes, in which ranks are lost: recipes.py FOLDER CASE
 
-CASE is a JSON object; recipe: a name in RECIPES; faults: [[local rank, where, steps so far]], each a kill that happens
-once. `where` is "first pass" or "second pass" (of a step, in the backward pass), "forward", "optimizer" (between its step and
-`snaps.step()`), "between steps" or "end of an epoch". At the end each rank writes FOLDER/end.LOCAL_RANK, a JSON object.
+CASE is as lost_ranks.py has it, with `recipe`: a name in RECIPES, and `loader`. Places are "first pass" or "second pass" (of a
+step, in the backward pass), "forward", "optimizer" (between its step and `snaps.step()`), "between steps" and "end of an epoch".
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
 import os
-import signal
-import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
+from lost_ranks import BATCH, CASE, FOLDER, World, digest, end, loader_options, reach, row, step_is_done
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import holdfast.train as ht
 
-FOLDER = Path(sys.argv[1])
-LOCAL_RANK = int(os.environ["LOCAL_RANK"])
-CASE = json.loads(sys.argv[2])
-SAMPLES, BATCH, EPOCHS = 48, 2, 2
-ALIVE = [0]
-"""Ranks of the present world."""
+SAMPLES, EPOCHS = CASE.get("samples", 48), 2
 
 Loss = Callable[[], torch.Tensor]
 """Forward and backward pass of one batch."""
-
-
-def reach(where: str, step: int) -> None:
-    """A place where a rank may be lost. It waits until the others have come there: what they do is not left to chance."""
-    faults = CASE.get("faults", [])
-    for index, fault in enumerate(faults):
-        if fault[1:] == [where, step] and not (FOLDER / f"fault.{index}").exists():
-            (FOLDER / f"there.{index}.{LOCAL_RANK}").touch()
-            if fault[0] == LOCAL_RANK:
-                while len(list(FOLDER.glob(f"there.{index}.*"))) < ALIVE[0]:
-                    time.sleep(0.002)
-                (FOLDER / f"fault.{index}").touch()
-                os.kill(os.getpid(), signal.SIGKILL)
 
 
 class Rows(torch.utils.data.Dataset[torch.Tensor]):
@@ -52,13 +28,15 @@ class Rows(torch.utils.data.Dataset[torch.Tensor]):
         return SAMPLES
 
     def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.sin(torch.arange(8.0) * (index + 1))
+        return row(index)
 
 
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 3))
+        self.body = nn.Sequential(
+            nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.0 if CASE.get("exact") else 0.2), nn.Linear(16, 3)
+        )
         self.body[3].weight.register_hook(self.in_backward)
         self.step = self.passes = 0
 
@@ -89,6 +67,10 @@ class Recipe:
     def step(self, loss: Loss) -> None:
         loss()
         self.optimizer.step()
+
+    def drop_gradients(self) -> None:
+        self.optimizer.zero_grad()
+        self.net.zero_grad()
 
     def changed(self) -> list[torch.Tensor]:
         """Tensors beside those of the model and the optimizer that have to come out equal."""
@@ -221,6 +203,69 @@ class Momentum(Recipe):
         return [*self.key.parameters()]
 
 
+class MomentumAfter(Momentum):
+    """Between the optimizer's step and `snaps.step()`."""
+
+    def step(self, loss: Loss) -> None:
+        Recipe.step(self, loss)
+        for key, query in zip(self.key.parameters(), self.net.parameters(), strict=True):
+            key.data = key.data * 0.9 + query.data * 0.1
+
+
+class ByHand(Recipe):
+    """Gradients of two batches make a step."""
+
+    def step(self, loss: Loss) -> None:
+        loss()
+        if self.net.step % 2:
+            self.optimizer.step()
+
+    def drop_gradients(self) -> None:
+        if self.net.step % 2:
+            super().drop_gradients()
+
+
+class Scaled(Recipe):
+    """A scaler skips one step, in which all ranks have gradients that are not finite."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__(net)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=64.0, growth_interval=3)
+
+    def tracked(self) -> dict[str, Any]:
+        return {**super().tracked(), "scaler": self.scaler}
+
+    def step(self, loss: Loss) -> None:
+        loss()
+        for each in self.net.parameters():
+            each.grad.mul_(float("inf") if self.net.step == 3 else self.scaler.scale(torch.ones(())))
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+    def changed(self) -> list[torch.Tensor]:
+        return [torch.tensor(self.scaler.get_scale())]
+
+
+class Varied(Recipe):
+    """Two optimizers, a schedule of torch's, and an option that the program sets itself."""
+
+    def __init__(self, net: Net) -> None:
+        super().__init__(net)
+        self.optimizer = torch.optim.AdamW(net.body[0].parameters(), lr=1e-2)
+        self.other = torch.optim.SGD(net.body[3].parameters(), lr=0.05, momentum=0.9)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, 20)
+
+    def tracked(self) -> dict[str, Any]:
+        return {**super().tracked(), "other": self.other, "schedule": self.schedule}
+
+    def step(self, loss: Loss) -> None:
+        self.other.zero_grad()  # here, and not after the step
+        super().step(loss)
+        self.other.step()
+        self.schedule.step()
+        self.other.param_groups[0]["lr"] *= 0.95
+
+
 class StepsWithoutHooks(Recipe):
     """As a captured graph that is replayed: no hook, and no count of changes."""
 
@@ -245,8 +290,8 @@ class Flattening(Recipe):
 RECIPES = {
     each.__name__: each
     for each in (
-        *(Averaged, Closure, Sam, SamAlone, Adversarial, AdversarialOnOne, Momentum, StepsWithoutHooks),
-        Flattening,
+        *(Averaged, Closure, Sam, SamAlone, Adversarial, AdversarialOnOne, Momentum, MomentumAfter, StepsWithoutHooks),
+        *(Flattening, ByHand, Scaled, Varied),
     )
 }
 
@@ -262,15 +307,8 @@ def loader_of(dataset: Rows, rank: int, world: int) -> tuple[Any, dict[str, Any]
     if CASE.get("loader") == "sampler":
         follows = ht.DistributedSampler(dataset, seed=7, batch_size=BATCH)
         return torch.utils.data.DataLoader(dataset, BATCH, sampler=follows), {"sampler": follows}
-    loader = ht.DataLoader(dataset, BATCH, True, seed=7)
+    loader = ht.DataLoader(dataset, **loader_options())
     return loader, {"loader": loader}
-
-
-def digest(*tensors: torch.Tensor) -> str:
-    held = hashlib.sha256()
-    for each in tensors:
-        held.update(each.detach().numpy().tobytes())
-    return held.hexdigest()[:16]
 
 
 def main() -> None:
@@ -288,7 +326,7 @@ def main() -> None:
         @ht.survive(snaps)
         def train() -> None:
             worlds.append(pg.world)
-            ALIVE[0] = pg.world
+            World.size = pg.world
             for epoch in state.epochs(EPOCHS):
                 if CASE.get("loader") == "stateful":
                     loader.sampler.set_epoch(epoch)
@@ -301,10 +339,10 @@ def main() -> None:
                         return found
 
                     recipe.step(loss)
-                    recipe.optimizer.zero_grad()
-                    net.zero_grad()
+                    recipe.drop_gradients()
                     reach("optimizer", state.step)
                     snaps.step()
+                    step_is_done(state.step, net.parameters())
                     reach("between steps", state.step)
                 reach("end of an epoch", state.step)
 
@@ -312,14 +350,13 @@ def main() -> None:
         train()
         moments = [value for each in recipe.optimizer.state.values() for value in each.values()]
         moments = [each for each in moments if isinstance(each, torch.Tensor)]
-        end = {
-            "step": state.step,
-            "worlds": worlds,
-            "parameters": digest(*net.parameters(), *recipe.changed(), *moments),
-            "drawn": torch.rand(1).item(),
-        }
-        (FOLDER / f"end.{LOCAL_RANK}").write_text(json.dumps(end))
+        end(
+            step=state.step,
+            worlds=worlds,
+            parameters=digest([*net.parameters(), *recipe.changed(), *moments]),
+            weights=[each.double().sum().item() for each in (*net.parameters(), *recipe.changed())],
+            drawn=torch.rand(1).item(),
+        )
 
 
-torch.set_num_threads(1)
 main()

@@ -123,7 +123,7 @@ def _odd(shapes: Mapping[int, str], *, receiver: bool) -> int | None:
 
 
 def _bits(shapes: str) -> int:
-    """Of all tensors: what gloo compares is their size in memory, whatever their types."""
+    """The size of all tensors in memory, which is what gloo compares, whatever their types are (bits)."""
     return sum(
         int(bits or BITS_OF_BOOL) * prod(int(size) for size in sizes.split(",") if size.strip())
         for bits, sizes in SIZED.findall(shapes)
