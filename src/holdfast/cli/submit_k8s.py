@@ -427,7 +427,7 @@ def apply(job: KubernetesJob, *, own_secret: bool) -> int:
     space = f" -n {job.namespace}" if job.namespace else ""
     selector = f"-l app.kubernetes.io/instance={job.name}"
     kinds = "jobset,secret" if job.jobset else "job,service,secret"
-    # kubectl refuses to follow more than 5 pods unless it is told how many there may be.
+    # kubectl refuses to follow more than 5 pods without a larger limit.
     say(f"watch it:   kubectl logs{space} {selector} --prefix --follow --max-log-requests={max(job.most, 5)}")
     say(f"remove it:  kubectl delete{space} {kinds} {selector}")
     return 0
