@@ -215,6 +215,7 @@ def start(
     from holdfast.inherited import forget_secrets
     from holdfast.supervisor.supervisor import fork_supervisor
 
+    # The fork is first, while this process has few modules and no threads: the supervisor stays small.
     be_interruptible()
     supervisor = fork_supervisor()
     be_killable()
