@@ -463,7 +463,7 @@ class JobPage {
     const known = this.load_curves;
     for (const { host, load } of now.nodes) {
       if (!load || (!known[host] && Object.keys(known).length >= LOAD_NODES_MAX)) continue;
-      const points = (known[host] ??= []), gpus = load.gpus.map(([percent]) => percent);
+      const points = (known[host] ??= []), gpus = load.gpus.map((gpu) => gpu.percent);
       if (points.length && points.at(-1)[0] >= now.at - LOADS_S / 2) continue;
       points.push([now.at, load.cpu_percent, load.memory_total_bytes ? 100 * load.memory_bytes / load.memory_total_bytes : null, gpus.length ? gpus.reduce((sum, each) => sum + each, 0) / gpus.length : null]);
       if (points.length > LOAD_POINTS_MAX) known[host] = points.filter((_, index) => index % 2);
