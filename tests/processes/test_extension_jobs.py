@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.conftest import Site
+from tests.processes.conftest import JobFolder
 from tests.processes.test_control_jobs import entries
 from tests.support.limits import limit_s, until
 
@@ -40,22 +40,22 @@ def where() -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", COMMAND], capture_output=True, text=True, timeout=limit_s(30))
 
 
-def test_a_new_question_is_answered_by_a_job_whose_agents_have_it(site: Site) -> None:
-    agent = site.start("--standalone", site.script("meet(); hold()"), program=site.program(AGENT))
-    site.wait(1, "up")
-    until(lambda: entries(site), "an entry in the list")
+def test_a_new_question_is_answered_by_a_job_whose_agents_have_it(job_folder: JobFolder) -> None:
+    agent = job_folder.start("--standalone", job_folder.script("meet(); hold()"), program=job_folder.program(AGENT))
+    job_folder.wait(1, "up")
+    until(lambda: entries(job_folder), "an entry in the list")
     done = where()
     assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.endswith(f": {os.path.realpath(site.folder)}\n")
+    assert done.stdout.endswith(f": {os.path.realpath(job_folder.folder)}\n")
     assert len(agent.events("where_asked")) == 1
     agent.signal(signal.SIGTERM)
     agent.end()
 
 
-def test_a_job_without_the_extension_refuses_its_question(site: Site) -> None:
-    agent = site.start("--standalone", site.script("meet(); hold()"))
-    site.wait(1, "up")
-    until(lambda: entries(site), "an entry in the list")
+def test_a_job_without_the_extension_refuses_its_question(job_folder: JobFolder) -> None:
+    agent = job_folder.start("--standalone", job_folder.script("meet(); hold()"))
+    job_folder.wait(1, "up")
+    until(lambda: entries(job_folder), "an entry in the list")
     done = where()
     assert done.returncode != 0
     assert "there is no question 'where'" in done.stderr

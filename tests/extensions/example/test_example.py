@@ -5,25 +5,25 @@ from __future__ import annotations
 
 from holdfast.coordinator.coordinator_state import LinkClosed
 from holdfast.extension_list import EXTENSIONS
-from tests.coordinator.coordinator_desk import running
+from tests.coordinator.coordinator_harness import running
 from tests.extensions.example import EXAMPLE
 from tests.extensions.example.messages import Said, Say
 
 
 def test_the_example_collects_an_answer_of_every_node() -> None:
-    desk = running(extensions=(*EXTENSIONS, EXAMPLE))
-    desk.ask("where", 2)
-    numbers = {desk.ordered(link, Say).number for link in (1, 2)}
+    harness = running(extensions=(*EXTENSIONS, EXAMPLE))
+    harness.ask("where", 2)
+    numbers = {harness.ordered(link, Say).number for link in (1, 2)}
     (number,) = numbers
-    desk.extend(1, "example", Said(number, "/a"))
-    assert desk.answers == []
-    desk.extend(2, "example", Said(number, "/b"))
-    assert desk.answer(2) == {"folders": {"n1": "/a", "n2": "/b"}}
+    harness.extend(1, "example", Said(number, "/a"))
+    assert harness.answers == []
+    harness.extend(2, "example", Said(number, "/b"))
+    assert harness.answer(2) == {"folders": {"n1": "/a", "n2": "/b"}}
 
 
 def test_the_example_waits_for_no_node_that_is_lost() -> None:
-    desk = running(max_restarts=1, extensions=(*EXTENSIONS, EXAMPLE))
-    desk.ask("where")
-    desk.extend(1, "example", Said(desk.ordered(1, Say).number, "/a"))
-    desk.give(LinkClosed(2, "reset"))
-    assert desk.answer() == {"folders": {"n1": "/a"}}
+    harness = running(max_restarts=1, extensions=(*EXTENSIONS, EXAMPLE))
+    harness.ask("where")
+    harness.extend(1, "example", Said(harness.ordered(1, Say).number, "/a"))
+    harness.give(LinkClosed(2, "reset"))
+    assert harness.answer() == {"folders": {"n1": "/a"}}

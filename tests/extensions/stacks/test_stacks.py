@@ -8,56 +8,56 @@ from holdfast.coordinator.coordinator_state import LinkClosed
 from holdfast.extensions.stacks.coordinator import SAMPLED_S_MAX
 from holdfast.extensions.stacks.messages import ANSWER_BYTES_MAX, Samples, TakeSamples, body_of, view_of
 from holdfast.protocol.rank_progress import Frame, RankSample, StacksView
-from tests.coordinator.coordinator_desk import Desk, gathering, running
+from tests.coordinator.coordinator_harness import CoordinatorHarness, gathering, running
 
 
-def asked() -> tuple[Desk, int]:
+def asked() -> tuple[CoordinatorHarness, int]:
     """Both nodes are asked for the same number."""
-    desk = running(max_restarts=1)
-    desk.ask("stacks", 2)
-    numbers = {desk.ordered(link, TakeSamples).number for link in (1, 2)}
-    assert desk.noted("stacks_asked") == [{"by": "somebody"}]
-    return desk, numbers.pop()
+    harness = running(max_restarts=1)
+    harness.ask("stacks", 2)
+    numbers = {harness.ordered(link, TakeSamples).number for link in (1, 2)}
+    assert harness.noted("stacks_asked") == [{"by": "somebody"}]
+    return harness, numbers.pop()
 
 
-def sampled(desk: Desk, link: int, number: int, *frames: Frame) -> None:
-    desk.extend(link, "stacks", Samples(number, (RankSample(0, 100 + link, "S", 0.5, frames),)))
+def sampled(harness: CoordinatorHarness, link: int, number: int, *frames: Frame) -> None:
+    harness.extend(link, "stacks", Samples(number, (RankSample(0, 100 + link, "S", 0.5, frames),)))
 
 
 def test_the_stacks_of_all_nodes_are_one_answer() -> None:
-    desk, number = asked()
-    sampled(desk, 1, number, Frame("a.py", 1, "f"))
-    assert desk.answers == []
-    sampled(desk, 2, number, Frame("b.py", 2, "g"))
-    view = desk.answer(2)
+    harness, number = asked()
+    sampled(harness, 1, number, Frame("a.py", 1, "f"))
+    assert harness.answers == []
+    sampled(harness, 2, number, Frame("b.py", 2, "g"))
+    view = harness.answer(2)
     assert [(rank["rank"], rank["host"], rank["stack"]) for rank in view["ranks"]] == [(0, "n1", 0), (1, "n2", 1)]
     assert view["silent"] == []
-    sampled(desk, 2, number, Frame("b.py", 2, "g"))
-    assert desk.answers == [], "what comes too late is no answer"
+    sampled(harness, 2, number, Frame("b.py", 2, "g"))
+    assert harness.answers == [], "what comes too late is no answer"
 
 
 def test_a_node_that_is_silent_is_not_waited_for() -> None:
-    desk, number = asked()
-    sampled(desk, 1, number)
-    desk.wait(SAMPLED_S_MAX + 1)
-    view = desk.answer(2)
+    harness, number = asked()
+    sampled(harness, 1, number)
+    harness.wait(SAMPLED_S_MAX + 1)
+    view = harness.answer(2)
     assert ([rank["rank"] for rank in view["ranks"]], view["silent"]) == ([0], ["n2"])
 
 
 def test_a_node_that_is_lost_is_not_waited_for() -> None:
-    desk = running(max_restarts=1)
-    desk.ask("stacks", 1)
-    sampled(desk, 1, desk.ordered(1, TakeSamples).number)
-    desk.give(LinkClosed(2, "reset"))
-    view = desk.answer(1)
+    harness = running(max_restarts=1)
+    harness.ask("stacks", 1)
+    sampled(harness, 1, harness.ordered(1, TakeSamples).number)
+    harness.give(LinkClosed(2, "reset"))
+    view = harness.answer(1)
     assert ([rank["rank"] for rank in view["ranks"]], view["silent"]) == ([0], [])
 
 
 def test_without_workers_there_are_no_stacks() -> None:
-    desk = gathering()
-    desk.join(1)
-    desk.ask("stacks")
-    assert desk.answer()["ranks"] == []
+    harness = gathering()
+    harness.join(1)
+    harness.ask("stacks")
+    assert harness.answer()["ranks"] == []
 
 
 def test_the_answer_fits_into_a_frame() -> None:

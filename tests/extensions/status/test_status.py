@@ -6,15 +6,15 @@ import msgspec
 
 from holdfast.extensions.status.messages import ANSWER_BYTES_MAX, body_of
 from holdfast.protocol.rank_progress import JobView, NodeView, RankView, Stage
-from tests.coordinator.coordinator_desk import running
+from tests.coordinator.coordinator_harness import running
 
 
 def test_a_member_gets_the_view_of_the_job() -> None:
-    desk = running()
-    desk.ask("status", 2)
-    view = msgspec.convert(desk.answer(2), JobView)
+    harness = running()
+    harness.ask("status", 2)
+    view = msgspec.convert(harness.answer(2), JobView)
     assert (view.world_size, view.phase, [node.host for node in view.nodes]) == (2, "running", ["n1", "n2"])
-    assert desk.answers == []
+    assert harness.answers == []
 
 
 def test_the_answer_fits_into_a_frame() -> None:

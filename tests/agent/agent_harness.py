@@ -41,7 +41,7 @@ def failure(*, after_stop: bool = False) -> Failure:
     return Failure(rank=0, local_rank=0, host="a", pid=1, exit_code=1, after_stop=after_stop)
 
 
-class Desk:
+class AgentHarness:
     """An agent's machine, and hands that do what its shell and the coordinator do."""
 
     def __init__(self) -> None:
@@ -84,44 +84,44 @@ class Desk:
         return everything
 
 
-def down() -> Desk:
-    return Desk()
+def down() -> AgentHarness:
+    return AgentHarness()
 
 
-def dialing() -> Desk:
-    desk = down()
-    desk.give(Tick())
-    return desk
+def dialing() -> AgentHarness:
+    harness = down()
+    harness.give(Tick())
+    return harness
 
 
-def joining() -> Desk:
-    desk = dialing()
-    desk.give(ev.Dialed())
-    return desk
+def joining() -> AgentHarness:
+    harness = dialing()
+    harness.give(ev.Dialed())
+    return harness
 
 
-def idle() -> Desk:
-    desk = joining()
-    desk.hear(msg.Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s))
-    return desk
+def idle() -> AgentHarness:
+    harness = joining()
+    harness.hear(msg.Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s))
+    return harness
 
 
-def preparing() -> Desk:
-    desk = idle()
-    desk.hear(assign(1))
-    return desk
+def preparing() -> AgentHarness:
+    harness = idle()
+    harness.hear(assign(1))
+    return harness
 
 
-def prepared() -> Desk:
-    desk = preparing()
-    desk.give(ev.NodePrepared(1, 40_000))
-    return desk
+def prepared() -> AgentHarness:
+    harness = preparing()
+    harness.give(ev.NodePrepared(1, 40_000))
+    return harness
 
 
-def running() -> Desk:
-    desk = prepared()
-    desk.hear(msg.Start(1, "10.0.0.1", 40_000))
-    return desk
+def running() -> AgentHarness:
+    harness = prepared()
+    harness.hear(msg.Start(1, "10.0.0.1", 40_000))
+    return harness
 
 
 def survivor(generation: int, *local_ranks: int) -> msg.Assign:
@@ -131,117 +131,117 @@ def survivor(generation: int, *local_ranks: int) -> msg.Assign:
     return structs.replace(place, local_ranks=local_ranks or None)
 
 
-def able() -> Desk:
+def able() -> AgentHarness:
     """Both workers are able to go on after a loss."""
-    desk = running()
-    desk.give(ev.WorkersAble(1, (0, 1)))
-    return desk
+    harness = running()
+    harness.give(ev.WorkersAble(1, (0, 1)))
+    return harness
 
 
-def regrouping() -> Desk:
+def regrouping() -> AgentHarness:
     """Local rank 1 was killed, and local rank 0 leaves the generation to go on alone."""
-    desk = able()
-    desk.give(ev.WorkerEnded(1, 1, killed(), evidence_follows=True))
-    desk.hear(msg.Regroup(survivor(2, 0), text="rank 1 was lost; 1 rank goes on"))
-    return desk
+    harness = able()
+    harness.give(ev.WorkerEnded(1, 1, killed(), evidence_follows=True))
+    harness.hear(msg.Regroup(survivor(2, 0), text="rank 1 was lost; 1 rank goes on"))
+    return harness
 
 
-def shrunk() -> Desk:
+def shrunk() -> AgentHarness:
     """Local rank 0 has gone on alone, and a replacement for local rank 1 is being started."""
-    desk = regrouping()
-    desk.give(ev.NodePrepared(2, 40_002))
-    desk.hear(msg.Start(2, "10.0.0.1", 40_002))
-    desk.give(ev.WorkersAble(2, (0,)))
-    desk.hear(msg.Replace(2, (1,)))
-    return desk
+    harness = regrouping()
+    harness.give(ev.NodePrepared(2, 40_002))
+    harness.hear(msg.Start(2, "10.0.0.1", 40_002))
+    harness.give(ev.WorkersAble(2, (0,)))
+    harness.hear(msg.Replace(2, (1,)))
+    return harness
 
 
-def replaced() -> Desk:
+def replaced() -> AgentHarness:
     """The replacement is ready."""
-    desk = shrunk()
-    desk.give(ev.ReplacementsReady(2, (1,)))
-    return desk
+    harness = shrunk()
+    harness.give(ev.ReplacementsReady(2, (1,)))
+    return harness
 
 
-def bare() -> Desk:
+def bare() -> AgentHarness:
     """A node that has joined a running generation: it has no worker in it, and starts some."""
-    desk = idle()
-    desk.hear(structs.replace(assign(1), local_ranks=(), world_size=4))
-    desk.give(ev.NodePrepared(1, None))
-    desk.hear(msg.Start(1, "10.0.0.1", 40_000))
-    desk.hear(msg.Replace(1, (0, 1)))
-    return desk
+    harness = idle()
+    harness.hear(structs.replace(assign(1), local_ranks=(), world_size=4))
+    harness.give(ev.NodePrepared(1, None))
+    harness.hear(msg.Start(1, "10.0.0.1", 40_000))
+    harness.hear(msg.Replace(1, (0, 1)))
+    return harness
 
 
-def holding() -> Desk:
-    desk = running()
-    desk.hear(msg.Drain(1, "z is leaving"))
-    return desk
+def holding() -> AgentHarness:
+    harness = running()
+    harness.hear(msg.Drain(1, "z is leaving"))
+    return harness
 
 
-def held() -> Desk:
-    desk = holding()
-    desk.give(ev.WorkersHeld(1, 6))
-    return desk
+def held() -> AgentHarness:
+    harness = holding()
+    harness.give(ev.WorkersHeld(1, 6))
+    return harness
 
 
-def draining() -> Desk:
-    desk = held()
-    desk.hear(msg.DrainTo(1, 9))
-    return desk
+def draining() -> AgentHarness:
+    harness = held()
+    harness.hear(msg.DrainTo(1, 9))
+    return harness
 
 
-def stopping() -> Desk:
-    desk = running()
-    desk.hear(msg.Stop(1, msg.StopReason.WORKER_FAILED, "rank 7 failed on z"))
-    return desk
+def stopping() -> AgentHarness:
+    harness = running()
+    harness.hear(msg.Stop(1, msg.StopReason.WORKER_FAILED, "rank 7 failed on z"))
+    return harness
 
 
-def killing() -> Desk:
-    desk = stopping()
-    desk.all_end(failure(after_stop=True))
-    return desk
+def killing() -> AgentHarness:
+    harness = stopping()
+    harness.all_end(failure(after_stop=True))
+    return harness
 
 
-def sweeping() -> Desk:
-    desk = running()
-    desk.all_end()
-    return desk
+def sweeping() -> AgentHarness:
+    harness = running()
+    harness.all_end()
+    return harness
 
 
-def cleaned() -> Desk:
-    desk = sweeping()
-    desk.give(ev.TreeGone(1))
-    return desk
+def cleaned() -> AgentHarness:
+    harness = sweeping()
+    harness.give(ev.TreeGone(1))
+    return harness
 
 
-def cut_off_running() -> Desk:
-    desk = running()
-    desk.give(ev.LinkLost("reset"))
-    return desk
+def cut_off_running() -> AgentHarness:
+    harness = running()
+    harness.give(ev.LinkLost("reset"))
+    return harness
 
 
-def leaving() -> Desk:
-    desk = running()
-    desk.give(ev.Signalled(signal.SIGTERM, "SIGTERM"))
-    desk.give(ev.WorkersHeld(1, 0))
-    return desk
+def leaving() -> AgentHarness:
+    harness = running()
+    harness.give(ev.Signalled(signal.SIGTERM, "SIGTERM"))
+    harness.give(ev.WorkersHeld(1, 0))
+    return harness
 
 
-def leaving_drained() -> Desk:
-    desk = running()
-    desk.give(ev.Signalled(signal.SIGTERM, "SIGTERM"))
-    desk.give(ev.WorkersHeld(1, 6))
-    return desk
+def leaving_drained() -> AgentHarness:
+    harness = running()
+    harness.give(ev.Signalled(signal.SIGTERM, "SIGTERM"))
+    harness.give(ev.WorkersHeld(1, 6))
+    return harness
 
 
-def ended() -> Desk:
-    desk = idle()
-    desk.hear(msg.Finish(SUCCESS))
-    return desk
+def ended() -> AgentHarness:
+    harness = idle()
+    harness.hear(msg.Finish(SUCCESS))
+    return harness
 
 
-STATES: list[Callable[[], Desk]] = [
+STATES: list[Callable[[], AgentHarness]] = [
     down,
     dialing,
     joining,

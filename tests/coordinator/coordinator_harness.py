@@ -41,7 +41,7 @@ LIMITS = Limits(
 )
 
 
-class Desk:
+class CoordinatorHarness:
     """A coordinator, and hands that speak for the agents on links 1, 2, 3 …"""
 
     def __init__(
@@ -208,82 +208,89 @@ class Desk:
         self.say(link, msg.WorkersFailed(self.machine.generation, (failure,)))
 
 
-def regrouping(**options: Any) -> Desk:
+def regrouping(**options: Any) -> CoordinatorHarness:
     """Both ranks could go on after a loss, and rank 1 is lost."""
-    desk = running(**{"max_restarts": 2, **options})
-    desk.able(1, 2)
-    desk.kill_worker(2)
-    return desk
+    harness = running(**{"max_restarts": 2, **options})
+    harness.able(1, 2)
+    harness.kill_worker(2)
+    return harness
 
 
-def growing(**options: Any) -> Desk:
+def growing(**options: Any) -> CoordinatorHarness:
     """The replacement of rank 1 is ready."""
-    desk = regrouping(**options)
-    desk.prepare(1, 2)
-    desk.able(1, 2)
-    desk.say(2, msg.ReplacementReady(2, (0,)))
-    return desk
+    harness = regrouping(**options)
+    harness.prepare(1, 2)
+    harness.able(1, 2)
+    harness.say(2, msg.ReplacementReady(2, (0,)))
+    return harness
 
 
-def at_safe_point(**options: Any) -> Desk:
+def at_safe_point(**options: Any) -> CoordinatorHarness:
     """The workers go to the safe point at which it joins."""
-    desk = growing(**options)
-    desk.say(1, msg.Held(2, 7))
-    return desk
+    harness = growing(**options)
+    harness.say(1, msg.Held(2, 7))
+    return harness
 
 
-def gathering(**options: Any) -> Desk:
-    return Desk(**options)
+def gathering(**options: Any) -> CoordinatorHarness:
+    return CoordinatorHarness(**options)
 
 
-def preparing(**options: Any) -> Desk:
-    desk = Desk(**options)
-    desk.join(1, 2)
-    return desk
+def preparing(**options: Any) -> CoordinatorHarness:
+    harness = CoordinatorHarness(**options)
+    harness.join(1, 2)
+    return harness
 
 
-def running(**options: Any) -> Desk:
-    desk = preparing(**options)
-    desk.prepare(1, 2)
-    return desk
+def running(**options: Any) -> CoordinatorHarness:
+    harness = preparing(**options)
+    harness.prepare(1, 2)
+    return harness
 
 
-def two_of_three(**options: Any) -> Desk:
-    desk = Desk(most=3, **options)
-    desk.join(1, 2)
-    desk.wait(LIMITS.settle_s)
-    desk.prepare(1, 2)
-    return desk
+def two_of_three(**options: Any) -> CoordinatorHarness:
+    harness = CoordinatorHarness(most=3, **options)
+    harness.join(1, 2)
+    harness.wait(LIMITS.settle_s)
+    harness.prepare(1, 2)
+    return harness
 
 
-def steps(desk: Desk, number: int, *, own_s: float = 0.0, links: tuple[int, ...] = (1, 2), generation: int = 0) -> None:
+def steps(
+    harness: CoordinatorHarness,
+    number: int,
+    *,
+    own_s: float = 0.0,
+    links: tuple[int, ...] = (1, 2),
+    generation: int = 0,
+) -> None:
     for link in links:
         ranks = (RankProgress(0, Stage.STEPPING, number, 0.0, own_s * number),)
-        desk.say(link, msg.Progress(generation or desk.machine.generation, ranks))
+        harness.say(link, msg.Progress(generation or harness.machine.generation, ranks))
 
 
-def training(**options: Any) -> Desk:
+def training(**options: Any) -> CoordinatorHarness:
     """Two nodes of one worker each have made 20 steps of 0.1 s, the newest now."""
-    desk = running(**options)
+    harness = running(**options)
     for number in (10, 20):
-        desk.wait(1.0)
-        steps(desk, number)
-    return desk
+        harness.wait(1.0)
+        steps(harness, number)
+    return harness
 
 
-def draining(**options: Any) -> Desk:
-    desk = running(**options)
-    desk.say(2, msg.Leave("SIGTERM", drain=True))
-    return desk
+def draining(**options: Any) -> CoordinatorHarness:
+    harness = running(**options)
+    harness.say(2, msg.Leave("SIGTERM", drain=True))
+    return harness
 
 
-def stopping(**options: Any) -> Desk:
-    desk = running(**options)
-    desk.fail(2)
-    return desk
+def stopping(**options: Any) -> CoordinatorHarness:
+    harness = running(**options)
+    harness.fail(2)
+    return harness
 
 
-def over() -> Desk:
-    desk = running()
-    desk.both_say(msg.WorkerDone(1, 0))
-    return desk
+def over() -> CoordinatorHarness:
+    harness = running()
+    harness.both_say(msg.WorkerDone(1, 0))
+    return harness

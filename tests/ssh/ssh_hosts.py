@@ -16,9 +16,9 @@ from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 
-from tests.network.fleet import WAIT_S, Agent, Fleet
 from tests.network.hosts import Host, PretendHosts, Program
 from tests.network.hosts import why_not as why_no_hosts
+from tests.network.job_agents import WAIT_S, Agent, JobAgents
 from tests.support.limits import until
 
 PORT = 2222
@@ -44,15 +44,15 @@ def key_pair(name: str) -> dict[str, str]:
         return {each.name: each.read_text() for each in (path, path.with_suffix(".pub"))}
 
 
-class Yard:
+class SshHosts:
     """Hosts node1 … nodeN with sshd; the last one, without it, is where people type."""
 
     def __init__(self, hosts: PretendHosts, count: int, folder: Path) -> None:
         self.hosts = hosts
         self.count = count
         self.folder = folder
-        self.desk = hosts[count + 1]
-        self.fleet = Fleet(hosts, folder)
+        self.login_host = hosts[count + 1]
+        self.job_agents = JobAgents(hosts, folder)
         self.keys = folder / "keys"
         self.daemons: dict[int, Program] = {}
         self._make_keys()
@@ -123,7 +123,7 @@ class Yard:
         (self.keys / "known_hosts").write_text("")
         (self.folder / "trail.jsonl").unlink()
         (self.folder / "finish").unlink(missing_ok=True)
-        self.fleet = Fleet(self.hosts, self.folder)
+        self.job_agents = JobAgents(self.hosts, self.folder)
 
     @property
     def names(self) -> str:
@@ -136,20 +136,20 @@ class Yard:
         env: Mapping[str, str] | None = None,
         cwd: Path | None = None,
     ) -> Agent:
-        """`holdfast run …` at the desk."""
-        name = f"launcher{len(self.fleet.agents)}"
+        """`holdfast run …` at the login_host."""
+        name = f"launcher{len(self.job_agents.agents)}"
         screen = self.folder / f"{name}.txt"
-        command = [sys.executable, "-m", "holdfast.run", *line, script or self.fleet.script]
+        command = [sys.executable, "-m", "holdfast.run", *line, script or self.job_agents.script]
         with screen.open("wb") as file:
-            program = self.desk.start(
+            program = self.login_host.start(
                 command, cwd=cwd or self.folder, env={**self.variables(), **(env or {})}, stdout=file
             )
-        agent = Agent(self.desk, program, screen)
-        self.fleet.agents.append(agent)
+        agent = Agent(self.login_host, program, screen)
+        self.job_agents.agents.append(agent)
         return agent
 
     def variables(self) -> dict[str, str]:
-        """The user's environment at the desk."""
+        """The user's environment at the login_host."""
         return {
             "PATH": f"{self.folder / 'bin'}:{os.environ['PATH']}",
             "PET_LOG_DIR": str(self.folder / "logs"),
@@ -184,12 +184,12 @@ class Yard:
         hosts = [self.hosts[number] for number in numbers or range(1, self.count + 2)]
         until(
             lambda: not any(self.left(host) for host in hosts),
-            lambda: f"{ {host.name: self.left(host) for host in hosts} } to end\n{self.fleet.story()}",
+            lambda: f"{ {host.name: self.left(host) for host in hosts} } to end\n{self.job_agents.story()}",
             limit_s,
         )
 
 
 @contextmanager
-def make_yard(count: int, folder: Path) -> Iterator[Yard]:
+def make_yard(count: int, folder: Path) -> Iterator[SshHosts]:
     with PretendHosts(count + 1, folder / "hosts") as hosts:
-        yield Yard(hosts, count, folder)
+        yield SshHosts(hosts, count, folder)

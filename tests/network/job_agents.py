@@ -129,7 +129,7 @@ class Agent:
         until(lambda: text in self.text, lambda: f"{text!r} on {self.host.name}:\n{self.text}", limit_s)
 
 
-class Fleet:
+class JobAgents:
     """A folder on the shared disk, and the agents of one job."""
 
     def __init__(self, hosts: PretendHosts, folder: Path) -> None:
@@ -243,7 +243,7 @@ class Fleet:
         return "\n".join([f"now {time.monotonic():.2f}", *lines, *screens])
 
 
-def workers_on(job: Fleet, number: int) -> list[bytes]:
+def workers_on(job: JobAgents, number: int) -> list[bytes]:
     """The command lines of the workers there: the agent has the script on its line as well, but more before it."""
     found = []
     for pid in job.hosts[number].pids():
