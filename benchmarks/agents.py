@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 
 from holdfast.agent import commands as do
-from holdfast.agent.agent_machine import AgentMachine
+from holdfast.agent.agent import Agent
 from holdfast.agent.events import Dialed, DialFailed, Event, LinkLost, NodePrepared, Received, Signalled
 from holdfast.protocol.errors import HoldfastError
 from holdfast.protocol.messages import Assign
@@ -57,7 +57,7 @@ class FormingAgent:
         self._rendezvous = RendezvousClient(options, simple_judge, Journal(None), lambda _: None)
         self._link: CoordinatorLink | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._driver: Driver[Event, do.Command] = Driver(AgentMachine(node, limits, loop.time()), Tick(), self._execute)
+        self._driver: Driver[Event, do.Command] = Driver(Agent(node, limits, loop.time()), Tick(), self._execute)
 
     async def form(self) -> Assign:
         """This agent's place in the world, once every node is prepared. Raises FormationError."""

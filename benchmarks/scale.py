@@ -34,8 +34,8 @@ from typing import Any
 from benchmarks.harness import cpu_s
 from benchmarks.simulated import judge
 from holdfast.authority.voters import Voters
-from holdfast.coordinator.coordinator_machine import Coordinator
-from holdfast.coordinator.coordinator_state import StepDown
+from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.coordinator_commands import StepDown
 from holdfast.protocol.charter import NO_CHARTER, Renew, Renewed, Seat, Succession
 from holdfast.protocol.codec import decode_from_coordinator
 from holdfast.protocol.messages import (

@@ -17,16 +17,16 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from random import Random
 
-from holdfast.coordinator import coordinator_state as cstate
+from holdfast.coordinator import coordinator_commands as cdo
 from holdfast.protocol.policy import Note, Tick
 from holdfast.agent import commands as do
 from holdfast.agent import events as ev
-from holdfast.agent.agent_machine import AgentMachine
-from holdfast.agent.agent_state import Work
-from holdfast.coordinator.coordinator_state import Event, Heard, LinkClosed, LinkOpened
+from holdfast.agent.agent import Agent
+from holdfast.agent.local_generation import Work
+from holdfast.coordinator.coordinator_events import Event, Heard, LinkClosed, LinkOpened
 from holdfast.authority.sole import Sole
-from holdfast.coordinator.coordinator_machine import Coordinator
-from holdfast.coordinator.coordinator_state import Phase
+from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.world import Phase
 from holdfast.protocol.outcome import Evidence, Failure, Verdict
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec
 from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator
@@ -87,7 +87,7 @@ class Node:
         self.link = number
         self.host = f"node{number}"
         spec = NodeSpec(member=f"{self.host}#{number:08x}", host=self.host, nproc=1, hosts_coordinator=number == 1)
-        self.machine = AgentMachine(spec, Limits(), play.clock.now)
+        self.machine = Agent(spec, Limits(), play.clock.now)
         self.alive = True
         self._generation = 0
         self._assign: Assign | None = None
@@ -214,9 +214,9 @@ class Play:
         self.given.append(Given(self._chapter, self.clock.now, link, data, event))
         for command in self._machine.handle(self.clock.now, event or Heard(link, decode_from_agent(data))):
             match command:
-                case cstate.Tell(to, message):
+                case cdo.Tell(to, message):
                     self._down(to, message)
-                case cstate.DropLink() | cstate.Conclude():
+                case cdo.DropLink() | cdo.Conclude():
                     raise AssertionError(f"the coordinator is not to do this here: {command}")
         deadline = self._machine.next_deadline()
         if deadline is not None and (self._armed_s is None or deadline < self._armed_s):
@@ -275,7 +275,7 @@ def replay(play: Play, *, codec: bool) -> dict[str, float]:
         for index, each in numbered:
             event = (each.event or Heard(each.link, decode_from_agent(each.data))) if codec else decoded[index]
             for command in machine.handle(each.now, event):
-                if codec and isinstance(command, cstate.Tell):
+                if codec and isinstance(command, cdo.Tell):
                     encode(command.message)
             machine.next_deadline()
         spent[name] = time.process_time() - began_s

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from holdfast.agent import commands as do
 from holdfast.agent import events as ev
-from holdfast.agent.agent_machine import AgentMachine
+from holdfast.agent.agent import Agent
 from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind
 from holdfast.protocol.policy import Limits, NodeSpec, Tick
@@ -46,7 +46,7 @@ class AgentHarness:
 
     def __init__(self) -> None:
         self.now = 0.0
-        self.machine = AgentMachine(NodeSpec(member="a#1", host="a", nproc=NPROC), LIMITS, self.now)
+        self.machine = Agent(NodeSpec(member="a#1", host="a", nproc=NPROC), LIMITS, self.now)
         self.done: list[do.Command] = []
         """What the latest event brought about."""
 

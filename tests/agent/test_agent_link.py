@@ -8,8 +8,9 @@ import pytest
 from msgspec import structs
 
 from holdfast.agent import events as ev
-from holdfast.agent.agent_state import Link, Work
+from holdfast.agent.agent import Link
 from holdfast.agent.commands import Exit, HangUp, KillTree, ReleaseWorkers, SignalWorkers
+from holdfast.agent.local_generation import Work
 from holdfast.protocol import messages as msg
 from holdfast.protocol.policy import NodeSpec, Note, Tick
 from tests.agent.agent_harness import (

@@ -9,7 +9,7 @@ from msgspec import structs
 
 from holdfast.agent import commands as do
 from holdfast.agent import events as ev
-from holdfast.agent.agent_state import Work
+from holdfast.agent.local_generation import Work
 from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import OutcomeKind
 from holdfast.protocol.policy import Limits, Tick

@@ -7,7 +7,6 @@ import signal
 import pytest
 from msgspec import structs
 
-from holdfast.agent.agent_state import Work
 from holdfast.agent.commands import (
     Exit,
     HoldWorkers,
@@ -30,6 +29,7 @@ from holdfast.agent.events import (
     WorkerRaised,
     WorkersHeld,
 )
+from holdfast.agent.local_generation import Work
 from holdfast.protocol.errors import EXIT_REQUEUE
 from holdfast.protocol.messages import (
     DrainTo,

@@ -8,8 +8,8 @@ import pytest
 from msgspec import structs
 
 from holdfast.agent import events as ev
-from holdfast.agent.agent_state import Work
 from holdfast.agent.commands import HangUp, Say
+from holdfast.agent.local_generation import Work
 from holdfast.protocol import messages as msg
 from holdfast.protocol.policy import PINGS_PER_SUSPENSION, Note
 from tests.agent.agent_harness import LIMITS, AgentHarness, able, assign, idle, killed, running, survivor

@@ -8,7 +8,8 @@ import pytest
 from msgspec import structs
 
 from holdfast.authority.voter_events import NoWitness, WitnessOpened
-from holdfast.coordinator.coordinator_state import Heard, LinkOpened, Phase
+from holdfast.coordinator.coordinator_events import Heard, LinkOpened
+from holdfast.coordinator.world import Phase
 from holdfast.protocol import messages as msg
 from holdfast.protocol.charter import CharterPosition
 from holdfast.protocol.outcome import Outcome, OutcomeKind

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from holdfast.authority.leased import Leased
-from holdfast.coordinator.coordinator_machine import Coordinator
-from holdfast.coordinator.coordinator_state import Command, Heard, LinkOpened, Tell
+from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.coordinator_commands import Command, Tell
+from holdfast.coordinator.coordinator_events import Heard, LinkOpened
 from holdfast.protocol.messages import Assign, Join, Ping, Pong
 from holdfast.protocol.outcome import Verdict
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from holdfast.coordinator.coordinator_state import Heard, LinkClosed, Phase, StepDown
+from holdfast.coordinator.coordinator_commands import StepDown
+from holdfast.coordinator.coordinator_events import Heard, LinkClosed
+from holdfast.coordinator.world import Phase
 from holdfast.protocol.charter import Renewed
 from holdfast.protocol.messages import Stopped
 from tests.authority.test_voters import VotersHarness

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from msgspec import structs
 
-from holdfast.coordinator.coordinator_state import Heard, LinkClosed, Phase
+from holdfast.coordinator.coordinator_events import Heard, LinkClosed
+from holdfast.coordinator.world import Phase
 from holdfast.protocol import messages as msg
 from holdfast.protocol.charter import Charter, LedFrom, Succession
 from tests.authority.test_voters import VotersHarness, charter_of, node

@@ -11,19 +11,10 @@ from msgspec import structs
 from holdfast.authority import succeeded
 from holdfast.authority.voter_events import Deposed, ProveCaller, ProveVoterGone, VoterGone, WitnessOpened
 from holdfast.authority.voters import Voters
-from holdfast.coordinator.coordinator_machine import Coordinator
-from holdfast.coordinator.coordinator_state import (
-    Command,
-    Conclude,
-    DropLink,
-    Event,
-    Heard,
-    LinkClosed,
-    LinkOpened,
-    Phase,
-    StepDown,
-    Tell,
-)
+from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.coordinator_commands import Command, Conclude, DropLink, StepDown, Tell
+from holdfast.coordinator.coordinator_events import Event, Heard, LinkClosed, LinkOpened
+from holdfast.coordinator.world import Phase
 from holdfast.protocol import messages as msg
 from holdfast.protocol.charter import (
     NO_CHARTER,

@@ -8,15 +8,9 @@ from typing import Any, TypeVar
 import msgspec
 
 from holdfast.authority.sole import Sole
-from holdfast.coordinator.coordinator_machine import Coordinator
-from holdfast.coordinator.coordinator_state import (
-    Conclude,
-    DropLink,
-    Event,
-    Heard,
-    LinkOpened,
-    Tell,
-)
+from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.coordinator_commands import Conclude, DropLink, Tell
+from holdfast.coordinator.coordinator_events import Event, Heard, LinkOpened
 from holdfast.coordinator.ending import Judge
 from holdfast.extension_list import EXTENSIONS
 from holdfast.protocol import messages as msg

@@ -6,8 +6,10 @@ import pytest
 from msgspec import structs
 
 from holdfast.coordinator.admission import LAST_WORDS_S, Admission, Admit, Deny
-from holdfast.coordinator.coordinator_state import Heard, LinkOpened, Member, Phase, Tell
+from holdfast.coordinator.coordinator_commands import Tell
+from holdfast.coordinator.coordinator_events import Heard, LinkOpened
 from holdfast.coordinator.membership import LINKS_PER_ADDRESS_MAX, Liveness
+from holdfast.coordinator.world import Member, Phase
 from holdfast.protocol import messages as msg
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
 from tests.coordinator.coordinator_harness import LIMITS, CoordinatorHarness, running

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.coordinator.coordinator_state import LinkClosed, LinkOpened, Phase
+from holdfast.coordinator.coordinator_events import LinkClosed, LinkOpened
+from holdfast.coordinator.world import Phase
 from holdfast.protocol import messages as msg
 from holdfast.protocol.policy import NodeSpec
 from tests.coordinator.coordinator_harness import LIMITS, CoordinatorHarness, running, two_of_three

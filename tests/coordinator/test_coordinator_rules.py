@@ -5,11 +5,8 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from holdfast.coordinator.coordinator_state import (
-    LinkClosed,
-    LinkOpened,
-    Phase,
-)
+from holdfast.coordinator.coordinator_events import LinkClosed, LinkOpened
+from holdfast.coordinator.world import Phase
 from holdfast.diagnosis.causes import judge
 from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import Failure, OutcomeKind

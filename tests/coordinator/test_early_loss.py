@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from holdfast.coordinator.coordinator_state import Heard, LinkOpened, Phase
+from holdfast.coordinator.coordinator_events import Heard, LinkOpened
+from holdfast.coordinator.world import Phase
 from holdfast.protocol import messages as msg
 from holdfast.protocol.policy import NodeSpec, Tick
 from holdfast.protocol.train_contract import Survive

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 from msgspec import structs
 
-from holdfast.coordinator.coordinator_state import LEFT_MAX, World
 from holdfast.coordinator.ending import UNBOUNDED, Again, Budget, GiveUp, Retry, after_stop, previous_end
 from holdfast.coordinator.incident import Incident, Incidents
+from holdfast.coordinator.world import LEFT_MAX, World
 from holdfast.protocol.messages import StopReason
 from holdfast.protocol.outcome import Evidence, Failure, Outcome, OutcomeKind, Verdict
 from holdfast.protocol.policy import Limits

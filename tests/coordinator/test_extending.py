@@ -8,8 +8,9 @@ from typing import Any
 import msgspec
 import pytest
 
-from holdfast.coordinator.coordinator_state import LinkOpened, Phase
+from holdfast.coordinator.coordinator_events import LinkOpened
 from holdfast.coordinator.extending import OPEN_MAX
+from holdfast.coordinator.world import Phase
 from holdfast.protocol import messages as msg
 from holdfast.protocol.extension import (
     Announce,

@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from holdfast.coordinator.coordinator_state import World
 from holdfast.coordinator.formation import (
     Candidate,
     Decision,
@@ -22,6 +21,7 @@ from holdfast.coordinator.formation import (
     offers,
     seat,
 )
+from holdfast.coordinator.world import World
 from holdfast.protocol.policy import HeldStates, JobSpec, Limits, NodeSpec
 
 LIMITS = Limits(join_s=600.0, settle_s=2.0, last_call_s=30.0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.coordinator.coordinator_state import LinkClosed
+from holdfast.coordinator.coordinator_events import LinkClosed
 from holdfast.protocol import messages as msg
 from holdfast.protocol.policy import HeldStates
 from tests.coordinator.coordinator_harness import regrouping, running

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.coordinator.coordinator_state import Phase
+from holdfast.coordinator.world import Phase
 from holdfast.protocol.messages import Held, ReplacementReady, WorkersFailed
 from holdfast.protocol.outcome import Failure
 from tests.coordinator.coordinator_harness import CoordinatorHarness

@@ -9,8 +9,8 @@ import pytest
 from msgspec import structs
 
 from holdfast.coordinator.complaints import AGREED_S, REASON_S
-from holdfast.coordinator.coordinator_state import Phase
 from holdfast.coordinator.monitor import EVIDENCE_S, STACKS_AFTER_TIMEOUT_S
+from holdfast.coordinator.world import Phase
 from holdfast.protocol import messages as msg
 from holdfast.protocol.errors import EXIT_HUNG
 from holdfast.protocol.outcome import Evidence, Failure, OutcomeKind

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from holdfast.coordinator.coordinator_state import LinkClosed, Phase
+from holdfast.coordinator.coordinator_events import LinkClosed
+from holdfast.coordinator.world import Phase
 from holdfast.protocol.messages import (
     DrainTo,
     Held,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from holdfast.coordinator.admission import Versions
-from holdfast.coordinator.coordinator_state import LinkClosed, LinkOpened
+from holdfast.coordinator.coordinator_events import LinkClosed, LinkOpened
 from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import OutcomeKind
 from holdfast.protocol.policy import NodeSpec

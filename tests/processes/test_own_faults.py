@@ -40,7 +40,7 @@ machine.{kind}.handle = broken
 
 
 @pytest.mark.parametrize("calls", [1, 4, 8])
-@pytest.mark.parametrize(("part", "kind"), [("agent", "AgentMachine"), ("coordinator", "Coordinator")])
+@pytest.mark.parametrize(("part", "kind"), [("agent", "Agent"), ("coordinator", "Coordinator")])
 def test_a_broken_invariant_ends_the_agent(job_folder, part: str, kind: str, calls: int) -> None:
     script = job_folder.script("child()\nmeet()\nhold()")
     program = job_folder.changed(BROKEN.format(part=part, kind=kind, calls=calls))
@@ -71,7 +71,7 @@ def test_a_dead_name_server_does_not_hold_up_the_end(job_folder) -> None:
 
 
 POISONED = """
-from holdfast.coordinator import coordinator_machine as machine
+from holdfast.coordinator import coordinator as machine
 from holdfast.protocol.messages import Leave
 
 handle = machine.Coordinator.handle
@@ -109,7 +109,7 @@ BROKEN_VIEWS = """
 def broken(*_, **__):
     raise RuntimeError("the test broke it")
 
-from holdfast.coordinator.coordinator_machine import Coordinator
+from holdfast.coordinator.coordinator import Coordinator
 Coordinator.view = broken
 from holdfast.runtime.node_extension import Node
 Node.view = broken

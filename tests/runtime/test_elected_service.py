@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 
 from holdfast.authority.leased import Leased
-from holdfast.coordinator.coordinator_machine import Coordinator
+from holdfast.coordinator.coordinator import Coordinator
 from holdfast.journal import Journal
 from holdfast.protocol.messages import (
     Assign,

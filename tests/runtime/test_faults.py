@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from holdfast.authority.sole import Sole
-from holdfast.coordinator.coordinator_machine import Coordinator
+from holdfast.coordinator.coordinator import Coordinator
 from holdfast.journal import Journal
 from holdfast.protocol.errors import BindingError, HoldfastError, InternalError, PlatformError
 from holdfast.protocol.messages import FromAgent, FromCoordinator, Join, Joined, Leave, Ping, Pong

@@ -11,7 +11,7 @@ from msgspec import structs
 
 from holdfast.agent.voter import AskVote, PolledCame, PollFailed, Unlinked, VoterState
 from holdfast.authority.voter_events import Deposed
-from holdfast.coordinator.coordinator_state import Phase
+from holdfast.coordinator.world import Phase
 from holdfast.journal import Journal
 from holdfast.protocol.charter import Charter, CharterPosition, Poll, Polled, Renew, Seat
 from holdfast.protocol.errors import CoordinatorUnreachableError, PortInUseError, RefusedError

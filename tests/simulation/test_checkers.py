@@ -9,13 +9,13 @@ from random import Random
 import pytest
 from msgspec import structs
 
-from holdfast.agent.agent_machine import AgentMachine
+from holdfast.agent.agent import Agent
 from holdfast.agent.commands import Command as AgentCommand
 from holdfast.agent.events import Event, Received
 from holdfast.authority.sole import Sole
-from holdfast.coordinator.coordinator_machine import Coordinator
-from holdfast.coordinator.coordinator_state import Command, Tell
-from holdfast.coordinator.coordinator_state import Event as CoordinatorEvent
+from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.coordinator_commands import Command, Tell
+from holdfast.coordinator.coordinator_events import Event as CoordinatorEvent
 from holdfast.protocol.messages import Assign, Finish
 from holdfast.protocol.policy import Limits, NodeSpec
 from tests.support.simulator.checkers import BrokenPromiseError, WorldChecker
@@ -191,7 +191,7 @@ def test_a_rank_given_twice_is_found() -> None:
     assert "assigned" in story, "and how it came to this"
 
 
-class DeafAgent(AgentMachine):
+class DeafAgent(Agent):
     """Does not hear that the job is over, and never gives up."""
 
     def handle(self, now: float, event: Event) -> list[AgentCommand]:
@@ -201,7 +201,7 @@ class DeafAgent(AgentMachine):
         return super().handle(now, event)
 
 
-class HastyAgent(AgentMachine):
+class HastyAgent(Agent):
     """Asks for a Tick that it has just been given."""
 
     def next_deadline(self) -> float | None:
@@ -209,16 +209,16 @@ class HastyAgent(AgentMachine):
         return None if due is None else 1.5
 
 
-class FearlessAgent(AgentMachine):
+class FearlessAgent(Agent):
     """Goes on without a word from the coordinator."""
 
     def _fence_at_s(self) -> float:
         return float("inf")
 
 
-def cluster_of(kind: type[AgentMachine], seed: int, nodes: int, options: SimOptions) -> SimCluster:
+def cluster_of(kind: type[Agent], seed: int, nodes: int, options: SimOptions) -> SimCluster:
     class Cluster(SimCluster):
-        def agent_machine(self, node: NodeSpec) -> AgentMachine:
+        def agent_machine(self, node: NodeSpec) -> Agent:
             return kind(node, self.limits, self.clock.now)
 
     return Cluster(seed, nodes, options)
@@ -232,7 +232,7 @@ def cluster_of(kind: type[AgentMachine], seed: int, nodes: int, options: SimOpti
         pytest.param(FearlessAgent, FAULTY, "still runs generation", id="an agent without a fence"),
     ],
 )
-def test_a_broken_agent_is_found(kind: type[AgentMachine], options: SimOptions, found: str) -> None:
+def test_a_broken_agent_is_found(kind: type[Agent], options: SimOptions, found: str) -> None:
     assert found in first_broken_promise(lambda seed: cluster_of(kind, seed, 3, options))
 
 

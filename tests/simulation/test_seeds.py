@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from holdfast.agent.agent_machine import AgentMachine
+from holdfast.agent.agent import Agent
 from holdfast.agent.voter import Voter
-from holdfast.coordinator.coordinator_machine import Coordinator
+from holdfast.coordinator.coordinator import Coordinator
 from holdfast.diagnosis.reference import problems
 from holdfast.protocol.policy import Limits, Note
 from tests.support.simulator.cluster import SimCluster, SimOptions
@@ -121,7 +121,7 @@ def test_every_note_conforms(monkeypatch: pytest.MonkeyPatch) -> None:
 
         monkeypatch.setattr(machine, "handle", listen)
 
-    listening(AgentMachine, "agent.")
+    listening(Agent, "agent.")
     listening(Coordinator, "coordinator.")
     listening(Voter, "agent.")
     for path in SCENARIOS:

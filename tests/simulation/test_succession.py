@@ -15,7 +15,7 @@ import pytest
 
 from holdfast.agent.voter import Voter, VoterState
 from holdfast.authority.voters import Voters
-from holdfast.coordinator.coordinator_state import Command
+from holdfast.coordinator.coordinator_commands import Command
 from holdfast.coordinator.formation import Gathering
 from holdfast.coordinator.previous_generation import Spared
 from holdfast.protocol.charter import Charter, CharterPosition, Poll, majority

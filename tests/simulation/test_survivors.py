@@ -9,9 +9,10 @@ from math import inf
 import pytest
 from msgspec import structs
 
-from holdfast.agent.agent_machine import AgentMachine
-from holdfast.coordinator.coordinator_state import Command, Draining, Tell, World
+from holdfast.agent.agent import Agent
+from holdfast.coordinator.coordinator_commands import Command, Tell
 from holdfast.coordinator.regrouping import Plan, Regrouping
+from holdfast.coordinator.world import Draining, World
 from holdfast.protocol.messages import Assign, Regroup
 from holdfast.protocol.policy import Limits, NodeSpec
 from holdfast.protocol.train_contract import Survive
@@ -118,7 +119,7 @@ def test_survivors_beside_a_node_that_still_works_are_found() -> None:
     assert "still runs generation" in story
 
 
-class FearlessAgent(AgentMachine):
+class FearlessAgent(Agent):
     """Goes on without a word from the coordinator."""
 
     def _fence_at_s(self) -> float:
@@ -126,7 +127,7 @@ class FearlessAgent(AgentMachine):
 
 
 class FearlessCluster(SimCluster):
-    def agent_machine(self, node: NodeSpec) -> AgentMachine:
+    def agent_machine(self, node: NodeSpec) -> Agent:
         return FearlessAgent(node, self.limits, self.clock.now)
 
 

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import pytest
 from msgspec import structs
 
-from holdfast.agent.agent_state import Work
 from holdfast.agent.events import (
     Event,
     FailureRead,
@@ -28,6 +27,7 @@ from holdfast.agent.events import (
     WorkerEnded,
     WorkersAble,
 )
+from holdfast.agent.local_generation import Work
 from holdfast.diagnosis.causes.find import cause_of
 from holdfast.journal import Journal
 from holdfast.protocol.messages import Assign, Start

@@ -257,7 +257,7 @@ def test_test_file_names_are_unique() -> None:
 
 
 def test_a_name_means_one_module() -> None:
-    """Packages that lie at one level have no two modules of one name: `machine.py` says nothing, `agent_machine.py` does.
+    """Packages that lie at one level have no two modules of one name: `machine.py` says nothing, `hang_detector.py` does.
     Each extension has the same files: there the name of the folder says what it is about."""
     found: dict[tuple[int, str], list[str]] = {}
     for path in python_files("src"):
@@ -266,27 +266,18 @@ def test_a_name_means_one_module() -> None:
     assert not {name: places for name, places in found.items() if len(places) > 1}
 
 
-def methods_of(name: str) -> set[str]:
-    """Of the only class of this name."""
-    (found,) = [
-        node
+def test_each_machine_is_one_class() -> None:
+    """What follows from an event is in one place: the coordinator and the agent have no base and no subclass. Who may
+    decide is an argument of the coordinator (`coordinator/authority.py`)."""
+    machines = {"Coordinator", "Agent"}
+    classes = [
+        (place(path, node.lineno), node.name, set(map(ast.unparse, node.bases)))
         for path in python_files("src")
         for node in ast.walk(tree(path))
-        if isinstance(node, ast.ClassDef) and node.name == name
+        if isinstance(node, ast.ClassDef)
     ]
-    return {each.name for each in found.body if isinstance(each, Function)}
-
-
-def test_no_method_of_the_coordinator_is_overridden() -> None:
-    """Who may decide is an argument of it (`coordinator/authority.py`): what follows from an event is in one place."""
-    subclasses = [
-        place(path, node.lineno)
-        for path in python_files("src")
-        for node in ast.walk(tree(path))
-        if isinstance(node, ast.ClassDef) and "Coordinator" in map(ast.unparse, node.bases)
-    ]
-    assert not subclasses
-    assert not methods_of("Coordinator") & methods_of("CoordinatorActs")
+    assert {name for _, name, _ in classes} >= machines
+    assert not [where for where, name, bases in classes if bases & machines or (name in machines and bases)]
 
 
 RETIRED = re.compile(

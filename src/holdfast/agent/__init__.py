@@ -1,1 +1,1 @@
-"""One node's agent as a pure state machine. Start reading at `agent_machine.py`."""
+"""One node's agent as a pure state machine. Start reading at `agent.py`."""

@@ -13,8 +13,9 @@ from math import inf
 from msgspec import structs
 
 from holdfast.authority.voter_events import ProveVoterGone
-from holdfast.coordinator.coordinator_state import Command, Member, Tell, World
+from holdfast.coordinator.coordinator_commands import Command, Tell
 from holdfast.coordinator.formation import FENCE
+from holdfast.coordinator.world import Member, World
 from holdfast.protocol.charter import (
     NO_CHARTER,
     NODES_MAX,

@@ -10,9 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 from math import inf
 
 from holdfast.coordinator.authority import Facts, Learned, PreviousLeader
-from holdfast.coordinator.coordinator_state import Command, Event, Member, StepDown
+from holdfast.coordinator.coordinator_commands import Command, StepDown
+from holdfast.coordinator.coordinator_events import Event
 from holdfast.coordinator.formation import Gathering
 from holdfast.coordinator.previous_generation import Spared
+from holdfast.coordinator.world import Member
 from holdfast.protocol.messages import Join
 from holdfast.protocol.policy import Limits
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from math import inf
 
-from holdfast.coordinator.coordinator_state import is_local
+from holdfast.coordinator.world import is_local
 from holdfast.protocol.charter import Charter, LedFrom, Seat
 from holdfast.protocol.policy import Limits, NodeSpec
 

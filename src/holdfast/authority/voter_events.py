@@ -5,7 +5,8 @@ No command has an answer: its effects arrive as events.
 
 from __future__ import annotations
 
-from holdfast.coordinator.coordinator_state import AuthorityCommand, AuthorityEvent
+from holdfast.coordinator.coordinator_commands import AuthorityCommand
+from holdfast.coordinator.coordinator_events import AuthorityEvent
 from holdfast.protocol.charter import Seat
 from holdfast.protocol.messages import Supersede
 

@@ -26,21 +26,11 @@ from holdfast.coordinator.authority import (
     PreviousLeader,
     Spares,
 )
-from holdfast.coordinator.coordinator_state import (
-    Command,
-    Conclude,
-    DropLink,
-    Event,
-    Heard,
-    LinkClosed,
-    Member,
-    Phase,
-    StepDown,
-    Tell,
-    World,
-)
+from holdfast.coordinator.coordinator_commands import Command, Conclude, DropLink, StepDown, Tell
+from holdfast.coordinator.coordinator_events import Event, Heard, LinkClosed
 from holdfast.coordinator.formation import Gathering
 from holdfast.coordinator.previous_generation import Spared
+from holdfast.coordinator.world import Member, Phase, World
 from holdfast.protocol.charter import (
     NO_CHARTER,
     VOTERS_MIN,

@@ -1,1 +1,1 @@
-"""The coordinator of a job as a pure state machine. Start reading at `coordinator_machine.py`."""
+"""The coordinator of a job as a pure state machine. Start reading at `coordinator.py`."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from holdfast.coordinator.coordinator_state import Member, names
+from holdfast.coordinator.world import Member, names
 from holdfast.protocol.messages import Join
 from holdfast.protocol.policy import WORKERS_PER_NODE_MAX, JobSpec, NodeSpec
 

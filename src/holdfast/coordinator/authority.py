@@ -14,11 +14,13 @@ from typing import Protocol
 
 from msgspec import Struct
 
-from holdfast.coordinator.coordinator_state import Command, Event, Member, Phase, StepDown, World
+from holdfast.coordinator.coordinator_commands import Command, StepDown
+from holdfast.coordinator.coordinator_events import Event
 from holdfast.coordinator.ending import Budget
 from holdfast.coordinator.formation import Gathering
 from holdfast.coordinator.membership import HostBackoff
 from holdfast.coordinator.previous_generation import PreviousGeneration, Spared
+from holdfast.coordinator.world import Member, Phase, World
 from holdfast.protocol.charter import Charter
 from holdfast.protocol.messages import Join
 from holdfast.protocol.outcome import Outcome

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 from msgspec import Struct, structs
 
-from holdfast.coordinator.coordinator_state import World
 from holdfast.coordinator.incident import Incident
 from holdfast.coordinator.membership import HostBackoff
+from holdfast.coordinator.world import World
 from holdfast.protocol.errors import EXIT_NO_PROGRESS, EXIT_REQUEUE, JoinTimeoutError, NodesError
 from holdfast.protocol.messages import Notice, StopReason, Waiting
 from holdfast.protocol.outcome import Evidence, Outcome, OutcomeKind, Verdict, job_exit_code

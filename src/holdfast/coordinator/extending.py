@@ -12,7 +12,8 @@ from typing import TypeVar
 
 import msgspec
 
-from holdfast.coordinator.coordinator_state import Command, Member, Tell
+from holdfast.coordinator.coordinator_commands import Command, Tell
+from holdfast.coordinator.world import Member
 from holdfast.protocol import codec
 from holdfast.protocol.extension import (
     AnswerRequest,

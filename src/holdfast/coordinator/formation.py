@@ -9,7 +9,7 @@ from math import inf
 
 from msgspec import Struct
 
-from holdfast.coordinator.coordinator_state import Member, World, is_local
+from holdfast.coordinator.world import Member, World, is_local
 from holdfast.protocol.messages import Assign
 from holdfast.protocol.policy import HeldStates, JobSpec, Limits, NodeSpec
 from holdfast.text import spans

@@ -13,7 +13,7 @@ from math import inf
 
 from msgspec import structs
 
-from holdfast.coordinator.coordinator_state import Member, PendingLink
+from holdfast.coordinator.world import Member, PendingLink
 from holdfast.protocol.charter import HOSTS_MAX, HostRecord
 from holdfast.protocol.policy import Limits, NodeSpec
 

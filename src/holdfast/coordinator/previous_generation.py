@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from msgspec import Struct
 
-from holdfast.coordinator.coordinator_state import Member, World
+from holdfast.coordinator.world import Member, World
 from holdfast.protocol.charter import LedFrom
 from holdfast.protocol.messages import Join, Running
 from holdfast.protocol.policy import JobSpec, NodeSpec

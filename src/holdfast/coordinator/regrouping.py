@@ -13,18 +13,12 @@ from math import inf
 
 from msgspec import Struct
 
-from holdfast.coordinator.coordinator_state import (
-    Command,
-    Draining,
-    Member,
-    Phase,
-    Tell,
-    World,
-)
+from holdfast.coordinator.coordinator_commands import Command, Tell
 from holdfast.coordinator.ending import Budget, GiveUp
 from holdfast.coordinator.incident import Incident, Incidents, how
 from holdfast.coordinator.membership import Membership
 from holdfast.coordinator.replacements import Replacements
+from holdfast.coordinator.world import Draining, Member, Phase, World
 from holdfast.protocol.extension import EndGeneration
 from holdfast.protocol.messages import (
     Able,

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from math import inf
 
-from holdfast.coordinator.coordinator_state import Member, World
 from holdfast.coordinator.ending import Budget, GiveUp
 from holdfast.coordinator.membership import Membership
+from holdfast.coordinator.world import Member, World
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.policy import Limits
 

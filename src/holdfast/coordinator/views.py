@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from holdfast.coordinator.coordinator_state import Member, Phase, World
 from holdfast.coordinator.membership import Membership
 from holdfast.coordinator.monitor import Monitor
 from holdfast.coordinator.throughput import RankThroughput, Throughput
+from holdfast.coordinator.world import Member, Phase, World
 from holdfast.protocol.policy import JobSpec
 from holdfast.protocol.rank_progress import Finding, JobView, NodeView, RankView, Standing
 

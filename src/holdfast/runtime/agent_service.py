@@ -1,6 +1,6 @@
 """The agent's shell: one node's part in a job, from the resolved options to the exit code.
 
-    run_job ── AgentService ── Driver(AgentMachine)
+    run_job ── AgentService ── Driver(Agent)
                   │  ├── WorkerGroup        workers, store, supervisor
                   │  └── RendezvousClient   link to the coordinator, or the coordinator if hosted here
                   └── Console, LogRouter, Journal, RunFolder
@@ -22,7 +22,7 @@ from typing import Any
 
 from msgspec import Struct, json
 
-from holdfast.agent.agent_machine import AgentMachine
+from holdfast.agent.agent import Agent
 from holdfast.agent.commands import (
     Command,
     ContinueWorkers,
@@ -291,7 +291,7 @@ class AgentService:
         )
         async with asyncio.TaskGroup() as tasks:
             self._tasks = tasks
-            machine = AgentMachine(node, self._options.limits, self._loop.time())
+            machine = Agent(node, self._options.limits, self._loop.time())
             worker_group = WorkerGroup(
                 self._options,
                 self._supervisor,
@@ -336,7 +336,7 @@ class AgentService:
         return outcome
 
     def _make_extensions(
-        self, machine: AgentMachine, node: NodeSpec, group: WorkerGroup, tasks: asyncio.TaskGroup
+        self, machine: Agent, node: NodeSpec, group: WorkerGroup, tasks: asyncio.TaskGroup
     ) -> NodeExtensions:
         own = Node(
             machine,
@@ -375,7 +375,7 @@ class AgentService:
             self._extensions.gone()
         self._driver.feed(event)
 
-    def _after_event(self, machine: AgentMachine) -> None:
+    def _after_event(self, machine: Agent) -> None:
         assert self._worker_group is not None
         self._worker_group.fence(machine.fence_at_s, machine.suspend_at_s)
         if machine.leaving is not None:

@@ -11,17 +11,9 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
-from holdfast.coordinator.coordinator_machine import Coordinator
-from holdfast.coordinator.coordinator_state import (
-    Command,
-    Conclude,
-    DropLink,
-    Event,
-    Heard,
-    LinkClosed,
-    LinkOpened,
-    Tell,
-)
+from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.coordinator_commands import Command, Conclude, DropLink, Tell
+from holdfast.coordinator.coordinator_events import Event, Heard, LinkClosed, LinkOpened
 from holdfast.inherited import raise_limit
 from holdfast.journal import Journal
 from holdfast.protocol.errors import HoldfastError

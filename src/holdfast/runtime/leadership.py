@@ -26,8 +26,8 @@ from math import inf
 from typing import NamedTuple
 
 from holdfast.authority.leased import Leased
-from holdfast.coordinator.coordinator_machine import Coordinator
-from holdfast.coordinator.coordinator_state import Command, DropLink, Tell
+from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.coordinator_commands import Command, DropLink, Tell
 from holdfast.coordinator.ending import Judge
 from holdfast.coordinator.monitor import cannot_tell
 from holdfast.detached import run_detached

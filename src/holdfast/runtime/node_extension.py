@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 import msgspec
 
-from holdfast.agent.agent_machine import AgentMachine
+from holdfast.agent.agent import Agent
 from holdfast.agent.events import Event, Received
 from holdfast.protocol import codec
 from holdfast.protocol.extension import CoordinatorHalf
@@ -45,7 +45,7 @@ class Node:
 
     def __init__(
         self,
-        machine: AgentMachine,
+        machine: Agent,
         job: JobSpec,
         node: NodeSpec,
         folder: Path | None,

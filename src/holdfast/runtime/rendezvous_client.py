@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.agent.events import Dialed, DialFailed
 from holdfast.authority.sole import Sole
-from holdfast.coordinator.coordinator_machine import Coordinator
+from holdfast.coordinator.coordinator import Coordinator
 from holdfast.coordinator.ending import Judge
 from holdfast.coordinator.monitor import cannot_tell
 from holdfast.journal import Journal

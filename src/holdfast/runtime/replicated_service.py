@@ -16,8 +16,8 @@ from holdfast.authority.voter_events import (
     WitnessOpened,
 )
 from holdfast.authority.voters import Voters
-from holdfast.coordinator.coordinator_machine import Coordinator
-from holdfast.coordinator.coordinator_state import Command, StepDown
+from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.coordinator_commands import Command, StepDown
 from holdfast.journal import Journal
 from holdfast.protocol.charter import Poll, Renew, Seat
 from holdfast.protocol.messages import FromAgent, FromCoordinator, Joined, Moved, Supersede

@@ -26,8 +26,8 @@ from holdfast.agent.voter import (
 )
 from holdfast.authority.voter_events import Deposed
 from holdfast.authority.voters import Voters
-from holdfast.coordinator.coordinator_machine import Coordinator
-from holdfast.coordinator.coordinator_state import StepDown
+from holdfast.coordinator.coordinator import Coordinator
+from holdfast.coordinator.coordinator_commands import StepDown
 from holdfast.coordinator.ending import Judge
 from holdfast.journal import Journal
 from holdfast.protocol.charter import VOTERS_MIN, Poll, Polled, Renew, Seat, Succession

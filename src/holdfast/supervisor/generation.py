@@ -17,8 +17,8 @@ from math import inf
 
 from msgspec.structs import replace
 
-from holdfast.agent.agent_state import Work
 from holdfast.agent.events import Event, RegroupRefused, ReplacementsReady, WorkerEnded, WorkersAble
+from holdfast.agent.local_generation import Work
 from holdfast.journal import Journal
 from holdfast.linux import process_stat
 from holdfast.protocol.board_layout import BOARD_VARIABLE

@@ -10,7 +10,6 @@ import asyncio
 import os
 from collections.abc import Callable, Sequence
 
-from holdfast.agent.agent_state import Work
 from holdfast.agent.events import (
     Event,
     NodePrepared,
@@ -22,6 +21,7 @@ from holdfast.agent.events import (
     WorkersHeld,
     WorkersProgress,
 )
+from holdfast.agent.local_generation import Work
 from holdfast.journal import Journal
 from holdfast.protocol.errors import HoldfastError, LogDirError, PeerError, SupervisorLostError
 from holdfast.protocol.messages import Assign, Start

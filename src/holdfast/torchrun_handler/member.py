@@ -23,7 +23,7 @@ from contextlib import suppress
 from typing import Any, NamedTuple, Protocol
 
 from holdfast.agent import commands as do
-from holdfast.agent.agent_machine import AgentMachine
+from holdfast.agent.agent import Agent
 from holdfast.agent.events import (
     DialFailed,
     Event,
@@ -155,7 +155,7 @@ class HandlerMember:
         self.regroup = False
         """Whether torchrun must stop its workers and ask for the next generation. Any thread may read it."""
         self._driver: Driver[Event, do.Command] = Driver(
-            AgentMachine(self._node(), options.limits, self._loop.time()), Tick(), self._execute
+            Agent(self._node(), options.limits, self._loop.time()), Tick(), self._execute
         )
 
     async def live(self) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.coordinator.coordinator_state import Heard, Tell
+from holdfast.coordinator.coordinator_commands import Tell
+from holdfast.coordinator.coordinator_events import Heard
 from holdfast.protocol import messages as msg
 from tests.coordinator.coordinator_harness import running
 

@@ -3,7 +3,7 @@ real job."""
 
 from __future__ import annotations
 
-from holdfast.coordinator.coordinator_state import LinkClosed
+from holdfast.coordinator.coordinator_events import LinkClosed
 from holdfast.extension_list import EXTENSIONS
 from tests.coordinator.coordinator_harness import running
 from tests.extensions.example import EXAMPLE

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from holdfast.coordinator.coordinator_state import LinkClosed
+from holdfast.coordinator.coordinator_events import LinkClosed
 from holdfast.extensions.load.coordinator import SHOWN_S_MAX
 from holdfast.extensions.load.messages import NodeLoad
 from tests.coordinator.coordinator_harness import CoordinatorHarness, running, steps

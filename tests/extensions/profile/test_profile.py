@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from holdfast.coordinator.coordinator_state import LinkClosed
+from holdfast.coordinator.coordinator_events import LinkClosed
 from holdfast.extensions.profile.messages import COLLECTED_S_MAX, Profiles, RankProfile, TakeProfiles
 from tests.coordinator.coordinator_harness import CoordinatorHarness, running
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.coordinator.coordinator_state import Phase
+from holdfast.coordinator.world import Phase
 from holdfast.extensions.save.coordinator import AGREED_S_MAX
 from holdfast.protocol import messages as msg
 from tests.coordinator.coordinator_harness import LIMITS, CoordinatorHarness, draining, preparing, running, stopping

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from holdfast.coordinator.coordinator_state import LinkClosed
+from holdfast.coordinator.coordinator_events import LinkClosed
 from holdfast.extensions.stacks.coordinator import SAMPLED_S_MAX
 from holdfast.extensions.stacks.messages import ANSWER_BYTES_MAX, Samples, TakeSamples, body_of, view_of
 from holdfast.protocol.rank_progress import Frame, RankSample, StacksView

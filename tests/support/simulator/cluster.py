@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 from holdfast.agent import commands as do
-from holdfast.coordinator import coordinator_state as cstate
+from holdfast.coordinator import coordinator_commands as cdo
 from holdfast.protocol.messages import Stop, StopReason
 from holdfast.protocol.outcome import Outcome, OutcomeKind
 from holdfast.protocol.policy import Grow, JobSpec, Limits, NodeSpec, Note, Tick
@@ -130,9 +130,9 @@ class SimCluster(World):
                     self._found_hung(self.coordinator.machine.generation)
             case do.Say(text):
                 self.log(who, f"says: {text}")
-            case cstate.DropLink(link, reason):
+            case cdo.DropLink(link, reason):
                 self.log(who, f"drops link {link}: {reason}")
-            case cstate.Conclude(outcome):
+            case cdo.Conclude(outcome):
                 self.log(who, f"concludes {outcome.kind.value}: {outcome.message}")
             case Stop(generation, StopReason.HUNG):
                 agent = self.agents.get(who)

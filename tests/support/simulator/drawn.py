@@ -11,7 +11,7 @@ from msgspec import structs
 
 from holdfast.agent import commands as do
 from holdfast.agent import events as ev
-from holdfast.agent.agent_state import Work
+from holdfast.agent.local_generation import Work
 from holdfast.protocol.messages import Answer, Assign, Extended
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.policy import NodeSpec

@@ -18,8 +18,9 @@ from holdfast.agent import events as ev
 from holdfast.agent import voter as vote
 from holdfast.authority import voter_events as votes
 from holdfast.authority.voters import Voters
-from holdfast.coordinator import coordinator_state as cstate
-from holdfast.coordinator.coordinator_machine import Coordinator
+from holdfast.coordinator import coordinator_commands as cdo
+from holdfast.coordinator import coordinator_events as cevents
+from holdfast.coordinator.coordinator import Coordinator
 from holdfast.protocol.charter import Charter, Poll, Polled, Renew, Renewed, Seat, Succession
 from holdfast.protocol.errors import CoordinatorUnreachableError
 from holdfast.protocol.messages import FromCoordinator, Joined, Moved, Supersede
@@ -208,7 +209,7 @@ class ElectingAgent(DrawnAgent):
         self.coordinator = self.world.lead(self, self.node, succession)
         self.news()
 
-    def stepped_down(self, command: cstate.StepDown) -> None:
+    def stepped_down(self, command: cdo.StepDown) -> None:
         coordinator, self.coordinator = self.coordinator, None
         assert coordinator is not None
         self.world.log(coordinator.who, f"steps down: {command.reason}")
@@ -442,9 +443,9 @@ class SimReplicated(SimCoordinator):
             self._committed = charter
             self.cluster.jobs.committed(self.number, voters.term, charter)
 
-    def _do(self, command: cstate.Command) -> None:
+    def _do(self, command: cdo.Command) -> None:
         match command:
-            case cstate.StepDown():
+            case cdo.StepDown():
                 self.agent.stepped_down(command)
             case votes.ProveCaller(call):
                 self.cluster.reach(self.host, (call.address, call.port), partial(self._found_caller, call))
@@ -487,12 +488,12 @@ class SimReplicated(SimCoordinator):
             self._links += 1
             number, end = self._links, link.a
             self._ends[number] = end
-            end.on_message = lambda message: self.handle(cstate.Heard(number, message))  # type: ignore[arg-type]
+            end.on_message = lambda message: self.handle(cevents.Heard(number, message))  # type: ignore[arg-type]
 
             def closed(reason: str) -> None:
                 self._watched.discard(host)
                 self._ends.pop(number, None)
-                self.handle(cstate.LinkClosed(number, reason))
+                self.handle(cevents.LinkClosed(number, reason))
 
             end.on_closed = closed
             self.handle(votes.WitnessOpened(number, process.seat))

@@ -2,7 +2,7 @@
 
     World           hosts by name; the endpoint is the first one's, so its agent hosts the coordinator
     SimCoordinator  a Coordinator on a host
-    SimAgent        an AgentMachine on a host; what its pretend workers do is said by a subclass
+    SimAgent        an Agent on a host; what its pretend workers do is said by a subclass
 
 Every machine's invariants are checked after every event.
 """
@@ -13,12 +13,13 @@ from typing import Any
 
 from holdfast.agent import commands as do
 from holdfast.agent import events as ev
-from holdfast.agent.agent_machine import AgentMachine
-from holdfast.agent.agent_state import Work
+from holdfast.agent.agent import Agent
+from holdfast.agent.local_generation import Work
 from holdfast.authority.sole import Sole
-from holdfast.coordinator import coordinator_state as cstate
+from holdfast.coordinator import coordinator_commands as cdo
+from holdfast.coordinator import coordinator_events as cevents
 from holdfast.coordinator.authority import Authority
-from holdfast.coordinator.coordinator_machine import Coordinator
+from holdfast.coordinator.coordinator import Coordinator
 from holdfast.extension_list import EXTENSIONS
 from holdfast.protocol.errors import CoordinatorUnreachableError
 from holdfast.protocol.messages import Answer, Assign, Extended
@@ -94,8 +95,8 @@ class World:
         self._agents += 1
         return COORDINATOR_RANK + self._agents
 
-    def agent_machine(self, node: NodeSpec) -> AgentMachine:
-        return AgentMachine(node, self.limits, self.clock.now)
+    def agent_machine(self, node: NodeSpec) -> Agent:
+        return Agent(node, self.limits, self.clock.now)
 
     def coordinator_machine(self) -> Coordinator:
         now = self.clock.now
@@ -229,17 +230,17 @@ class SimCoordinator(Shell):
         self._links += 1
         link = self._links
         self._ends[link] = end
-        end.on_message = lambda message: self.handle(cstate.Heard(link, message))  # type: ignore[arg-type]
+        end.on_message = lambda message: self.handle(cevents.Heard(link, message))  # type: ignore[arg-type]
         end.on_closed = lambda reason: self._closed(link, peer, reason)
         local = peer == self.host
         address, here = (LOOPBACK, LOOPBACK) if local else (self.world.address(peer), self.world.address(self.host))
-        self.handle(cstate.LinkOpened(link, address, here, local=local))
+        self.handle(cevents.LinkOpened(link, address, here, local=local))
         return link
 
     def _closed(self, link: int, peer: str, reason: str) -> None:
         self._ends.pop(link, None)
         self.world.link_lost(peer)
-        self.handle(cstate.LinkClosed(link, reason))
+        self.handle(cevents.LinkClosed(link, reason))
 
     def die(self, *, silent: bool) -> None:
         self.alive = False
@@ -254,16 +255,16 @@ class SimCoordinator(Shell):
             self._phase = self.machine.phase
             self.world.trace(self.who, self._phase)
 
-    def _do(self, command: cstate.Command) -> None:
+    def _do(self, command: cdo.Command) -> None:
         match command:
-            case cstate.Tell(link, message) if link in self._ends:
+            case cdo.Tell(link, message) if link in self._ends:
                 self._ends[link].send(message)
-            case cstate.DropLink(link) if link in self._ends:
+            case cdo.DropLink(link) if link in self._ends:
                 self._ends.pop(link).close()
 
 
 class SimAgent(Shell):
-    """An AgentMachine on a host, with pretend workers."""
+    """An Agent on a host, with pretend workers."""
 
     def __init__(self, world: World, node: NodeSpec) -> None:
         super().__init__(world, node.host, world.agent_machine(node), world.next_rank())

@@ -38,8 +38,8 @@ from collections.abc import Callable, Iterable
 
 from holdfast.agent import commands as do
 from holdfast.agent.events import Signalled, StoreDied
-from holdfast.coordinator import coordinator_state as cstate
-from holdfast.coordinator.coordinator_state import Phase
+from holdfast.coordinator import coordinator_commands as cdo
+from holdfast.coordinator.world import Phase
 from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.policy import Grow, JobSpec, Limits, Note
@@ -221,7 +221,7 @@ def _describe(who: str, what: object) -> str:
     match what:
         case Phase():
             return f"coordinator: {what.value}"
-        case cstate.DropLink(_, reason):
+        case cdo.DropLink(_, reason):
             return f"coordinator: drops a link: {reason}"
         case do.Send(message):
             return f"{who} > {text}" if (text := _message(message)) else ""
@@ -252,7 +252,7 @@ def _describe(who: str, what: object) -> str:
             return f"{who}: says: {text}"
         case do.Exit(outcome):
             return f"{who}: exits {_outcome(outcome)}"
-        case cstate.Tell() | Note() | cstate.Conclude() | do.Dial() | do.Prepare() | Note():
+        case cdo.Tell() | Note() | cdo.Conclude() | do.Dial() | do.Prepare() | Note():
             return ""
     return f"{who} < {text}" if (text := _message(what)) else ""
 

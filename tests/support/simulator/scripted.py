@@ -13,7 +13,7 @@ from msgspec import structs
 
 from holdfast.agent import commands as do
 from holdfast.agent import events as ev
-from holdfast.coordinator import coordinator_state as cstate
+from holdfast.coordinator import coordinator_events as cevents
 from holdfast.protocol.messages import Ask, Assign
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
@@ -205,4 +205,4 @@ class ScriptedWorld(World):
         assert self.coordinator is not None
         member = next(iter(self.coordinator.machine.members.values()))
         ask = Ask(1, question, f"holdfast {question}", about)
-        self.coordinator.handle(cstate.Heard(member.link, ask))
+        self.coordinator.handle(cevents.Heard(member.link, ask))

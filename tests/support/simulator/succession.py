@@ -13,8 +13,8 @@ from msgspec import structs
 
 from holdfast.agent import voter as vote
 from holdfast.authority.voters import Voters
-from holdfast.coordinator.coordinator_state import Phase
 from holdfast.coordinator.formation import BACK_OFF
+from holdfast.coordinator.world import Phase
 from holdfast.protocol.charter import VOTERS_MIN, Charter, Poll, Polled, Succession
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.policy import NodeSpec, Note

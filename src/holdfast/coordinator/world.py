@@ -1,7 +1,4 @@
-"""Events, commands and state of the coordinator's machine: phases, members and the current world.
-
-The shell makes the events; the machine never asks. No command has an answer: its effects arrive as events.
-"""
+"""What the coordinator keeps of the job: its phase, the members, and the generation that they form (a World)."""
 
 from __future__ import annotations
 
@@ -9,80 +6,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from msgspec import Struct
-
-from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator, StopReason
-from holdfast.protocol.outcome import Failure, Outcome
-from holdfast.protocol.policy import HeldStates, NodeSpec, Note, Tick
+from holdfast.protocol.messages import Assign, StopReason
+from holdfast.protocol.outcome import Failure
+from holdfast.protocol.policy import HeldStates, NodeSpec
 from holdfast.protocol.rank_progress import Finding, RankStory
 from holdfast.text import is_loopback, listed
-
-
-class LinkOpened(Struct, frozen=True):
-    """An agent passed the handshake. `link` is a number that the shell never uses twice."""
-
-    link: int
-    address: str
-    """The agent's address as seen from here."""
-    reached_at: str
-    """This coordinator's address to which the agent connected."""
-    local: bool = False
-    """The agent in the coordinator's own process."""
-
-
-class LinkClosed(Struct, frozen=True):
-    link: int
-    reason: str
-
-
-class Heard(Struct, frozen=True):
-    link: int
-    message: FromAgent
-
-
-class AuthorityEvent(Struct, frozen=True):
-    """Concerns the authority alone (`coordinator.authority`): what it means for the coordinator, that one says."""
-
-
-Event = LinkOpened | LinkClosed | Heard | AuthorityEvent | Tick
-
-
-class Tell(Struct, frozen=True):
-    link: int
-    message: FromCoordinator
-
-
-class DropLink(Struct, frozen=True):
-    """Close this link. The machine has already removed it; no LinkClosed must follow."""
-
-    link: int
-    reason: str
-
-
-class Conclude(Struct, frozen=True):
-    """The job is over and all agents were informed. Emitted exactly once."""
-
-    outcome: Outcome
-
-
-class StepDown(Struct, frozen=True):
-    """This coordinator has no authority any more: close all its links. The machine ignores every later event."""
-
-    reason: str
-    term: int = 0
-    address: str = ""
-    """Where the coordinator of that newer term is; empty: unknown."""
-    port: int = 0
-    aside: bool = False
-    """There is no newer one yet: this node's voter lets the others stand first."""
-
-
-class AuthorityCommand(Struct, frozen=True):
-    """An order of the authority to the shell."""
-
-
-Command = Tell | DropLink | Conclude | StepDown | AuthorityCommand | Note
-
 
 LEFT_MAX = 8
 """Of this many workers that ended with 0 the details are kept: as many as a verdict names."""
@@ -98,40 +26,6 @@ class Phase(Enum):
     """Running workers leave their generation, and wait for the start of the next one."""
     STOPPING = "stopping"
     OVER = "over"
-
-
-TRANSITIONS: dict[tuple[Phase, Phase], str] = {
-    (Phase.GATHERING, Phase.PREPARING): (
-        "the formation rule says so; Assign is sent to every member that does not know its place from Stop"
-    ),
-    (Phase.GATHERING, Phase.OVER): "too few nodes before the join deadline",
-    (
-        Phase.GATHERING,
-        Phase.RUNNING,
-    ): "a previous leader's generation is whole: every node of it came with living workers",
-    (Phase.PREPARING, Phase.RUNNING): "every member is prepared and the store has a port; Start is sent",
-    (Phase.PREPARING, Phase.GATHERING): "a member of the new world was lost or left; nothing was started yet",
-    (Phase.RUNNING, Phase.DRAINING): "a member arrived, or wants to leave and its workers ask for safe points",
-    (Phase.RUNNING, Phase.STOPPING): "a worker failed, a member was lost, left or arrived, or all stand still",
-    (Phase.RUNNING, Phase.OVER): "every rank is done",
-    (Phase.RUNNING, Phase.REGROUPING): "ranks were lost, and the others can go on without them; Regroup is sent",
-    (Phase.DRAINING, Phase.RUNNING): "a worker ended meanwhile, so no other can join: the workers are let go",
-    (
-        Phase.DRAINING,
-        Phase.REGROUPING,
-    ): "replacements join, or a node leaves, at a safe point that all can reach; or ranks were lost",
-    (Phase.REGROUPING, Phase.REGROUPING): "more ranks were lost; or those for which the others wait are ready",
-    (Phase.REGROUPING, Phase.RUNNING): "every member is prepared, and its workers wait; Start is sent",
-    (Phase.REGROUPING, Phase.STOPPING): "the workers cannot go on, or do not come in time; a member left",
-    (Phase.REGROUPING, Phase.OVER): "every rank is done",
-    (Phase.DRAINING, Phase.STOPPING): (
-        "all have left at the safe point; or no worker asks for one, one failed, a member was lost, "
-        "or it takes too long"
-    ),
-    (Phase.DRAINING, Phase.OVER): "every rank is done",
-    (Phase.STOPPING, Phase.GATHERING): "no worker of the generation is alive; another generation follows",
-    (Phase.STOPPING, Phase.OVER): "no worker of the generation is alive; the budget is spent, or please requeue",
-}
 
 
 @dataclass(slots=True)

@@ -6,16 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from holdfast.coordinator.coordinator_machine import Coordinator
-from holdfast.coordinator.coordinator_state import (
-    TRANSITIONS,
-    Event,
-    Heard,
-    LinkClosed,
-    LinkOpened,
-    Phase,
-)
+from holdfast.coordinator.coordinator import PHASES, Coordinator
+from holdfast.coordinator.coordinator_events import Event, Heard, LinkClosed, LinkOpened
 from holdfast.coordinator.formation import FENCE
+from holdfast.coordinator.world import Phase
 from holdfast.extension_list import EXTENSIONS
 from holdfast.protocol import messages as msg
 from holdfast.protocol.charter import Charter, CharterPosition, Poll, Seat
@@ -189,6 +183,9 @@ BEGINS: dict[tuple[Phase, Phase], Callable[[], CoordinatorHarness]] = {
     (Phase.REGROUPING, Phase.OVER): at_safe_point,
 }
 """Where a transition does not begin with the ordinary harness of its phase."""
+
+
+TRANSITIONS = [(before, after) for before, row in PHASES.items() for after in row.to]
 
 
 def test_the_table_is_covered() -> None:
