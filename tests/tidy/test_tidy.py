@@ -280,6 +280,22 @@ def test_each_machine_is_one_class() -> None:
     assert not [where for where, name, bases in classes if bases & machines or (name in machines and bases)]
 
 
+def test_the_scenarios_and_tests_that_comments_name_are_there() -> None:
+    """A branch that a case made necessary names the case: who changes the branch reads that first."""
+    scenarios = {path.stem for path in (ROOT / "tests" / "scenarios").glob("*.txt")}
+    tests = {path.name for path in python_files("tests")}
+    named, missing = 0, []
+    for path in python_files("src"):
+        comments = re.sub(r"\n *#", "", text(path))
+        listed = re.findall(r"\bscenarios? ((?:`\w+`(?:, )?)+)", comments)
+        found = {name for each in listed for name in re.findall(r"\w+", each)}
+        named += len(found)
+        missing += [f"{place(path)}: {name}" for name in found - scenarios]
+        missing += [f"{place(path)}: {name}" for name in set(re.findall(r"\btest_\w+\.py\b", comments)) - tests]
+    assert named > 30
+    assert not missing
+
+
 RETIRED = re.compile(
     r"(?<!time)keeper|lifeline|nurser|newborn|(?<![a-z])crew|oversight|insight|predecessor|(?<![a-z])tenure|probation|looker"
     r"|(?<![a-z])shelf|(?<![a-z])ticket|inquiry|inquest|vouched|(?<![a-z])heed|outwait",

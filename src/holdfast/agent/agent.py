@@ -382,6 +382,8 @@ class Agent:
             case NodePrepared():
                 self._on_prepared(now, event)
             case PrepareFailed(generation, code, exit_code, reason):
+                # A node that cannot take part reports that and leaves: the others form without it (scenario
+                # `cannot_prepare`).
                 if self._is_preparing(generation):
                     self._leave(f"cannot take part: {reason}")
                     self._end(Outcome(kind=OutcomeKind.REFUSED, exit_code=exit_code, code=code, message=reason))
@@ -467,6 +469,7 @@ class Agent:
             self._go(now)
         WORK[self.work].advance(self, now)
         if self._awaits_answer() and now >= self._fence_at_s():
+            # This node may be cut off, or the coordinator: another one may answer (scenario `silent_node`).
             self._out.append(HangUp("no answer"))
             self._on_link_lost(now, f"no answer for {self._lease.fence_s:g} s", silent=True)
         if self._joined and now >= self._lease.ping_at_s and not self._send_progress(now):
@@ -516,6 +519,7 @@ class Agent:
     def _advance_joining(self, now: float) -> None:
         """The link is up but this agent has not joined: join without workers, or with workers that the coordinator may
         let continue. Workers that drain reach their safe point (or their fence) first."""
+        # A generation of which a worker failed cannot be continued (scenario `not_resumed`).
         broken = self.work is Work.RUNNING and bool(
             self._current().raised or self._current().ended != self._current().done
         )
@@ -534,7 +538,9 @@ class Agent:
         return structs.replace(self._node, member=self.identity)
 
     def _awaits_answer(self) -> bool:
-        """Whether an answer to a Join or Ping is outstanding. It hangs up only when its workers are gone."""
+        """Whether an answer to a Join or Ping is outstanding. It hangs up only when its workers are gone: with one-way
+        loss the coordinator hears the end of the link at once, and would let the others go on beside workers that are
+        still being killed (succession seed 64)."""
         return self.link is Link.UP and self._join_sent_s is not None and self.work is not Work.KILLING
 
     def _on_link_lost(self, now: float, reason: str, *, silent: bool = False) -> None:
@@ -549,14 +555,17 @@ class Agent:
         if self._pending_exit is None and self.leaving is None:
             where = f" on {self._led_by}" if self._led_by else ""
             self._out.append(Say(f"lost the coordinator{where}: {reason}; trying to reach it again"))
+        # Nothing was started, so nothing has to end (scenario `coordinator_lost_while_stopping`).
         if self.work in (Work.PREPARING, Work.PREPARED):
             self._idle()
-        elif self.work is Work.REGROUPING:  # they have left the generation that another coordinator could continue
+        # They have left the generation that another coordinator could continue (scenario `survive_link_lost`).
+        elif self.work is Work.REGROUPING:
             self._kill()
         elif self.current is not None and self.current.confirmed:
             self.current.confirmed = False
             self._unconfirmed_fence_at_s = self._lease.fence_at_s
         held = self.work is Work.DRAINING and self._current().safe_point is None
+        # Nobody is left who could agree on a safe point (scenario `drain_link_lost`).
         if self.leaving is not None and (held or self.work is Work.IDLE):
             self._go(now)
         elif held:
@@ -665,16 +674,20 @@ class Agent:
             return
         current.confirmed = True
         self._note("resumed", generation=generation)
-        for local_rank in sorted(current.done):  # some may have ended since we joined
+        # The new coordinator has not heard of ranks that ended since this agent joined (scenario `resumed`).
+        for local_rank in sorted(current.done):
             self._send(WorkerDone(generation, local_rank))
+        # Else the next loss would not be survived (scenario `survive_coordinator_ends`).
         if current.able:
             self._send_able(current)
 
     def _advance_running(self, now: float) -> None:
         """Also of workers that regroup."""
         current = self._current()
+        # What finished ranks have left behind is killed at once (scenario `one_node`).
         if current.all_done and not current.cleaned:
             self._kill()
+        # From now on the others may continue without this node (scenario `silent_node`).
         elif now >= self._workers_fence_at_s():
             silent_s = now - self._unanswered_since_s()
             self._out.append(Say(f"no answer from the coordinator for {silent_s:.1f} s: stopping this node's workers"))
@@ -685,11 +698,13 @@ class Agent:
         current = self.current
         if current is None:
             return
+        # A replacement takes no part yet: its end is no failure of the generation (scenario `survive_wait`).
         if current.replacements.concerns(event):
             failure = current.replacements.heard(event, self._node.host)
             if failure is not None and self._at_work() and current.confirmed:
                 self._send(ReplacementFailed(current.generation, (failure,)))
             return
+        # The others went on before the evidence was read (test_agent_regrouping.py).
         if isinstance(event, FailureRead) and event.generation < current.generation:
             self._on_failure(current, event.failure, bare=False, generation=event.generation)
             return
@@ -716,6 +731,8 @@ class Agent:
             current.drained.add(event.local_rank)
         else:
             current.done.add(event.local_rank)
+            # An agent that was stopped for longer than a fence kills first and reads the exit statuses later: without
+            # this report the other nodes waited for done ranks without end (seed 4000).
             fenced = self.work is Work.KILLING and not current.stopped
             if current.confirmed and (self._at_work() or fenced):  # it has done its work, perhaps before it was killed
                 self._send(WorkerDone(event.generation, event.local_rank, event.left))
@@ -798,7 +815,8 @@ class Agent:
             or current.reached is not None
         ):
             return
-        if reached == 0 and current.asks:  # they have just gone on, and stay held at the first one
+        # They have just gone on from a regroup, and have not come to a safe point yet (scenario `survive_leave_twice`).
+        if reached == 0 and current.asks:
             self._hold_again()
             return
         current.reached = reached
@@ -818,6 +836,7 @@ class Agent:
             current.safe_point = safe_point
             self._out.append(Say(f"{current.drain_text}: the workers stop at their next safe point"))
             self._out.append(ReleaseWorkers(generation, safe_point))
+        # The others go on without the replacements (scenario `survive_let_go`).
         elif self.leaving is None:  # else they are held for this node's own sake, too
             self._let_go(safe_point)
 
@@ -843,8 +862,10 @@ class Agent:
         self._last_generation, self._led_by = assign.generation, assign.led_by
         current = self.current
         if current is None:
+            # Its workers ended before the order arrived (test_agent_regrouping.py).
             self._send(Stopped(assign.generation))
         elif self.work in (Work.STOPPING, Work.KILLING):
+            # Its workers are ending already: this node leaves at once (scenario `survive_leave_at_once`).
             current.stopped = True
         elif self._at_work() and assign.generation > current.generation:
             if text:
@@ -909,6 +930,7 @@ class Agent:
                 self._out.append(Say(stop.text))
             self._stop(now, signal.SIGTERM)
             current.hung = stop.hung
+            # Workers that hang do not answer SIGTERM (scenario `hang_restarted`).
             if stop.reason is StopReason.HUNG:
                 current.kill_at_s = min(current.kill_at_s, now + self.limits.hang_grace_s)
         elif self.work is Work.KILLING:
@@ -927,6 +949,7 @@ class Agent:
         self._out.append(SignalWorkers(signum))
 
     def _advance_stopping(self, now: float) -> None:
+        # Workers that ignore SIGTERM are killed when the grace is over (scenario `grace`).
         if self._current().all_ended or now >= self._stop_deadline_s():
             self._kill()
 
@@ -945,6 +968,7 @@ class Agent:
         current = self.current
         if self.work is not Work.KILLING or current is None or current.generation != generation:
             return
+        # Ranks end at different times, and a node whose ranks are done is no lost node (scenario `early_exits`).
         if current.all_done and not (current.cleaned or current.stopped or self._going()):
             # Other nodes may still run workers: this node stays in the world until the coordinator decides.
             current.cleaned = True
@@ -955,6 +979,7 @@ class Agent:
         self._idle()
         if now < self._fence_at_s():  # else it hangs up, which says more
             self._send(Stopped(max(generation, self._last_generation)))
+        # The next generation was announced with the stop (scenario `worker_fails`).
         if current.following is not None and current.confirmed and self.leaving is None:
             self._on_assign(current.following)
         if self.leaving is not None and (current.parted or not (self._drained and self.link is Link.UP)):
@@ -963,6 +988,7 @@ class Agent:
     # ---------------------------------------------------------------- this node's part ends
 
     def _on_signal(self, now: float, event: Signalled) -> None:
+        # The second signal: nobody waits for a save any more (scenario `second_signal`).
         if self.leaving is not None:
             if self._at_work() or self.work is Work.STOPPING:
                 self._kill()
@@ -972,12 +998,15 @@ class Agent:
         self._leave_by_s = now + self.limits.drain_s
         current = self.current
         linked = self.link is Link.UP and current is not None and current.confirmed
+        # Ctrl-C waits for no safe point (scenario `survive_leave_at_once`).
         if current is None or not linked or event.signum in KEYBOARD_SIGNALS:
             self._go(now)
+        # The usual notice: the workers save at a common safe point (scenario `drain_leave`).
         elif self.work is Work.RUNNING and not current.all_done:
             self._hold()
+        # They are held already, or will be when they have gone on (scenarios `survive_leave_twice`, `survive_leaves`).
         elif (self.work is Work.DRAINING and current.reached) or (self.work is Work.REGROUPING and current.active):
-            self._leave(event.name, drain=True)  # those that regroup are held when they have gone on
+            self._leave(event.name, drain=True)
         elif self.work is not Work.DRAINING or current.reached is not None:  # else they are held already
             self._go(now)
         self._say_leaving(now, event)
@@ -1031,6 +1060,7 @@ class Agent:
         return self._pending_exit is not None
 
     def _advance_exit(self, outcome: Outcome) -> None:
+        # Nothing was started (scenario `cannot_prepare`).
         if self.work in (Work.PREPARING, Work.PREPARED):
             self._idle()
         if self.work is Work.IDLE:

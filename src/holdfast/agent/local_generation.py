@@ -120,7 +120,9 @@ class LocalGeneration:
         current.ended, current.done, current.raised = (
             known & current._own for known in (self.ended, self.done, self.raised)
         )
-        current.suspends = self.suspends or not self._own  # workers that took part in nothing wait for their place
+        # Replacements of a node without a worker wait for their place. They are suspended, too: the coordinator loses
+        # such a node after the short lease (seed 4443).
+        current.suspends = self.suspends or not self._own
         current.asks = self.asks or bool(self.reached) or safe_point > 0
         current.replacements = self.replacements
         current.replacements.living -= current.active

@@ -429,6 +429,7 @@ class Coordinator:
             assert world.generation == self.generation
             assert len(set(world.order)) == len(world.order) <= self.job.max_nodes
         if self.phase is Phase.REGROUPING:
+            # A node whose ranks have all ended on their way here is left alone (seed 2917).
             unfinished = [name for name in self._world().order if not self._world().finished(name)]
             here = [self.members[name] for name in unfinished if name in self.members]
             assert all(member.busy_generation == self.generation for member in here), "a member was not regrouped"
@@ -687,6 +688,7 @@ class Coordinator:
         """A node of the world reports about its workers."""
         match message:
             case WorkerDone(generation, local_rank, left):
+                # A worker may end while the order to regroup is on its way (scenario `survive_done`).
                 crossed = self.phase is Phase.REGROUPING and generation in self._regrouping.past
                 if (crossed or generation == self.generation) and self._at_work():
                     self._world().mark_done(member.name, local_rank, left)
@@ -700,6 +702,7 @@ class Coordinator:
                 if generation == self.generation:
                     self._monitor.looked(member, message)
             case WorkersFailed(generation, failures):
+                # A failure that crossed the order to regroup is a loss, too (test_regrouping.py).
                 known = generation == self.generation or generation in self._regrouping.past
                 if failures and known and self.phase is not Phase.PREPARING:
                     self._on_failures(now, member, message)
@@ -714,6 +717,7 @@ class Coordinator:
             self._authority.came_too_late(join.node.agent, link)
             self._out.append(self._greet_after_end(link, join, self.outcome))
             return
+        # An agent that comes after `holdfast stop` would start the job again (scenario `stop_saves`).
         if self._quit is not None:
             self._out.append(Tell(link, self._quit))
             return
@@ -734,6 +738,8 @@ class Coordinator:
                 self._authority.joined(member, join)
                 self._observe_previous(now, member, join)
                 wait_s = self.host_backoff.until_s(member.node.host, now) - now
+                # A host that comes and is lost in a loop waits (scenario `flapping`), and so does one that was blamed
+                # too often (test_coordinator_rules.py).
                 if wait_s > 0:
                     why = "is excluded" if self.host_backoff.excludes(member.node.host, now) else "failed too often"
                     self._tell(member, Waiting(f"{member.node.host} {why}: it has to wait {wait_s:.0f} s"))
@@ -790,12 +796,15 @@ class Coordinator:
             member.leaving = reason or "asked to"
             self._membership.changed()
             self._note("leaving", member=member.name, reason=reason, drain=drain)
+        # Nobody needs a node that has no place, or whose ranks are done (scenario `stop_saves`).
         if not self._in_world(member) or self._world().finished(member.name):
             self._forget(member)
             return
         text = f"{member.node.host} is leaving ({reason})"
+        # With --survive wait the others would wait for replacements that this node will not start (test_regrouping.py).
         if self.phase is Phase.REGROUPING and self._regrouping.waits(self._world()):
             self._member_gone(now, StopReason.MEMBER_LEFT, text)
+        # By Ctrl-C, or because no worker asks for safe points (scenarios `survive_leave_at_once`, `leave`).
         elif not drain:
             self._gone_early(now, member, text)
         elif self.phase is Phase.RUNNING:
@@ -820,7 +829,9 @@ class Coordinator:
             world = self._world()
             nodes = [self.members[n] for n in world.order if n in self.members and n not in world.parting]
             silent, lease_s = self._liveness.early(nodes, now, short_s), short_s
-            # A node without a rank, whose replacements are starting, makes nobody wait but in a regroup.
+            # Both in test_early_loss.py: nodes that fall silent together are lost together, and the others are not
+            # stopped for a node that they need. A node without a rank, whose replacements are starting, makes nobody
+            # wait but in a regroup.
             waits = self.phase is Phase.REGROUPING or any(world.places[member.name] for member in silent)
             if not waits or not self._regrouping.spares(world, self.phase, [member.name for member in silent]):
                 silent = []
@@ -842,16 +853,20 @@ class Coordinator:
         self._membership.remove(member)
         self._extensions.happens(MemberLost(member.name))
         self._abandon(self.previous.lost(member))
+        # It has finished its part, so nothing was lost (scenario `leave`). In a drain or a regroup the others still
+        # need its workers (scenario `survive_leave_killed`).
         if member.leaving and not (self.phase in (Phase.DRAINING, Phase.REGROUPING) and in_world and was_busy):
             self._note("left", member=member.name)
             return
         self._note("lost", member=member.name, reason=reason, silent_s=round(now - member.last_heard_s, 3))
         self.host_backoff.lost(member.node.host, lived_s=now - member.began_s)
+        # A node whose ranks are all done is not missed (scenario `early_exits`).
         if not in_world or (self._at_work() and self._world().finished(member.name)):
             self._forgo_answer(member)
             self._forget(member)
             return
         world, text = self._world(), f"{member.node.host} was lost: {reason}"
+        # It was leaving, and the others wait for its last step (scenario `survive_leave_killed`).
         if member.name in world.parting:
             self._parted(now, member, text)
             return
@@ -860,6 +875,7 @@ class Coordinator:
 
     def _member_gone(self, now: float, reason: StopReason, text: str) -> None:
         if self.phase is Phase.PREPARING:
+            # No worker was started, so nothing has to end (scenarios `death_before_prepared`, `death_before_start`).
             self._gather(now, text, not_before_s=now)
         elif self._at_work() and reason is StopReason.MEMBER_LOST:
             self._lost.append(text)
@@ -883,6 +899,8 @@ class Coordinator:
     def _forget(self, member: Member) -> None:
         """This node is gone or has no processes any more. If it had no rank, it is not in the generation any more."""
         self._regrouping.forget(self._now, member.name)
+        # Its last worker was lost before, or it leaves and the others do not need it any more (scenario
+        # `survive_leave_at_once`).
         if self._at_work() and self._in_world(member) and not self._world().places[member.name]:
             self._world().drop(member.name)
             self._membership.changed()
@@ -931,6 +949,7 @@ class Coordinator:
         self.previous.came(member.node.agent)
         if join.running is not None:
             self._membership.set_busy(member, join.running.generation)
+        # Agents that have not noticed the loss yet may run workers until their fence (scenario `coordinator_restarts`).
         if join.last_generation > self.newest_generation:
             self._wait_for_fence(self._authority.reported(now, join))
             if join.led_by:
@@ -939,6 +958,8 @@ class Coordinator:
             self._abandon(self.previous.observe(member, join))
         else:  # with fixed ranks the workers reached their store through the coordinator that is gone
             self.previous.generation = max(self.previous.generation, join.last_generation)
+            # Also when only a connection broke: what the node still runs belongs to a generation that ends
+            # (scenario `reset`).
             if join.running is not None:
                 self._abandon([member])
 
@@ -947,6 +968,7 @@ class Coordinator:
         world = self.world = self.previous.world(now)
         self._incidents.over()
         self.generation = world.generation
+        # The restarts that were used stay used (scenario `resumed`).
         known = max(self.budget.used, self.previous.restart_count)
         self.budget.used = min(known, self.job.max_restarts)
         self._enter(now, Phase.RUNNING)
@@ -958,6 +980,7 @@ class Coordinator:
         self._out += self._regrouping.started(now, world)
         self.previous.parts.clear()
         self._note("resumed", generation=world.generation, order=list(world.order))
+        # The nodes that did not come must be suspended by now (test_suspended.py).
         for _, spared in sorted(self.previous.missing.items()):
             node = spared.part.node
             self._incidents.lost(node.host, spared.reason, world.ranks_of(node.member))
@@ -985,6 +1008,8 @@ class Coordinator:
             if self._lost:
                 self._on_lost(now)
             return
+        # A node that comes with workers of a generation that is not continued kills them first (scenario
+        # `not_resumed`).
         if self._membership.anybody_busy:  # still ending a previous leader's generation: the wait for it is bounded
             patience_s = self._stop_patience_s()
             since_s = self._phase_since_s
@@ -1023,9 +1048,12 @@ class Coordinator:
     def _form(self, now: float) -> None:
         announced, self._announced = self._announced, None
         formation = self._next_formation(self.generation, self.budget.used)
+        # The usual restart: the nodes have prepared what Stop announced (scenario `worker_fails`).
         if announced is not None and announced.places == formation.places:
             formation = announced
-        elif announced is not None:  # some nodes prepare the announced one: the number must differ
+        # A node came or was lost during the stop. Some nodes have prepared what was announced, so this one gets another
+        # number (scenarios `joins_while_stopping`, `lost_while_stopping`).
+        elif announced is not None:
             formation, announced = self._next_formation(announced.world.generation, self.budget.used), None
         world = self.world = formation.world
         self._incidents.over()
@@ -1041,6 +1069,8 @@ class Coordinator:
         """The formation of the present candidates, with a number that is larger than `after`."""
         previous = self.world.order if self.world is not None else ()
         seats = seat([Candidate(m.node, m.arrival) for m in self._candidates()], previous, self.job)
+        # A coordinator that ended may have announced a generation that a node has prepared (scenario
+        # `coordinator_lost_while_stopping`).
         generation = max(after, self.previous.generation) + 1
         order = tuple(node.member for node in seats)
         world = World(generation=generation, order=order, places=all_places(seats))
@@ -1065,6 +1095,7 @@ class Coordinator:
             self._announced.world.on_prepared(member.name, message.store_port, message.states)
         elif generation == self.generation and self.phase in (Phase.PREPARING, Phase.REGROUPING):
             self._world().on_prepared(member.name, message.store_port, message.states)
+        # It joins beside running workers, and starts its own (scenario `survive_node_lost`).
         elif generation == self.generation and self._at_work() and member.name in self._regrouping.arriving:
             self._regrouping.arrived(self._world(), member)
             self._start_member(now, member, self._world())
@@ -1073,8 +1104,10 @@ class Coordinator:
         world = self._world()
         if world.all_prepared:
             self._start(now, world)
+        # Else one node that hangs in its preparation holds all others (scenario `prepare_timeout`).
         elif now >= self._phase_since_s + self.limits.prepare_s:
             for name in [name for name in world.order if name not in world.prepared]:
+                # The loss of the first of them has ended this phase.
                 if self.phase is Phase.PREPARING or name in self.members:
                     member = self.members[name]
                     text = f"not prepared within {self.limits.prepare_s:g} s"
@@ -1088,6 +1121,7 @@ class Coordinator:
         assert world.store_port is not None
         regrouped = self.phase is Phase.REGROUPING
         parting = [self.members[name] for name in world.parting]
+        # They have done the last step that the others needed (scenario `survive_leave`).
         for member in parting:
             world.drop(member.name)
         members = [self.members[name] for name in world.order]
@@ -1103,6 +1137,7 @@ class Coordinator:
             self._tell(member, Stop(world.generation, StopReason.MEMBER_LEFT))
         self._note("started", generation=world.generation, master="{}:{}".format(*world.master))
         self._out += self._regrouping.started(now, world)
+        # A node that wanted to leave meanwhile leaves now (scenarios `survive_leaves`, `survive_leave_twice`).
         if regrouped:
             leaving = next((member for member in members if member.leaving), None)
             if leaving is not None:
@@ -1122,6 +1157,7 @@ class Coordinator:
         if world.done_count == world.size:
             self._finish(Outcome(kind=OutcomeKind.SUCCEEDED, exit_code=0))
             return
+        # Workers that have a place and do not go on (test_regrouping.py: workers_that_do_not_go_on_are_restarted).
         if late := self._regrouping.overdue(now, world):
             self._follow(now, late)
             return
@@ -1130,6 +1166,7 @@ class Coordinator:
             self._drain(now, StopReason.MEMBER_JOINED, "the new workers are ready", regroups=True)
         elif not self._has_room() or not self._newcomers():
             self._gather_until_s = None
+        # Others may come right after the first one: all of them cost one stop or drain (scenario `late_arrival`).
         elif self._gather_until_s is None:
             self._gather_until_s = now + self.limits.gather_s
         elif now >= self._gather_until_s:
@@ -1156,10 +1193,14 @@ class Coordinator:
         """Let the newcomers join: beside the running workers, if all of these are able to go on with them later."""
         newcomers = self._newcomers()
         text = f"node{'' if len(newcomers) == 1 else 's'} {names(newcomers)} joined"
+        # Workers that ran in `ht.survive` before, and start now, will be able to go on with the newcomers: a stop would
+        # restart them in vain (test_regrouping.py).
         if self._regrouping.settling or self._regrouping.may_admit_later(world):
             self._gather_until_s = now + self.limits.gather_s
+        # Beside the running workers (scenario `survive_node_lost`).
         elif self._regrouping.admits(world):
             self._admit(newcomers)
+        # At a safe point, or at once if no worker asks for one (scenarios `drain_grow`, `late_arrival`).
         elif self.job.grow is Grow.DRAIN:
             self._drain(now, StopReason.MEMBER_JOINED, text)
         else:
@@ -1178,6 +1219,8 @@ class Coordinator:
     def _on_failures(self, now: float, member: Member, message: WorkersFailed) -> None:
         world, failures = self._world(), message.failures
         past = self._regrouping.past.get(message.generation)
+        # The evidence of a loss after which the others went on already. It may show that they must not: an exception,
+        # or memory that ran out (test_regrouping.py: out_of_memory_is_known_only_from_the_evidence_and_refused_then).
         if past is not None and not message.evidence_follows and past.incident.awaits(failures):
             for failure in failures:
                 past.incident.read(failure)
@@ -1189,6 +1232,7 @@ class Coordinator:
         if new:
             self._note("workers_failed", member=member.name, ranks=[f.rank for f in failures])
             world.lose(member.name, [failure.local_rank for failure in failures])
+            # It leaves, and its last step is done (test_parting.py).
             if member.name in world.parting and not self._needs(member):
                 return
             ranks = spans(failure.rank for failure in failures)
@@ -1200,6 +1244,7 @@ class Coordinator:
             orders = self._monitor.failed(now, failures, text, evidence_follows=message.evidence_follows)
             self._follow(now, orders)
             return
+        # What a worker ends with after the agreed safe point is free (test_coordinator_rules.py).
         self._stop(now, self._draining().reason if world.drain_agreed else StopReason.WORKER_FAILED, text)
 
     def _on_store_lost(self, now: float, text: str) -> None:
@@ -1213,12 +1258,14 @@ class Coordinator:
     def _drain_for(self, now: float, leaving: Member) -> None:
         """Drain because this member leaves. If the whole job is to end, nobody goes on without it."""
         text = f"{leaving.node.host} is leaving ({leaving.leaving})"
+        # When the whole job ends, all workers save at one safe point and end there (scenario `stop_saves`).
         regroups = self._quit is None and (self._world().able_count > 0 or self._regrouping.settling)
         self._drain(now, StopReason.MEMBER_LEFT, text, regroups=regroups)
 
     def _drain(self, now: float, reason: StopReason, text: str, *, regroups: bool = False, saves: bool = False) -> None:
         """Ask all agents how far their workers are. The safe point to stop at follows from the answers."""
         world = self._world()
+        # A node whose ranks are done has no worker that could answer (test_coordinator_rules.py).
         world.drain = Draining(
             reason,
             text,
@@ -1237,19 +1284,24 @@ class Coordinator:
             self._finish(Outcome(kind=OutcomeKind.SUCCEEDED, exit_code=0))
         elif drain.saves:
             self._advance_saving(now, world, drain)
+        # A worker that never reaches its safe point (scenario `drain_timeout`).
         elif now >= self._phase_since_s + (limit_s := self._drain_limit_s()):
             self._stop(now, drain.reason, f"{drain.text}; the workers did not stop within {limit_s:g} s")
         elif drain.safe_point is not None:
+            # Also the coordinator's node waits here until all have saved (scenario `drain_host_first`).
             if not any(self._in_world(m) and not world.finished(m.name) for m in self._membership.busy()):
                 self._stop(now, drain.reason, drain.text)
+        # Replacements join, or a node leaves (scenarios `survive_at_safe_point`, `survive_leave`).
         elif not drain.awaited and (plan := self._regrouping.at_safe_point(world, drain)) is not None:
             self._regroup(now, plan)
+        # A rank has ended, so the replacements cannot join (scenario `survive_let_go`).
         elif not drain.awaited and drain.regroups and not self._regrouping.leaving(world):
             self._let_go(now)
+        # No worker asks for safe points (scenario `late_arrival`).
         elif not drain.awaited and drain.newest == 0:
             self._stop(now, drain.reason, drain.text)
         elif not drain.awaited:
-            # A worker that has reached the newest safe point may have passed it already.
+            # A worker that has reached the newest safe point may have passed it already (scenario `drain_leave`).
             drain.safe_point = drain.newest + 1
             self._tell_world(world, DrainTo(world.generation, drain.safe_point))
             self._note("drain_to", generation=world.generation, safe_point=drain.safe_point)
@@ -1327,6 +1379,7 @@ class Coordinator:
 
     def _advance_regrouping(self, now: float) -> None:
         world, part = self._world(), self._regrouping
+        # All may be done before the safe point at which replacements were to join (scenario `survive_done`).
         if part.all_done(world):
             self._finish(Outcome(kind=OutcomeKind.SUCCEEDED, exit_code=0))
         elif part.may_start(world):
@@ -1346,6 +1399,7 @@ class Coordinator:
         it: they go on from the one before."""
         needed = self._needs(member) and bool(self._world().parting[member.name])
         self._forget(member)
+        # They cannot do that step any more, and go on from the one before (scenario `survive_leave_killed`).
         if needed:
             self._gone_early(now, member, text)
 
@@ -1369,28 +1423,35 @@ class Coordinator:
         """The generation that follows this stop, where a restart of the same nodes is likely. None: wait for the end of
         the stop, because what is prepared in vain costs a node some work."""
         incident = self._incidents.newest
+        # The same nodes would not follow after a loss or a drain (scenario `member_lost`).
         failed = reason in (StopReason.WORKER_FAILED, StopReason.HUNG) and not (world.drain or incident.lost_nodes)
         final = any(failure.exit_code in FINAL for failure in incident.failures)
+        # No restart follows, or none that is certain (scenarios `requeue`, `budget_spent`, `excluded`;
+        # test_announced.py).
         if not failed or final or self._quit or self.job.exclude_after or not self.budget.allows_restart:
             return None
         formation = self._next_formation(self.generation, self.budget.used + (not incident.charged))
         return formation if formation.world.order == world.order else None
 
     def _on_stopped(self, now: float, member: Member, generation: int) -> None:
+        # A message about an earlier generation does not stand for a newer one (test_coordinator_rules.py).
         if member.busy_generation > generation:
             return
         self._membership.set_busy(member, 0)
         self._abandon(self.previous.lost(member))
         self._forgo_answer(member)
         current = self._at_work() and self._is_current(member, generation)
+        # Its workers ended without an order: it leaves at once (scenario `survive_leave_at_once`).
         if current and member.name in self._world().parting:
             self._parted(now, member, f"{member.node.host} has left")
             return
+        # It fenced itself, and the others go on without knowing it (test_coordinator_rules.py).
         if current and not self._world().drain_agreed and not self._world().finished(member.name):
             self._stop(now, StopReason.FENCED, f"{member.node.host} had to stop its workers")
         self._forget(member)
 
     def _advance_stopping(self, now: float) -> None:
+        # A node that does not report the end of its workers holds up nobody (test_coordinator_rules.py).
         if now >= self._stop_deadline_s():
             self._drop_busy(now, list(self._membership.busy()))
         if self._membership.anybody_busy:
