@@ -33,7 +33,7 @@ from holdfast.protocol.errors import (
 from holdfast.train.reading import opened
 from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots.folder import Snapshot
-from holdfast.train.snapshots.remote import Place, place_of
+from holdfast.train.snapshots.remote import Location, location_of
 from holdfast.train.storage import is_dcp, load_all, load_nested
 
 
@@ -90,7 +90,7 @@ FORMATS: dict[str, Callable[[Snapshot, Path], None]] = {
 }
 
 
-def export(folder: Place, to: Path, kind: str, step: int | None = None) -> Snapshot:
+def export(folder: Location, to: Path, kind: str, step: int | None = None) -> Snapshot:
     """Write the newest snapshot, or that of this step, whole or not at all; return it. Raises SnapshotError,
     FileExistsError, OSError."""
     survey = folders.survey(folder)
@@ -138,7 +138,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--format", choices=sorted(FORMATS), default="torch")
     options = parser.parse_args(arguments)
     try:
-        done = export(place_of(options.folder), options.to, options.format, options.step)
+        done = export(location_of(options.folder), options.to, options.format, options.step)
     except HoldfastError as error:
         sys.stderr.write(f"holdfast: {error} [{error.code}]\n")
         return error.exit_code

@@ -21,7 +21,7 @@ from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots import lives
 from holdfast.train.snapshots.layout import Key
 from holdfast.train.snapshots.lives import JobHistory, LifeFailure
-from holdfast.train.snapshots.remote import Place
+from holdfast.train.snapshots.remote import Location
 
 PREVIOUS_END = "HOLDFAST_PREVIOUS_END"
 """In a worker's environment: how the workers before it ended (`coordinator.ending.previous_end`)."""
@@ -59,7 +59,7 @@ class Judged:
     over: str = ""
     """Why the job ends here."""
 
-    def begin(self, folder: Place, life: str, origin: Key | None) -> None:
+    def begin(self, folder: Location, life: str, origin: Key | None) -> None:
         """Another life goes on from there. A disk that takes no note ends no training."""
         try:
             replace(self.history, life=life, origin=origin, ended=False).save(folder)
@@ -68,7 +68,7 @@ class Judged:
         lives.forget_failure(folder)
 
 
-def judged(folder: Place, patience: Patience, in_memory: Iterable[Key]) -> Judged:
+def judged(folder: Location, patience: Patience, in_memory: Iterable[Key]) -> Judged:
     """Judge the life that has ended, and mark what is suspect. `in_memory`: of all ranks. SnapshotError."""
     found, before, held = folders.survey(folder), JobHistory.load(folder), set(in_memory)
     failure = _failure(folder, before.life)
@@ -90,7 +90,7 @@ def judged(folder: Place, patience: Patience, in_memory: Iterable[Key]) -> Judge
     return _without_progress(folder, Judged(after, suspects), patience, failure)
 
 
-def _failure(folder: Place, life: str) -> LifeFailure | None:
+def _failure(folder: Location, life: str) -> LifeFailure | None:
     """How the newest life failed: the launcher knows it best; without its word what a rank noted."""
     noted = lives.noted_failure(folder)
     if noted is not None and noted.life != life:
@@ -104,7 +104,7 @@ def _failure(folder: Place, life: str) -> LifeFailure | None:
     return failure
 
 
-def _without_progress(folder: Place, found: Judged, patience: Patience, failure: LifeFailure | None) -> Judged:
+def _without_progress(folder: Location, found: Judged, patience: Patience, failure: LifeFailure | None) -> Judged:
     history = found.history
     if not patience.restarts or history.stalled < patience.restarts:
         return found
@@ -124,7 +124,7 @@ def _without_progress(folder: Place, found: Judged, patience: Patience, failure:
 class OwnLife:
     """One rank's life, from its resume to its end."""
 
-    folder: Place
+    folder: Location
     word: str = ""
     """All ranks have the same; empty: this rank does not know it."""
     losses: LossWatch = field(default_factory=LossWatch)

@@ -41,7 +41,7 @@ from holdfast.train.snapshots.flush import rescue_attempt
 from holdfast.train.snapshots.folder import RankFile, Survey
 from holdfast.train.snapshots.layout import MANIFEST, FolderKind, Key, parse_name
 from holdfast.train.snapshots.lease import FOLDER_ID, FolderLease
-from holdfast.train.snapshots.remote import LOOK_S, Place, RemotePath, place_of
+from holdfast.train.snapshots.remote import STORE_POLL_S, Location, RemotePath, location_of
 from holdfast.train.snapshots.saver_client import Tier
 from holdfast.train.snapshots.slots import Slot
 from holdfast.train.state import Restored, Tracker
@@ -55,7 +55,7 @@ REMOTE_STANDSTILL_S = 5.0
 """The same in an object store: this node's uploads are over then, and what is left is a commit of small objects."""
 AT_WORK_S_MAX = 300.0
 """Except when its writer is seen at work; at most this long, and less than the other ranks wait for us."""
-LOOK_AGAIN_S = 0.02
+POLL_S = 0.02
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ Held = dict[int, Slot]
 class Resumer:
     """One call of resume(), on one rank."""
 
-    path: Place
+    path: Location
     tracker: Tracker
     peers: Peers
     tier: Tier
@@ -319,7 +319,7 @@ class Resumer:
             if not word["path"]:
                 self._clear()
                 return None
-            path = place_of(word["path"])
+            path = location_of(word["path"])
             _, damage = self._together(lambda path=path: self._check(path))  # type: ignore[misc]
             resumed = None
             if not damage:
@@ -373,7 +373,7 @@ class Resumer:
         self.tier.await_previous_worker()
         if self.peers.rank:
             return
-        before: set[tuple[Place, int]] = set()
+        before: set[tuple[Location, int]] = set()
         give_up = time.monotonic() + AT_WORK_S_MAX
         remote = isinstance(self.path, RemotePath)
         standstill_s = REMOTE_STANDSTILL_S if remote else STANDSTILL_S
@@ -386,7 +386,7 @@ class Resumer:
                 if time.monotonic() > give_up or not any(folders.is_being_written(path) for path, _ in now):
                     break
                 deadline = time.monotonic() + standstill_s
-            time.sleep(LOOK_S if remote else LOOK_AGAIN_S)
+            time.sleep(STORE_POLL_S if remote else POLL_S)
 
     def _clear(self) -> None:
         """What saves without an end have left; not before it was counted as what was saved here."""
@@ -394,7 +394,7 @@ class Resumer:
             with contextlib.suppress(SnapshotError):
                 folders.clear_debris(folders.survey(self.path))
 
-    def _check(self, path: Place) -> int:
+    def _check(self, path: Location) -> int:
         """This rank's share of reading every byte."""
         snapshot = folders.inspect(path)
         for rank in range(self.peers.rank, snapshot.manifest.world, self.peers.world):
@@ -402,7 +402,7 @@ class Resumer:
                 file.check()
         return 0
 
-    def _from_folder(self, step: int, path: Place) -> tuple[Resumed | None, str]:
+    def _from_folder(self, step: int, path: Location) -> tuple[Resumed | None, str]:
         """None and why, when the snapshot is damaged; None alone: it is whole, and has values that are not finite."""
         with contextlib.ExitStack() as files:
             compared, damage = self._together(lambda: self._compare(files.enter_context(opened(folders.inspect(path)))))
@@ -482,10 +482,10 @@ class Resumer:
         return result, next((each["damage"] for each in said if "damage" in each), "")
 
 
-def _unfinished(found: Survey) -> set[tuple[Place, int]]:
+def _unfinished(found: Survey) -> set[tuple[Location, int]]:
     """What there is of attempts that would be newer than anything committed: names and sizes."""
     newest = found.newest_valid
-    files: set[tuple[Place, int]] = set()
+    files: set[tuple[Location, int]] = set()
     for path in found.debris:
         named = parse_name(path.name)
         if named is None or named.kind is FolderKind.GONE or (newest is not None and named.key < newest.key):
@@ -515,7 +515,7 @@ class TakenFolder(NamedTuple):
     """See LeaseOwner."""
 
 
-def take_folder(path: Place, peers: Peers, lease: FolderLease | None, lost: int = 0) -> TakenFolder:
+def take_folder(path: Location, peers: Peers, lease: FolderLease | None, lost: int = 0) -> TakenFolder:
     """Rank 0 takes the folder for this job, unless it has its `lease`. `lost`: see leases.acquire. SnapshotError."""
     word: dict[str, Any] = {}
     failure: HoldfastError | None = None
@@ -547,7 +547,7 @@ def take_folder(path: Place, peers: Peers, lease: FolderLease | None, lost: int 
     return TakenFolder(lease, int(word["number"]), int(word["rescue"]), str(word["secret"]), str(word["folder_id"]))
 
 
-def _see_one_folder(path: Place, peers: Peers, word: dict[str, Any]) -> None:
+def _see_one_folder(path: Location, peers: Peers, word: dict[str, Any]) -> None:
     """All ranks see the lease that rank 0 has taken, or all raise SnapshotFolderError. In an object store all do."""
     if isinstance(path, RemotePath) or peers.world == 1:
         return

@@ -39,7 +39,7 @@ from holdfast.train.snapshots.in_process import InProcessStaging, warn_of_disk
 from holdfast.train.snapshots.layout import FINITE
 from holdfast.train.snapshots.lease import FOLDER_ID, FolderLease
 from holdfast.train.snapshots.read_back import READ_BACK
-from holdfast.train.snapshots.remote import Place, RemotePath
+from holdfast.train.snapshots.remote import Location, RemotePath
 from holdfast.train.snapshots.saver_client import SaverClient, Tier
 from holdfast.train.snapshots.saver_connection import STALL
 from holdfast.train.state import Collected, Tracker
@@ -110,7 +110,7 @@ class Saving:
 
     def __init__(
         self,
-        path: Place,
+        path: Location,
         tracker: Tracker,
         peers: Peers,
         tier: Tier,
@@ -558,7 +558,7 @@ class Saving:
 class Pruner:
     """Rank 0's retention. Methods are called by one thread."""
 
-    def __init__(self, path: Place, keep: Keep) -> None:
+    def __init__(self, path: Location, keep: Keep) -> None:
         self._path, self._keep = path, keep
         self._verified = Verified()
         self._due = False

@@ -98,12 +98,12 @@ class Encoder:
             return {f"${kind.__name__}": str(value).removeprefix("torch.")}
         if kind is defaultdict and value.default_factory in _FACTORIES:
             return {"$defaultdict": [_FACTORIES.index(value.default_factory), self._dict(dict(value), path, depth)]}
-        if _class_at(_place_of(kind)) is kind:
+        if _class_at(_path_of_class(kind)) is kind:
             if isinstance(value, Enum) and value.name in kind.__members__:
                 plain = value.value if type(value.value) in (int, str) else None
-                return {"$enum": [_place_of(kind), value.name, plain]}
+                return {"$enum": [_path_of_class(kind), value.name, plain]}
             if _is_named(kind):
-                return {"$named": [_place_of(kind), self._encode(tuple(value), path, depth)]}
+                return {"$named": [_path_of_class(kind), self._encode(tuple(value), path, depth)]}
         return self._foreign(value, path, depth)
 
     def _foreign(self, value: Any, path: str, depth: int) -> Any:
@@ -167,7 +167,7 @@ def _as_plain(plain: type, value: Any) -> Any:
     return {str: str.__str__, int: int.__int__, float: float.__float__}.get(plain, plain)(value)
 
 
-def _place_of(kind: type) -> str:
+def _path_of_class(kind: type) -> str:
     return f"{kind.__module__}:{kind.__qualname__}"
 
 

@@ -48,7 +48,7 @@ from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots.changes import SaveRequest
 from holdfast.train.snapshots.folder import Snapshot
 from holdfast.train.snapshots.layout import FolderKind, check_step, parse_name
-from holdfast.train.snapshots.remote import Place, absolute
+from holdfast.train.snapshots.remote import Location, absolute
 
 _T = TypeVar("_T")
 
@@ -76,7 +76,7 @@ class SnapshotWriter(StorageWriter):  # type: ignore[misc] # torch is not follow
         self.path = absolute(folder)
         self.step = step
         self.metrics = dict(metrics or {})
-        self.committed: Place | None = None
+        self.committed: Location | None = None
         """Rank 0, after the save: the committed folder."""
         self._request: SaveRequest | None = None
 
@@ -300,7 +300,7 @@ def _paths(snapshot: Snapshot) -> dict[str, tuple[Any, ...]]:
     return {name: tuple(path) for name, path in snapshot.manifest.metadata.get(PATHS, {}).items()}
 
 
-def _find(path: Place, step: int | None) -> Snapshot:
+def _find(path: Location, step: int | None) -> Snapshot:
     """The snapshot at, or the newest in this folder. SnapshotError."""
     named = parse_name(path.name)
     if named is not None and named.kind is FolderKind.COMMITTED:
