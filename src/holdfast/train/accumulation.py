@@ -33,7 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from holdfast.protocol.errors import ProcessGroupError
 from holdfast.train import torch_private
 from holdfast.train.boundary import Buffers
-from holdfast.train.data import HasShare, Share, in_hand
+from holdfast.train.data import HasShare, Share, current_loader
 from holdfast.train.group import is_outlived
 from holdfast.train.guards import GuardWarning, enabled, watch
 
@@ -417,7 +417,7 @@ def accumulate(model: nn.Module, micro_batches: int | HasShare | None = None) ->
 
 def _place(accumulation: _Accumulation, given: int | HasShare | None) -> tuple[int, int, float, HasShare | None]:
     """Number, count and loss factor of the next micro-batch, and the loader if that makes the steps."""
-    loader = in_hand()
+    loader = current_loader()
     if given is None:
         given = 1 if loader is None or loader.share is None else loader
     if isinstance(given, int):
