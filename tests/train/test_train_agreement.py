@@ -48,12 +48,12 @@ def together(store: Any, talk: Callable[[Peers], Any], patience_s: float = 120.0
 
 
 def greet(word: str, peers: Peers) -> list[Any]:
-    return peers.share(f"{word} {peers.rank}")
+    return peers.all_gather(f"{word} {peers.rank}")
 
 
 def test_everybody_hears_everybody() -> None:
     def talk(peers: Peers) -> list[Any]:
-        return [peers.share(peers.rank), peers.tell(peers.rank), peers.tell_each([7, 8, 9]), peers.gather("x")]
+        return [peers.all_gather(peers.rank), peers.broadcast(peers.rank), peers.scatter([7, 8, 9]), peers.gather("x")]
 
     everyone = [[0, 1, 2], 0]
     store = dist.HashStore()
@@ -71,7 +71,7 @@ def test_what_the_dead_have_said_is_nobody_s_answer() -> None:
     for turn in range(1, 5):
         store.set(f"{turn}!", '"dead"')
         store.set(f"prefix/{turn}!", '"dead"')
-    together(store, lambda peers: peers.rank or peers.tell("left unread"))
+    together(store, lambda peers: peers.rank or peers.broadcast("left unread"))
     for word in ("one", "two"):
         assert together(store, partial(greet, word)) == [[f"{word} {rank}" for rank in range(WORLD)]] * WORLD
 
@@ -91,7 +91,7 @@ def test_everybody_is_told_who_is_silent() -> None:
         if peers.rank == 2:
             return "hangs"
         with pytest.raises(SnapshotIncompleteError, match="rank 2 sent nothing") as told:
-            peers.share("x")
+            peers.all_gather("x")
         return str(told.value)
 
     assert together(dist.HashStore(), talk, limit_s(0.1))[2] == "hangs"
@@ -421,7 +421,7 @@ def test_at_the_end_the_cause_may_have_been_reported_before() -> None:
         mine = saving(peers, InProcessStaging())
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)
-            mine._hear({"code": SnapshotWriteError.code, "text": NO_SPACE, "fatal": False})
+            mine._take_failure({"code": SnapshotWriteError.code, "text": NO_SPACE, "fatal": False})
         cause = mine.cause_of(SnapshotIncompleteError("gave up"))
         return (cause.code, str(cause)) if cause is not None else ("", "")
 

@@ -212,12 +212,12 @@ class Reducers:
         world that made it. All ranks call it; rank 0's orders count."""
         if not world_then == peers.world > ONE_SUM:
             return
-        told = peers.tell(list(orders) if peers.rank == 0 else None)
+        told = peers.broadcast(list(orders) if peers.rank == 0 else None)
         if not told:
             return
         same = len(told) == self._within
         fits = [same and self._can_begin_with(number, order) for number, order in enumerate(told)]
-        for number, said in enumerate(zip(*peers.share(fits), strict=True)):
+        for number, said in enumerate(zip(*peers.all_gather(fits), strict=True)):
             if all(said):
                 wrapper = self._wrappers[number]
                 self._orders[number] = list(told[number])

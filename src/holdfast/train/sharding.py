@@ -359,7 +359,7 @@ def plan(
             shares = [[each.disk, each.beside, each.replicas] for each in found]
         except ShardingError as error:
             shares = [str(error)] * peers.world
-    word = peers.tell_each(shares)
+    word = peers.scatter(shares)
     if isinstance(word, str):
         raise ShardingError(word)
     mine, beside = ([pieces[number] for number in numbers] for numbers in word[:2])

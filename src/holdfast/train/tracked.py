@@ -84,7 +84,7 @@ class Fit:
 
 def together(peers: Peers, mine: Compared, choice: Choice) -> Fit:
     """Combine all ranks' findings. Every rank calls it; StateMismatchError is raised on all of them."""
-    said = peers.share([mine.missing, mine.unexpected, mine.problems, mine.converted])
+    said = peers.all_gather([mine.missing, mine.unexpected, mine.problems, mine.converted])
     missing: dict[str, list[str]] = {}
     problems: dict[str, str] = {}
     converted: dict[str, str] = {}
@@ -98,7 +98,7 @@ def together(peers: Peers, mine: Compared, choice: Choice) -> Fit:
     if choice.strict:
         problems = {**converted, **problems}
     if left:
-        left = left.difference(*peers.share(sorted(left & mine.held)))
+        left = left.difference(*peers.all_gather(sorted(left & mine.held)))
     unfit = {name for name in (*missing, *problems) if name in choice.optional}
     notes = [f"{name} is not restored: {problems.get(name) or _lacking(missing[name])}" for name in sorted(unfit)]
     lacking = [each for name, parts in sorted(missing.items()) if name not in unfit for each in parts]
