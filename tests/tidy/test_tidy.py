@@ -307,7 +307,7 @@ def test_no_word_of_our_own_stands_for_a_word_of_the_field() -> None:
 
 READ = (
     *("cli", "dashboard", "diagnosis", "doctor", "launchers", "launching", "rendezvous", "runs", "torchrun_handler"),
-    "worker",
+    *("train", "worker"),
 )
 """Packages whose docstrings a reader has gone through. Add a package when its docstrings are whole sentences."""
 WITHOUT_SUBJECT = re.compile(

@@ -256,4 +256,4 @@ def test_a_save_waits_for_the_losses() -> None:
     watch = LossWatch()
     watch._unread.extend(_Reading(step, True, torch.tensor(False), Arrives()) for step in range(3))  # type: ignore[arg-type]
     with pytest.raises(NotFiniteError):
-        watch.settle()
+        watch.read_all()

@@ -34,7 +34,7 @@ from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper
 from holdfast.train.copies import Copies
 from holdfast.train.reading import Saved
 from holdfast.train.reservation import MemoryReservation, foreseen_bytes
-from holdfast.train.sharding import TEXT, Layout, Places
+from holdfast.train.sharding import TEXT, EntryViews, Layout
 from holdfast.train.snapshots import changes, disk
 from holdfast.train.snapshots.changes import Keep, SaveRequest, Verified
 from holdfast.train.snapshots.in_process import InProcessStaging, warn_of_disk
@@ -187,7 +187,7 @@ class Saving:
         """The number of states that were staged since the layout was planned."""
         self._signature: tuple[Any, ...] = ()
         """The shape of the state for which the layout was planned."""
-        self._places: dict[int, Places] = {}
+        self._views: dict[int, EntryViews] = {}
         """Views of the tier's memory, by its address."""
         self._reservation: MemoryReservation | None = None
         """The memory that is being taken; None: all of it was."""
@@ -539,20 +539,20 @@ class Saving:
             memory = self.tier.stage(self._tracker.state.step, layout.size_bytes, wait=wait)
         if memory is None:
             return Staged.NO_ROOM
-        if not fill(memory, layout, self._places_in(memory, layout), collected):
+        if not fill(memory, layout, self._views_in(memory, layout), collected):
             return Staged.UNPLANNED
         self.tier.commit(self._request(self._rescue, metrics))
         self._staged += 1
         return Staged.STAGED
 
-    def _places_in(self, memory: memoryview, layout: Layout) -> Places:
+    def _views_in(self, memory: memoryview, layout: Layout) -> EntryViews:
         """The views of this memory, which are made once for each slot."""
         address = torch.frombuffer(memory, dtype=torch.uint8, count=1).data_ptr()
-        if address not in self._places:
-            if len(self._places) > 2:
-                self._places.clear()  # slots have grown, and have other addresses
-            self._places[address] = _places(layout, memory)
-        return self._places[address]
+        if address not in self._views:
+            if len(self._views) > 2:
+                self._views.clear()  # slots have grown, and have other addresses
+            self._views[address] = _views_of(layout, memory)
+        return self._views[address]
 
     def _request(self, number: int, metrics: Mapping[str, float], *, finite: bool | None = None) -> SaveRequest:
         """The request to save the current state. `number`: the attempt's. `finite`: whether all values are; None: that
@@ -595,7 +595,7 @@ class Saving:
             if text:
                 raise SnapshotError(f"rank {rank} failed: {text}")
 
-        self._places.clear()
+        self._views.clear()
         if isinstance(self.tier, SaverClient):
             self.tier.drop_fetched()  # all ranks have copied adopted pages, so no rank needs it any more
         loose = set(collected.shared) if self._replicas_differ else collected.buffers
@@ -679,7 +679,7 @@ def image(tracker: Tracker) -> torch.Tensor:
     layout = _plan(Peers(0, 1), "", collected)
     data = torch.empty(layout.size_bytes, dtype=torch.uint8)
     memory = memoryview(data.numpy())
-    fill(memory, layout, _places(layout, memory), collected)
+    fill(memory, layout, _views_of(layout, memory), collected)
     return data
 
 
@@ -708,12 +708,12 @@ def _text_of_difference(found: tuple[str, replicas.ReplicaDifference] | None, st
     )
 
 
-def _places(layout: Layout, memory: memoryview) -> Places:
+def _views_of(layout: Layout, memory: memoryview) -> EntryViews:
     views = layout.views(memory)
-    return Places([views[name] for name, _ in layout.keys])
+    return EntryViews([views[name] for name, _ in layout.keys])
 
 
-def fill(memory: memoryview, layout: Layout, places: Places, collected: Collected) -> bool:
+def fill(memory: memoryview, layout: Layout, places: EntryViews, collected: Collected) -> bool:
     """Copy the state into this memory. Returns False, and copies nothing, if it does not fit the layout."""
     sources = [collected.shared[key] if key in collected.shared else collected.own[key] for _, key in layout.keys]
     if not places.fill(sources):

@@ -520,7 +520,7 @@ class Snapshots:
         are pending on some rank: the save stays due."""
         self._used = True
         if durable and self._life is not None and not pending:
-            self._life.losses.settle()
+            self._life.losses.read_all()
         done = saving.save(durable=durable, metrics=self._metrics, demanded=demanded, pending=pending)
         if done.postponed:
             return False
