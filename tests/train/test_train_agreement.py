@@ -28,12 +28,13 @@ from holdfast.train import tracked
 from holdfast.train.agreement import FailedSaves, Peers, RankFailure, Timekeeper
 from holdfast.train.guards import GuardWarning
 from holdfast.train.quarantine import Patience
-from holdfast.train.resuming import Resumer, take_folder
-from holdfast.train.save import Saving
+from holdfast.train.resuming import Resumer
+from holdfast.train.save import SaveRules, Saving
 from holdfast.train.snapshots import changes
 from holdfast.train.snapshots.in_process import InProcessStaging
 from holdfast.train.snapshots.lease import owner
 from holdfast.train.state import Tracker
+from holdfast.train.taken_folder import TakenFolder, take_folder
 from holdfast.train.tracked import Choice, Compared
 from tests.support.limits import limit_s
 
@@ -113,7 +114,8 @@ class Rank:
         nn.init.ones_(model.weight), nn.init.zeros_(model.bias)  # equal on all ranks
         self.tracker.add({"model": model})
         clock = Timekeeper(None)
-        self.saving = Saving(folder, self.tracker, peers, InProcessStaging(), 1, clock, failed_saves_max=2, lease=None)
+        taken = TakenFolder(folder, None, 0, 1, "", "")
+        self.saving = Saving(self.tracker, peers, InProcessStaging(), clock, taken, SaveRules(2))
 
     def save(self, *, demanded: bool = False) -> str:
         """What came of it, once it is written."""
@@ -359,7 +361,8 @@ class Refused(InProcessStaging):
 
 
 def saving(peers: Peers, tier: InProcessStaging) -> Saving:
-    return Saving(Path("unused"), Tracker(), peers, tier, 0, Timekeeper(None), 5, None)
+    taken = TakenFolder(Path("unused"), None, 0, 0, "", "")
+    return Saving(Tracker(), peers, tier, Timekeeper(None), taken, SaveRules(5))
 
 
 def ended(work: Callable[[], object]) -> tuple[str, str]:

@@ -39,12 +39,13 @@ from holdfast.train.snapshots import changes, disk
 from holdfast.train.snapshots.changes import Keep, SaveRequest, Verified
 from holdfast.train.snapshots.in_process import InProcessStaging, warn_of_disk
 from holdfast.train.snapshots.layout import FINITE
-from holdfast.train.snapshots.lease import FOLDER_ID, FolderLease
+from holdfast.train.snapshots.lease import FOLDER_ID
 from holdfast.train.snapshots.read_back import READ_BACK
 from holdfast.train.snapshots.remote import Location, RemotePath
 from holdfast.train.snapshots.saver_client import SaverClient, Tier
 from holdfast.train.snapshots.saver_connection import STALL
 from holdfast.train.state import Collected, Tracker
+from holdfast.train.taken_folder import TakenFolder
 
 ROUNDS_MAX = 4
 """Limit of the rounds of one save: a state that has another shape in each is an error."""
@@ -139,37 +140,38 @@ class TensorFindings(NamedTuple):
     """Name of a trained tensor with a value that is not finite; empty: there is none."""
 
 
+@dataclass(frozen=True)
+class SaveRules:
+    """The rules for the saves of a job; equal on all ranks."""
+
+    failed_saves_max: int
+    """The number of failed saves in a row after which all ranks raise."""
+    replicas_differ: bool = False
+    """Whether ranks may have different values of a parameter: see `SnapshotOptions`."""
+    read_back: bool = False
+    """Whether each rank reads its file back after a save, because retention needs that."""
+
+
 class Saving:
     """The saves of one rank."""
 
     def __init__(
         self,
-        path: Location,
         tracker: Tracker,
         peers: Peers,
         tier: Tier,
-        rescue: int,
         clock: Timekeeper,
-        failed_saves_max: int,
-        lease: FolderLease | None,
+        taken: TakenFolder,
+        rules: SaveRules,
         copies: Copies | None = None,
-        *,
-        replicas_differ: bool = False,
-        folder_id: str = "",
     ) -> None:
-        """`rescue`: the number of the attempt as which the saver writes a state that is only in memory; the same on all
-        ranks. `lease`: that of rank 0; None on others. `copies`: None: other nodes get no copies. `replicas_differ`:
-        see `SnapshotOptions`; `folder_id`: see LeaseOwner."""
+        """`clock`: rank 0's. `taken`: the folder, with the lease on rank 0. `copies`: None: other nodes get none."""
         self.tier = tier
-        self._replicas_differ, self._folder_id = replicas_differ, folder_id
-        self._path, self._tracker, self._peers = path, tracker, peers
+        self._tracker, self._peers = tracker, peers
+        self._clock, self._taken, self._rules, self._copies = clock, taken, rules, copies
         self._begun_at: tuple[int, int] = (-1, 0)
         """The step that was begun last, and how often it was begun; used in an object store only."""
-        self._rescue, self._clock, self._lease = rescue, clock, lease
-        self._copies = copies
-        self.retention = False
-        """Whether each rank reads its file back after a save; equal on all ranks."""
-        self._failed = FailedSaves(failed_saves_max)
+        self._failed = FailedSaves(rules.failed_saves_max)
         self.errors: list[SnapshotError] = []
         """Errors in the background on this rank, which the others do not know yet."""
         self._last_failure: RankFailure | None = None
@@ -201,11 +203,11 @@ class Saving:
         """Whether there is a plan."""
         return self._layout is not None
 
-    def regroup(self, peers: Peers, generation: int, rescue: int, lease: FolderLease | None) -> None:
+    def regroup(self, peers: Peers, generation: int, taken: TakenFolder) -> None:
         """Save with the ranks of this generation from now on. All ranks call this; the next save makes a new plan."""
         self._stop_reserving()
         self.await_copied()
-        self._peers, self._rescue, self._lease = peers, rescue, lease
+        self._peers, self._taken = peers, taken
         self._saves = 0
         self._layout = None
         self.tier.regroup(peers.rank, peers.world, generation)
@@ -254,7 +256,7 @@ class Saving:
     def gather_errors(self) -> None:
         """Gather the errors of the background. The next save reports them to all ranks: one rank alone must not
         raise."""
-        checks = [self.tier.check] if self._lease is None else [self.tier.check, self._lease.check]
+        checks = [self.tier.check] if self._taken.lease is None else [self.tier.check, self._taken.lease.check]
         for check in checks:
             while (error := _raised(check)) is not None and str(error) not in map(str, self.errors):
                 self.errors.append(error)
@@ -433,7 +435,7 @@ class Saving:
 
         if self._copies is not None:
             copies = [each.copies or () for each in reports]
-            answer["copies"] = self._copies.decide(copies, (step, self._rescue, self._saves), staged=all_staged)
+            answer["copies"] = self._copies.decide(copies, (step, self._taken.rescue, self._saves), staged=all_staged)
         if persist:
             self._clock.saved(now_s)  # also when it cannot begin: the next attempt comes after another interval
             try:
@@ -468,14 +470,14 @@ class Saving:
 
     def _begin(self, step: int) -> int:
         """Begin an attempt, on rank 0. Returns its number. Raises SnapshotError."""
-        if self._lease is not None:
-            self._lease.confirm()
-            if isinstance(self._path, RemotePath):
+        if (lease := self._taken.lease) is not None:
+            lease.confirm()
+            if isinstance(self._taken.path, RemotePath):
                 # Each lease has its own numbers: the store has given the lease's number once, so these are unique
                 # without another request, for which training would wait.
                 self._begun_at = (step, self._begun_at[1] + 1 if self._begun_at[0] == step else 0)
-                return self._lease.number * ATTEMPTS_PER_LEASE + self._begun_at[1]
-        return changes.begin(self._path, step, make=False)
+                return lease.number * ATTEMPTS_PER_LEASE + self._begun_at[1]
+        return changes.begin(self._taken.path, step, make=False)
 
     # --- what goes to the disk ----------------------------------------------------------------------------------------
 
@@ -541,7 +543,7 @@ class Saving:
             return Staged.NO_ROOM
         if not fill(memory, layout, self._views_in(memory, layout), collected):
             return Staged.UNPLANNED
-        self.tier.commit(self._request(self._rescue, metrics))
+        self.tier.commit(self._request(self._taken.rescue, metrics))
         self._staged += 1
         return Staged.STAGED
 
@@ -558,8 +560,8 @@ class Saving:
         """The request to save the current state. `number`: the attempt's. `finite`: whether all values are; None: that
         was not checked."""
         assert self._layout is not None
-        note: dict[str, Any] = {"save": self._saves, FOLDER_ID: self._folder_id}
-        if self.retention:
+        note: dict[str, Any] = {"save": self._saves, FOLDER_ID: self._taken.folder_id}
+        if self._rules.read_back:
             note[READ_BACK] = True
         if self._layout.beside is not None:
             note["file_bytes"] = self._layout.file.size_bytes
@@ -567,7 +569,7 @@ class Saving:
         metadata: dict[str, Any] = {"metrics": dict(metrics), "epoch": state.epoch}
         if finite is not None:
             metadata[FINITE] = finite
-        return SaveRequest(str(self._path), state.step, number, peers.rank, peers.world, note, metadata)
+        return SaveRequest(str(self._taken.path), state.step, number, peers.rank, peers.world, note, metadata)
 
     # --- the plan -----------------------------------------------------------------------------------------------------
 
@@ -598,7 +600,7 @@ class Saving:
         self._views.clear()
         if isinstance(self.tier, SaverClient):
             self.tier.drop_fetched()  # all ranks have copied adopted pages, so no rank needs it any more
-        loose = set(collected.shared) if self._replicas_differ else collected.buffers
+        loose = set(collected.shared) if self._rules.replicas_differ else collected.buffers
         self._layout = _plan(self._peers, f"{node_key()}:{self.tier.place}", collected, loose)
         self._signature = collected.signature()
         self._staged = 0

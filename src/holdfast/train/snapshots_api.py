@@ -44,8 +44,8 @@ from holdfast.train.guards import same_loss, watch
 from holdfast.train.pending import PendingGradients, WherePending
 from holdfast.train.quarantine import OwnLife, Patience
 from holdfast.train.reading import Saved
-from holdfast.train.resuming import Resumed, Resumer, TakenFolder, take_folder
-from holdfast.train.save import Pruner, Saving
+from holdfast.train.resuming import Resumed, Resumer
+from holdfast.train.save import Pruner, SaveRules, Saving
 from holdfast.train.snapshots import folder as folders
 from holdfast.train.snapshots import lease as leases
 from holdfast.train.snapshots.changes import Keep
@@ -53,6 +53,7 @@ from holdfast.train.snapshots.in_process import open_tier
 from holdfast.train.snapshots.remote import RemotePath, absolute
 from holdfast.train.snapshots.saver_client import Tier
 from holdfast.train.state import Tracker, TrainState
+from holdfast.train.taken_folder import TakenFolder, take_folder
 from holdfast.train.tracked import Choice
 from holdfast.train.untracked import UntrackedData, UntrackedOptimizers
 
@@ -344,11 +345,11 @@ class Snapshots:
         # The newest lease was given back, or its owner is lost: the new rank 0 need not wait for it.
         lost = max(peers.all_gather(0 if self._taken is None else self._taken.number))
         tier = self._open_tier(peers.rank, peers.world) if self._saving is None else None  # a replacement
-        rescue = self._take_folder(peers, lost=lost).rescue
+        taken = self._take_folder(peers, lost=lost)
         if tier is not None:
             self._begin(peers, tier)
         assert self._saving is not None
-        self._saving.regroup(peers, generation, rescue, self._lease)
+        self._saving.regroup(peers, generation, taken)
         self._schedule.follow(schedule)  # all ranks save at the same steps
         self._durable_epoch, self._unsaved = durable
         self._pending.begin_again()
@@ -366,13 +367,10 @@ class Snapshots:
         self._schedule.start(step)
         self._clock.start(step, time.monotonic())
         self._watch_optimizers()
-        rescue, clock, failed_max = self._taken.rescue, self._clock, self._options.failed_saves_max
-        saving = Saving(
-            *(self.path, self._tracker, peers, tier, rescue, clock, failed_max, self._lease, self._copies),
-            replicas_differ=self._options.replicas_differ,
-            folder_id=self._taken.folder_id,
+        rules = SaveRules(
+            self._options.failed_saves_max, self._options.replicas_differ, read_back=self._keep is not None
         )
-        self._saving, saving.retention = saving, self._keep is not None
+        self._saving = saving = Saving(self._tracker, peers, tier, self._clock, self._taken, rules, self._copies)
         return saving
 
     def _watch_optimizers(self) -> None:
