@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 from benchmarks.harness import HOLDFAST, BenchmarkError, Launcher, Metric, Row, Sample
-from tests.ssh.yard import Yard, make_yard, why_not
+from tests.ssh.ssh_hosts import SshHosts, make_yard, why_not
 
 HOSTS = 4
 LIMIT_S = 60.0
@@ -17,24 +17,24 @@ POLL_S = 0.005
 SCRIPT = "import os\nprint('first line of', os.environ['RANK'], flush=True)\n"
 
 
-def logins_s(yard: Yard) -> float:
+def logins_s(ssh_hosts: SshHosts) -> float:
     """All at once; until the slowest one has run `true` over there."""
     began = time.monotonic()
-    ssh = str(yard.folder / "bin" / "ssh")
-    running = [yard.desk.start([ssh, f"node{number}", "true"]) for number in range(1, HOSTS + 1)]
+    ssh = str(ssh_hosts.folder / "bin" / "ssh")
+    running = [ssh_hosts.login_host.start([ssh, f"node{number}", "true"]) for number in range(1, HOSTS + 1)]
     if any(each.wait(LIMIT_S) for each in running):
         raise BenchmarkError("ssh does not get to the hosts")
     return time.monotonic() - began
 
 
 def measure(_: Launcher, folder: Path) -> Sample:
-    with make_yard(HOSTS, folder) as yard:
+    with make_yard(HOSTS, folder) as ssh_hosts:
         script = folder / "line.py"
         script.write_text(SCRIPT)
-        logins_s(yard)  # host keys are learnt
-        login_s = logins_s(yard)
+        logins_s(ssh_hosts)  # host keys are learnt
+        login_s = logins_s(ssh_hosts)
         began = time.monotonic()
-        agent = yard.run("--hosts", yard.names, script=script)
+        agent = ssh_hosts.run("--hosts", ssh_hosts.names, script=script)
         while "first line of" not in agent.text:
             if not agent.program.running or time.monotonic() > began + LIMIT_S:
                 raise BenchmarkError(f"no line: {agent.text}")

@@ -30,13 +30,15 @@ from pathlib import Path
 from holdfast import own_folders
 
 ROOT = Path("/dev/shm")
-"""The only place in memory: a slot on a disk would be a slow snapshot without verification."""
+"""The only file system that is surely in memory. A slot on a disk would be a slow snapshot without verification."""
 SOCKET = "saver.sock"
 COPIES, FETCHED, PREFETCH, KEY = "copies", "fetched", "prefetch", "key"
+"""Names in the folder; the module's docstring describes them."""
 RUN_ID_CHARACTERS_MAX = 32
 """Characters of the run id in the name, for people; a socket's path may have 107 bytes."""
 KEY_BYTES = 8
 TRIES_MAX = 100
+"""Attempts to make and lock a folder that another process removes at the same time as a dead run's."""
 BACKLOG = 256
 """Connections that may wait for the saver's start; all local ranks connect at once."""
 
@@ -45,9 +47,10 @@ SLOT_COUNT_MAX = 3
 SLOT_MAGIC = 0x0002_544F_4C53_4648
 """"HFSLOT", version 2."""
 SLOT_WORD_BYTES = 8
-"""A slot's file begins with words of this size, in the machine's own order."""
+"""Size of the numbers at the beginning of a slot's file, in the machine's own byte order."""
 SLOT_MAGIC_WORD, SLOT_COMMIT_WORD = 0, 1
-"""The first words: the magic number; the sequence number of the state in it, 0 while it is replaced."""
+"""Indices of the first numbers: the magic number, and the sequence number of the state in the slot, which is 0 while
+the state is replaced."""
 _SLOT_NAME = re.compile(r"(\d{1,6})\.([012])")
 
 
@@ -57,7 +60,7 @@ class MemoryFolder:
     def __init__(self, path: Path, fd: int) -> None:
         self.path = path
         self.fd = fd
-        """Carries the lock; a process that inherits it holds the folder as well."""
+        """Descriptor that carries the lock: a process that inherits it keeps the folder locked as well; -1: closed."""
 
     @classmethod
     def make(cls, run_id: str, root: Path = ROOT) -> MemoryFolder:
@@ -75,18 +78,18 @@ class MemoryFolder:
                 fd = own_folders.open_folder(path)
             except FileNotFoundError:
                 continue
-            if _hold(path, fd):
+            if _lock(path, fd):
                 return cls(path, fd)
         raise FileExistsError(17, "removed as soon as it is made", str(path))
 
     def close(self) -> None:
-        """Release the folder; it stays while others hold it."""
+        """Release the folder. It stays in use while other processes have it locked."""
         if self.fd >= 0:
             os.close(self.fd)
             self.fd = -1
 
     def remove(self) -> None:
-        """Remove the folder with its content, even if others hold it: their mappings stay valid."""
+        """Remove the folder with its content, even if others have it locked: their mappings stay valid."""
         remove_folder(self.path)
         self.close()
 
@@ -103,7 +106,7 @@ def key_of(*parts: object) -> str:
 
 
 def prefix() -> str:
-    """The beginning of the names of this user's folders. Another user may have taken such a name."""
+    """The beginning of the names of this user's folders. Another user may have made a folder with such a name."""
     return f"holdfast-{os.geteuid()}-"
 
 
@@ -135,11 +138,13 @@ def clean(root: Path = ROOT) -> list[Path]:
     return removed
 
 
-def _hold(path: Path, fd: int) -> bool:
-    """Lock it shared. False when the folder was removed in between, or is about to be."""
+def _lock(path: Path, fd: int) -> bool:
+    """Take a shared lock on the folder, or close its descriptor and return False when the folder was removed since it
+    was opened, or is about to be."""
     try:
         own_folders.check(fd, path)
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        # Another process may have removed the folder before the lock, and made a new one under its name.
         if os.path.samestat(os.lstat(path), os.fstat(fd)):
             return True
     except (BlockingIOError, FileNotFoundError):

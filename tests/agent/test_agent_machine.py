@@ -14,11 +14,11 @@ from holdfast.protocol import messages as msg
 from holdfast.protocol.charter import Polled
 from holdfast.protocol.policy import HeldStates, Tick
 from holdfast.protocol.rank_progress import RankProgress, Stage
-from tests.agent.agent_desk import (
+from tests.agent.agent_harness import (
     LIMITS,
     STATES,
     SUCCESS,
-    Desk,
+    AgentHarness,
     assign,
     failure,
     held,
@@ -33,7 +33,7 @@ from tests.agent.agent_desk import (
     sweeping,
 )
 
-IN_WORK: dict[Work, Callable[[], Desk]] = {
+IN_WORK: dict[Work, Callable[[], AgentHarness]] = {
     Work.IDLE: idle,
     Work.PREPARING: preparing,
     Work.PREPARED: prepared,
@@ -53,123 +53,123 @@ def test_every_work_is_reached(work: Work) -> None:
 # --- every transition -------------------------------------------------------------------------------------------------
 
 
-def gets_newer_assign(desk: Desk) -> None:
-    desk.hear(assign(2))
-    assert desk.done == [do.Prepare(assign(2))]
-    desk.give(ev.NodePrepared(1, 40_001))
-    assert not desk.done, "the answer to the older one counts no more"
+def gets_newer_assign(harness: AgentHarness) -> None:
+    harness.hear(assign(2))
+    assert harness.done == [do.Prepare(assign(2))]
+    harness.give(ev.NodePrepared(1, 40_001))
+    assert not harness.done, "the answer to the older one counts no more"
 
 
-def is_prepared(desk: Desk) -> None:
+def is_prepared(harness: AgentHarness) -> None:
     states = HeldStates("10.0.0.1", 4_000, "a life", "/runs", 2, (0, 1))
-    desk.give(ev.NodePrepared(1, 40_000, states))
-    assert desk.sent() == [msg.Prepared(1, 40_000, states)]
+    harness.give(ev.NodePrepared(1, 40_000, states))
+    assert harness.sent() == [msg.Prepared(1, 40_000, states)]
 
 
-def is_started(desk: Desk) -> None:
+def is_started(harness: AgentHarness) -> None:
     start = msg.Start(1, "10.0.0.1", 40_000)
-    assert desk.hear(start) == [do.StartWorkers(assign(1), start)]
+    assert harness.hear(start) == [do.StartWorkers(assign(1), start)]
 
 
-def loses_the_link(desk: Desk) -> None:
-    desk.give(ev.LinkLost("reset"))
-    assert desk.has(do.Dial), "it dials again at once"
+def loses_the_link(harness: AgentHarness) -> None:
+    harness.give(ev.LinkLost("reset"))
+    assert harness.has(do.Dial), "it dials again at once"
 
 
-def is_stopped(desk: Desk) -> None:
-    desk.hear(msg.Stop(1, msg.StopReason.MEMBER_LOST, "z was lost"))
-    assert do.Say("z was lost") in desk.done
-    assert do.SignalWorkers(signal.SIGTERM) in desk.done
+def is_stopped(harness: AgentHarness) -> None:
+    harness.hear(msg.Stop(1, msg.StopReason.MEMBER_LOST, "z was lost"))
+    assert do.Say("z was lost") in harness.done
+    assert do.SignalWorkers(signal.SIGTERM) in harness.done
 
 
-def is_fenced(desk: Desk) -> None:
-    desk.wait(LIMITS.fence_s - 0.01, answered=False)
-    assert desk.machine.work is Work.RUNNING
-    desk.wait(0.02, answered=False)
-    assert do.KillTree(1) in desk.done
+def is_fenced(harness: AgentHarness) -> None:
+    harness.wait(LIMITS.fence_s - 0.01, answered=False)
+    assert harness.machine.work is Work.RUNNING
+    harness.wait(0.02, answered=False)
+    assert do.KillTree(1) in harness.done
 
 
-def is_asked_to_drain(desk: Desk) -> None:
-    assert desk.hear(msg.Drain(1, "z is leaving")) == [do.HoldWorkers(1)]
-    desk.give(ev.WorkersHeld(1, 6))
-    assert desk.sent() == [msg.Held(1, 6)]
+def is_asked_to_drain(harness: AgentHarness) -> None:
+    assert harness.hear(msg.Drain(1, "z is leaving")) == [do.HoldWorkers(1)]
+    harness.give(ev.WorkersHeld(1, 6))
+    assert harness.sent() == [msg.Held(1, 6)]
 
 
-def loses_the_link_while_held(desk: Desk) -> None:
-    desk.give(ev.LinkLost("reset"))
-    assert do.ReleaseWorkers(1, 0) in desk.done
+def loses_the_link_while_held(harness: AgentHarness) -> None:
+    harness.give(ev.LinkLost("reset"))
+    assert do.ReleaseWorkers(1, 0) in harness.done
 
 
-def drain_is_given_up(desk: Desk) -> None:
-    desk.hear(msg.Stop(1, msg.StopReason.MEMBER_LOST, "z was lost"))
-    assert [c for c in desk.done if isinstance(c, do.ReleaseWorkers | do.SignalWorkers)] == [
+def drain_is_given_up(harness: AgentHarness) -> None:
+    harness.hear(msg.Stop(1, msg.StopReason.MEMBER_LOST, "z was lost"))
+    assert [c for c in harness.done if isinstance(c, do.ReleaseWorkers | do.SignalWorkers)] == [
         do.ReleaseWorkers(1, 0),
         do.SignalWorkers(signal.SIGTERM),
     ]
 
 
-def all_leave_at_the_safe_point(desk: Desk) -> None:
-    assert desk.hear(msg.DrainTo(1, 9)) == [
+def all_leave_at_the_safe_point(harness: AgentHarness) -> None:
+    assert harness.hear(msg.DrainTo(1, 9)) == [
         do.Say("z is leaving: the workers stop at their next safe point"),
         do.ReleaseWorkers(1, 9),
     ]
-    desk.all_end(drained=True)
-    assert desk.done == [do.KillTree(1)]
-    assert not desk.machine.current.done
+    harness.all_end(drained=True)
+    assert harness.done == [do.KillTree(1)]
+    assert not harness.machine.current.done
 
 
-def grace_is_over(desk: Desk) -> None:
-    desk.wait(LIMITS.stop_grace_s - 0.01)
-    assert desk.machine.work is Work.STOPPING
-    desk.wait(0.02)
-    assert do.KillTree(1) in desk.done
+def grace_is_over(harness: AgentHarness) -> None:
+    harness.wait(LIMITS.stop_grace_s - 0.01)
+    assert harness.machine.work is Work.STOPPING
+    harness.wait(0.02)
+    assert do.KillTree(1) in harness.done
 
 
-def tree_is_gone(desk: Desk) -> None:
-    desk.give(ev.TreeGone(1))
-    assert desk.sent() == [msg.Stopped(1)]
+def tree_is_gone(harness: AgentHarness) -> None:
+    harness.give(ev.TreeGone(1))
+    assert harness.sent() == [msg.Stopped(1)]
 
 
-def is_cleaned(desk: Desk) -> None:
-    desk.give(ev.TreeGone(1))
-    assert not desk.done, "the others may still be at work: not a word"
+def is_cleaned(harness: AgentHarness) -> None:
+    harness.give(ev.TreeGone(1))
+    assert not harness.done, "the others may still be at work: not a word"
 
 
-def is_regrouped(desk: Desk) -> None:
-    desk.hear(msg.Regroup(survivor(2, 0), text="rank 1 was lost; 1 rank goes on"))
-    assert desk.done == [do.Say("rank 1 was lost; 1 rank goes on"), do.RegroupWorkers(survivor(2, 0), 0)]
+def is_regrouped(harness: AgentHarness) -> None:
+    harness.hear(msg.Regroup(survivor(2, 0), text="rank 1 was lost; 1 rank goes on"))
+    assert harness.done == [do.Say("rank 1 was lost; 1 rank goes on"), do.RegroupWorkers(survivor(2, 0), 0)]
 
 
-def is_regrouped_at_a_safe_point(desk: Desk) -> None:
-    desk.hear(msg.Regroup(survivor(2), 9, "rank 7 was replaced; 8 ranks go on"))
-    assert do.RegroupWorkers(survivor(2), 9) in desk.done
+def is_regrouped_at_a_safe_point(harness: AgentHarness) -> None:
+    harness.hear(msg.Regroup(survivor(2), 9, "rank 7 was replaced; 8 ranks go on"))
+    assert do.RegroupWorkers(survivor(2), 9) in harness.done
 
 
-def is_regrouped_again(desk: Desk) -> None:
-    desk.hear(msg.Regroup(survivor(3, 0)))
-    desk.give(ev.NodePrepared(2, 40_002))
-    assert not desk.done, "the answer to the older one counts no more"
+def is_regrouped_again(harness: AgentHarness) -> None:
+    harness.hear(msg.Regroup(survivor(3, 0)))
+    harness.give(ev.NodePrepared(2, 40_002))
+    assert not harness.done, "the answer to the older one counts no more"
 
 
-def goes_on(desk: Desk) -> None:
-    desk.give(ev.NodePrepared(2, 40_002))
-    assert desk.sent() == [msg.Prepared(2, 40_002)]
+def goes_on(harness: AgentHarness) -> None:
+    harness.give(ev.NodePrepared(2, 40_002))
+    assert harness.sent() == [msg.Prepared(2, 40_002)]
     start = msg.Start(2, "10.0.0.1", 40_002)
-    assert desk.hear(start) == [do.ContinueWorkers(survivor(2, 0), start)]
+    assert harness.hear(start) == [do.ContinueWorkers(survivor(2, 0), start)]
 
 
-def is_stopped_while_regrouping(desk: Desk) -> None:
-    desk.hear(msg.Stop(2, msg.StopReason.WORKER_FAILED, "the workers cannot go on"))
-    assert do.SignalWorkers(signal.SIGTERM) in desk.done
+def is_stopped_while_regrouping(harness: AgentHarness) -> None:
+    harness.hear(msg.Stop(2, msg.StopReason.WORKER_FAILED, "the workers cannot go on"))
+    assert do.SignalWorkers(signal.SIGTERM) in harness.done
 
 
-def loses_the_link_while_regrouping(desk: Desk) -> None:
-    desk.give(ev.LinkLost("reset"))
-    assert do.KillTree(2) in desk.done
+def loses_the_link_while_regrouping(harness: AgentHarness) -> None:
+    harness.give(ev.LinkLost("reset"))
+    assert do.KillTree(2) in harness.done
 
 
-WAYS: dict[tuple[Work, Work], tuple[Callable[[], Desk], Callable[[Desk], None]]] = {
-    (Work.IDLE, Work.PREPARING): (idle, lambda desk: _check(desk.hear(assign(1)) == [do.Prepare(assign(1))])),
+WAYS: dict[tuple[Work, Work], tuple[Callable[[], AgentHarness], Callable[[AgentHarness], None]]] = {
+    (Work.IDLE, Work.PREPARING): (idle, lambda harness: _check(harness.hear(assign(1)) == [do.Prepare(assign(1))])),
     (Work.PREPARING, Work.PREPARING): (preparing, gets_newer_assign),
     (Work.PREPARED, Work.PREPARING): (prepared, gets_newer_assign),
     (Work.PREPARING, Work.PREPARED): (preparing, is_prepared),
@@ -205,16 +205,17 @@ def test_the_table_is_covered() -> None:
 @pytest.mark.parametrize(("before", "after"), WORK_TRANSITIONS, ids=lambda work: work.value)
 def test_transition(before: Work, after: Work) -> None:
     state, way = WAYS[before, after]
-    desk = state()
-    assert desk.machine.work is before
-    way(desk)
-    assert desk.machine.work is after
+    harness = state()
+    assert harness.machine.work is before
+    way(harness)
+    assert harness.machine.work is after
 
 
 # --- every event in every state ---------------------------------------------------------------------------------------
 
 MESSAGES: list[msg.FromCoordinator] = [
     msg.Answer(1, b"{}"),
+    msg.Extended("stacks", b""),
     msg.Quit(drain=True, by="holdfast stop"),
     msg.Quit(drain=False, by="holdfast kill"),
     msg.Joined(6.0, 4.0, 1.0),
@@ -239,7 +240,6 @@ MESSAGES: list[msg.FromCoordinator] = [
             msg.Resume(generation),
             msg.Abandon(generation),
             msg.Look(generation, 1),
-            msg.Profile(generation, 1, "p", (0,), 5, 0.0),
             msg.Stop(generation, msg.StopReason.HUNG, "rank 1 hangs"),
             msg.Regroup(assign(generation), 0, "z was lost"),
             msg.Regroup(assign(generation), 9),
@@ -284,53 +284,53 @@ EVENTS: list[ev.Event] = [
 ]
 
 
-def lawful(desk: Desk, event: ev.Event) -> bool:
+def lawful(harness: AgentHarness, event: ev.Event) -> bool:
     """A shell speaks of a link only as it is: nothing is heard on one that is not up."""
     match event:
         case ev.Dialed() | ev.DialFailed():
-            return desk.machine.link is Link.DIALING
+            return harness.machine.link is Link.DIALING
         case ev.LinkLost() | ev.Received():
-            return desk.machine.link is Link.UP
+            return harness.machine.link is Link.UP
         case _:
             return True
 
 
 def test_nothing_is_forgotten() -> None:
     assert {type(event) for event in EVENTS} == set(ev.Event.__args__)
-    assert {type(message) for message in MESSAGES} == {*msg.CoordinatorMessage.__subclasses__(), Polled}
+    assert {type(message) for message in MESSAGES} == {*msg.CoordinatorMessage.__subclasses__(), msg.Extended, Polled}
     assert {link for state in STATES for link in [state().machine.link]} == set(Link)
 
 
 @pytest.mark.parametrize("late_s", [0.0, 1000.0])
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
-def test_every_event_is_borne_in_every_state(state: Callable[[], Desk], late_s: float) -> None:
+def test_every_event_is_borne_in_every_state(state: Callable[[], AgentHarness], late_s: float) -> None:
     """Two events in a row, in time and very late; nobody may be left waiting for a past moment."""
     for first in EVENTS:
         for second in (first, *EVENTS[:5], Tick()):
-            desk = state()
-            desk.now += late_s
+            harness = state()
+            harness.now += late_s
             exits = 0
             for event in (first, second, Tick()):
-                if lawful(desk, event):
-                    desk.give(event)
-                    exits += desk.has(do.Exit)
-            due = desk.machine.next_deadline()
+                if lawful(harness, event):
+                    harness.give(event)
+                    exits += harness.has(do.Exit)
+            due = harness.machine.next_deadline()
             assert exits <= 1
-            assert due is None or due > desk.now, (first, second)
+            assert due is None or due > harness.now, (first, second)
 
 
 @pytest.mark.parametrize("state", STATES, ids=lambda state: state.__name__)
-def test_a_signal_ends_it_from_every_state(state: Callable[[], Desk]) -> None:
-    desk = state()
-    generation = desk.machine.current.generation if desk.machine.current is not None else 1
-    desk.give(ev.Signalled(signal.SIGTERM, "SIGTERM"))
+def test_a_signal_ends_it_from_every_state(state: Callable[[], AgentHarness]) -> None:
+    harness = state()
+    generation = harness.machine.current.generation if harness.machine.current is not None else 1
+    harness.give(ev.Signalled(signal.SIGTERM, "SIGTERM"))
     for _ in range(2):
-        desk.give(ev.WorkersHeld(generation, 6))
-        desk.wait(LIMITS.drain_s)
-        desk.give(ev.TreeGone(generation))
-    assert desk.machine.outcome is not None
-    assert desk.give(Tick()) == []
-    assert desk.machine.next_deadline() is None
+        harness.give(ev.WorkersHeld(generation, 6))
+        harness.wait(LIMITS.drain_s)
+        harness.give(ev.TreeGone(generation))
+    assert harness.machine.outcome is not None
+    assert harness.give(Tick()) == []
+    assert harness.machine.next_deadline() is None
 
 
 # --- the next generation, announced with the stop of the present one --------------------------------------------------
@@ -338,80 +338,80 @@ def test_a_signal_ends_it_from_every_state(state: Callable[[], Desk]) -> None:
 STOP = msg.Stop(1, msg.StopReason.WORKER_FAILED, "rank 7 failed on z", assign(2))
 
 
-def workers_end(desk: Desk) -> None:
-    desk.all_end(failure(after_stop=True))
-    desk.give(ev.TreeGone(1))
+def workers_end(harness: AgentHarness) -> None:
+    harness.all_end(failure(after_stop=True))
+    harness.give(ev.TreeGone(1))
 
 
-def stopped() -> Desk:
+def stopped() -> AgentHarness:
     """The order to stop announced the next generation, and the workers are gone."""
-    desk = running()
-    desk.hear(STOP)
-    assert not desk.has(do.Prepare), "a worker may be alive"
-    workers_end(desk)
-    return desk
+    harness = running()
+    harness.hear(STOP)
+    assert not harness.has(do.Prepare), "a worker may be alive"
+    workers_end(harness)
+    return harness
 
 
 def test_what_was_announced_is_prepared_when_the_workers_are_gone() -> None:
-    desk = stopped()
-    assert desk.sent() == [msg.Stopped(1)]
-    assert desk.has(do.Prepare)
-    desk.give(ev.NodePrepared(2, 40_001))
-    assert desk.sent() == [msg.Prepared(2, 40_001)]
-    desk.hear(msg.Start(2, "10.0.0.1", 40_001))
-    assert desk.has(do.StartWorkers)
+    harness = stopped()
+    assert harness.sent() == [msg.Stopped(1)]
+    assert harness.has(do.Prepare)
+    harness.give(ev.NodePrepared(2, 40_001))
+    assert harness.sent() == [msg.Prepared(2, 40_001)]
+    harness.hear(msg.Start(2, "10.0.0.1", 40_001))
+    assert harness.has(do.StartWorkers)
 
 
 @pytest.mark.parametrize("work", [Work.KILLING, Work.IDLE])
 def test_it_is_also_prepared_when_the_workers_were_killed_before_the_order_came(work: Work) -> None:
-    desk = running()
-    desk.give(ev.WorkersFenced())
+    harness = running()
+    harness.give(ev.WorkersFenced())
     if work is Work.IDLE:
-        desk.give(ev.TreeGone(1))
-        assert desk.sent() == [msg.Stopped(1)]
-    assert desk.machine.work is work
-    desk.hear(STOP)
+        harness.give(ev.TreeGone(1))
+        assert harness.sent() == [msg.Stopped(1)]
+    assert harness.machine.work is work
+    harness.hear(STOP)
     if work is Work.KILLING:
-        desk.give(ev.TreeGone(1))
-    assert do.Prepare(assign(2)) in desk.done
+        harness.give(ev.TreeGone(1))
+    assert do.Prepare(assign(2)) in harness.done
 
 
 @pytest.mark.parametrize("is_prepared", [False, True])
 def test_a_newer_assignment_replaces_what_was_announced(is_prepared: bool) -> None:
-    desk = stopped()
+    harness = stopped()
     if is_prepared:
-        desk.give(ev.NodePrepared(2, 40_001))
-    assert desk.hear(assign(3)) == [do.Prepare(assign(3))]
-    desk.give(ev.NodePrepared(2, 40_001))
-    assert desk.sent() == []
-    desk.hear(msg.Start(2, "10.0.0.1", 40_001))
-    assert not desk.has(do.StartWorkers)
+        harness.give(ev.NodePrepared(2, 40_001))
+    assert harness.hear(assign(3)) == [do.Prepare(assign(3))]
+    harness.give(ev.NodePrepared(2, 40_001))
+    assert harness.sent() == []
+    harness.hear(msg.Start(2, "10.0.0.1", 40_001))
+    assert not harness.has(do.StartWorkers)
 
 
 def test_nothing_is_prepared_for_a_coordinator_that_is_gone() -> None:
-    desk = running()
-    desk.hear(STOP)
-    desk.give(ev.LinkLost("reset"))
-    workers_end(desk)
-    assert not desk.has(do.Prepare)
-    assert desk.machine.work is Work.IDLE
+    harness = running()
+    harness.hear(STOP)
+    harness.give(ev.LinkLost("reset"))
+    workers_end(harness)
+    assert not harness.has(do.Prepare)
+    assert harness.machine.work is Work.IDLE
 
 
 def test_a_prepared_node_that_loses_its_coordinator_joins_the_next_one_with_that_number() -> None:
-    desk = stopped()
-    desk.give(ev.NodePrepared(2, 40_001))
-    desk.give(ev.LinkLost("reset"))
-    assert desk.machine.work is Work.IDLE
-    desk.give(ev.Dialed())
-    (join,) = desk.sent()
+    harness = stopped()
+    harness.give(ev.NodePrepared(2, 40_001))
+    harness.give(ev.LinkLost("reset"))
+    assert harness.machine.work is Work.IDLE
+    harness.give(ev.Dialed())
+    (join,) = harness.sent()
     assert isinstance(join, msg.Join)
     assert (join.last_generation, join.running) == (2, None)
 
 
 def test_a_leaving_node_prepares_nothing() -> None:
-    desk = running()
-    desk.give(ev.Signalled(signal.SIGTERM, "SIGTERM"))
-    desk.hear(STOP)
-    workers_end(desk)
-    assert not desk.has(do.Prepare)
-    assert desk.has(do.Exit)
+    harness = running()
+    harness.give(ev.Signalled(signal.SIGTERM, "SIGTERM"))
+    harness.hear(STOP)
+    workers_end(harness)
+    assert not harness.has(do.Prepare)
+    assert harness.has(do.Exit)

@@ -14,10 +14,10 @@ from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import OutcomeKind
 from holdfast.protocol.policy import Limits, Tick
 from holdfast.protocol.rank_progress import RankProgress, RankSample, Stage
-from tests.agent.agent_desk import (
+from tests.agent.agent_harness import (
     LIMITS,
     NPROC,
-    Desk,
+    AgentHarness,
     assign,
     cleaned,
     cut_off_running,
@@ -38,55 +38,55 @@ KILL = msg.Quit(drain=False, by="holdfast kill")
 
 
 def test_stop_holds_the_workers_at_their_safe_point() -> None:
-    desk = running()
-    desk.hear(STOP)
-    assert desk.has(do.HoldWorkers)
-    desk.give(ev.WorkersHeld(1, 6))
-    assert desk.sent() == [msg.Leave("holdfast stop", drain=True)]
+    harness = running()
+    harness.hear(STOP)
+    assert harness.has(do.HoldWorkers)
+    harness.give(ev.WorkersHeld(1, 6))
+    assert harness.sent() == [msg.Leave("holdfast stop", drain=True)]
 
 
 def test_stop_ends_workers_that_know_no_safe_point_as_sigterm_does() -> None:
-    desk = running()
-    desk.hear(STOP)
-    desk.give(ev.WorkersHeld(1, 0))
-    assert do.SignalWorkers(signal.SIGTERM) in desk.done
-    desk.all_end()
-    desk.give(ev.TreeGone(1))
-    assert (desk.machine.outcome.kind, desk.machine.outcome.exit_code) == (OutcomeKind.SIGNALLED, 143)
-    assert "holdfast stop" in desk.machine.outcome.message
+    harness = running()
+    harness.hear(STOP)
+    harness.give(ev.WorkersHeld(1, 0))
+    assert do.SignalWorkers(signal.SIGTERM) in harness.done
+    harness.all_end()
+    harness.give(ev.TreeGone(1))
+    assert (harness.machine.outcome.kind, harness.machine.outcome.exit_code) == (OutcomeKind.SIGNALLED, 143)
+    assert "holdfast stop" in harness.machine.outcome.message
 
 
 def test_stop_said_twice_is_no_kill() -> None:
-    desk = running()
-    desk.hear(STOP)
-    desk.hear(STOP)
-    assert not desk.has(do.KillTree)
+    harness = running()
+    harness.hear(STOP)
+    harness.hear(STOP)
+    assert not harness.has(do.KillTree)
 
 
 @pytest.mark.parametrize("state", [running, draining, stopping])
 def test_kill_asks_nobody(state) -> None:
-    desk: Desk = state()
-    desk.hear(KILL)
-    assert desk.has(do.KillTree)
-    desk.give(ev.TreeGone(1))
-    assert desk.has(do.Exit)
-    assert desk.machine.outcome.exit_code == 137
+    harness: AgentHarness = state()
+    harness.hear(KILL)
+    assert harness.has(do.KillTree)
+    harness.give(ev.TreeGone(1))
+    assert harness.has(do.Exit)
+    assert harness.machine.outcome.exit_code == 137
 
 
 def test_kill_after_stop() -> None:
-    desk = running()
-    desk.hear(STOP)
-    desk.hear(KILL)
-    assert desk.has(do.KillTree)
+    harness = running()
+    harness.hear(STOP)
+    harness.hear(KILL)
+    assert harness.has(do.KillTree)
 
 
 @pytest.mark.parametrize("state", [joining, idle, preparing])
 @pytest.mark.parametrize("quit_", [STOP, KILL])
 def test_without_workers_there_is_nothing_to_wait_for(state, quit_: msg.Quit) -> None:
-    desk: Desk = state()
-    desk.hear(quit_)
-    desk.wait(LIMITS.fence_s / 4)
-    assert desk.machine.outcome is not None
+    harness: AgentHarness = state()
+    harness.hear(quit_)
+    harness.wait(LIMITS.fence_s / 4)
+    assert harness.machine.outcome is not None
 
 
 @pytest.mark.parametrize(
@@ -100,34 +100,34 @@ def test_without_workers_there_is_nothing_to_wait_for(state, quit_: msg.Quit) ->
     ],
 )
 def test_the_first_signal_is_answered_at_once_with_what_comes_and_for_how_long(state, signum, limit_s) -> None:
-    desk: Desk = state()
-    desk.give(ev.Signalled(signum, signum.name))
-    (said,) = (command.text for command in desk.done if isinstance(command, do.Say))
+    harness: AgentHarness = state()
+    harness.give(ev.Signalled(signum, signum.name))
+    (said,) = (command.text for command in harness.done if isinstance(command, do.Say))
     assert said.startswith(f"{signum.name}: ")
     assert f"up to {limit_s:.0f} s; again kills them at once" in said
-    desk.give(ev.Signalled(signum, signum.name))
-    assert not desk.has(do.Say)
+    harness.give(ev.Signalled(signum, signum.name))
+    assert not harness.has(do.Say)
 
 
 @pytest.mark.parametrize("state", [joining, idle, preparing])
 def test_without_workers_a_signal_needs_no_patience_and_no_words(state) -> None:
-    desk: Desk = state()
-    desk.give(ev.Signalled(signal.SIGINT, "SIGINT"))
-    assert not desk.has(do.Say)
+    harness: AgentHarness = state()
+    harness.give(ev.Signalled(signal.SIGINT, "SIGINT"))
+    assert not harness.has(do.Say)
 
 
 def test_whoever_stops_a_job_from_elsewhere_is_named_and_again_is_a_kill() -> None:
-    desk = running()
-    desk.hear(STOP)
-    (said,) = (command.text for command in desk.done if isinstance(command, do.Say))
+    harness = running()
+    harness.hear(STOP)
+    (said,) = (command.text for command in harness.done if isinstance(command, do.Say))
     assert said.startswith("holdfast stop: ")
     assert said.endswith("`holdfast kill` kills them at once")
 
 
 def test_a_signal_that_nobody_at_a_console_sent_is_not_answered() -> None:
-    desk = running()
-    desk.give(ev.Signalled(signal.SIGINT, "its torchrun has ended", kills=""))
-    assert not desk.has(do.Say)
+    harness = running()
+    harness.give(ev.Signalled(signal.SIGINT, "its torchrun has ended", kills=""))
+    assert not harness.has(do.Say)
 
 
 # --- progress is passed on, looks are answered, notices are said, a hang gets no long grace ------------------------------
@@ -138,172 +138,172 @@ RANKS = tuple(RankProgress(rank, Stage.STEPPING, 7, 0.5, 1.5) for rank in range(
 
 @pytest.mark.parametrize("state", [running, held])
 def test_progress_is_passed_on_while_they_work(state) -> None:
-    desk: Desk = state()
-    desk.give(ev.WorkersProgress(1, RANKS))
-    assert desk.sent() == [msg.Progress(1, RANKS, ping=1)]
-    desk.wait(LIMITS.ping_interval_s - 0.01)
-    assert desk.sent() == [], "it takes the place of a ping"
+    harness: AgentHarness = state()
+    harness.give(ev.WorkersProgress(1, RANKS))
+    assert harness.sent() == [msg.Progress(1, RANKS, ping=1)]
+    harness.wait(LIMITS.ping_interval_s - 0.01)
+    assert harness.sent() == [], "it takes the place of a ping"
 
 
 def test_progress_waits_a_little_for_the_next_ping() -> None:
-    desk = running()
-    desk.wait(LIMITS.ping_interval_s - 0.1)
-    desk.give(ev.WorkersProgress(1, RANKS))
-    assert desk.sent() == []
-    desk.wait(0.11)
+    harness = running()
+    harness.wait(LIMITS.ping_interval_s - 0.1)
+    harness.give(ev.WorkersProgress(1, RANKS))
+    assert harness.sent() == []
+    harness.wait(0.11)
     older = tuple(structs.replace(rank, age_s=pytest.approx(0.6, abs=0.02)) for rank in RANKS)
-    assert desk.sent() == [msg.Progress(1, older, ping=1)]
+    assert harness.sent() == [msg.Progress(1, older, ping=1)]
 
 
 def test_the_ping_does_not_wait_for_workers_that_ended_meanwhile() -> None:
-    desk = running()
-    desk.wait(LIMITS.ping_interval_s - 0.1)
-    desk.give(ev.WorkersProgress(1, RANKS))
-    desk.hear(msg.Stop(1, msg.StopReason.MEMBER_LOST))
-    desk.wait(0.11)
-    assert desk.sent() == [msg.Ping(1)]
+    harness = running()
+    harness.wait(LIMITS.ping_interval_s - 0.1)
+    harness.give(ev.WorkersProgress(1, RANKS))
+    harness.hear(msg.Stop(1, msg.StopReason.MEMBER_LOST))
+    harness.wait(0.11)
+    assert harness.sent() == [msg.Ping(1)]
 
 
 @pytest.mark.parametrize("state", [idle, stopping, killing, cut_off_running])
 def test_nothing_is_told_of_workers_that_are_not_at_work_or_to_nobody(state) -> None:
-    desk: Desk = state()
-    desk.give(ev.WorkersProgress(1, RANKS))
-    assert desk.sent() == []
+    harness: AgentHarness = state()
+    harness.give(ev.WorkersProgress(1, RANKS))
+    assert harness.sent() == []
 
 
 def test_nothing_is_told_of_an_older_generation() -> None:
-    desk = running()
-    desk.give(ev.WorkersProgress(2, RANKS))
-    assert desk.sent() == []
+    harness = running()
+    harness.give(ev.WorkersProgress(2, RANKS))
+    assert harness.sent() == []
 
 
 def test_the_board_knows_no_ends_but_the_agent_does() -> None:
-    desk = running()
-    desk.give(ev.WorkerEnded(1, 1, None))
-    desk.give(ev.WorkersProgress(1, RANKS))
-    (message,) = desk.sent()
+    harness = running()
+    harness.give(ev.WorkerEnded(1, 1, None))
+    harness.give(ev.WorkersProgress(1, RANKS))
+    (message,) = harness.sent()
     assert isinstance(message, msg.Progress)
     assert [rank.stage for rank in message.ranks] == [Stage.STEPPING, Stage.DONE]
 
 
 def test_a_look_is_taken_and_answered() -> None:
-    desk = running()
-    desk.hear(msg.Look(1, 5, store=True))
-    assert desk.done == [do.LookAtWorkers(1, 5, True)]
+    harness = running()
+    harness.hear(msg.Look(1, 5, store=True))
+    assert harness.done == [do.LookAtWorkers(1, 5, True)]
     samples = (RankSample(0, 4711, "S", 1.0),)
-    desk.give(ev.WorkersSeen(1, 5, samples, ("a cannot reach b",)))
-    assert desk.sent() == [msg.Looked(1, 5, samples, ("a cannot reach b",))]
+    harness.give(ev.WorkersSeen(1, 5, samples, ("a cannot reach b",)))
+    assert harness.sent() == [msg.Looked(1, 5, samples, ("a cannot reach b",))]
 
 
 @pytest.mark.parametrize("state", [idle, killing, cleaned])
 def test_where_there_is_nobody_to_look_at_the_answer_comes_at_once(state) -> None:
-    desk: Desk = state()
-    desk.hear(msg.Look(1, 5))
-    assert desk.sent() == [msg.Looked(1, 5)]
+    harness: AgentHarness = state()
+    harness.hear(msg.Look(1, 5))
+    assert harness.sent() == [msg.Looked(1, 5)]
 
 
 def test_another_generation_is_not_looked_at() -> None:
-    desk = running()
-    desk.hear(msg.Look(2, 5))
-    assert desk.sent() == [msg.Looked(2, 5)]
+    harness = running()
+    harness.hear(msg.Look(2, 5))
+    assert harness.sent() == [msg.Looked(2, 5)]
 
 
 def test_a_look_that_ends_after_the_link_did_is_told_to_nobody() -> None:
-    desk = running()
-    desk.hear(msg.Look(1, 5))
-    desk.give(ev.LinkLost("reset"))
-    desk.give(ev.WorkersSeen(1, 5, ()))
-    assert desk.sent() == []
+    harness = running()
+    harness.hear(msg.Look(1, 5))
+    harness.give(ev.LinkLost("reset"))
+    harness.give(ev.WorkersSeen(1, 5, ()))
+    assert harness.sent() == []
 
 
 def test_a_notice_is_said() -> None:
-    desk = running()
-    desk.hear(msg.Notice("rank 3 hangs\nits stacks are there"))
-    assert desk.done == [do.Say("rank 3 hangs\nits stacks are there")]
+    harness = running()
+    harness.hear(msg.Notice("rank 3 hangs\nits stacks are there"))
+    assert harness.done == [do.Say("rank 3 hangs\nits stacks are there")]
 
 
 def test_after_a_hang_the_grace_is_short() -> None:
-    desk = running()
-    desk.hear(msg.Stop(1, msg.StopReason.HUNG, "rank 3 hangs"))
-    assert do.SignalWorkers(signal.SIGTERM) in desk.done
-    assert desk.machine.work is Work.STOPPING
-    assert not any(isinstance(command, do.KillTree) for command in desk.wait(LIMITS.hang_grace_s - 0.1))
-    assert any(isinstance(command, do.KillTree) for command in desk.wait(0.2))
+    harness = running()
+    harness.hear(msg.Stop(1, msg.StopReason.HUNG, "rank 3 hangs"))
+    assert do.SignalWorkers(signal.SIGTERM) in harness.done
+    assert harness.machine.work is Work.STOPPING
+    assert not any(isinstance(command, do.KillTree) for command in harness.wait(LIMITS.hang_grace_s - 0.1))
+    assert any(isinstance(command, do.KillTree) for command in harness.wait(0.2))
 
 
 def test_a_grace_that_is_shorter_still_counts() -> None:
-    desk = running()
-    desk.machine.limits = Limits(stop_grace_s=1.0)
-    desk.hear(msg.Stop(1, msg.StopReason.HUNG, "rank 3 hangs"))
-    assert any(isinstance(command, do.KillTree) for command in desk.wait(1.1))
+    harness = running()
+    harness.machine.limits = Limits(stop_grace_s=1.0)
+    harness.hear(msg.Stop(1, msg.StopReason.HUNG, "rank 3 hangs"))
+    assert any(isinstance(command, do.KillTree) for command in harness.wait(1.1))
 
 
 # --- how an agent looks for the coordinator: pauses, when it gives up, and which node it has lost ---------------------
 
 
 def test_pauses_between_attempts_grow_to_the_limit() -> None:
-    desk = dialing()
+    harness = dialing()
     times = []
-    while desk.now < 8.0:
-        desk.give(ev.DialFailed("HF302", 1, "connection refused", final=False))
-        due = desk.machine.next_deadline()
+    while harness.now < 8.0:
+        harness.give(ev.DialFailed("HF302", 1, "connection refused", final=False))
+        due = harness.machine.next_deadline()
         assert due is not None
-        times.append(round(due - desk.now, 3))
-        desk.now = due
-        desk.give(Tick())
-        if not desk.has(do.Dial):  # it was time to say something
-            desk.now += times[-1]
-            desk.give(Tick())
+        times.append(round(due - harness.now, 3))
+        harness.now = due
+        harness.give(Tick())
+        if not harness.has(do.Dial):  # it was time to say something
+            harness.now += times[-1]
+            harness.give(Tick())
     assert times[:4] == [0.1, 0.2, 0.4, 0.5]
     assert max(times) == LIMITS.connect_retry_max_s
 
 
 def test_it_gives_up_at_the_join_deadline_and_says_why() -> None:
-    desk = dialing()
-    while desk.machine.outcome is None:
-        desk.give(ev.DialFailed("HF110", 2, "no such host", final=False))
-        due = desk.machine.next_deadline()
+    harness = dialing()
+    while harness.machine.outcome is None:
+        harness.give(ev.DialFailed("HF110", 2, "no such host", final=False))
+        due = harness.machine.next_deadline()
         if due is not None:
-            desk.now = due
-            desk.give(Tick())
-    assert desk.now == 60.0
-    outcome = desk.machine.outcome
+            harness.now = due
+            harness.give(Tick())
+    assert harness.now == 60.0
+    outcome = harness.machine.outcome
     assert (outcome.kind, outcome.code, outcome.exit_code) == (OutcomeKind.NO_QUORUM, "HF110", 2)
     assert outcome.message == "no such host (tried for 60 s)"
 
 
 def test_the_node_that_had_the_coordinator_is_named_with_its_ranks() -> None:
-    desk = idle()
-    desk.hear(structs.replace(assign(1), led_by="b (ranks 2-3)"))
-    said = [command.text for command in desk.give(ev.LinkLost("connection reset")) if isinstance(command, do.Say)]
+    harness = idle()
+    harness.hear(structs.replace(assign(1), led_by="b (ranks 2-3)"))
+    said = [command.text for command in harness.give(ev.LinkLost("connection reset")) if isinstance(command, do.Say)]
     assert said == ["lost the coordinator on b (ranks 2-3): connection reset; trying to reach it again"]
-    desk.give(Tick())
-    desk.give(ev.Dialed())
-    (join,) = desk.sent()
+    harness.give(Tick())
+    harness.give(ev.Dialed())
+    (join,) = harness.sent()
     assert isinstance(join, msg.Join)
     assert join.led_by == "b (ranks 2-3)"
-    desk.give(ev.LinkLost("connection reset"))
-    while desk.machine.outcome is None:
-        desk.give(ev.DialFailed("HF302", 1, "connection refused", final=False))
-        due = desk.machine.next_deadline()
+    harness.give(ev.LinkLost("connection reset"))
+    while harness.machine.outcome is None:
+        harness.give(ev.DialFailed("HF302", 1, "connection refused", final=False))
+        due = harness.machine.next_deadline()
         if due is not None:
-            desk.now = due
-            desk.give(ev.TreeGone(1) if desk.has(do.KillTree) else Tick())
-    outcome = desk.machine.outcome
+            harness.now = due
+            harness.give(ev.TreeGone(1) if harness.has(do.KillTree) else Tick())
+    outcome = harness.machine.outcome
     assert outcome.message == "lost b (ranks 2-3), which had the coordinator: it did not come back within 60 s"
     assert outcome.verdict.lost_nodes == ("b (ranks 2-3)",)
 
 
 def test_a_final_refusal_is_not_repeated() -> None:
-    desk = dialing()
-    desk.give(ev.DialFailed("HF111", 2, "another job", final=True))
-    assert desk.has(do.Exit)
+    harness = dialing()
+    harness.give(ev.DialFailed("HF111", 2, "another job", final=True))
+    assert harness.has(do.Exit)
 
 
 def test_workers_that_save_at_a_safe_point_go_on() -> None:
-    desk = running()
-    desk.hear(msg.Drain(1, "somebody"))
-    desk.give(ev.WorkersHeld(1, 8, saves=True))
-    assert desk.sent() == [msg.Held(1, 8, saves=True)]
-    assert desk.hear(msg.DrainTo(1, 9, save=True)) == [do.ReleaseWorkers(1, 9, save=True)]
-    assert desk.machine.work is Work.RUNNING
+    harness = running()
+    harness.hear(msg.Drain(1, "somebody"))
+    harness.give(ev.WorkersHeld(1, 8, saves=True))
+    assert harness.sent() == [msg.Held(1, 8, saves=True)]
+    assert harness.hear(msg.DrainTo(1, 9, save=True)) == [do.ReleaseWorkers(1, 9, save=True)]
+    assert harness.machine.work is Work.RUNNING

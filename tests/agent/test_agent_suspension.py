@@ -12,138 +12,142 @@ from holdfast.agent.agent_state import Work
 from holdfast.agent.commands import HangUp, Say
 from holdfast.protocol import messages as msg
 from holdfast.protocol.policy import PINGS_PER_SUSPENSION, Note
-from tests.agent.agent_desk import LIMITS, Desk, able, assign, idle, killed, running, survivor
+from tests.agent.agent_harness import LIMITS, AgentHarness, able, assign, idle, killed, running, survivor
 
 SUSPEND_S = LIMITS.suspend_of(2)
 JOINED = msg.Joined(LIMITS.lease_s, LIMITS.fence_s, LIMITS.ping_interval_s, suspend_s=SUSPEND_S)
 
 
-def granted(desk: Desk) -> Desk:
+def granted(harness: AgentHarness) -> AgentHarness:
     """As if it had joined a coordinator that knows of this."""
-    desk.hear(JOINED)
-    return desk
+    harness.hear(JOINED)
+    return harness
 
 
-def surviving() -> Desk:
-    desk = granted(running())
-    desk.give(ev.WorkersAble(1, (0, 1)))
-    return desk
+def surviving() -> AgentHarness:
+    harness = granted(running())
+    harness.give(ev.WorkersAble(1, (0, 1)))
+    return harness
 
 
-def silence(desk: Desk) -> Desk:
-    desk.wait(SUSPEND_S, answered=False)
-    return desk
+def silence(harness: AgentHarness) -> AgentHarness:
+    harness.wait(SUSPEND_S, answered=False)
+    return harness
 
 
-def noted(desk: Desk) -> list[str]:
-    return [each.event for each in desk.done if isinstance(each, Note)]
+def noted(harness: AgentHarness) -> list[str]:
+    return [each.event for each in harness.done if isinstance(each, Note)]
 
 
 def test_the_time_is_as_old_as_the_newest_answered_ping() -> None:
-    desk = surviving()
-    assert desk.machine.suspend_at_s == desk.now + SUSPEND_S
-    desk.wait(10.0)
-    assert desk.machine.suspend_at_s is not None
-    assert desk.now + SUSPEND_S - SUSPEND_S / PINGS_PER_SUSPENSION <= desk.machine.suspend_at_s <= desk.now + SUSPEND_S
+    harness = surviving()
+    assert harness.machine.suspend_at_s == harness.now + SUSPEND_S
+    harness.wait(10.0)
+    assert harness.machine.suspend_at_s is not None
+    assert (
+        harness.now + SUSPEND_S - SUSPEND_S / PINGS_PER_SUSPENSION
+        <= harness.machine.suspend_at_s
+        <= harness.now + SUSPEND_S
+    )
 
 
 def test_pings_are_frequent_from_then_on_and_in_later_generations() -> None:
-    desk = surviving()
-    pings = [each for each in desk.wait(3.0) if isinstance(getattr(each, "message", None), msg.Ping)]
+    harness = surviving()
+    pings = [each for each in harness.wait(3.0) if isinstance(getattr(each, "message", None), msg.Ping)]
     assert len(pings) == 3.0 / (SUSPEND_S / PINGS_PER_SUSPENSION)
-    desk.hear(msg.Regroup(survivor(2, 0), 0, ""))
-    assert desk.machine.suspend_at_s is not None, "until the others go on, these still belong to the old generation"
+    harness.hear(msg.Regroup(survivor(2, 0), 0, ""))
+    assert harness.machine.suspend_at_s is not None, "until the others go on, these still belong to the old generation"
 
 
 def test_a_silent_coordinator_is_reported_and_the_workers_are_suspended_once() -> None:
-    desk = silence(surviving())
-    assert noted(desk) == ["workers_suspended"]
-    assert [each.text for each in desk.done if isinstance(each, Say)] == [
+    harness = silence(surviving())
+    assert noted(harness) == ["workers_suspended"]
+    assert [each.text for each in harness.done if isinstance(each, Say)] == [
         f"no answer from the coordinator for {SUSPEND_S:.1f} s: until it answers this node's workers are suspended"
     ]
-    desk.wait(0.5, answered=False)
-    assert noted(desk) == []
+    harness.wait(0.5, answered=False)
+    assert noted(harness) == []
 
 
 def test_they_continue_with_an_answer_to_a_new_ping_and_not_to_an_old_one() -> None:
-    desk = surviving()
-    desk.wait(2.0, answered=False)
-    pings = [each.message.number for each in desk.done if isinstance(getattr(each, "message", None), msg.Ping)]
-    desk.hear(msg.Pong(pings[0]))
-    assert noted(desk) == [], "it was sent before the others could go on"
-    desk.hear(msg.Pong(pings[-1]))
-    assert noted(desk) == ["workers_continued"]
-    assert desk.machine.suspend_at_s is not None
-    assert desk.machine.suspend_at_s > desk.now
+    harness = surviving()
+    harness.wait(2.0, answered=False)
+    pings = [each.message.number for each in harness.done if isinstance(getattr(each, "message", None), msg.Ping)]
+    harness.hear(msg.Pong(pings[0]))
+    assert noted(harness) == [], "it was sent before the others could go on"
+    harness.hear(msg.Pong(pings[-1]))
+    assert noted(harness) == ["workers_continued"]
+    assert harness.machine.suspend_at_s is not None
+    assert harness.machine.suspend_at_s > harness.now
 
 
 def test_an_answer_of_a_coordinator_without_authority_lets_nobody_continue() -> None:
-    desk = silence(surviving())
-    desk.hear(msg.Pong(PINGS_PER_SUSPENSION, SUSPEND_S))
-    assert noted(desk) == []
+    harness = silence(surviving())
+    harness.hear(msg.Pong(PINGS_PER_SUSPENSION, SUSPEND_S))
+    assert noted(harness) == []
 
 
 def test_without_an_answer_they_are_killed_when_the_lease_is_over_and_do_not_run_before() -> None:
     """Not at the fence: a successor may let them continue."""
-    desk = silence(surviving())
-    assert desk.machine.fence_at_s == desk.now - SUSPEND_S + LIMITS.lease_s
-    desk.wait(LIMITS.lease_s - SUSPEND_S - 0.01, answered=False)
-    assert desk.machine.work is Work.RUNNING
-    desk.wait(0.02, answered=False)
-    assert desk.machine.work is Work.KILLING
-    assert desk.machine.suspend_at_s is not None
-    assert desk.machine.suspend_at_s <= desk.now
+    harness = silence(surviving())
+    assert harness.machine.fence_at_s == harness.now - SUSPEND_S + LIMITS.lease_s
+    harness.wait(LIMITS.lease_s - SUSPEND_S - 0.01, answered=False)
+    assert harness.machine.work is Work.RUNNING
+    harness.wait(0.02, answered=False)
+    assert harness.machine.work is Work.KILLING
+    assert harness.machine.suspend_at_s is not None
+    assert harness.machine.suspend_at_s <= harness.now
 
 
 def test_a_lost_link_suspends_them_too_until_a_coordinator_lets_them_continue() -> None:
-    desk = surviving()
-    desk.give(ev.LinkLost("closed"))
-    at_s = desk.machine.suspend_at_s
-    assert at_s == desk.now + SUSPEND_S
-    desk.now += SUSPEND_S
-    desk.give(ev.Tick())
-    assert noted(desk) == ["workers_suspended"]
-    desk.give(ev.Dialed())
-    granted(desk)
-    assert desk.machine.suspend_at_s == at_s, "it has joined, and the generation is not confirmed"
-    desk.hear(msg.Resume(1))
-    assert noted(desk) == ["resumed", "workers_continued"]
+    harness = surviving()
+    harness.give(ev.LinkLost("closed"))
+    at_s = harness.machine.suspend_at_s
+    assert at_s == harness.now + SUSPEND_S
+    harness.now += SUSPEND_S
+    harness.give(ev.Tick())
+    assert noted(harness) == ["workers_suspended"]
+    harness.give(ev.Dialed())
+    granted(harness)
+    assert harness.machine.suspend_at_s == at_s, "it has joined, and the generation is not confirmed"
+    harness.hear(msg.Resume(1))
+    assert noted(harness) == ["resumed", "workers_continued"]
 
 
 @pytest.mark.parametrize("make", [running, able], ids=["not in ht.survive", "a coordinator that grants no time"])
 def test_others_are_not_suspended(make) -> None:
-    desk = make() if make is able else granted(make())
-    assert desk.machine.suspend_at_s is None
-    desk.wait(SUSPEND_S, answered=False)
-    assert noted(desk) == []
-    assert not any(isinstance(each, Say) for each in desk.done)
+    harness = make() if make is able else granted(make())
+    assert harness.machine.suspend_at_s is None
+    harness.wait(SUSPEND_S, answered=False)
+    assert noted(harness) == []
+    assert not any(isinstance(each, Say) for each in harness.done)
 
 
 def test_replacements_that_wait_for_their_place_are_suspended_too() -> None:
-    desk = granted(running())
+    harness = granted(running())
     for local_rank in (0, 1):
-        desk.give(ev.WorkerEnded(1, local_rank, killed(local_rank)))
-    desk.hear(msg.Regroup(structs.replace(survivor(2, 0), local_ranks=()), 0, ""))
-    desk.give(ev.NodePrepared(2, None))
-    desk.hear(msg.Start(2, "10.0.0.1", 40_000))
-    assert desk.machine.suspend_at_s is None, "no worker takes part"
-    desk.hear(msg.Replace(2, (0, 1)))
-    desk.give(ev.ReplacementsReady(2, (0, 1)))
-    desk.hear(msg.Regroup(survivor(3), 0, ""))
-    assert desk.machine.suspend_at_s is not None
+        harness.give(ev.WorkerEnded(1, local_rank, killed(local_rank)))
+    harness.hear(msg.Regroup(structs.replace(survivor(2, 0), local_ranks=()), 0, ""))
+    harness.give(ev.NodePrepared(2, None))
+    harness.hear(msg.Start(2, "10.0.0.1", 40_000))
+    assert harness.machine.suspend_at_s is None, "no worker takes part"
+    harness.hear(msg.Replace(2, (0, 1)))
+    harness.give(ev.ReplacementsReady(2, (0, 1)))
+    harness.hear(msg.Regroup(survivor(3), 0, ""))
+    assert harness.machine.suspend_at_s is not None
 
 
 def test_one_worker_that_is_able_is_not_enough() -> None:
-    desk = granted(running())
-    desk.give(ev.WorkersAble(1, (0,)))
-    assert desk.machine.suspend_at_s is None
+    harness = granted(running())
+    harness.give(ev.WorkersAble(1, (0,)))
+    assert harness.machine.suspend_at_s is None
 
 
 def test_it_holds_for_the_whole_generation() -> None:
     """The coordinator may not have heard yet that one of them has left `ht.survive`."""
-    desk = surviving()
-    desk.give(ev.WorkersAble(1, ()))
-    assert desk.machine.suspend_at_s is not None
+    harness = surviving()
+    harness.give(ev.WorkersAble(1, ()))
+    assert harness.machine.suspend_at_s is not None
 
 
 @pytest.mark.parametrize(
@@ -151,11 +155,11 @@ def test_it_holds_for_the_whole_generation() -> None:
 )
 def test_workers_that_are_being_stopped_are_no_exception(event: ev.Event) -> None:
     """A coordinator that has a successor may have stopped them; or none knows that this node leaves."""
-    desk = surviving()
-    at_s = desk.machine.suspend_at_s
-    desk.give(event)
-    assert desk.machine.work is Work.STOPPING
-    assert desk.machine.suspend_at_s == at_s is not None
+    harness = surviving()
+    at_s = harness.machine.suspend_at_s
+    harness.give(event)
+    assert harness.machine.work is Work.STOPPING
+    assert harness.machine.suspend_at_s == at_s is not None
 
 
 @pytest.mark.parametrize(("agents", "suspends"), [(1, 1.5), (250, 1.5), (400, 2.4), (500, 3.0), (501, 0.0)])
@@ -181,30 +185,30 @@ def test_a_node_without_workers_has_nothing_to_suspend() -> None:
 
 
 def test_a_silent_coordinator_is_given_up_at_the_fence_and_suspended_workers_are_kept_for_its_successor() -> None:
-    desk = surviving()
-    desk.wait(LIMITS.fence_s - 0.01, answered=False)
-    assert not desk.has(HangUp)
-    desk.wait(0.02, answered=False)
-    assert desk.has(HangUp)
-    assert desk.machine.work is Work.RUNNING
-    desk.give(ev.Dialed())
-    granted(desk)
-    desk.hear(msg.Resume(1))
-    assert noted(desk) == ["resumed", "workers_continued"]
+    harness = surviving()
+    harness.wait(LIMITS.fence_s - 0.01, answered=False)
+    assert not harness.has(HangUp)
+    harness.wait(0.02, answered=False)
+    assert harness.has(HangUp)
+    assert harness.machine.work is Work.RUNNING
+    harness.give(ev.Dialed())
+    granted(harness)
+    harness.hear(msg.Resume(1))
+    assert noted(harness) == ["resumed", "workers_continued"]
 
 
 @pytest.mark.parametrize(("late_s", "gives_up"), [(0.3, False), (0.9, False), (1.2, True), (1.6, True), (3.0, True)])
 def test_where_all_answers_come_too_late_workers_are_not_suspended_any_more(late_s: float, gives_up: bool) -> None:
     """Else they would be suspended most of the time, or for ever, and nobody would be lost."""
-    desk, sent = surviving(), list[tuple[float, int]]()
+    harness, sent = surviving(), list[tuple[float, int]]()
     everything: list[object] = []
-    while desk.now < 30.0:
-        while sent and desk.now >= sent[0][0] + late_s:
-            everything += desk.hear(msg.Pong(sent.pop(0)[1]))
-        everything += desk.wait(0.05, answered=False)
+    while harness.now < 30.0:
+        while sent and harness.now >= sent[0][0] + late_s:
+            everything += harness.hear(msg.Pong(sent.pop(0)[1]))
+        everything += harness.wait(0.05, answered=False)
         sent += [
-            (desk.now, each.message.number)
-            for each in desk.done
+            (harness.now, each.message.number)
+            for each in harness.done
             if isinstance(getattr(each, "message", None), msg.Ping)
         ]
     events = [each.event for each in everything if isinstance(each, Note)]
@@ -212,14 +216,14 @@ def test_where_all_answers_come_too_late_workers_are_not_suspended_any_more(late
     if not gives_up:
         assert "workers_suspended" not in events
         return
-    assert desk.machine.work is Work.KILLING
-    desk.give(ev.TreeGone(1))
-    desk.give(ev.Dialed())
-    (join,) = [each for each in desk.sent() if isinstance(each, msg.Join)]
+    assert harness.machine.work is Work.KILLING
+    harness.give(ev.TreeGone(1))
+    harness.give(ev.Dialed())
+    (join,) = [each for each in harness.sent() if isinstance(each, msg.Join)]
     assert not join.suspends
-    granted(desk)
-    desk.hear(assign(2))
-    desk.give(ev.NodePrepared(2, 40_000))
-    desk.hear(msg.Start(2, "10.0.0.1", 40_000))
-    desk.give(ev.WorkersAble(2, (0, 1)))
-    assert desk.machine.suspend_at_s is None
+    granted(harness)
+    harness.hear(assign(2))
+    harness.give(ev.NodePrepared(2, 40_000))
+    harness.hear(msg.Start(2, "10.0.0.1", 40_000))
+    harness.give(ev.WorkersAble(2, (0, 1)))
+    assert harness.machine.suspend_at_s is None

@@ -38,7 +38,7 @@ from holdfast.protocol.charter import (
 )
 from holdfast.protocol.outcome import Outcome, OutcomeKind
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
-from tests.coordinator.coordinator_desk import LIMITS
+from tests.coordinator.coordinator_harness import LIMITS
 from tests.support.simulator.nodes import simple_judge
 
 WITNESS = Seat("w#1", "w", "10.0.0.9", 7000, witness=True)
@@ -52,7 +52,7 @@ def seats(*links: int) -> tuple[Seat, ...]:
     return tuple(Seat(f"n{link}#1", f"n{link}", f"10.0.0.{link}", 7000) for link in links)
 
 
-class Desk:
+class VotersHarness:
     """A coordinator on n1, and the agents behind the links 1, 2, 3 …; link 1 is its own agent's."""
 
     def __init__(
@@ -108,7 +108,7 @@ class Desk:
             first = world.order[0] == f"n{link}#1"
             self.give(Heard(link, msg.Prepared(world.generation, 40_000 if first else None)))
 
-    def started(self, *links: int) -> Desk:
+    def started(self, *links: int) -> VotersHarness:
         self.join(*links)
         self.prepare(*links)
         return self
@@ -134,93 +134,93 @@ class Desk:
 
 
 def test_the_start_waits_for_a_majority() -> None:
-    desk = Desk()
-    desk.silent = {2, 3}
-    desk.started(1, 2, 3)
-    assert desk.machine.phase is Phase.RUNNING
-    assert not desk.to(1, msg.Start)
-    assert desk.voters.charter.generation == 1
-    assert [seat.name for seat in desk.voters.charter.voters] == ["n1#1", "n2#1", "n3#1"]
-    desk.silent = {3}
-    desk.wait(1.0)
-    assert [len(desk.to(link, msg.Start)) for link in (1, 2, 3)] == [1, 1, 1]
-    assert desk.voters.charter.before == ()
+    harness = VotersHarness()
+    harness.silent = {2, 3}
+    harness.started(1, 2, 3)
+    assert harness.machine.phase is Phase.RUNNING
+    assert not harness.to(1, msg.Start)
+    assert harness.voters.charter.generation == 1
+    assert [seat.name for seat in harness.voters.charter.voters] == ["n1#1", "n2#1", "n3#1"]
+    harness.silent = {3}
+    harness.wait(1.0)
+    assert [len(harness.to(link, msg.Start)) for link in (1, 2, 3)] == [1, 1, 1]
+    assert harness.voters.charter.before == ()
 
 
 def test_two_nodes_elect_nobody_and_wait_for_nobody() -> None:
-    desk = Desk(most=2)
-    desk.silent = {1, 2}
-    desk.started(1, 2)
-    assert desk.to(2, msg.Start)
-    assert not desk.to(2, Renew)
-    desk.wait(3 * LIMITS.fence_s)
-    assert not desk.did(StepDown)
+    harness = VotersHarness(most=2)
+    harness.silent = {1, 2}
+    harness.started(1, 2)
+    assert harness.to(2, msg.Start)
+    assert not harness.to(2, Renew)
+    harness.wait(3 * LIMITS.fence_s)
+    assert not harness.did(StepDown)
 
 
 def test_a_witness_is_a_third_voter() -> None:
-    desk = Desk(most=2)
-    desk.give(WitnessOpened(50, Seat("w#1", "w", "10.0.0.50", 7000, witness=True)))
-    desk.started(1, 2)
-    assert [seat.name for seat in desk.voters.charter.voters] == ["n1#1", "n2#1", "w#1"]
-    desk.give(LinkClosed(50, "closed"))
-    assert [seat.name for seat in desk.voters.charter.voters] == ["n1#1"]
+    harness = VotersHarness(most=2)
+    harness.give(WitnessOpened(50, Seat("w#1", "w", "10.0.0.50", 7000, witness=True)))
+    harness.started(1, 2)
+    assert [seat.name for seat in harness.voters.charter.voters] == ["n1#1", "n2#1", "w#1"]
+    harness.give(LinkClosed(50, "closed"))
+    assert [seat.name for seat in harness.voters.charter.voters] == ["n1#1"]
 
 
 def test_a_lone_coordinator_goes_on_and_its_witness_keeps_the_charter() -> None:
-    desk = Desk(most=2)
-    desk.give(WitnessOpened(9, WITNESS))
-    desk.started(1, 2)
-    desk.give(LinkClosed(2, "lost"))
-    desk.give(Heard(1, msg.Stopped(1)))
-    desk.prepare(1)
-    assert (desk.machine.generation, [seat.name for seat in desk.voters.charter.seats]) == (2, ["n1#1"])
-    assert [renew.charter for renew in desk.kept if renew.charter][-1] == desk.voters.charter
-    desk.silent, desk.kept = {9}, []
-    desk.wait(3 * LIMITS.fence_s)
-    assert not desk.did(StepDown), "the witness may be lost, too"
-    assert len(desk.kept) > 3, "so the witness knows that it lives"
+    harness = VotersHarness(most=2)
+    harness.give(WitnessOpened(9, WITNESS))
+    harness.started(1, 2)
+    harness.give(LinkClosed(2, "lost"))
+    harness.give(Heard(1, msg.Stopped(1)))
+    harness.prepare(1)
+    assert (harness.machine.generation, [seat.name for seat in harness.voters.charter.seats]) == (2, ["n1#1"])
+    assert [renew.charter for renew in harness.kept if renew.charter][-1] == harness.voters.charter
+    harness.silent, harness.kept = {9}, []
+    harness.wait(3 * LIMITS.fence_s)
+    assert not harness.did(StepDown), "the witness may be lost, too"
+    assert len(harness.kept) > 3, "so the witness knows that it lives"
 
 
 def test_without_a_majority_it_steps_down_after_a_fence() -> None:
-    desk = Desk().started(1, 2, 3)
-    desk.silent = {2, 3}
-    desk.wait(LIMITS.fence_s - 0.2)
-    assert not desk.did(StepDown)
-    desk.wait(1.0)
-    assert desk.did(StepDown)
-    assert desk.machine.next_deadline() is None
-    assert desk.machine.handle(desk.now, Tick()) == []
+    harness = VotersHarness().started(1, 2, 3)
+    harness.silent = {2, 3}
+    harness.wait(LIMITS.fence_s - 0.2)
+    assert not harness.did(StepDown)
+    harness.wait(1.0)
+    assert harness.did(StepDown)
+    assert harness.machine.next_deadline() is None
+    assert harness.machine.handle(harness.now, Tick()) == []
 
 
 def test_it_steps_down_at_once_when_it_has_slept() -> None:
-    desk = Desk().started(1, 2, 3)
-    desk.now += LIMITS.fence_s
-    desk.give(Heard(2, msg.Ping(7)))
-    assert desk.did(StepDown)
-    assert not desk.to(2, msg.Pong)
+    harness = VotersHarness().started(1, 2, 3)
+    harness.now += LIMITS.fence_s
+    harness.give(Heard(2, msg.Ping(7)))
+    assert harness.did(StepDown)
+    assert not harness.to(2, msg.Pong)
 
 
 def test_what_a_fence_counts_from_carries_the_age_of_its_authority() -> None:
-    desk = Desk(least=3)
-    desk.join(1, 2, 3)
-    desk.silent, desk.now, desk.told = {2, 3, 4}, desk.now + 1.0, []
-    desk.prepare(1, 2, 3)
-    desk.join(4)
-    desk.give(Heard(2, msg.Ping(9)))
-    assert [each.age_s for _, each in desk.told if isinstance(each, msg.Start | msg.Joined | msg.Pong)] == [1.0] * 5
+    harness = VotersHarness(least=3)
+    harness.join(1, 2, 3)
+    harness.silent, harness.now, harness.told = {2, 3, 4}, harness.now + 1.0, []
+    harness.prepare(1, 2, 3)
+    harness.join(4)
+    harness.give(Heard(2, msg.Ping(9)))
+    assert [each.age_s for _, each in harness.told if isinstance(each, msg.Start | msg.Joined | msg.Pong)] == [1.0] * 5
 
 
 def test_a_vote_for_another_coordinator_deposes_it() -> None:
-    desk = Desk().started(1, 2, 3)
-    desk.give(Heard(3, Renewed(5, 1, CharterPosition(5, 1))))
-    assert desk.did(StepDown)
+    harness = VotersHarness().started(1, 2, 3)
+    harness.give(Heard(3, Renewed(5, 1, CharterPosition(5, 1))))
+    assert harness.did(StepDown)
 
 
 def test_an_agent_that_knows_a_newer_term_deposes_it() -> None:
-    desk = Desk().started(1, 2, 3)
-    desk.give(LinkOpened(9, "10.0.0.3", "10.0.0.1"))
-    desk.give(Heard(9, msg.Join(node(3), 1, term=7)))
-    assert desk.did(StepDown) == [StepDown("a node knows of a newer coordinator (term 7)", 7)]
+    harness = VotersHarness().started(1, 2, 3)
+    harness.give(LinkOpened(9, "10.0.0.3", "10.0.0.1"))
+    harness.give(Heard(9, msg.Join(node(3), 1, term=7)))
+    assert harness.did(StepDown) == [StepDown("a node knows of a newer coordinator (term 7)", 7)]
 
 
 @pytest.mark.parametrize(
@@ -235,140 +235,140 @@ def test_an_agent_that_knows_a_newer_term_deposes_it() -> None:
     ids=lambda message: type(message).__name__,
 )
 def test_a_link_that_has_not_joined_deposes_nobody(message: Any) -> None:
-    desk = Desk().started(1, 2, 3)
-    desk.give(LinkOpened(9, "10.0.0.9", "10.0.0.1"))
-    desk.give(Heard(9, message))
-    assert not desk.did(StepDown)
-    assert not desk.machine.stepped_down
+    harness = VotersHarness().started(1, 2, 3)
+    harness.give(LinkOpened(9, "10.0.0.9", "10.0.0.1"))
+    harness.give(Heard(9, message))
+    assert not harness.did(StepDown)
+    assert not harness.machine.stepped_down
 
 
 @pytest.mark.parametrize("formed", [True, False])
 def test_of_two_founders_of_the_same_term_the_one_with_the_later_name_goes_on(formed: bool) -> None:
     """Both know the same answer, whichever of them calls."""
-    desks = [Desk(own=own) for own in (1, 2)]
-    for number, desk in enumerate(desks, 1):
-        desk.started(1, 2, 3) if formed else desk.join(number)
-    calls = [desk.voters.call(f"10.0.0.{number}", 7000) for number, desk in enumerate(desks, 1)]
+    desks = [VotersHarness(own=own) for own in (1, 2)]
+    for number, harness in enumerate(desks, 1):
+        harness.started(1, 2, 3) if formed else harness.join(number)
+    calls = [harness.voters.call(f"10.0.0.{number}", 7000) for number, harness in enumerate(desks, 1)]
     assert [call.term for call in calls] == [1, 1]
-    for desk, call in zip(desks, reversed(calls), strict=True):
-        desk.give(LinkOpened(9, call.address, "10.0.0.8"))
-        desk.give(Heard(9, call))
-        for command in desk.did(ProveCaller):
+    for harness, call in zip(desks, reversed(calls), strict=True):
+        harness.give(LinkOpened(9, call.address, "10.0.0.8"))
+        harness.give(Heard(9, call))
+        for command in harness.did(ProveCaller):
             assert command.call == call  # type: ignore[union-attr]
-            desk.give(Deposed(call.term, call.address, call.port, call.name, call.elected, call.forms))
-    assert [desk.machine.stepped_down for desk in desks] == [True, False]
+            harness.give(Deposed(call.term, call.address, call.port, call.name, call.elected, call.forms))
+    assert [harness.machine.stepped_down for harness in desks] == [True, False]
     if formed:
         (moved,) = desks[1].to(9, msg.Moved)
-        other = Desk(own=1).started(1, 2, 3)
+        other = VotersHarness(own=1).started(1, 2, 3)
         other.give(Deposed(moved.term, moved.address, moved.port, moved.name, moved.elected))
         assert other.machine.stepped_down
 
 
 def test_the_end_is_announced_when_a_majority_knows_it() -> None:
-    desk = Desk().started(1, 2, 3)
-    desk.silent = {2, 3}
+    harness = VotersHarness().started(1, 2, 3)
+    harness.silent = {2, 3}
     for link in (1, 2, 3):
-        desk.give(Heard(link, msg.WorkerDone(1, 0)))
-    assert desk.machine.phase is Phase.OVER
-    assert not desk.to(1, msg.Finish)
-    assert not desk.did(Conclude)
-    desk.silent = {3}
-    desk.wait(1.0)
-    assert [len(desk.to(link, msg.Finish)) for link in (1, 2, 3)] == [1, 1, 1]
-    assert desk.did(Conclude)
+        harness.give(Heard(link, msg.WorkerDone(1, 0)))
+    assert harness.machine.phase is Phase.OVER
+    assert not harness.to(1, msg.Finish)
+    assert not harness.did(Conclude)
+    harness.silent = {3}
+    harness.wait(1.0)
+    assert [len(harness.to(link, msg.Finish)) for link in (1, 2, 3)] == [1, 1, 1]
+    assert harness.did(Conclude)
 
 
 def test_voters_that_are_proved_dead_are_left_out() -> None:
-    desk = Desk().started(1, 2, 3)
-    desk.silent = {2, 3}
-    desk.give(LinkClosed(2, "closed"))
-    desk.give(LinkClosed(3, "closed"))
-    assert {command.seat.name for command in desk.did(ProveVoterGone) if isinstance(command, ProveVoterGone)} == {
+    harness = VotersHarness().started(1, 2, 3)
+    harness.silent = {2, 3}
+    harness.give(LinkClosed(2, "closed"))
+    harness.give(LinkClosed(3, "closed"))
+    assert {command.seat.name for command in harness.did(ProveVoterGone) if isinstance(command, ProveVoterGone)} == {
         "n2#1",
         "n3#1",
     }
-    desk.give(VoterGone("n2#1"))
-    desk.give(VoterGone("n3#1"))
-    desk.give(Heard(1, msg.Stopped(1)))
-    desk.prepare(1)
-    desk.wait(3 * LIMITS.fence_s)
-    assert not desk.did(StepDown)
-    assert [seat.name for seat in desk.voters.charter.voters] == ["n1#1"]
-    assert len(desk.to(1, msg.Start)) == 2
+    harness.give(VoterGone("n2#1"))
+    harness.give(VoterGone("n3#1"))
+    harness.give(Heard(1, msg.Stopped(1)))
+    harness.prepare(1)
+    harness.wait(3 * LIMITS.fence_s)
+    assert not harness.did(StepDown)
+    assert [seat.name for seat in harness.voters.charter.voters] == ["n1#1"]
+    assert len(harness.to(1, msg.Start)) == 2
 
 
 def test_the_job_uid_goes_on_with_a_successor() -> None:
-    desk = Desk(Succession(3, structs.replace(charter_of(), job_uid="n1#1"), closed=True), own=2)
-    desk.join(2, 3, last=4)
-    desk.prepare(2, 3)
-    assert desk.to(2, msg.Start)[0].job_uid == desk.voters.charter.job_uid == "n1#1"
+    harness = VotersHarness(Succession(3, structs.replace(charter_of(), job_uid="n1#1"), closed=True), own=2)
+    harness.join(2, 3, last=4)
+    harness.prepare(2, 3)
+    assert harness.to(2, msg.Start)[0].job_uid == harness.voters.charter.job_uid == "n1#1"
 
 
 def test_a_founder_that_continues_an_older_charter_may_be_another_job() -> None:
     """The older one may live on the other side of a cut: its snapshot folder is not free."""
-    desk = Desk()
-    desk.join(1)
-    recalled(desk, 2)
-    desk.wait(25.0)
-    desk.prepare(1, 2)
-    assert desk.to(1, msg.Start)[0].job_uid == "n1#1"
+    harness = VotersHarness()
+    harness.join(1)
+    recalled(harness, 2)
+    harness.wait(25.0)
+    harness.prepare(1, 2)
+    assert harness.to(1, msg.Start)[0].job_uid == "n1#1"
 
 
 def test_lost_voters_that_may_live_are_not_left_out() -> None:
-    desk = Desk().started(1, 2, 3)
-    desk.silent = {2, 3}
-    desk.give(LinkClosed(2, "closed"))
-    desk.give(LinkClosed(3, "closed"))
-    desk.wait(2.5)
-    proofs = [command for command in desk.did(ProveVoterGone) if isinstance(command, ProveVoterGone)]
+    harness = VotersHarness().started(1, 2, 3)
+    harness.silent = {2, 3}
+    harness.give(LinkClosed(2, "closed"))
+    harness.give(LinkClosed(3, "closed"))
+    harness.wait(2.5)
+    proofs = [command for command in harness.did(ProveVoterGone) if isinstance(command, ProveVoterGone)]
     assert len(proofs) >= 4, "it tries again"
-    desk.wait(2.0)
-    assert desk.did(StepDown)
+    harness.wait(2.0)
+    assert harness.did(StepDown)
 
 
 def test_a_lost_voter_is_replaced_with_the_consent_of_those_before() -> None:
-    desk = Desk(least=2, most=4).started(1, 2, 3, 4)
-    desk.give(LinkClosed(4, "closed"))
-    assert [seat.name for seat in desk.voters.charter.voters] == ["n1#1", "n2#1", "n3#1"]
-    assert desk.voters.charter.before == (), "two of the three others agreed"
+    harness = VotersHarness(least=2, most=4).started(1, 2, 3, 4)
+    harness.give(LinkClosed(4, "closed"))
+    assert [seat.name for seat in harness.voters.charter.voters] == ["n1#1", "n2#1", "n3#1"]
+    assert harness.voters.charter.before == (), "two of the three others agreed"
 
 
 def test_the_founder_steps_down_for_the_job_that_lives() -> None:
-    desk = Desk()
-    desk.join(1)
-    desk.give(LinkOpened(9, "10.0.0.2", "10.0.0.1"))
+    harness = VotersHarness()
+    harness.join(1)
+    harness.give(LinkOpened(9, "10.0.0.2", "10.0.0.1"))
     call = msg.Supersede(1, "10.0.0.2", 7000, "n2#1")
-    desk.give(Heard(9, call))
-    assert desk.did(ProveCaller) == [ProveCaller(call)]
-    desk.give(Deposed(1, "10.0.0.2", 7000, "n2#1"))
-    assert desk.did(StepDown) == [StepDown("the job goes on elsewhere", 1, "10.0.0.2", 7000)]
+    harness.give(Heard(9, call))
+    assert harness.did(ProveCaller) == [ProveCaller(call)]
+    harness.give(Deposed(1, "10.0.0.2", 7000, "n2#1"))
+    assert harness.did(StepDown) == [StepDown("the job goes on elsewhere", 1, "10.0.0.2", 7000)]
 
 
-def recalled(desk: Desk, *links: int, patience_s: float = 20.0) -> None:
+def recalled(harness: VotersHarness, *links: int, patience_s: float = 20.0) -> None:
     """An agent that knows of an older job of the nodes 11, 12 and 13 connects, and then these agents join."""
     older = structs.replace(charter_of(11, 12, 13), led_from=None, position=CharterPosition(3, 9), job_uid="n11#1")
-    desk.give(LinkOpened(9, "10.0.0.12", "10.0.0.1"))
-    desk.give(Heard(9, msg.Recall(older, 4, 1.0, patience_s)))
-    desk.join(*links)
+    harness.give(LinkOpened(9, "10.0.0.12", "10.0.0.1"))
+    harness.give(Heard(9, msg.Recall(older, 4, 1.0, patience_s)))
+    harness.join(*links)
 
 
 def test_who_has_formed_a_generation_continues_no_other() -> None:
-    desk = Desk().started(1, 2, 3)
-    recalled(desk)
-    assert desk.voters.older is None
+    harness = VotersHarness().started(1, 2, 3)
+    recalled(harness)
+    assert harness.voters.older is None
 
 
 def test_a_call_of_an_older_term_is_told_where_the_job_is() -> None:
-    desk = Desk(Succession(3, charter_of(), closed=True), own=2)
-    desk.join(2, 3, last=4)
-    desk.prepare(2, 3)
-    desk.give(LinkOpened(9, "10.0.0.1", "10.0.0.2"))
-    desk.give(Heard(9, msg.Supersede(1, "10.0.0.1", 7000)))
-    assert desk.to(9, msg.Moved) == [msg.Moved(3, "10.0.0.2", 7000, "n2#1", elected=True)]
-    desk.give(Deposed(2, "10.0.0.1", 7000))
-    assert not desk.did(StepDown)
-    desk.give(Deposed(4, "10.0.0.1", 7000))
-    assert desk.did(StepDown)
+    harness = VotersHarness(Succession(3, charter_of(), closed=True), own=2)
+    harness.join(2, 3, last=4)
+    harness.prepare(2, 3)
+    harness.give(LinkOpened(9, "10.0.0.1", "10.0.0.2"))
+    harness.give(Heard(9, msg.Supersede(1, "10.0.0.1", 7000)))
+    assert harness.to(9, msg.Moved) == [msg.Moved(3, "10.0.0.2", 7000, "n2#1", elected=True)]
+    harness.give(Deposed(2, "10.0.0.1", 7000))
+    assert not harness.did(StepDown)
+    harness.give(Deposed(4, "10.0.0.1", 7000))
+    assert harness.did(StepDown)
 
 
 # ---------------------------------------------------------------- successors
@@ -393,28 +393,28 @@ def part(link: int, *, able: bool = False) -> msg.Running:
 
 
 def test_numbers_and_the_budget_continue() -> None:
-    desk = Desk(Succession(2, charter_of(), closed=True), least=2, own=2)
-    desk.join(2, 3, last=4)
-    assert desk.machine.phase is Phase.PREPARING, "all that are left have come without workers: nobody else has any"
-    assert desk.machine.generation == 5
-    assert desk.machine.budget.used == 1
-    desk.prepare(2, 3)
-    assert desk.to(3, msg.Start)
-    assert desk.voters.charter.position.term == 2
+    harness = VotersHarness(Succession(2, charter_of(), closed=True), least=2, own=2)
+    harness.join(2, 3, last=4)
+    assert harness.machine.phase is Phase.PREPARING, "all that are left have come without workers: nobody else has any"
+    assert harness.machine.generation == 5
+    assert harness.machine.budget.used == 1
+    harness.prepare(2, 3)
+    assert harness.to(3, msg.Start)
+    assert harness.voters.charter.position.term == 2
 
 
 def test_a_node_that_does_not_come_is_given_its_fence() -> None:
-    desk = Desk(
+    harness = VotersHarness(
         Succession(2, structs.replace(charter_of(), nodes=("n1#1", "n2#1", "n3#1", "n4#1")), closed=True),
         least=2,
         own=2,
         most=4,
     )
-    desk.join(2, 3, last=4)
-    desk.wait(LIMITS.fence_s)
-    assert desk.machine.phase is Phase.GATHERING
-    desk.wait(1.0)
-    assert desk.machine.phase is Phase.PREPARING
+    harness.join(2, 3, last=4)
+    harness.wait(LIMITS.fence_s)
+    assert harness.machine.phase is Phase.GATHERING
+    harness.wait(1.0)
+    assert harness.machine.phase is Phase.PREPARING
 
 
 def charter_of_four(address: str = "10.0.0.4") -> Charter:
@@ -425,37 +425,37 @@ def charter_of_four(address: str = "10.0.0.4") -> Charter:
 
 
 def test_an_address_that_means_another_machine_here_proves_nothing() -> None:
-    desk = Desk(Succession(2, charter_of_four("127.0.0.1"), closed=True), least=2, own=2, most=4)
-    desk.join(2, 3, last=4)
-    desk.wait(succeeded.PROVE_FIRST_S)
-    assert not [command for command in desk.did(ProveVoterGone) if "n4" in repr(command)]
-    desk.give(VoterGone("n4#1"))
-    assert desk.machine.phase is Phase.GATHERING
+    harness = VotersHarness(Succession(2, charter_of_four("127.0.0.1"), closed=True), least=2, own=2, most=4)
+    harness.join(2, 3, last=4)
+    harness.wait(succeeded.PROVE_FIRST_S)
+    assert not [command for command in harness.did(ProveVoterGone) if "n4" in repr(command)]
+    harness.give(VoterGone("n4#1"))
+    assert harness.machine.phase is Phase.GATHERING
 
 
 def test_no_fence_for_a_node_that_has_ended() -> None:
     charter = charter_of_four()
-    desk = Desk(Succession(2, charter, closed=True), least=2, own=2, most=4)
-    desk.join(2, last=4)
-    desk.join(3, last=4, running=msg.Running(4, 2, 4, 1))
-    desk.wait(succeeded.PROVE_FIRST_S)
-    assert ProveVoterGone(Seat("n4#1", "", "10.0.0.4", 7000)) in desk.commands
-    desk.gone.add("n4#1")
-    desk.wait(LIMITS.prove_s)
-    assert desk.to(3, msg.Abandon) == [msg.Abandon(4)]
-    desk.give(Heard(3, msg.Stopped(4)))
-    assert desk.machine.phase is Phase.PREPARING
+    harness = VotersHarness(Succession(2, charter, closed=True), least=2, own=2, most=4)
+    harness.join(2, last=4)
+    harness.join(3, last=4, running=msg.Running(4, 2, 4, 1))
+    harness.wait(succeeded.PROVE_FIRST_S)
+    assert ProveVoterGone(Seat("n4#1", "", "10.0.0.4", 7000)) in harness.commands
+    harness.gone.add("n4#1")
+    harness.wait(LIMITS.prove_s)
+    assert harness.to(3, msg.Abandon) == [msg.Abandon(4)]
+    harness.give(Heard(3, msg.Stopped(4)))
+    assert harness.machine.phase is Phase.PREPARING
 
 
 def test_who_has_no_vote_is_told_who_has_and_not_the_roster() -> None:
-    desk = Desk(least=2, most=4)
-    desk.silent = {4}
-    desk.started(1, 2, 3, 4)
-    told = [renew.charter for renew in desk.to(4, Renew) if renew.charter]  # type: ignore[attr-defined]
-    newest = desk.voters.charter
+    harness = VotersHarness(least=2, most=4)
+    harness.silent = {4}
+    harness.started(1, 2, 3, 4)
+    told = [renew.charter for renew in harness.to(4, Renew) if renew.charter]  # type: ignore[attr-defined]
+    newest = harness.voters.charter
     assert newest.nodes == ("n1#1", "n2#1", "n3#1", "n4#1")
     assert {(charter.seats, charter.nodes, charter.listeners) for charter in told} == {(newest.seats, (), ())}
-    assert all(renew.founded for renew in desk.to(4, Renew)), "it may have voted for another one in this term"  # type: ignore[attr-defined]
+    assert all(renew.founded for renew in harness.to(4, Renew)), "it may have voted for another one in this term"  # type: ignore[attr-defined]
 
 
 def test_the_charter_is_made_when_something_has_changed_and_not_for_each_message(monkeypatch) -> None:
@@ -463,86 +463,86 @@ def test_the_charter_is_made_when_something_has_changed_and_not_for_each_message
     made = []
     content = Voters._content
     monkeypatch.setattr(Voters, "_content", lambda *args: made.append(args) or content(*args))
-    desk = Desk(least=2, most=12)
-    desk.join(*range(1, 13))
+    harness = VotersHarness(least=2, most=12)
+    harness.join(*range(1, 13))
     made.clear()
-    desk.prepare(*range(1, 12))
+    harness.prepare(*range(1, 12))
     assert made == []
-    desk.prepare(12)
-    assert desk.machine.phase is Phase.RUNNING
+    harness.prepare(12)
+    assert harness.machine.phase is Phase.RUNNING
     assert len(made) <= 6
 
 
 def test_a_node_that_leaves_gives_its_vote_to_another_one() -> None:
-    desk = Desk(least=2, most=4).started(1, 2, 3, 4)
-    assert [seat.name for seat in desk.voters.charter.voters] == ["n1#1", "n2#1", "n3#1"]
-    desk.give(Heard(2, msg.Leave("SIGTERM", drain=True)))
-    assert [seat.name for seat in desk.voters.charter.voters] == ["n1#1", "n3#1", "n4#1"]
-    desk.give(Heard(3, msg.Leave("SIGTERM", drain=True)))
-    assert len(desk.voters.charter.voters) == 3, "two have no majority"
-    assert desk.voters.charter.listeners[1] == ("10.0.0.2", 7000)
+    harness = VotersHarness(least=2, most=4).started(1, 2, 3, 4)
+    assert [seat.name for seat in harness.voters.charter.voters] == ["n1#1", "n2#1", "n3#1"]
+    harness.give(Heard(2, msg.Leave("SIGTERM", drain=True)))
+    assert [seat.name for seat in harness.voters.charter.voters] == ["n1#1", "n3#1", "n4#1"]
+    harness.give(Heard(3, msg.Leave("SIGTERM", drain=True)))
+    assert len(harness.voters.charter.voters) == 3, "two have no majority"
+    assert harness.voters.charter.listeners[1] == ("10.0.0.2", 7000)
 
 
 def test_the_age_of_the_job_continues() -> None:
-    desk = Desk(Succession(2, charter_of(), closed=True, job_s=600.0, training_s=500.0), own=2)
-    desk.wait(1.0)
-    assert desk.machine.view(desk.now).job_s == 601.0
-    assert desk.machine.view(desk.now).training_s == 500.0
+    harness = VotersHarness(Succession(2, charter_of(), closed=True, job_s=600.0, training_s=500.0), own=2)
+    harness.wait(1.0)
+    assert harness.machine.view(harness.now).job_s == 601.0
+    assert harness.machine.view(harness.now).training_s == 500.0
 
 
 def test_a_coordinator_that_may_live_is_given_its_fence() -> None:
     """Its connections were closed, and that does not prove that its process has ended."""
-    desk = Desk(Succession(2, charter_of(), closed=True), least=2, own=2)
-    desk.gone.clear()
-    desk.join(2, 3, last=4)
-    desk.wait(LIMITS.fence_s)
-    assert desk.machine.phase is Phase.GATHERING
-    desk.wait(1.0)
-    assert desk.machine.phase is Phase.PREPARING
+    harness = VotersHarness(Succession(2, charter_of(), closed=True), least=2, own=2)
+    harness.gone.clear()
+    harness.join(2, 3, last=4)
+    harness.wait(LIMITS.fence_s)
+    assert harness.machine.phase is Phase.GATHERING
+    harness.wait(1.0)
+    assert harness.machine.phase is Phase.PREPARING
 
 
 def test_workers_that_can_go_on_survive_the_coordinator() -> None:
-    desk = Desk(Succession(2, charter_of(), closed=True), own=2)
-    desk.join(2, last=4, running=part(2, able=True))
-    desk.join(3, last=4, running=part(3, able=True))
-    assert desk.to(3, msg.Resume)
-    assert desk.to(3, msg.Regroup)
-    assert desk.machine.phase is Phase.REGROUPING
-    assert desk.machine.generation == 5
+    harness = VotersHarness(Succession(2, charter_of(), closed=True), own=2)
+    harness.join(2, last=4, running=part(2, able=True))
+    harness.join(3, last=4, running=part(3, able=True))
+    assert harness.to(3, msg.Resume)
+    assert harness.to(3, msg.Regroup)
+    assert harness.machine.phase is Phase.REGROUPING
+    assert harness.machine.generation == 5
 
 
 def test_workers_that_cannot_go_on_are_stopped_in_order() -> None:
-    desk = Desk(Succession(2, charter_of(), closed=True), own=2)
-    desk.join(2, last=4, running=part(2))
-    desk.join(3, last=4, running=part(3))
-    stop = desk.to(3, msg.Stop)[-1]
+    harness = VotersHarness(Succession(2, charter_of(), closed=True), own=2)
+    harness.join(2, last=4, running=part(2))
+    harness.join(3, last=4, running=part(3))
+    stop = harness.to(3, msg.Stop)[-1]
     assert isinstance(stop, msg.Stop)
     assert stop.reason is msg.StopReason.MEMBER_LOST
-    assert not desk.to(3, msg.Abandon)
+    assert not harness.to(3, msg.Abandon)
 
 
 def test_a_generation_without_the_coordinators_node_continues() -> None:
     charter = structs.replace(charter_of(), led_from=None, nodes=("n2#1", "n3#1"))
-    desk = Desk(Succession(2, charter, closed=True), own=2)
+    harness = VotersHarness(Succession(2, charter, closed=True), own=2)
     for link in (2, 3):
-        desk.join(link, last=4, running=msg.Running(4, link - 2, 2, 1))
-    assert desk.to(3, msg.Resume) == [msg.Resume(4)]
-    assert desk.machine.phase is Phase.RUNNING
+        harness.join(link, last=4, running=msg.Running(4, link - 2, 2, 1))
+    assert harness.to(3, msg.Resume) == [msg.Resume(4)]
+    assert harness.machine.phase is Phase.RUNNING
 
 
 def test_an_outcome_that_was_decided_stays() -> None:
     over = Outcome(kind=OutcomeKind.SUCCEEDED, exit_code=0)
-    desk = Desk(Succession(2, structs.replace(charter_of(), outcome=over), closed=True), own=2)
-    desk.join(2, 3, last=4)
-    assert desk.to(3, msg.Finish) == [msg.Finish(over)]
+    harness = VotersHarness(Succession(2, structs.replace(charter_of(), outcome=over), closed=True), own=2)
+    harness.join(2, 3, last=4)
+    assert harness.to(3, msg.Finish) == [msg.Finish(over)]
 
 
 def test_a_successor_whose_voters_do_not_come_steps_down() -> None:
-    desk = Desk(Succession(2, charter_of(), closed=True), own=2)
-    desk.join(2, last=4)
-    desk.wait(LIMITS.fence_s - 0.1)
-    assert not desk.to(2, msg.Start)
-    assert not desk.did(StepDown)
-    desk.wait(0.2)
-    assert desk.did(StepDown)
-    assert not [command for command in desk.commands if isinstance(command, DropLink)]
+    harness = VotersHarness(Succession(2, charter_of(), closed=True), own=2)
+    harness.join(2, last=4)
+    harness.wait(LIMITS.fence_s - 0.1)
+    assert not harness.to(2, msg.Start)
+    assert not harness.did(StepDown)
+    harness.wait(0.2)
+    assert harness.did(StepDown)
+    assert not [command for command in harness.commands if isinstance(command, DropLink)]

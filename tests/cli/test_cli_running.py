@@ -13,11 +13,12 @@ from typing import Any
 
 import pytest
 
-from holdfast.cli import main, status
+from holdfast.cli import main
 from holdfast.cli.doctor import markdown, masked, variables
+from holdfast.extensions.status import command as status
 from holdfast.protocol.errors import UsageError
 from holdfast.protocol.outcome import Failure, Outcome, OutcomeKind, Verdict
-from holdfast.protocol.questions import ranks_of
+from holdfast.protocol.ranks_text import ranks_of
 from holdfast.runtime import running
 from holdfast.runtime.agent_service import write_reports
 from holdfast.runtime.running import RunningAgent
@@ -162,8 +163,8 @@ def test_status_of_several_jobs_is_a_table(pretend: Pretend, capsys) -> None:
     assert "name one of them" in said(capsys, "status", "--watch", code=2)
 
 
-def test_numbers_in_json_have_names(pretend: Pretend, capsys) -> None:
-    load = [8, 50, 1, 2, 3, 4, 5, 6]
+def test_figures_of_extensions_are_in_the_json_among_the_others(pretend: Pretend, capsys) -> None:
+    load = {"cores": 8, "cpu_percent": 50}
     rank = {
         "rank": 0,
         "local_rank": 0,
@@ -175,9 +176,9 @@ def test_numbers_in_json_have_names(pretend: Pretend, capsys) -> None:
         "pid": 7,
     }
     node = {"member": "a#1", "host": "a", "group_rank": 0, "state": "running", "heard_s": 0.1, "ranks": [rank]}
-    pretend("bert_one", status=reply({**VIEW, "world_size": 1, "nodes": [{**node, "load": load}]}))
+    pretend("bert_one", status=reply({**VIEW, "world_size": 1, "nodes": [{**node, "more": {"load": load}}]}))
     (told,) = json.loads(said(capsys, "status", "--json", code=0))["nodes"]
-    assert (told["load"]["cores"], told["load"]["cpu_percent"], told["load"]["sent_bytes_s"]) == (8, 50, 6)
+    assert (told["load"], "more" in told) == (load, False)
     assert told["ranks"][0]["pid"] == 7
 
 
@@ -360,17 +361,17 @@ def test_help(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_watch_of_what_is_no_time(line: list[str], told: str) -> None:
-    chosen = status.parser().parse_args(line)
+    chosen = status.status_parser().parse_args(line)
     with pytest.raises(UsageError, match=told):
         status.watch_interval(chosen)
 
 
 def test_watch_takes_the_run_for_what_it_is() -> None:
-    chosen = status.parser().parse_args(["--watch", "bert"])
+    chosen = status.status_parser().parse_args(["--watch", "bert"])
     assert status.watch_interval(chosen) == 2.0
     assert chosen.run == "bert"
-    assert status.watch_interval(status.parser().parse_args(["bert", "--watch", "0.5"])) == 0.5
-    assert status.watch_interval(status.parser().parse_args(["bert"])) is None
+    assert status.watch_interval(status.status_parser().parse_args(["bert", "--watch", "0.5"])) == 0.5
+    assert status.watch_interval(status.status_parser().parse_args(["bert"])) is None
 
 
 @pytest.mark.parametrize("text", ["x", "-1", "3-", "1,,2", "0-9999999", ""])
@@ -476,7 +477,7 @@ def test_commands_load_no_torch() -> None:
     import sys
 
     code = (
-        "import sys, holdfast.cli.status, holdfast.cli.logs, holdfast.cli.doctor\n"
+        "import sys, holdfast.extensions.status.command, holdfast.cli.logs, holdfast.cli.doctor\n"
         "print(sorted({name.partition('.')[0] for name in sys.modules} & {'torch', 'numpy', 'rich', 'asyncio'}))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -10,7 +10,7 @@ from holdfast.coordinator.coordinator_state import Heard, LinkOpened, Member, Ph
 from holdfast.coordinator.membership import LINKS_PER_ADDRESS_MAX, Liveness
 from holdfast.protocol import messages as msg
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
-from tests.coordinator.coordinator_desk import LIMITS, Desk, running
+from tests.coordinator.coordinator_harness import LIMITS, CoordinatorHarness, running
 
 
 def job(*, fixed_ranks: bool) -> JobSpec:
@@ -237,68 +237,68 @@ def test_ordinary_unpunctuality_is_no_pause() -> None:
 
 
 def test_a_link_that_does_not_join_is_dropped() -> None:
-    desk = running()
-    desk.give(LinkOpened(9, "10.0.0.9", "10.0.0.1"))
-    desk.wait(LIMITS.unjoined_s - 1)
-    assert desk.dropped == []
-    desk.wait(2)
-    assert desk.dropped == [9]
-    assert len(desk.machine.members) == 2
+    harness = running()
+    harness.give(LinkOpened(9, "10.0.0.9", "10.0.0.1"))
+    harness.wait(LIMITS.unjoined_s - 1)
+    assert harness.dropped == []
+    harness.wait(2)
+    assert harness.dropped == [9]
+    assert len(harness.machine.members) == 2
 
 
 def test_so_is_one_beside_a_claim_that_waits() -> None:
     """Somebody who waits for a rank that another holds has asked to join: it is not dropped."""
-    desk = Desk(fixed_ranks=True)
+    harness = CoordinatorHarness(fixed_ranks=True)
     for link, name in ((1, "a#1"), (2, "b#1")):
-        desk.give(LinkOpened(link, "10.0.0.1", "10.0.0.9"))
-        desk.say(link, msg.Join(NodeSpec(member=name, host=name[0], nproc=1, node_rank=0)))
-    desk.give(LinkOpened(3, "10.0.0.9", "10.0.0.1"))
-    desk.now += LIMITS.lease_s / 2  # nobody speaks
-    desk.give(Tick())
-    assert not desk.dropped
-    assert desk.machine.next_deadline() is not None
+        harness.give(LinkOpened(link, "10.0.0.1", "10.0.0.9"))
+        harness.say(link, msg.Join(NodeSpec(member=name, host=name[0], nproc=1, node_rank=0)))
+    harness.give(LinkOpened(3, "10.0.0.9", "10.0.0.1"))
+    harness.now += LIMITS.lease_s / 2  # nobody speaks
+    harness.give(Tick())
+    assert not harness.dropped
+    assert harness.machine.next_deadline() is not None
 
 
 def test_a_report_that_takes_the_place_of_a_ping_is_answered_as_one() -> None:
-    desk = running()
-    machine, now = desk.machine, desk.now
+    harness = running()
+    machine, now = harness.machine, harness.now
     assert machine.handle(now, Heard(1, msg.Progress(1, (), ping=7))) == [Tell(1, msg.Pong(7))]
     assert machine.handle(now, Heard(1, msg.Progress(1, ()))) == []
 
 
 def test_a_claim_is_denied_at_the_first_ping_of_its_holder() -> None:
-    desk = Desk(fixed_ranks=True)
-    desk.join(1, 2)
-    desk.now = LAST_WORDS_S + 0.1
-    due_s = desk.machine.next_deadline()
+    harness = CoordinatorHarness(fixed_ranks=True)
+    harness.join(1, 2)
+    harness.now = LAST_WORDS_S + 0.1
+    due_s = harness.machine.next_deadline()
     assert due_s is not None
-    assert due_s > desk.now, "no Tick comes first"
-    desk.say(1, msg.Ping(1))
-    assert isinstance(desk.last(2), msg.Refuse)
+    assert due_s > harness.now, "no Tick comes first"
+    harness.say(1, msg.Ping(1))
+    assert isinstance(harness.last(2), msg.Refuse)
 
 
 def test_the_local_link_stays() -> None:
-    desk = Desk()
-    desk.give(LinkOpened(1, "127.0.0.1", "127.0.0.1", local=True))
-    desk.wait(LIMITS.unjoined_s * 2)
-    assert desk.dropped == []
+    harness = CoordinatorHarness()
+    harness.give(LinkOpened(1, "127.0.0.1", "127.0.0.1", local=True))
+    harness.wait(LIMITS.unjoined_s * 2)
+    assert harness.dropped == []
 
 
 def test_one_address_has_a_bounded_number_of_them() -> None:
-    desk = Desk()
+    harness = CoordinatorHarness()
     for link in range(LINKS_PER_ADDRESS_MAX + 3):
-        desk.give(LinkOpened(link, "10.0.0.66", "10.0.0.1"))
-    assert desk.dropped == [0, 1, 2], "the oldest go"
-    desk.give(LinkOpened(99_999, "10.0.0.7", "10.0.0.1"))
-    assert len(desk.dropped) == 3, "others may come"
+        harness.give(LinkOpened(link, "10.0.0.66", "10.0.0.1"))
+    assert harness.dropped == [0, 1, 2], "the oldest go"
+    harness.give(LinkOpened(99_999, "10.0.0.7", "10.0.0.1"))
+    assert len(harness.dropped) == 3, "others may come"
 
 
 def test_workers_of_an_earlier_generation_are_not_waited_for_for_ever() -> None:
-    desk = Desk(least=1, most=2)
-    desk.give(LinkOpened(1, "10.0.0.1", "10.0.0.9"))
-    desk.say(1, msg.Join(NodeSpec(member="n1#1", host="n1", nproc=1), 7, 0.0, msg.Running(7, 0, 2, 0)))
-    desk.join(2)
-    desk.wait(LIMITS.stop_grace_s + LIMITS.stop_slack_s + LIMITS.settle_s + 2)
-    assert 1 in desk.dropped
-    assert isinstance(desk.last(2), msg.Assign), "the others go on"
-    assert desk.machine.phase is Phase.PREPARING
+    harness = CoordinatorHarness(least=1, most=2)
+    harness.give(LinkOpened(1, "10.0.0.1", "10.0.0.9"))
+    harness.say(1, msg.Join(NodeSpec(member="n1#1", host="n1", nproc=1), 7, 0.0, msg.Running(7, 0, 2, 0)))
+    harness.join(2)
+    harness.wait(LIMITS.stop_grace_s + LIMITS.stop_slack_s + LIMITS.settle_s + 2)
+    assert 1 in harness.dropped
+    assert isinstance(harness.last(2), msg.Assign), "the others go on"
+    assert harness.machine.phase is Phase.PREPARING

@@ -92,12 +92,12 @@ def test_evidence_of_an_earlier_loss_makes_that_one_the_reason_and_keeps_the_nod
 
 
 def test_two_worlds_share_nothing_that_changes() -> None:
-    desk = able()
-    desk.kill_worker(1, 0)
-    desk.kill_worker(1, 1)
-    newest = desk.machine.world
+    harness = able()
+    harness.kill_worker(1, 0)
+    harness.kill_worker(1, 1)
+    newest = harness.machine.world
     assert newest is not None
-    past = [each.world for each in desk.machine._regrouping.past.values()]
+    past = [each.world for each in harness.machine._regrouping.past.values()]
     assert len(past) == 2
     for before in past:
         for field in fields(newest):

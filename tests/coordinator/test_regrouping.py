@@ -34,9 +34,9 @@ from holdfast.protocol.outcome import Failure
 from holdfast.protocol.policy import Grow, NodeSpec
 from holdfast.protocol.rank_progress import RankProgress, Stage
 from holdfast.protocol.train_contract import Survive
-from tests.coordinator.coordinator_desk import (
+from tests.coordinator.coordinator_harness import (
     LIMITS,
-    Desk,
+    CoordinatorHarness,
     at_safe_point,
     growing,
     regrouping,
@@ -45,43 +45,43 @@ from tests.coordinator.coordinator_desk import (
 )
 
 
-def able(**options: Any) -> Desk:
+def able(**options: Any) -> CoordinatorHarness:
     """Two nodes of two workers each; all run in `ht.survive`."""
-    desk = running(**{"nproc": 2, "max_restarts": 3, **options})
-    desk.able(1, 2)
-    return desk
+    harness = running(**{"nproc": 2, "max_restarts": 3, **options})
+    harness.able(1, 2)
+    return harness
 
 
-def refusal(desk: Desk) -> str:
+def refusal(harness: CoordinatorHarness) -> str:
     """Why the job was restarted instead."""
-    assert desk.machine.phase is Phase.STOPPING
-    notes = desk.noted("regroup_refused")
+    assert harness.machine.phase is Phase.STOPPING
+    notes = harness.noted("regroup_refused")
     return str(notes[-1]["reason"]) if notes else ""
 
 
-def went_on(desk: Desk) -> None:
+def went_on(harness: CoordinatorHarness) -> None:
     """All nodes are prepared, and their workers are able to go on from there."""
-    desk.prepare(1, 2)
-    assert desk.machine.phase is Phase.RUNNING
-    desk.able(1, 2)
+    harness.prepare(1, 2)
+    assert harness.machine.phase is Phase.RUNNING
+    harness.able(1, 2)
 
 
 # --- a loss -----------------------------------------------------------------------------------------------------------
 
 
 def test_ranks_have_no_gap_after_a_loss() -> None:
-    desk = able()
-    desk.kill_worker(1, 0)
-    places = [desk.last(link).assign for link in (1, 2)]  # type: ignore[union-attr]
+    harness = able()
+    harness.kill_worker(1, 0)
+    places = [harness.last(link).assign for link in (1, 2)]  # type: ignore[union-attr]
     assert [(place.rank_base, place.local_ranks) for place in places] == [(0, (1,)), (1, None)]
     assert [place.world_size for place in places] == [3, 3]
 
 
 def test_a_job_without_ht_survive_is_restarted_without_a_word_about_it() -> None:
-    desk = running(nproc=2, max_restarts=3)
-    desk.kill_worker(2)
-    assert refusal(desk) == ""
-    assert desk.last(1).text == "rank 2 failed on n2"  # type: ignore[union-attr]
+    harness = running(nproc=2, max_restarts=3)
+    harness.kill_worker(2)
+    assert refusal(harness) == ""
+    assert harness.last(1).text == "rank 2 failed on n2"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -94,41 +94,41 @@ def test_a_job_without_ht_survive_is_restarted_without_a_word_about_it() -> None
     ],
 )
 def test_what_the_others_may_do_as_well_is_no_accident(exit_code: int, kind: dict[str, Any], why: str) -> None:
-    desk = able()
+    harness = able()
     failure = Failure(rank=2, local_rank=0, host="n2", pid=1, exit_code=exit_code)
-    desk.say(2, WorkersFailed(1, (structs.replace(failure, **kind),)))
-    assert refusal(desk) == why
+    harness.say(2, WorkersFailed(1, (structs.replace(failure, **kind),)))
+    assert refusal(harness) == why
 
 
 def test_out_of_memory_is_known_only_from_the_evidence_and_refused_then() -> None:
-    desk = able()
-    desk.kill_worker(2)
-    assert desk.machine.phase is Phase.REGROUPING
+    harness = able()
+    harness.kill_worker(2)
+    assert harness.machine.phase is Phase.REGROUPING
     failure = Failure(rank=2, local_rank=0, host="n2", pid=102, exit_code=-9, out_of_memory=True)
-    desk.say(2, WorkersFailed(1, (failure,)))
-    assert refusal(desk) == "rank 2 ran out of memory"
-    assert desk.machine.budget.used == 1
+    harness.say(2, WorkersFailed(1, (failure,)))
+    assert refusal(harness) == "rank 2 ran out of memory"
+    assert harness.machine.budget.used == 1
     for link in (1, 2):
-        desk.say(link, Stopped(2))
-    assert desk.machine.budget.used == 1, "one loss costs one restart"
+        harness.say(link, Stopped(2))
+    assert harness.machine.budget.used == 1, "one loss costs one restart"
 
 
 def test_a_rank_that_is_done_or_not_able_is_not_left_behind() -> None:
-    desk = able()
-    desk.say(1, WorkerDone(1, 1))
-    desk.kill_worker(2)
-    assert refusal(desk) == "rank 1 has ended"
-    desk = able()
-    desk.say(1, Able(1, (0,)))
-    desk.kill_worker(2)
-    assert refusal(desk) == "not every rank runs in ht.survive"
+    harness = able()
+    harness.say(1, WorkerDone(1, 1))
+    harness.kill_worker(2)
+    assert refusal(harness) == "rank 1 has ended"
+    harness = able()
+    harness.say(1, Able(1, (0,)))
+    harness.kill_worker(2)
+    assert refusal(harness) == "not every rank runs in ht.survive"
 
 
 def test_a_rank_that_ends_while_the_others_regroup_stops_them() -> None:
-    desk = able()
-    desk.kill_worker(2)
-    desk.say(1, WorkerDone(1, 1))  # it crossed the order
-    assert refusal(desk) == "rank 1 has ended"
+    harness = able()
+    harness.kill_worker(2)
+    harness.say(1, WorkerDone(1, 1))  # it crossed the order
+    assert refusal(harness) == "rank 1 has ended"
 
 
 @pytest.mark.parametrize(
@@ -140,370 +140,372 @@ def test_a_rank_that_ends_while_the_others_regroup_stops_them() -> None:
     ],
 )
 def test_what_the_job_does_not_want(options: dict[str, Any], why: str) -> None:
-    desk = able(**options)
-    desk.kill_worker(2)
-    assert refusal(desk) == why
+    harness = able(**options)
+    harness.kill_worker(2)
+    assert refusal(harness) == why
 
 
 def test_a_lost_node_is_survived_if_enough_nodes_are_left() -> None:
-    desk = able(least=1)
-    desk.give(LinkClosed(2, "reset"))
-    (regroup,) = told(desk, Regroup)
+    harness = able(least=1)
+    harness.give(LinkClosed(2, "reset"))
+    (regroup,) = told(harness, Regroup)
     assert regroup.text == "n2 was lost: reset; 2 ranks go on"
-    assert desk.machine.budget.used == 0
-    desk = able()
-    desk.give(LinkClosed(2, "reset"))
-    assert refusal(desk) == "1 of at least 2 nodes left"
+    assert harness.machine.budget.used == 0
+    harness = able()
+    harness.give(LinkClosed(2, "reset"))
+    assert refusal(harness) == "1 of at least 2 nodes left"
 
 
 def test_a_node_that_had_to_stop_its_workers_ends_the_generation() -> None:
-    desk = able()
-    desk.kill_worker(2)
-    desk.say(1, Stopped(2))
-    assert desk.machine.phase is Phase.STOPPING
+    harness = able()
+    harness.kill_worker(2)
+    harness.say(1, Stopped(2))
+    assert harness.machine.phase is Phase.STOPPING
 
 
 def test_a_refusal_of_a_worker_stops_all() -> None:
-    desk = able()
-    desk.kill_worker(2)
-    desk.say(1, CannotRegroup(1, "about a generation that is over"))
-    assert desk.machine.phase is Phase.REGROUPING
-    desk.say(1, CannotRegroup(2, "its memory grew"))
-    assert refusal(desk) == "its memory grew"
-    assert desk.last(2).following.restart_count == 1  # type: ignore[union-attr]
+    harness = able()
+    harness.kill_worker(2)
+    harness.say(1, CannotRegroup(1, "about a generation that is over"))
+    assert harness.machine.phase is Phase.REGROUPING
+    harness.say(1, CannotRegroup(2, "its memory grew"))
+    assert refusal(harness) == "its memory grew"
+    assert harness.last(2).following.restart_count == 1  # type: ignore[union-attr]
 
 
 def test_losses_in_a_row_are_counted_until_one_generation_is_started() -> None:
-    desk = able(nproc=4, max_restarts=9)
+    harness = able(nproc=4, max_restarts=9)
     for local_rank in (0, 1, 2):
-        desk.kill_worker(2, local_rank)
-    assert desk.machine.phase is Phase.REGROUPING
-    desk.kill_worker(1, 0)
-    assert refusal(desk) == "3 losses in a row while regrouping"
-    assert desk.machine.budget.used == 1
+        harness.kill_worker(2, local_rank)
+    assert harness.machine.phase is Phase.REGROUPING
+    harness.kill_worker(1, 0)
+    assert refusal(harness) == "3 losses in a row while regrouping"
+    assert harness.machine.budget.used == 1
 
 
 def test_a_failure_that_crossed_the_order_is_a_loss() -> None:
-    desk = able()
-    desk.kill_worker(2)
+    harness = able()
+    harness.kill_worker(2)
     failure = Failure(rank=1, local_rank=1, host="n1", pid=7, exit_code=-9)
-    desk.say(1, WorkersFailed(1, (failure,), evidence_follows=True))
-    assert desk.machine.generation == 3
-    assert desk.last(1).assign.local_ranks == (0,)  # type: ignore[union-attr]
+    harness.say(1, WorkersFailed(1, (failure,), evidence_follows=True))
+    assert harness.machine.generation == 3
+    assert harness.last(1).assign.local_ranks == (0,)  # type: ignore[union-attr]
 
 
 def test_workers_go_on_with_another_store() -> None:
-    desk = able()
-    desk.say(1, StoreLost(1))
-    assert desk.machine.phase is Phase.REGROUPING
-    went_on(desk)
-    assert (desk.machine.generation, desk.machine.budget.used, desk.noted("verdict")) == (2, 0, [])
-    desk.say(1, StoreLost(2))
-    desk.prepare(1, 2)
-    desk.say(1, StoreLost(3))
-    assert refusal(desk) == "a second loss while regrouping"
+    harness = able()
+    harness.say(1, StoreLost(1))
+    assert harness.machine.phase is Phase.REGROUPING
+    went_on(harness)
+    assert (harness.machine.generation, harness.machine.budget.used, harness.noted("verdict")) == (2, 0, [])
+    harness.say(1, StoreLost(2))
+    harness.prepare(1, 2)
+    harness.say(1, StoreLost(3))
+    assert refusal(harness) == "a second loss while regrouping"
 
 
 # --- what it costs, and what is reported ------------------------------------------------------------------------------
 
 
 def test_the_verdict_follows_the_evidence() -> None:
-    desk = able()
-    desk.kill_worker(2)
-    went_on(desk)
-    assert not desk.noted("verdict")
-    desk.say(2, WorkersFailed(1, (Failure(rank=2, local_rank=0, host="n2", pid=102, exit_code=-9),)))
-    assert [note["generation"] for note in desk.noted("verdict")] == [1]
-    assert Notice("HF200: exit code -9; it counts as restart 1 of 3") in [message for _, message in desk.told]
-    assert desk.machine.phase is Phase.RUNNING
+    harness = able()
+    harness.kill_worker(2)
+    went_on(harness)
+    assert not harness.noted("verdict")
+    harness.say(2, WorkersFailed(1, (Failure(rank=2, local_rank=0, host="n2", pid=102, exit_code=-9),)))
+    assert [note["generation"] for note in harness.noted("verdict")] == [1]
+    assert Notice("HF200: exit code -9; it counts as restart 1 of 3") in [message for _, message in harness.told]
+    assert harness.machine.phase is Phase.RUNNING
 
 
 @pytest.mark.parametrize("read", [True, False], ids=["judged", "not judged"])
 def test_a_second_loss_has_a_verdict_of_its_own_if_the_first_one_was_judged(read: bool) -> None:
-    desk = able(nproc=3)
+    harness = able(nproc=3)
     first = Failure(rank=3, local_rank=0, host="n2", pid=103, exit_code=-9)
-    desk.kill_worker(2)
+    harness.kill_worker(2)
     if read:
-        desk.say(2, WorkersFailed(1, (first,)))
-    desk.kill_worker(2, 2, exit_code=-11)
-    desk.say(2, WorkersFailed(2, (structs.replace(first, rank=4, local_rank=2, pid=104, exit_code=-11),)))
+        harness.say(2, WorkersFailed(1, (first,)))
+    harness.kill_worker(2, 2, exit_code=-11)
+    harness.say(2, WorkersFailed(2, (structs.replace(first, rank=4, local_rank=2, pid=104, exit_code=-11),)))
     if not read:
-        desk.say(2, WorkersFailed(1, (first,)))
+        harness.say(2, WorkersFailed(1, (first,)))
     codes = ["exit code -9", "exit code -11"] if read else ["exit code -9"]
-    assert [note["cause"] for note in desk.noted("verdict")] == codes
-    assert desk.machine.budget.used == 1, "without ht.survive, too, it would be one restart"
+    assert [note["cause"] for note in harness.noted("verdict")] == codes
+    assert harness.machine.budget.used == 1, "without ht.survive, too, it would be one restart"
 
 
 def test_each_survived_loss_is_charged_until_nothing_is_left() -> None:
-    desk = able(max_restarts=1)
-    desk.kill_worker(2)
-    went_on(desk)
-    assert desk.machine.budget.used == 1
-    desk.kill_worker(1)
-    assert refusal(desk) == "all 1 restarts are used"
+    harness = able(max_restarts=1)
+    harness.kill_worker(2)
+    went_on(harness)
+    assert harness.machine.budget.used == 1
+    harness.kill_worker(1)
+    assert refusal(harness) == "all 1 restarts are used"
 
 
 def test_the_back_off_delays_the_replacement_and_not_the_others() -> None:
-    desk = able()
+    harness = able()
     for link in (1, 2):
-        desk.kill_worker(link)
-        desk.prepare(1, 2)
-        assert desk.machine.phase is Phase.RUNNING
-        desk.able(1, 2)
-    assert not [message for message in told(desk, Replace) if message.generation == 3]
-    desk.wait(LIMITS.backoff_first_s)
-    assert [message for message in told(desk, Replace) if message.generation == 3] == [Replace(3, (0,))]
+        harness.kill_worker(link)
+        harness.prepare(1, 2)
+        assert harness.machine.phase is Phase.RUNNING
+        harness.able(1, 2)
+    assert not [message for message in told(harness, Replace) if message.generation == 3]
+    harness.wait(LIMITS.backoff_first_s)
+    assert [message for message in told(harness, Replace) if message.generation == 3] == [Replace(3, (0,))]
 
 
-def told(desk: Desk, kind: type[Any]) -> list[Any]:
-    return [message for _, message in desk.told if isinstance(message, kind)]
+def told(harness: CoordinatorHarness, kind: type[Any]) -> list[Any]:
+    return [message for _, message in harness.told if isinstance(message, kind)]
 
 
 def test_a_host_that_is_excluded_gets_its_replacement_later() -> None:
-    desk = able(exclude_after=1)
-    desk.kill_worker(2)
-    desk.say(2, WorkersFailed(1, (Failure(rank=2, local_rank=0, host="n2", pid=102, exit_code=-9),)))
-    went_on(desk)
-    assert not told(desk, Replace)
-    desk.wait(LIMITS.exclude_first_s)
-    assert told(desk, Replace) == [Replace(2, (0,))]
+    harness = able(exclude_after=1)
+    harness.kill_worker(2)
+    harness.say(2, WorkersFailed(1, (Failure(rank=2, local_rank=0, host="n2", pid=102, exit_code=-9),)))
+    went_on(harness)
+    assert not told(harness, Replace)
+    harness.wait(LIMITS.exclude_first_s)
+    assert told(harness, Replace) == [Replace(2, (0,))]
 
 
 def test_steps_are_counted_from_the_beginning_after_a_regroup() -> None:
-    desk = able()
+    harness = able()
     for link in (1, 2):
         ranks = tuple(RankProgress(rank, Stage.STEPPING, 50) for rank in (0, 1))
-        desk.say(link, Progress(1, ranks))
-    desk.kill_worker(1)
-    went_on(desk)
-    desk.say(1, Progress(2, tuple(RankProgress(rank, Stage.STEPPING, 3) for rank in (0, 1))))
-    views = {view.host: view.ranks for view in desk.machine.view(desk.now).nodes}
+        harness.say(link, Progress(1, ranks))
+    harness.kill_worker(1)
+    went_on(harness)
+    harness.say(1, Progress(2, tuple(RankProgress(rank, Stage.STEPPING, 3) for rank in (0, 1))))
+    views = {view.host: view.ranks for view in harness.machine.view(harness.now).nodes}
     assert [(rank.rank, rank.local_rank, rank.steps) for rank in views["n1"]] == [(0, 1, 3)]
     assert [(rank.rank, rank.steps) for rank in views["n2"]] == [(1, 0), (2, 0)]
 
 
 def test_workers_that_do_not_go_on_are_restarted() -> None:
-    desk = able()
-    desk.kill_worker(1)
-    desk.prepare(1, 2)
-    desk.able(1)
-    desk.wait(LIMITS.rejoin_s - 0.1)
-    assert desk.machine.phase is Phase.RUNNING
-    desk.wait(0.2)
-    assert refusal(desk) == "rank 1-2 did not go on within 30 s"
+    harness = able()
+    harness.kill_worker(1)
+    harness.prepare(1, 2)
+    harness.able(1)
+    harness.wait(LIMITS.rejoin_s - 0.1)
+    assert harness.machine.phase is Phase.RUNNING
+    harness.wait(0.2)
+    assert refusal(harness) == "rank 1-2 did not go on within 30 s"
 
 
 def test_workers_that_went_on_and_are_done_with_training_are_left_alone() -> None:
-    desk = able()
-    desk.kill_worker(1)
-    desk.prepare(1, 2)
-    desk.able(1)
-    desk.say(1, Able(desk.machine.generation, ()))  # its training function has returned already
-    desk.able(2)
-    desk.wait(LIMITS.rejoin_s + 1)
-    assert desk.machine.phase is Phase.RUNNING
+    harness = able()
+    harness.kill_worker(1)
+    harness.prepare(1, 2)
+    harness.able(1)
+    harness.say(1, Able(harness.machine.generation, ()))  # its training function has returned already
+    harness.able(2)
+    harness.wait(LIMITS.rejoin_s + 1)
+    assert harness.machine.phase is Phase.RUNNING
 
 
 def test_users_see_that_workers_regroup() -> None:
-    desk = able()
-    desk.kill_worker(2)
-    view = desk.machine.view(desk.now)
+    harness = able()
+    harness.kill_worker(2)
+    view = harness.machine.view(harness.now)
     assert (view.phase, view.world_size) == ("regrouping", 3)
     assert {node.state for node in view.nodes} == {"regrouping"}
 
 
 def test_a_replacement_that_joins_does_not_make_the_next_loss_a_quick_one() -> None:
     """The back-off grows with losses that follow each other quickly. This one comes long after the one before."""
-    desk = able()
-    desk.kill_worker(2)
-    went_on(desk)
-    desk.wait(LIMITS.healthy_s - 10.0)
-    desk.say(2, ReplacementReady(2, (0,)))
+    harness = able()
+    harness.kill_worker(2)
+    went_on(harness)
+    harness.wait(LIMITS.healthy_s - 10.0)
+    harness.say(2, ReplacementReady(2, (0,)))
     for link in (1, 2):
-        desk.say(link, Held(2, 7))
-    went_on(desk)
-    desk.wait(10.0)
-    desk.kill_worker(1)
-    desk.prepare(1, 2)
-    assert told(desk, Replace)[-1] == Replace(4, (0,)), "at once"
+        harness.say(link, Held(2, 7))
+    went_on(harness)
+    harness.wait(10.0)
+    harness.kill_worker(1)
+    harness.prepare(1, 2)
+    assert told(harness, Replace)[-1] == Replace(4, (0,)), "at once"
 
 
 # --- replacements -----------------------------------------------------------------------------------------------------
 
 
 def test_a_replacement_that_fails_is_charged_once_and_started_again() -> None:
-    desk = able()
-    desk.kill_worker(2)
-    went_on(desk)
+    harness = able()
+    harness.kill_worker(2)
+    went_on(harness)
     failures = tuple(Failure(rank=0, local_rank=rank, host="n2", pid=9, exit_code=1) for rank in (0, 1))
-    desk.say(2, ReplacementFailed(2, failures))
-    assert [note["local_ranks"] for note in desk.noted("replacement_failed")] == [[0]], "the other one was not ordered"
-    assert desk.machine.budget.used == 2
-    desk.wait(LIMITS.backoff_first_s)
-    assert told(desk, Replace) == [Replace(2, (0,))] * 2
+    harness.say(2, ReplacementFailed(2, failures))
+    assert [note["local_ranks"] for note in harness.noted("replacement_failed")] == [[0]], (
+        "the other one was not ordered"
+    )
+    assert harness.machine.budget.used == 2
+    harness.wait(LIMITS.backoff_first_s)
+    assert told(harness, Replace) == [Replace(2, (0,))] * 2
 
 
 def test_those_that_are_ready_do_not_wait_long_for_the_others() -> None:
-    desk = able(nproc=3)
-    desk.kill_worker(1)
-    desk.kill_worker(2)
-    went_on(desk)
-    desk.say(1, ReplacementReady(3, (0,)))
-    assert desk.machine.phase is Phase.RUNNING
-    desk.wait(LIMITS.gather_s)
-    assert desk.machine.phase is Phase.DRAINING
+    harness = able(nproc=3)
+    harness.kill_worker(1)
+    harness.kill_worker(2)
+    went_on(harness)
+    harness.say(1, ReplacementReady(3, (0,)))
+    assert harness.machine.phase is Phase.RUNNING
+    harness.wait(LIMITS.gather_s)
+    assert harness.machine.phase is Phase.DRAINING
     for link in (1, 2):
-        desk.say(link, Held(3, 5))
-    assert desk.last(1).assign.world_size == 5  # type: ignore[union-attr]
+        harness.say(link, Held(3, 5))
+    assert harness.last(1).assign.world_size == 5  # type: ignore[union-attr]
 
 
 def test_replacements_do_not_join_before_all_others_are_able() -> None:
-    desk = able()
-    desk.kill_worker(2)
-    desk.prepare(1, 2)
-    desk.say(2, ReplacementReady(2, (0,)))
-    desk.able(1)
-    assert desk.machine.phase is Phase.RUNNING
-    desk.able(2)
-    assert desk.machine.phase is Phase.DRAINING
+    harness = able()
+    harness.kill_worker(2)
+    harness.prepare(1, 2)
+    harness.say(2, ReplacementReady(2, (0,)))
+    harness.able(1)
+    assert harness.machine.phase is Phase.RUNNING
+    harness.able(2)
+    assert harness.machine.phase is Phase.DRAINING
 
 
 def test_a_rank_lost_while_replacements_join_is_survived_too() -> None:
-    desk = able()
-    desk.kill_worker(2)
-    went_on(desk)
-    desk.say(2, ReplacementReady(2, (0,)))
-    assert desk.machine.phase is Phase.DRAINING
-    desk.kill_worker(1, 1)
-    assert desk.machine.phase is Phase.REGROUPING
-    assert desk.last(1).assign.world_size == 2  # type: ignore[union-attr]
-    went_on(desk)
-    assert desk.machine.phase is Phase.DRAINING, "the one that was ready joins now"
+    harness = able()
+    harness.kill_worker(2)
+    went_on(harness)
+    harness.say(2, ReplacementReady(2, (0,)))
+    assert harness.machine.phase is Phase.DRAINING
+    harness.kill_worker(1, 1)
+    assert harness.machine.phase is Phase.REGROUPING
+    assert harness.last(1).assign.world_size == 2  # type: ignore[union-attr]
+    went_on(harness)
+    assert harness.machine.phase is Phase.DRAINING, "the one that was ready joins now"
 
 
 def test_a_node_that_leaves_ends_the_way_of_the_replacements() -> None:
-    desk = growing()
-    desk.say(1, Leave("SIGTERM", drain=True))
-    desk.say(1, Held(2, 7))
-    assert desk.machine.phase is Phase.DRAINING
-    assert desk.machine.world is not None
-    assert desk.machine.world.drain_agreed
+    harness = growing()
+    harness.say(1, Leave("SIGTERM", drain=True))
+    harness.say(1, Held(2, 7))
+    assert harness.machine.phase is Phase.DRAINING
+    assert harness.machine.world is not None
+    assert harness.machine.world.drain_agreed
 
 
 def test_a_worker_killed_by_the_stop_of_such_a_drain_is_no_loss_to_survive() -> None:
-    desk = growing(nproc=2)
-    desk.wait(LIMITS.safe_point_s)
-    assert desk.machine.phase is Phase.STOPPING
-    desk.kill_worker(1)
-    assert desk.machine.phase is Phase.STOPPING
+    harness = growing(nproc=2)
+    harness.wait(LIMITS.safe_point_s)
+    assert harness.machine.phase is Phase.STOPPING
+    harness.kill_worker(1)
+    assert harness.machine.phase is Phase.STOPPING
 
 
 def test_a_safe_point_is_awaited_until_the_limit_of_a_hang() -> None:
     """Nobody was lost: the step before it may be as long as an evaluation."""
-    desk = at_safe_point()
-    desk.wait(LIMITS.hang_timeout_s - 1.0)
-    assert desk.machine.phase is Phase.REGROUPING
-    desk.wait(1.0)
-    assert refusal(desk) == "not every worker was ready within 300 s"
+    harness = at_safe_point()
+    harness.wait(LIMITS.hang_timeout_s - 1.0)
+    assert harness.machine.phase is Phase.REGROUPING
+    harness.wait(1.0)
+    assert refusal(harness) == "not every worker was ready within 300 s"
 
 
 def test_replacements_join_after_the_first_step_where_no_rank_has_done_one() -> None:
     """The first step of a generation may be longer than any limit of a loss."""
-    desk = growing(nproc=2)
-    desk.both_say(Held(2, 0))
-    assert desk.machine.phase is Phase.REGROUPING
-    assert [desk.last(link).safe_point for link in (1, 2)] == [1, 1]  # type: ignore[union-attr]
+    harness = growing(nproc=2)
+    harness.both_say(Held(2, 0))
+    assert harness.machine.phase is Phase.REGROUPING
+    assert [harness.last(link).safe_point for link in (1, 2)] == [1, 1]  # type: ignore[union-attr]
 
 
 def test_a_node_of_which_no_worker_is_left_may_go() -> None:
-    desk = regrouping()
-    desk.prepare(1, 2)
-    desk.able(1)
-    desk.give(LinkClosed(2, "reset"))
-    assert desk.machine.phase is Phase.RUNNING
-    desk.kill_worker(1)
-    assert refusal(desk) == "", "nobody is left who could go on"
+    harness = regrouping()
+    harness.prepare(1, 2)
+    harness.able(1)
+    harness.give(LinkClosed(2, "reset"))
+    assert harness.machine.phase is Phase.RUNNING
+    harness.kill_worker(1)
+    assert refusal(harness) == "", "nobody is left who could go on"
 
 
 # --- --survive wait ---------------------------------------------------------------------------------------------------
 
 
 def test_survivors_wait_as_long_as_nodes_are_awaited() -> None:
-    desk = able(survive=Survive.WAIT)
-    desk.kill_worker(2)
-    desk.prepare(1, 2)
-    assert desk.machine.phase is Phase.REGROUPING
-    desk.wait(LIMITS.join_s)
-    assert refusal(desk) == "no replacement was ready within 60 s"
+    harness = able(survive=Survive.WAIT)
+    harness.kill_worker(2)
+    harness.prepare(1, 2)
+    assert harness.machine.phase is Phase.REGROUPING
+    harness.wait(LIMITS.join_s)
+    assert refusal(harness) == "no replacement was ready within 60 s"
 
 
 def test_nobody_waits_for_ranks_that_have_no_node() -> None:
-    desk = able(least=1, survive=Survive.WAIT)
-    desk.give(LinkClosed(2, "reset"))
-    assert refusal(desk) == "the nodes that are left have no place for the lost ranks"
+    harness = able(least=1, survive=Survive.WAIT)
+    harness.give(LinkClosed(2, "reset"))
+    assert refusal(harness) == "the nodes that are left have no place for the lost ranks"
 
 
 def test_a_node_that_leaves_ends_the_wait() -> None:
-    desk = able(survive=Survive.WAIT)
-    desk.kill_worker(2)
-    desk.prepare(1, 2)
-    desk.say(1, Leave("SIGTERM", drain=True))
-    assert desk.machine.phase is Phase.STOPPING
+    harness = able(survive=Survive.WAIT)
+    harness.kill_worker(2)
+    harness.prepare(1, 2)
+    harness.say(1, Leave("SIGTERM", drain=True))
+    assert harness.machine.phase is Phase.STOPPING
 
 
 # --- nodes that arrive ------------------------------------------------------------------------------------------------
 
 
 def test_a_new_node_starts_its_workers_beside_the_others() -> None:
-    desk = two_of_three(max_restarts=3)
-    desk.able(1, 2)
-    desk.join(3)
-    desk.wait(LIMITS.gather_s)
-    place = desk.last(3)
+    harness = two_of_three(max_restarts=3)
+    harness.able(1, 2)
+    harness.join(3)
+    harness.wait(LIMITS.gather_s)
+    place = harness.last(3)
     assert isinstance(place, Assign)
     assert (place.generation, place.local_ranks, place.world_size) == (1, (), 2)
-    desk.say(3, Prepared(1))
-    assert desk.told_to(3)[-2:] == [Start(1, "10.0.0.1", 40_000, job_uid="n1#1"), Replace(1, (0,))]
-    desk.say(3, ReplacementReady(1, (0,)))
-    assert isinstance(desk.last(1), Drain)
+    harness.say(3, Prepared(1))
+    assert harness.told_to(3)[-2:] == [Start(1, "10.0.0.1", 40_000, job_uid="n1#1"), Replace(1, (0,))]
+    harness.say(3, ReplacementReady(1, (0,)))
+    assert isinstance(harness.last(1), Drain)
     for link in (1, 2):
-        desk.say(link, Held(1, 4))
-    assert [desk.last(link).assign.world_size for link in (1, 2, 3)] == [3, 3, 3]  # type: ignore[union-attr]
+        harness.say(link, Held(1, 4))
+    assert [harness.last(link).assign.world_size for link in (1, 2, 3)] == [3, 3, 3]  # type: ignore[union-attr]
 
 
 def test_a_new_node_does_not_restart_workers_that_are_starting_if_they_ran_in_survive_before() -> None:
-    desk = two_of_three(max_restarts=3)
-    desk.able(1, 2)
-    desk.fail(2)
+    harness = two_of_three(max_restarts=3)
+    harness.able(1, 2)
+    harness.fail(2)
     for link in (1, 2):
-        desk.say(link, Stopped(1))
-    desk.prepare(1, 2)
-    desk.join(3)
-    desk.wait(3 * LIMITS.gather_s)
-    assert desk.machine.phase is Phase.RUNNING
-    desk.able(1, 2)
-    desk.wait(LIMITS.gather_s)
-    assert isinstance(desk.last(3), Assign)
+        harness.say(link, Stopped(1))
+    harness.prepare(1, 2)
+    harness.join(3)
+    harness.wait(3 * LIMITS.gather_s)
+    assert harness.machine.phase is Phase.RUNNING
+    harness.able(1, 2)
+    harness.wait(LIMITS.gather_s)
+    assert isinstance(harness.last(3), Assign)
 
 
 def test_a_new_node_that_is_lost_before_it_takes_part_disturbs_nobody() -> None:
     for said in ([], [Prepared(1)], [Prepared(1), ReplacementFailed(1, ())]):
-        desk = two_of_three(max_restarts=3)
-        desk.able(1, 2)
-        desk.join(3)
-        desk.wait(LIMITS.gather_s)
+        harness = two_of_three(max_restarts=3)
+        harness.able(1, 2)
+        harness.join(3)
+        harness.wait(LIMITS.gather_s)
         for message in said:
-            desk.say(3, message)
-        desk.give(LinkClosed(3, "reset"))
-        assert desk.machine.phase is Phase.RUNNING
-        assert desk.machine.world is not None
-        assert len(desk.machine.world.order) == 2
+            harness.say(3, message)
+        harness.give(LinkClosed(3, "reset"))
+        assert harness.machine.phase is Phase.RUNNING
+        assert harness.machine.world is not None
+        assert len(harness.machine.world.order) == 2
 
 
 def test_with_grow_now_a_node_joins_by_a_stop() -> None:
-    desk = two_of_three(max_restarts=3, grow=Grow.NOW)
-    desk.able(1, 2)
-    desk.give(LinkOpened(3, "10.0.0.3", "10.0.0.9"))
-    desk.say(3, Join(NodeSpec(member="n3#1", host="n3", nproc=1)))
-    desk.wait(LIMITS.gather_s)
-    assert isinstance(desk.last(1), Stop)
+    harness = two_of_three(max_restarts=3, grow=Grow.NOW)
+    harness.able(1, 2)
+    harness.give(LinkOpened(3, "10.0.0.3", "10.0.0.9"))
+    harness.say(3, Join(NodeSpec(member="n3#1", host="n3", nproc=1)))
+    harness.wait(LIMITS.gather_s)
+    assert isinstance(harness.last(1), Stop)

@@ -9,21 +9,21 @@ from holdfast.coordinator.coordinator_state import LinkClosed, LinkOpened
 from holdfast.protocol import messages as msg
 from holdfast.protocol.outcome import OutcomeKind
 from holdfast.protocol.policy import NodeSpec
-from tests.coordinator.coordinator_desk import LIMITS, Desk
+from tests.coordinator.coordinator_harness import LIMITS, CoordinatorHarness
 
 PATIENCE_S = 1.5
 """After so long a member that pings is known to be no ghost."""
 LINE, OTHER = {"script": "a", "arguments": "1"}, {"script": "a", "arguments": "2"}
 
 
-def at_work(nodes: int, run_id: str = "none") -> Desk:
-    desk = Desk(nodes, nodes, run_id=run_id)
-    desk.join(*range(1, nodes + 1), versions=LINE)
-    desk.prepare(*range(1, nodes + 1))
-    return desk
+def at_work(nodes: int, run_id: str = "none") -> CoordinatorHarness:
+    harness = CoordinatorHarness(nodes, nodes, run_id=run_id)
+    harness.join(*range(1, nodes + 1), versions=LINE)
+    harness.prepare(*range(1, nodes + 1))
+    return harness
 
 
-def succeed(job: Desk) -> None:
+def succeed(job: CoordinatorHarness) -> None:
     for link in job.links:
         job.say(link, msg.WorkerDone(1, 0))
 
@@ -139,9 +139,9 @@ def test_a_node_that_could_not_look_is_neither_compared_nor_a_measure() -> None:
 
 
 def test_the_coordinator_tells_both_and_goes_on() -> None:
-    desk = Desk()
-    desk.join(1, versions={"torch": "2.13.0"})
-    desk.join(2, versions={"torch": "2.12.1"})
-    assert [link for link, message in desk.told if isinstance(message, msg.Notice)] == [1, 2]
-    assert desk.noted("nodes_differ")
-    assert desk.machine.generation == 1
+    harness = CoordinatorHarness()
+    harness.join(1, versions={"torch": "2.13.0"})
+    harness.join(2, versions={"torch": "2.12.1"})
+    assert [link for link, message in harness.told if isinstance(message, msg.Notice)] == [1, 2]
+    assert harness.noted("nodes_differ")
+    assert harness.machine.generation == 1

@@ -11,7 +11,7 @@ from msgspec import structs
 from holdfast.coordinator.hang_detector import EndHung, HangDetector, HangOver, ReportHang, ReportStill
 from holdfast.protocol.policy import Limits
 from holdfast.protocol.rank_progress import Finding, HangKind, Stage
-from tests.coordinator.watch_desk import ALONE, HUNG, LIVELY, MOVING, PAUSED, STUCK, Hall, training
+from tests.coordinator.monitor_harness import ALONE, HUNG, LIVELY, MOVING, PAUSED, STUCK, Hall, training
 
 # --- suspicion --------------------------------------------------------------------------------------------------------
 

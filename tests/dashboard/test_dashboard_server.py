@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from msgspec import to_builtins
 
 from holdfast.dashboard import web_app
 from holdfast.dashboard.feed import (
@@ -27,11 +28,12 @@ from holdfast.dashboard.feed import (
 )
 from holdfast.dashboard.job_source import METRIC_POINTS_MAX, PROGRESS_MAX, JournalTail, ShownJob, encoded, now_of
 from holdfast.dashboard.saved_page import render
+from holdfast.extensions.load.messages import SHOWN_MAX, GpuLoad, NodeLoad
+from holdfast.extensions.load.node import Machine
 from holdfast.protocol.errors import MissingPackageError
 from holdfast.protocol.outcome import Outcome, OutcomeKind
-from holdfast.protocol.rank_progress import GpuLoad, JobView, NodeLoad, NodeView, RankView, Stage, Standing
+from holdfast.protocol.rank_progress import JobView, NodeView, RankView, Stage, Standing
 from holdfast.supervisor import dashboard_host
-from holdfast.supervisor.node_load import Machine
 from tests.support.limits import limit_s, until
 from tests.support.pages import MadeUpJob, Visitor, served
 
@@ -51,6 +53,7 @@ STORY = {
 
 
 GPUS = (GpuLoad(91, 60 * 2**30, 80 * 2**30, 66), GpuLoad(97, 62 * 2**30, 80 * 2**30, 71))
+LOAD = NodeLoad(64, 37, 2**34, 2**36, 2**38, 2**40, 3 * 2**20, 2**20, 4, GPUS)
 
 
 def view(ranks: int = 4, *, steps: int = 100, hung: int = -1, nodes: int = 2) -> JobView:
@@ -92,7 +95,7 @@ def view(ranks: int = 4, *, steps: int = 100, hung: int = -1, nodes: int = 2) ->
                 group_rank=place,
                 state="running",
                 heard_s=0.2,
-                load=NodeLoad(64, 37, 2**34, 2**36, 2**38, 2**40, 3 * 2**20, 2**20, 4, GPUS),
+                more={"load": to_builtins(LOAD) if place < SHOWN_MAX else None},
                 ranks=tuple(rank(number) for number in range(place * each, min(ranks, (place + 1) * each))),
             )
             for place in range(nodes)

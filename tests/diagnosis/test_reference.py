@@ -53,9 +53,12 @@ def written() -> set[str]:
         found |= set(re.findall(r"journal\.write\(\s*\"([\w.]+)\"", text))
         if re.search(r"holdfast/(runtime|supervisor)/", path.as_posix()):
             found |= set(re.findall(r"self\._write\(\s*\"([\w.]+)\"", text))
-        where = re.search(r"holdfast/(agent|coordinator)/", path.as_posix())
+        if re.search(r"holdfast/extensions/\w+/node\.py", path.as_posix()):
+            found |= set(re.findall(r"self\.node\.write\(\s*\"([\w.]+)\"", text))
+        where = re.search(r"holdfast/(agent|coordinator|authority|extensions/\w+/coordinator\.py)", path.as_posix())
         if where:
-            found |= {f"{where[1]}.{name}" for name in re.findall(r"(?:self\._note|\bNote)\(\s*\"(\w+)\"", text)}
+            machine = "agent" if where[1] == "agent" else "coordinator"  # so are notes of authorities and extensions
+            found |= {f"{machine}.{name}" for name in re.findall(r"(?:self\._note|\bNote)\(\s*\"(\w+)\"", text)}
     return found
 
 

@@ -10,8 +10,8 @@ import msgspec
 from holdfast import text
 from holdfast.diagnosis import screen
 from holdfast.diagnosis.screen import group, stack_lines, status_lines
+from holdfast.extensions.stacks.messages import view_of
 from holdfast.protocol.rank_progress import Frame, JobView, NodeView, RankSample, RankView, Stage, Standing
-from holdfast.runtime.control_handlers import stacks_view
 
 
 def rank(number: int, steps: int = 120, *, stage: Stage = Stage.STEPPING, age_s: float = 0.1) -> RankView:
@@ -133,7 +133,7 @@ def seen(rank: int, frames: tuple[Frame, ...], **more: Any) -> tuple[str, int, R
 
 
 def sampled(*samples: tuple[str, int, RankSample], silent: tuple[str, ...] = ()):
-    return stacks_view("bert", 2, 8, list(samples), silent)
+    return view_of("bert", 2, 8, list(samples), silent)
 
 
 def test_equal_stacks_are_told_once() -> None:

@@ -23,8 +23,8 @@ from holdfast.launchers.kubernetes import RUNS_PATH
 from holdfast.linux import process_stat
 from tests.conftest import descendants
 from tests.kubernetes.manifests import IMAGE, agent_of, expanded, job_of, pod_of, printed
-from tests.network.fleet import WORKER, Agent, Fleet
 from tests.network.hosts import Host, PretendHosts, why_not
+from tests.network.job_agents import WORKER, Agent, JobAgents
 from tests.support.limits import limit_s, until
 
 TOKEN = "0123456789abcdef" * 4
@@ -41,7 +41,7 @@ except OSError:
 """
 
 
-class Pods(Fleet):
+class Pods(JobAgents):
     """A job whose agents are pods of a manifest."""
 
     def __init__(self, hosts: PretendHosts, folder: Path) -> None:

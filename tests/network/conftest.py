@@ -8,21 +8,21 @@ from pathlib import Path
 
 import pytest
 
-from tests.network.fleet import Fleet
 from tests.network.hosts import PretendHosts, why_not
+from tests.network.job_agents import JobAgents
 
-MakeFleet = Callable[[int], Fleet]
+MakeFleet = Callable[[int], JobAgents]
 
 
 @pytest.fixture
-def fleet(tmp_path: Path) -> Iterator[MakeFleet]:
-    """`fleet(3)`: three hosts, on which a job can be started."""
+def job_agents(tmp_path: Path) -> Iterator[MakeFleet]:
+    """`job_agents(3)`: three hosts, on which a job can be started."""
     if why := why_not():
         pytest.skip(why)
     with ExitStack() as stack:
 
-        def make(count: int) -> Fleet:
+        def make(count: int) -> JobAgents:
             hosts = stack.enter_context(PretendHosts(count, tmp_path / "hosts"))
-            return Fleet(hosts, tmp_path)
+            return JobAgents(hosts, tmp_path)
 
         yield make

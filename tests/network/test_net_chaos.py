@@ -18,8 +18,8 @@ from pathlib import Path
 import pytest
 
 from soak import disk
-from tests.network.fleet import FENCE_S, LEASE_S, SHORT_LEASE, Fleet
 from tests.network.hosts import why_not
+from tests.network.job_agents import FENCE_S, LEASE_S, SHORT_LEASE, JobAgents
 from tests.support.limits import limit_s, until
 
 SEED = int(os.environ.get("CHAOS_SEED", "7"))
@@ -29,8 +29,8 @@ NODES = (1, 2, 3, 4)
 
 @pytest.mark.slow
 @pytest.mark.timeout(CHAOS_S + 150)
-def test_faults_at_random(fleet) -> None:
-    job: Fleet = fleet(len(NODES))
+def test_faults_at_random(job_agents) -> None:
+    job: JobAgents = job_agents(len(NODES))
     # A coordinator whose machine was lost knows of no previous leader, unless somebody tells it. One that is cut off tells
     # nobody, and has stopped after a fence.
     job.c10d("2:4", conf=f"{SHORT_LEASE},settle={FENCE_S:g},last_call_timeout={LEASE_S * 20:.0f}")
@@ -77,11 +77,11 @@ def test_faults_at_random(fleet) -> None:
     job.finish_all([agent for agent in job.agents if agent.program.running])
 
 
-def running(job: Fleet, number: int) -> list:
+def running(job: JobAgents, number: int) -> list:
     return [agent for agent in job.agents if agent.host.number == number and agent.program.running]
 
 
-def all_train(job: Fleet, since_s: float) -> None:
+def all_train(job: JobAgents, since_s: float) -> None:
     """The newest generation has all nodes and is still at work a second later; who gave up meanwhile is told."""
     names = {f"node{number}" for number in NODES}
 
@@ -105,17 +105,17 @@ LIMIT_S = 200.0
 def test_a_short_soak(tmp_path: Path) -> None:
     if why := why_not() or disk.why_not():
         pytest.skip(why)
-    site = tmp_path / "soak" / "holdfast"
-    line = [sys.executable, "-m", "soak", "--folder", site.parent, "chaos", "--launchers", "holdfast"]
+    job_folder = tmp_path / "soak" / "holdfast"
+    line = [sys.executable, "-m", "soak", "--folder", job_folder.parent, "chaos", "--launchers", "holdfast"]
     options = ["--worker", "plain", "--minutes", MINUTES, "--seed", SOAK_SEED, "--gap", GAP_S, "--results", "none"]
     done = subprocess.run(
         map(str, [*line, *options]), cwd=ROOT, capture_output=True, text=True, timeout=limit_s(LIMIT_S)
     )
     print(done.stdout)
     assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    events = [json.loads(line) for line in (site / "rig.jsonl").read_text().splitlines()]
+    events = [json.loads(line) for line in (job_folder / "rig.jsonl").read_text().splitlines()]
     happened = [event["event"] for event in events]
-    assert happened.count("fault") == len(json.loads((site / "schedule.json").read_text())) >= 4
+    assert happened.count("fault") == len(json.loads((job_folder / "schedule.json").read_text())) >= 4
     assert (happened[0], happened[-1]) == ("start", "end")
     assert [event["together"] for event in events if event["event"] == "reunion"] == [True]
 
@@ -126,10 +126,10 @@ def test_a_short_soak(tmp_path: Path) -> None:
 STEPS = """
 import os, torch, torch.distributed as dist
 dist.init_process_group("gloo")
-site, world = os.environ["SITE"], dist.get_world_size()
-progress = os.open(f"{site}/world{world}.rank{dist.get_rank()}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+job_folder, world = os.environ["SITE"], dist.get_world_size()
+progress = os.open(f"{job_folder}/world{world}.rank{dist.get_rank()}", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
 while True:
-    total = torch.tensor([1.0, float(os.path.exists(site + "/finish"))])
+    total = torch.tensor([1.0, float(os.path.exists(job_folder + "/finish"))])
     dist.all_reduce(total)
     assert total[0].item() == world, total
     os.write(progress, b".")
@@ -142,8 +142,8 @@ dist.destroy_process_group()
 
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("torch") is None, reason="torch is not installed")
-def test_training_goes_on_without_a_killed_node(fleet) -> None:
-    job: Fleet = fleet(3)
+def test_training_goes_on_without_a_killed_node(job_agents) -> None:
+    job: JobAgents = job_agents(3)
     job.c10d("2:3")
     job.script.write_text(STEPS)
     agents = job.start_all([1, 2, 3])
@@ -153,7 +153,7 @@ def test_training_goes_on_without_a_killed_node(fleet) -> None:
     job.finish_all(agents[:2])
 
 
-def steps(job: Fleet, world: int) -> int:
+def steps(job: JobAgents, world: int) -> int:
     """How many steps the slowest rank of this world has done."""
     files = [job.folder / f"world{world}.rank{rank}" for rank in range(world)]
     return min(os.path.getsize(file) if file.exists() else 0 for file in files)
@@ -178,8 +178,8 @@ from pathlib import Path
 from soak.disk import mounted
 from tests.network.hosts import PretendHosts
 
-site = Path(sys.argv[1])
-(site / "train.py").write_text(
+job_folder = Path(sys.argv[1])
+(job_folder / "train.py").write_text(
     "import pathlib, sys, time\\nwhile not pathlib.Path(sys.argv[1], 'finish').exists(): time.sleep(0.05)\\n")
 
 slowness = float(os.environ["TEST_SLOWNESS"])
@@ -192,12 +192,12 @@ def until(condition):
         time.sleep(0.01)
 
 for name in "12":
-    (site / name).mkdir()
-with mounted(site / "1", 16) as first, mounted(site / "2", 16) as second, PretendHosts(2, site / "hosts") as hosts:
+    (job_folder / name).mkdir()
+with mounted(job_folder / "1", 16) as first, mounted(job_folder / "2", 16) as second, PretendHosts(2, job_folder / "hosts") as hosts:
     def start(number, disk):
         meeting = ["--nnodes", "2", "--rdzv-backend", "c10d", "--rdzv-endpoint", "node1", "--rdzv-conf", f"lease={lease_s:g}"]
-        line = [sys.executable, "-m", "holdfast.run", *meeting, "--log-dir", disk.path, site / "train.py", site]
-        return hosts[number].start(line, cwd=site)
+        line = [sys.executable, "-m", "holdfast.run", *meeting, "--log-dir", disk.path, job_folder / "train.py", job_folder]
+        return hosts[number].start(line, cwd=job_folder)
     agents = [start(1, first)]
     until(lambda: any("joined" in path.read_text() for path in first.path.glob("*/events.jsonl")))
     first.stall(60 * slowness)
@@ -207,7 +207,7 @@ with mounted(site / "1", 16) as first, mounted(site / "2", 16) as second, Preten
     second.stall(1.5 * lease_s)
     first.thaw()
     until(lambda: not second.stalled)
-    (site / "finish").touch()
+    (job_folder / "finish").touch()
     codes = [agent.wait(20 * slowness) for agent in agents]
     text = "".join(path.read_text() for path in first.path.glob("*/events.jsonl"))
     print(json.dumps({"codes": codes, "events": [json.loads(line)["event"] for line in text.splitlines()]}))
@@ -229,28 +229,28 @@ import os, signal, subprocess, sys, time
 from pathlib import Path
 from soak.disk import mounted
 
-site = Path(sys.argv[1])
-(site / "train.py").write_text(
+job_folder = Path(sys.argv[1])
+(job_folder / "train.py").write_text(
     "import os, sys, time\\nfrom pathlib import Path\\n"
     "Path(sys.argv[1], os.environ['TORCHELASTIC_RESTART_COUNT']).write_text(str(os.getpid()))\\n"
     "while not Path(sys.argv[1], 'finish').exists(): time.sleep(0.05)\\n")
 
 def pid_of(restart):
     end = time.monotonic() + 30 * float(os.environ["TEST_SLOWNESS"])
-    while not ((site / restart).exists() and (site / restart).read_text()):
+    while not ((job_folder / restart).exists() and (job_folder / restart).read_text()):
         assert time.monotonic() < end
         time.sleep(0.01)
-    return int((site / restart).read_text())
+    return int((job_folder / restart).read_text())
 
-with mounted(site, 16) as disk:
+with mounted(job_folder, 16) as disk:
     line = [sys.executable, "-m", "holdfast.run", "--standalone", "--max-restarts", "1", "--log-dir", disk.path]
-    job = subprocess.Popen([*map(str, line), str(site / "train.py"), str(site)])
+    job = subprocess.Popen([*map(str, line), str(job_folder / "train.py"), str(job_folder)])
     first = pid_of("0")
     disk.fill()
     os.kill(first, signal.SIGKILL)
     pid_of("1")
     disk.empty()
-    (site / "finish").touch()
+    (job_folder / "finish").touch()
     sys.exit(job.wait(30 * float(os.environ["TEST_SLOWNESS"])))
 """
 

@@ -6,26 +6,26 @@ import signal
 import time
 from itertools import pairwise
 
-from tests.network.fleet import FENCE_S, LEASE_S, LONG_LEASE, SHORT_LEASE, Fleet, Generation, workers_on
+from tests.network.job_agents import FENCE_S, LEASE_S, LONG_LEASE, SHORT_LEASE, Generation, JobAgents, workers_on
 from tests.support.limits import limit_s, until
 
 
-def three(fleet, nnodes: str = "2:3", conf: str = SHORT_LEASE) -> tuple[Fleet, Generation]:
-    job: Fleet = fleet(3)
+def three(job_agents, nnodes: str = "2:3", conf: str = SHORT_LEASE) -> tuple[JobAgents, Generation]:
+    job: JobAgents = job_agents(3)
     job.c10d(nnodes, conf=f"{conf},settle={limit_s(2):g}")
     job.start_all([1, 2, 3])
     return job, job.trains([1, 2, 3])
 
 
-def finish(job: Fleet, numbers: tuple[int, ...]) -> None:
+def finish(job: JobAgents, numbers: tuple[int, ...]) -> None:
     names = {f"node{number}" for number in numbers}
     job.finish_all([agent for agent in job.agents if agent.host.name in names and agent.program.running])
 
 
-def test_killed_node_and_killed_agent(fleet) -> None:
+def test_killed_node_and_killed_agent(job_agents) -> None:
     """Every process of a node dies at once, then an agent alone, whose supervisor ends its workers: the kernel tells the
     others, who do not wait for a lease. Another agent on that node is taken in."""
-    job, _ = three(fleet, conf=LONG_LEASE)
+    job, _ = three(job_agents, conf=LONG_LEASE)
     since_s = time.monotonic()
     job.hosts[3].kill()
     second = job.trains([1, 2], since_s)
@@ -41,9 +41,9 @@ def test_killed_node_and_killed_agent(fleet) -> None:
     job.check()
 
 
-def test_crashed_node(fleet) -> None:
+def test_crashed_node(job_agents) -> None:
     """Power loss: nobody is told."""
-    job, _ = three(fleet)
+    job, _ = three(job_agents)
     since_s = time.monotonic()
     job.hosts.crash(3)
     job.trains([1, 2], since_s)
@@ -51,8 +51,8 @@ def test_crashed_node(fleet) -> None:
     job.check()
 
 
-def test_unplugged_node_stops_before_the_others_go_on_and_comes_back(fleet) -> None:
-    job, first = three(fleet)
+def test_unplugged_node_stops_before_the_others_go_on_and_comes_back(job_agents) -> None:
+    job, first = three(job_agents)
     since_s = time.monotonic()
     job.hosts.unplug(3)
     second = job.trains([1, 2], since_s)
@@ -69,10 +69,10 @@ def test_unplugged_node_stops_before_the_others_go_on_and_comes_back(fleet) -> N
     job.check()
 
 
-def test_what_is_shorter_than_the_fence_costs_nothing(fleet) -> None:
+def test_what_is_shorter_than_the_fence_costs_nothing(job_agents) -> None:
     """A cable that is in and out, never out for as long as the fence, and a network that loses a tenth of all packets:
     nobody is taken for lost. That the job ends well by the coordinator shows that every node still has its link."""
-    job, first = three(fleet, "3", f"lease={limit_s(3):g}")
+    job, first = three(job_agents, "3", f"lease={limit_s(3):g}")
     for _ in range(3):
         job.hosts.unplug(2)
         time.sleep(0.7)
@@ -87,9 +87,9 @@ def test_what_is_shorter_than_the_fence_costs_nothing(fleet) -> None:
     assert job.generations == [first], job.story()
 
 
-def test_frozen_node_is_fenced_when_it_thaws(fleet) -> None:
+def test_frozen_node_is_fenced_when_it_thaws(job_agents) -> None:
     """Every process stands still, the kernel still acknowledges: the others go on without it, and it comes back."""
-    job, first = three(fleet)
+    job, first = three(job_agents)
     since_s = time.monotonic()
     job.hosts[3].freeze()
     second = job.trains([1, 2], since_s)
@@ -104,9 +104,9 @@ def test_frozen_node_is_fenced_when_it_thaws(fleet) -> None:
     finish(job, (1, 2, 3))
 
 
-def test_a_firewall_resets_the_connections_of_a_node(fleet) -> None:
+def test_a_firewall_resets_the_connections_of_a_node(job_agents) -> None:
     """The others know at once and do not wait; the node that is cut off goes on for no longer than the fence."""
-    job, first = three(fleet)
+    job, first = three(job_agents)
     since_s = time.monotonic()
     job.hosts.reject([3], [1, 2])
     second = job.trains([1, 2], since_s)
@@ -118,14 +118,14 @@ def test_a_firewall_resets_the_connections_of_a_node(fleet) -> None:
     job.check(overlap_s=FENCE_S + limit_s(1.0))
 
 
-def stopped(generation: Generation, job: Fleet) -> float:
+def stopped(generation: Generation, job: JobAgents) -> float:
     """When node3's workers were last seen, once none runs there; 0 before."""
     return generation.last_s(["node3"]) if not workers_on(job, 3) and job.generations else 0.0
 
 
-def test_one_way_only(fleet) -> None:
+def test_one_way_only(job_agents) -> None:
     """Packets pass in one direction, then only in the other: the node that gets no answer stops before the others go on."""
-    job, before = three(fleet)
+    job, before = three(job_agents)
     for senders, deaf in (([1], [3]), ([3], [1])):
         since_s = time.monotonic()
         job.hosts.one_way(senders, deaf)
@@ -137,9 +137,9 @@ def test_one_way_only(fleet) -> None:
     job.check()
 
 
-def test_a_node_that_is_cut_off_while_its_workers_save_is_fenced_all_the_same(fleet) -> None:
+def test_a_node_that_is_cut_off_while_its_workers_save_is_fenced_all_the_same(job_agents) -> None:
     """A stop is under way and one node takes its time; the cable goes; the others go on after its workers are dead."""
-    job: Fleet = fleet(3)
+    job: JobAgents = job_agents(3)
     job.c10d("1:3", conf=SHORT_LEASE)
     job.start(1)
     job.start(2)
@@ -160,9 +160,9 @@ def test_a_node_that_is_cut_off_while_its_workers_save_is_fenced_all_the_same(fl
     job.check()
 
 
-def test_a_node_that_is_cut_off_can_be_told_to_end(fleet) -> None:
+def test_a_node_that_is_cut_off_can_be_told_to_end(job_agents) -> None:
     """One before its fence, and one that has stopped its workers."""
-    job: Fleet = fleet(4)
+    job: JobAgents = job_agents(4)
     job.c10d("2:4", conf=SHORT_LEASE)
     agents = job.start_all([1, 2, 3, 4])
     job.trains([1, 2, 3, 4])
@@ -179,9 +179,9 @@ def test_a_node_that_is_cut_off_can_be_told_to_end(fleet) -> None:
     job.check()
 
 
-def test_partition_in_halves(fleet) -> None:
+def test_partition_in_halves(job_agents) -> None:
     """Two of four go on, those with the coordinator; the others stopped before; healed, all four train together."""
-    job: Fleet = fleet(4)
+    job: JobAgents = job_agents(4)
     job.c10d("2:4", conf=SHORT_LEASE)
     agents = job.start_all([1, 2, 3, 4])
     first = job.trains([1, 2, 3, 4])
@@ -202,22 +202,22 @@ def test_partition_in_halves(fleet) -> None:
 # --- the node of the endpoint dies and comes back at the same address: without succession the others wait for it ------
 
 
-def started(fleet, endpoint: str = "node1") -> tuple[Fleet, float]:
-    job: Fleet = fleet(3)
+def started(job_agents, endpoint: str = "node1") -> tuple[JobAgents, float]:
+    job: JobAgents = job_agents(3)
     job.c10d("2:3", endpoint, f"{SHORT_LEASE},succession=off")
     job.start_all([1, 2, 3])
     first = job.trains([1, 2, 3])
     return job, first.born_s
 
 
-def others_stopped(job: Fleet) -> None:
+def others_stopped(job: JobAgents) -> None:
     """The nodes without a coordinator have stopped their workers."""
     for number in (2, 3):
         until(lambda number=number: not workers_on(job, number), job.story)
 
 
-def test_agent_and_node_of_the_endpoint_killed_and_restarted(fleet) -> None:
-    job, _ = started(fleet, "10.77.0.1:29477")
+def test_agent_and_node_of_the_endpoint_killed_and_restarted(job_agents) -> None:
+    job, _ = started(job_agents, "10.77.0.1:29477")
     for killed in ("agent", "node"):
         since_s = time.monotonic()
         if killed == "agent":
@@ -235,9 +235,9 @@ def test_agent_and_node_of_the_endpoint_killed_and_restarted(fleet) -> None:
     job.check()
 
 
-def test_node_of_the_endpoint_crashes_and_returns_at_once(fleet) -> None:
+def test_node_of_the_endpoint_crashes_and_returns_at_once(job_agents) -> None:
     """Nobody was told of its death, and its successor is there before anyone is fenced: the old ones must be gone first."""
-    job, _ = started(fleet)
+    job, _ = started(job_agents)
     job.hosts.crash(1)
     job.hosts[1].boot()
     job.hosts.plug(1)
@@ -248,9 +248,9 @@ def test_node_of_the_endpoint_crashes_and_returns_at_once(fleet) -> None:
     job.check()
 
 
-def test_cable_of_the_endpoint_pulled(fleet) -> None:
+def test_cable_of_the_endpoint_pulled(job_agents) -> None:
     """The node with the coordinator is alone and too few; the others stop; plugged back all three train."""
-    job, _ = started(fleet)
+    job, _ = started(job_agents)
     job.hosts.unplug(1)
     job.agents[0].says("1 of 2 to 3 nodes")
     for agent in job.agents[1:]:
@@ -262,9 +262,9 @@ def test_cable_of_the_endpoint_pulled(fleet) -> None:
     job.check()
 
 
-def test_frozen_node_of_the_endpoint(fleet) -> None:
+def test_frozen_node_of_the_endpoint(job_agents) -> None:
     """The coordinator stands still for longer than the lease and then goes on: the others have stopped, and rejoin."""
-    job, born_s = started(fleet)
+    job, born_s = started(job_agents)
     job.hosts[1].freeze()
     others_stopped(job)
     time.sleep(LEASE_S / 2)  # beyond its lease, which is longer than the others' fence

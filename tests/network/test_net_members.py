@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from tests.network.fleet import Fleet, workers_on
+from tests.network.job_agents import JobAgents, workers_on
 from tests.support.limits import limit_s, until
 
 
-def test_two_arrivals_are_one_regroup(fleet) -> None:
+def test_two_arrivals_are_one_regroup(job_agents) -> None:
     """Both come while the coordinator stands still: for it they come together, however slowly they were started."""
-    job: Fleet = fleet(4)
+    job: JobAgents = job_agents(4)
     job.c10d("2:4", conf=f"lease={limit_s(20):g}")
     agents = job.start_all([1, 2])
     first = job.trains([1, 2])
@@ -31,14 +31,14 @@ def test_two_arrivals_are_one_regroup(fleet) -> None:
     job.check()
 
 
-def connected(job: Fleet, number: int) -> bool:
+def connected(job: JobAgents, number: int) -> bool:
     """Whether an agent there has a connection to the endpoint."""
     return ":29400" in job.hosts[number].run(["ss", "--tcp", "--numeric", "state", "established"])
 
 
-def test_too_few_are_left(fleet) -> None:
+def test_too_few_are_left(job_agents) -> None:
     """Below the minimum nobody trains; when a node comes again, all do."""
-    job: Fleet = fleet(2)
+    job: JobAgents = job_agents(2)
     job.c10d("2")
     agents = job.start_all([1, 2])
     job.trains([1, 2])
@@ -53,9 +53,9 @@ def test_too_few_are_left(fleet) -> None:
     job.check()
 
 
-def test_an_excluded_host_takes_no_part_until_it_is_readmitted(fleet) -> None:
+def test_an_excluded_host_takes_no_part_until_it_is_readmitted(job_agents) -> None:
     """Its nodes leave the running job, which goes on without them; its next agent has to wait."""
-    job: Fleet = fleet(3)
+    job: JobAgents = job_agents(3)
     job.c10d("2:3")
     agents = job.start_all([1, 2, 3])
     job.trains([1, 2, 3])
@@ -78,10 +78,10 @@ def test_an_excluded_host_takes_no_part_until_it_is_readmitted(fleet) -> None:
 
 
 @pytest.mark.parametrize("endpoint", ["node1", "[fd00:77::1]:29477"])
-def test_three_nodes_of_different_sizes_meet(fleet, endpoint: str) -> None:
+def test_three_nodes_of_different_sizes_meet(job_agents, endpoint: str) -> None:
     if endpoint.startswith("[") and not os.path.exists("/proc/sys/net/ipv6"):
         pytest.skip("this kernel has no IPv6")
-    job = fleet(3)
+    job = job_agents(3)
     job.c10d("3", endpoint)
     agents = [
         job.start(number, "--nproc-per-node", str(size), env={"CONNECT": "1"})
@@ -96,9 +96,9 @@ def test_three_nodes_of_different_sizes_meet(fleet, endpoint: str) -> None:
     job.check()
 
 
-def test_own_name_is_a_loopback_address(fleet) -> None:
+def test_own_name_is_a_loopback_address(job_agents) -> None:
     """As Debian's installer writes it: on node1 its own name is 127.0.1.1, everywhere else it is what it is."""
-    job = fleet(3)
+    job = job_agents(3)
     book = job.hosts.phone_book()
     job.hosts[1].hosts_file.write_text(book.replace("10.77.0.1 node1", "127.0.1.1 node1"))
     job.c10d("3")
@@ -107,8 +107,8 @@ def test_own_name_is_a_loopback_address(fleet) -> None:
     job.finish_all(agents)
 
 
-def test_local_addr_is_what_the_others_are_told(fleet) -> None:
-    job = fleet(2)
+def test_local_addr_is_what_the_others_are_told(job_agents) -> None:
+    job = job_agents(2)
     job.hosts[1].run(["ip", "addr", "add", "10.77.9.1/16", "dev", "eth0"])
     job.c10d("2")
     agents = [job.start(1, "--local-addr", "10.77.9.1", env={"CONNECT": "1"}), job.start(2, env={"CONNECT": "1"})]
@@ -116,8 +116,8 @@ def test_local_addr_is_what_the_others_are_told(fleet) -> None:
     job.finish_all(agents)
 
 
-def test_name_resolves_late(fleet) -> None:
-    job = fleet(2)
+def test_name_resolves_late(job_agents) -> None:
+    job = job_agents(2)
     job.c10d("2", "meeting.example:29477")
     agents = job.start_all([1, 2])
     for agent in agents:
@@ -128,9 +128,9 @@ def test_name_resolves_late(fleet) -> None:
     job.finish_all(agents)
 
 
-def test_silent_port_is_named(fleet) -> None:
+def test_silent_port_is_named(job_agents) -> None:
     """A firewall between the nodes: what was tried is said while waiting and at the end."""
-    job = fleet(2)
+    job = job_agents(2)
     job.hosts.blackhole(1, 29400)
     job.c10d("2", conf=f"join_timeout={round(limit_s(2.5))}")
     first, second = job.start_all([1, 2])

@@ -13,34 +13,44 @@ from typing import Any
 
 import pytest
 
-from tests.network.fleet import LEASE_S, LONG_LEASE, SHORT_LEASE, WORKER, Agent, Fleet, Generation, until, workers_on
+from tests.network.job_agents import (
+    LEASE_S,
+    LONG_LEASE,
+    SHORT_LEASE,
+    WORKER,
+    Agent,
+    Generation,
+    JobAgents,
+    until,
+    workers_on,
+)
 from tests.support.limits import limit_s
 
 
 def started(
-    fleet, count: int, nnodes: str, conf: str = SHORT_LEASE, endpoint: str = "node1"
-) -> tuple[Fleet, Generation]:
+    job_agents, count: int, nnodes: str, conf: str = SHORT_LEASE, endpoint: str = "node1"
+) -> tuple[JobAgents, Generation]:
     """A job whose coordinator is on node 1."""
-    job: Fleet = fleet(count)
+    job: JobAgents = job_agents(count)
     job.c10d(nnodes, endpoint, conf)
     numbers = list(range(1, count + 1))
     job.start_all(numbers)
     return job, job.trains(numbers)
 
 
-def finish(job: Fleet, *numbers: int) -> None:
+def finish(job: JobAgents, *numbers: int) -> None:
     names = {f"node{number}" for number in numbers}
     job.finish_all([agent for agent in job.agents if agent.host.name in names and agent.program.running])
 
 
-def coordinators(job: Fleet) -> list[str]:
+def coordinators(job: JobAgents) -> list[str]:
     """The hosts of agents that became the coordinator by election."""
     return [agent.host.name for agent in job.agents if "this node is the coordinator now" in agent.text]
 
 
-def test_every_process_of_the_coordinators_node_is_killed(fleet) -> None:
+def test_every_process_of_the_coordinators_node_is_killed(job_agents) -> None:
     """The kernel tells the others, who wait for no lease."""
-    job, _ = started(fleet, 3, "2:3", LONG_LEASE)
+    job, _ = started(job_agents, 3, "2:3", LONG_LEASE)
     since_s = time.monotonic()
     job.hosts[1].kill()
     after = job.trains([2, 3], since_s)
@@ -63,9 +73,9 @@ if os.environ["RANK"] == "0":
 """
 
 
-def test_the_snapshot_folder_of_a_lost_rank_0_is_taken_at_once(fleet) -> None:
+def test_the_snapshot_folder_of_a_lost_rank_0_is_taken_at_once(job_agents) -> None:
     """Its node dies with the coordinator, so nobody gives the folder back. The job is the same one for the successor."""
-    job: Fleet = fleet(3)
+    job: JobAgents = job_agents(3)
     job.script.write_text(TAKES_THE_FOLDER + WORKER)
     job.c10d("2:3", conf=LONG_LEASE)
     job.start_all([1, 2, 3])
@@ -79,9 +89,9 @@ def test_the_snapshot_folder_of_a_lost_rank_0_is_taken_at_once(fleet) -> None:
     job.check()
 
 
-def test_the_coordinators_node_becomes_silent(fleet) -> None:
+def test_the_coordinators_node_becomes_silent(job_agents) -> None:
     """Its cable is pulled: it steps down, its workers are dead before the others go on, and it comes back."""
-    job, first = started(fleet, 3, "2:3")
+    job, first = started(job_agents, 3, "2:3")
     since_s = time.monotonic()
     job.hosts.unplug(1)
     after = job.trains([2, 3], since_s)
@@ -95,9 +105,9 @@ def test_the_coordinators_node_becomes_silent(fleet) -> None:
 
 
 @contextmanager
-def two_and_a_witness(fleet) -> Iterator[Fleet]:
+def two_and_a_witness(job_agents) -> Iterator[JobAgents]:
     """A job of the nodes 1 and 2, and a witness on node 3 that hears their coordinator."""
-    job: Fleet = fleet(3)
+    job: JobAgents = job_agents(3)
     screen = job.folder / "witness.txt"
     with screen.open("wb") as file:
         line = [sys.executable, "-m", "holdfast", "witness", "--bind", "10.77.0.3:29500"]
@@ -114,10 +124,10 @@ def two_and_a_witness(fleet) -> Iterator[Fleet]:
     job.check()
 
 
-def test_two_nodes_and_a_witness(fleet) -> None:
+def test_two_nodes_and_a_witness(job_agents) -> None:
     """The node with the coordinator is killed; the other one goes on with the witness's vote. A new agent on the first
     node learns from the witness where the job is, and joins it."""
-    with two_and_a_witness(fleet) as job:
+    with two_and_a_witness(job_agents) as job:
         since_s = time.monotonic()
         job.hosts[1].kill()
         after = job.trains([2], since_s)
@@ -126,10 +136,10 @@ def test_two_nodes_and_a_witness(fleet) -> None:
         job.trains([1, 2], after.born_s)
 
 
-def test_a_lone_coordinator_and_a_witness(fleet) -> None:
+def test_a_lone_coordinator_and_a_witness(job_agents) -> None:
     """The other node is lost, and the coordinator goes on alone, with the witness's consent. When its process is killed
     as well, the witness alone remembers: the new one waits for nobody's votes, and continues with the next number."""
-    with two_and_a_witness(fleet) as job:
+    with two_and_a_witness(job_agents) as job:
         since_s = time.monotonic()
         job.hosts[2].kill()
         alone = job.trains([1], since_s)
@@ -157,7 +167,7 @@ def journal(agent: Agent, event: str) -> list[dict[str, Any]]:
 PORTS = """
 import json, os, sys, time
 
-site = os.environ["SITE"]
+job_folder = os.environ["SITE"]
 ports = {}
 for path in ("/proc/net/tcp", "/proc/net/tcp6"):
     for line in open(path).read().splitlines()[1:]:
@@ -165,10 +175,10 @@ for path in ("/proc/net/tcp", "/proc/net/tcp6"):
         if state == "0A":
             address, port = local.split(":")
             ports[int(port, 16)] = address
-with open(site + "/ports.part", "w") as file:
+with open(job_folder + "/ports.part", "w") as file:
     json.dump({"master": int(os.environ["MASTER_PORT"]), "ports": ports}, file)
 if os.environ["RANK"] == "0":
-    os.rename(site + "/ports.part", site + "/ports")
+    os.rename(job_folder + "/ports.part", job_folder + "/ports")
 """
 """The first worker writes which ports of its host are listened at."""
 
@@ -185,9 +195,11 @@ if os.environ["RANK"] == "0":
         ),
     ],
 )
-def test_an_agent_listens_only_where_others_need_it(fleet, options: tuple[str, ...], ports: tuple[int, ...]) -> None:
+def test_an_agent_listens_only_where_others_need_it(
+    job_agents, options: tuple[str, ...], ports: tuple[int, ...]
+) -> None:
     """All of its host's ports, beside that of the store for the workers."""
-    job: Fleet = fleet(1)
+    job: JobAgents = job_agents(1)
     job.script.write_text(PORTS)
     job.args = options
     assert job.start(1).end() == 0
@@ -195,9 +207,9 @@ def test_an_agent_listens_only_where_others_need_it(fleet, options: tuple[str, .
     assert sorted(int(port) for port in found["ports"] if int(port) != found["master"]) == list(ports)
 
 
-def test_the_coordinators_node_and_one_more_of_five(fleet) -> None:
+def test_the_coordinators_node_and_one_more_of_five(job_agents) -> None:
     """Nobody has seen the end of the other one: its workers may live until their fence."""
-    job, _ = started(fleet, 5, "2:5")
+    job, _ = started(job_agents, 5, "2:5")
     since_s = time.monotonic()
     job.hosts[1].kill()
     job.hosts[2].kill()
@@ -206,9 +218,9 @@ def test_the_coordinators_node_and_one_more_of_five(fleet) -> None:
     job.check()
 
 
-def test_its_agent_is_restarted_at_once_at_the_endpoint(fleet) -> None:
+def test_its_agent_is_restarted_at_once_at_the_endpoint(job_agents) -> None:
     """Node 1 founds the job again while the others elect, or finds their successor: all three train in one job."""
-    job, _ = started(fleet, 3, "1:3", LONG_LEASE)
+    job, _ = started(job_agents, 3, "1:3", LONG_LEASE)
     since_s = time.monotonic()
     job.agents[0].signal(signal.SIGKILL)
     job.start(1)
@@ -217,9 +229,9 @@ def test_its_agent_is_restarted_at_once_at_the_endpoint(fleet) -> None:
     job.check()
 
 
-def test_a_fourth_node_without_a_vote_finds_the_successor_and_so_does_a_newcomer(fleet) -> None:
+def test_a_fourth_node_without_a_vote_finds_the_successor_and_so_does_a_newcomer(job_agents) -> None:
     """The endpoint is gone for ever: who has no vote knows the voters, and a newcomer asks at the list's next entry."""
-    job: Fleet = fleet(5)
+    job: JobAgents = job_agents(5)
     job.c10d("2:5", "node1:29400,node2:29400", LONG_LEASE)
     job.start_all([1, 2, 3, 4])
     job.trains([1, 2, 3, 4])
@@ -232,8 +244,8 @@ def test_a_fourth_node_without_a_vote_finds_the_successor_and_so_does_a_newcomer
     job.check()
 
 
-def test_the_coordinator_is_killed_while_it_admits_a_node(fleet) -> None:
-    job: Fleet = fleet(4)
+def test_the_coordinator_is_killed_while_it_admits_a_node(job_agents) -> None:
+    job: JobAgents = job_agents(4)
     job.c10d("2:4", conf=LONG_LEASE)
     job.start_all([1, 2, 3])
     job.trains([1, 2, 3])
@@ -250,9 +262,9 @@ def test_the_coordinator_is_killed_while_it_admits_a_node(fleet) -> None:
     job.check()
 
 
-def test_the_coordinator_is_killed_while_the_workers_stop(fleet) -> None:
+def test_the_coordinator_is_killed_while_the_workers_stop(job_agents) -> None:
     """They take their time. The successor ends them with the old generation before it forms another one."""
-    job: Fleet = fleet(4)
+    job: JobAgents = job_agents(4)
     job.c10d("1:4", conf=SHORT_LEASE)
     job.start(1)
     job.start(2, "--shutdown-timeout", "3", env={"SLOW_TO_STOP": "1"})
@@ -285,9 +297,9 @@ ASKED = WORKER.replace(
 """It makes steps, fails when it is asked to, and takes a second to save when it has to stop."""
 
 
-def commanded(fleet, count: int, *more: str) -> Fleet:
+def commanded(job_agents, count: int, *more: str) -> JobAgents:
     """A job of ASKED whose nodes do not see each other's agents, as on real machines."""
-    job: Fleet = fleet(count)
+    job: JobAgents = job_agents(count)
     job.script.write_text(ASKED)
     job.c10d(f"1:{count}", conf=f"{LONG_LEASE},settle={limit_s(2):g}")
     job.args += more
@@ -298,19 +310,19 @@ def commanded(fleet, count: int, *more: str) -> Fleet:
     return job
 
 
-def runtime(job: Fleet, number: int) -> str:
+def runtime(job: JobAgents, number: int) -> str:
     return str(job.folder / f"running{number}")
 
 
-def command(job: Fleet, number: int, *words: str | Path) -> str:
+def command(job: JobAgents, number: int, *words: str | Path) -> str:
     """What a command prints on this host."""
     line = ("env", f"HOLDFAST_RUNTIME_DIR={runtime(job, number)}", sys.executable, "-m", "holdfast", *words)
     return job.hosts[number].run(line)
 
 
-def test_commands_pages_budget_and_verdict_follow_the_coordinator(fleet) -> None:
+def test_commands_pages_budget_and_verdict_follow_the_coordinator(job_agents) -> None:
     began_s = time.monotonic()
-    job = commanded(fleet, 3, "--max-restarts", "1", "--dashboard", "0.0.0.0:8801", "--metrics", "0.0.0.0:8802")
+    job = commanded(job_agents, 3, "--max-restarts", "1", "--dashboard", "0.0.0.0:8801", "--metrics", "0.0.0.0:8802")
     trains_s = time.monotonic()  # the agents' own start, which may be slow, is not part of the job's time
     (job.folder / "fail").touch()
     job.agents[0].says("restart 1 of 1")
@@ -343,16 +355,16 @@ def test_commands_pages_budget_and_verdict_follow_the_coordinator(fleet) -> None
     job.check()
 
 
-def page(job: Fleet, address: str) -> str:
+def page(job: JobAgents, address: str) -> str:
     script = (
         f"from urllib.request import *; print(build_opener(HTTPCookieProcessor()).open({address!r}).read().decode())"
     )
     return job.hosts[3].run([sys.executable, "-c", script])
 
 
-def test_the_coordinator_is_killed_while_the_next_voter_leaves(fleet) -> None:
+def test_the_coordinator_is_killed_while_the_next_voter_leaves(job_agents) -> None:
     """That node gives its vote, and does not stand. Nobody waits for a fence: it is proved that it has ended."""
-    job = commanded(fleet, 4)
+    job = commanded(job_agents, 4)
     job.agents[1].signal(signal.SIGTERM)
     until((job.folder / "asked").exists, job.story)
     since_s = time.monotonic()
@@ -364,9 +376,9 @@ def test_the_coordinator_is_killed_while_the_next_voter_leaves(fleet) -> None:
     job.check()
 
 
-def test_the_coordinator_is_killed_while_the_job_is_stopped(fleet) -> None:
+def test_the_coordinator_is_killed_while_the_job_is_stopped(job_agents) -> None:
     """All save and end, and nobody starts the job again."""
-    job = commanded(fleet, 3)
+    job = commanded(job_agents, 3)
     for agent in job.agents[1:]:
         agent.signal(signal.SIGTERM)
     until((job.folder / "asked").exists, job.story)
@@ -377,8 +389,8 @@ def test_the_coordinator_is_killed_while_the_job_is_stopped(fleet) -> None:
 
 
 @pytest.mark.parametrize("event", ["coordinator.assigned", "coordinator.started"])
-def test_the_coordinator_is_killed_while_the_first_generation_begins(fleet, event: str) -> None:
-    job: Fleet = fleet(3)
+def test_the_coordinator_is_killed_while_the_first_generation_begins(job_agents, event: str) -> None:
+    job: JobAgents = job_agents(3)
     job.c10d("2:3", conf=LONG_LEASE)
     job.start_all([1, 2, 3])
 
@@ -394,9 +406,9 @@ def test_the_coordinator_is_killed_while_the_first_generation_begins(fleet, even
     job.check()
 
 
-def test_the_coordinator_is_killed_while_the_job_ends(fleet) -> None:
+def test_the_coordinator_is_killed_while_the_job_ends(job_agents) -> None:
     """Its own worker has ended well. Whatever the others know of that, they end well, too."""
-    job = commanded(fleet, 3)
+    job = commanded(job_agents, 3)
     job.finish()
     until(lambda: not workers_on(job, 1), job.story)
     job.hosts[1].kill()
@@ -418,9 +430,9 @@ while not done.item():
 )
 
 
-def test_collectives_go_on_after_the_coordinators_node_was_killed(fleet) -> None:
+def test_collectives_go_on_after_the_coordinators_node_was_killed(job_agents) -> None:
     """torch on gloo: the others' all-reduce breaks, and works again in the next generation."""
-    job: Fleet = fleet(3)
+    job: JobAgents = job_agents(3)
     script = job.folder / "reduce.py"
     script.write_text(GLOO)
     job.c10d("2:3", conf=LONG_LEASE)

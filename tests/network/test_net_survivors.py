@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from holdfast.linux import process_stat
-from tests.network.fleet import Fleet, until
 from tests.network.hosts import Program
+from tests.network.job_agents import JobAgents, until
 
 pytestmark = [
     pytest.mark.slow,
@@ -66,16 +66,16 @@ class Done(NamedTuple):
 class Job:
     """Three hosts, one rank each; the coordinator is on the first."""
 
-    def __init__(self, fleet: Any) -> None:
-        self.fleet: Fleet = fleet(3)
-        self.fleet.script.write_text(SCRIPT)
-        self.fleet.c10d("1:3")
-        self.agents = self.fleet.start_all([1, 2, 3])
+    def __init__(self, job_agents: Any) -> None:
+        self.job_agents: JobAgents = job_agents(3)
+        self.job_agents.script.write_text(SCRIPT)
+        self.job_agents.c10d("1:3")
+        self.agents = self.job_agents.start_all([1, 2, 3])
         self.until(lambda: {each.host for each in self.of(3) if each.step > 20} == {"node1", "node2", "node3"})
         self.pids = {each.host: each.pid for each in self.of(3)}
 
     def steps(self) -> list[Done]:
-        path = self.fleet.folder / "steps.jsonl"
+        path = self.job_agents.folder / "steps.jsonl"
         text = path.read_text() if path.exists() else ""
         return [Done(**json.loads(line)) for line in text[: text.rfind("\n") + 1].splitlines()]
 
@@ -83,7 +83,7 @@ class Job:
         return [each for each in self.steps() if each.world == world and each.now > since_s]
 
     def until(self, condition: Any) -> None:
-        until(condition, lambda: f"{self.steps()[-9:]}\n{self.fleet.story()}", 90)
+        until(condition, lambda: f"{self.steps()[-9:]}\n{self.job_agents.story()}", 90)
 
     def two_go_on(self, lost: str) -> list[Done]:
         """The others train in the same processes; the lost one has done nothing since they began."""
@@ -98,7 +98,7 @@ class Job:
     def all_again(self, alone: list[Done]) -> None:
         """And end well. No rank has done a step twice, and none has left one out."""
         self.until(lambda: len({each.host for each in self.of(3, alone[-1].now)}) == 3)
-        self.fleet.finish_all(self.agents)
+        self.job_agents.finish_all(self.agents)
         for process in {(each.host, each.pid) for each in self.steps()}:
             numbers = [each.step for each in self.steps() if (each.host, each.pid) == process]
             assert numbers == list(range(numbers[0], numbers[-1] + 1))
@@ -106,7 +106,7 @@ class Job:
     def suspends(self, number: int) -> None:
         """Wait until its worker is suspended. An agent may be stopped there, too."""
         own = self.agents[number - 1].program.pid
-        pids = self.fleet.hosts[number].pids
+        pids = self.job_agents.hosts[number].pids
         self.until(lambda: any(state(pid) == "T" for pid in pids() if pid != own))
 
     def said(self, text: str) -> bool:
@@ -118,28 +118,28 @@ def state(pid: int) -> str:
     return stat.state if stat is not None else ""
 
 
-def test_a_short_silence_suspends_the_workers_and_a_longer_one_costs_the_node(fleet) -> None:
+def test_a_short_silence_suspends_the_workers_and_a_longer_one_costs_the_node(job_agents) -> None:
     """After the short one they continue with the same processes in the same generation."""
-    job = Job(fleet)
-    job.fleet.hosts.unplug(3)
+    job = Job(job_agents)
+    job.job_agents.hosts.unplug(3)
     job.suspends(3)
-    job.fleet.hosts.plug(3)
+    job.job_agents.hosts.plug(3)
     job.until(lambda: "the coordinator answers again: the workers continue" in job.agents[2].text)
     newest = job.steps()[-1].step
     job.until(lambda: job.steps()[-1].step > newest + 20)
     assert not job.of(2)
     assert {(each.host, each.pid) for each in job.steps()} == set(job.pids.items())
 
-    job.fleet.hosts.unplug(3)
+    job.job_agents.hosts.unplug(3)
     alone = job.two_go_on("node3")
     assert job.said("node3 was lost: silent for more than 2.5 s")
     assert "this node's workers are suspended" in job.agents[2].text
-    job.fleet.hosts.plug(3)
+    job.job_agents.hosts.plug(3)
     job.all_again(alone)
 
 
-def test_the_workers_of_a_stopped_agent_are_suspended_by_its_supervisor(fleet) -> None:
-    job = Job(fleet)
+def test_the_workers_of_a_stopped_agent_are_suspended_by_its_supervisor(job_agents) -> None:
+    job = Job(job_agents)
     stopped: Program = job.agents[2].program
     stopped.signal(signal.SIGSTOP)
     job.suspends(3)
@@ -149,12 +149,12 @@ def test_the_workers_of_a_stopped_agent_are_suspended_by_its_supervisor(fleet) -
     job.all_again(alone)
 
 
-def test_the_others_keep_their_processes_when_the_coordinators_node_becomes_silent(fleet) -> None:
+def test_the_others_keep_their_processes_when_the_coordinators_node_becomes_silent(job_agents) -> None:
     """A successor lets the suspended workers continue before they are killed."""
-    job = Job(fleet)
-    job.fleet.hosts.unplug(1)
+    job = Job(job_agents)
+    job.job_agents.hosts.unplug(1)
     alone = job.two_go_on("node1")
     assert job.said("this node is the coordinator now")
     assert job.said("node1 was lost: it stopped answering together with the coordinator")
-    job.fleet.hosts.plug(1)
+    job.job_agents.hosts.plug(1)
     job.all_again(alone)

@@ -3,7 +3,7 @@
 The imports take more than half of the processor time of an agent that runs a short job, and two seconds of a torchrun.
 `test_the_server_is_torchrun` compares a forked torchrun with the installed command. A forked agent has command line,
 environment, folder, streams and session of its own, and ends as an interpreter ends. What has to be a process that
-somebody executed (another program, an environment that an interpreter reads) is one: see `Site.start`.
+somebody executed (another program, an environment that an interpreter reads) is one: see `JobFolder.start`.
 """
 
 from __future__ import annotations

@@ -222,7 +222,7 @@ def as_users_have() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
 
 
-class Site:
+class JobFolder:
     """A folder in which jobs run."""
 
     def __init__(self, folder: Path, server: AgentServer | None = None) -> None:
@@ -343,8 +343,8 @@ class Site:
 
 
 @pytest.fixture
-def site(tmp_path: Path, agent_server: AgentServer) -> Iterator[Site]:
-    made = Site(tmp_path, agent_server)
+def job_folder(tmp_path: Path, agent_server: AgentServer) -> Iterator[JobFolder]:
+    made = JobFolder(tmp_path, agent_server)
     yield made
     made.close()
 

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from holdfast.runtime.running import reachable
-from tests.processes.conftest import Agent, Site, c10d, coordinators_first, holdfast, is_alive, told
+from tests.processes.conftest import Agent, JobFolder, c10d, coordinators_first, holdfast, is_alive, told
 from tests.support.limits import limit_s, until
 
 pytestmark = pytest.mark.usefixtures("registry")
@@ -54,11 +54,11 @@ def beside(*args: str) -> Iterator[Any]:
         yield process
 
 
-def job(site: Site, script: str, *args: str, name: str = "train.py", count: int = 2) -> Agent:
-    before = len(site.trail("up"))
-    agent = site.start("--standalone", f"--nproc-per-node={count}", *args, site.script(script, name))
-    site.wait(before + count, "up")
-    until(lambda: entries(site), "an entry in the list")
+def job(job_folder: JobFolder, script: str, *args: str, name: str = "train.py", count: int = 2) -> Agent:
+    before = len(job_folder.trail("up"))
+    agent = job_folder.start("--standalone", f"--nproc-per-node={count}", *args, job_folder.script(script, name))
+    job_folder.wait(before + count, "up")
+    until(lambda: entries(job_folder), "an entry in the list")
     return agent
 
 
@@ -71,23 +71,23 @@ def connected(agent: Agent) -> socket.socket:
     return client
 
 
-def entries(site: Site) -> list[Path]:
-    return list((site.folder / "running").glob("*.json"))
+def entries(job_folder: JobFolder) -> list[Path]:
+    return list((job_folder.folder / "running").glob("*.json"))
 
 
-def pair(site: Site, endpoint: str, script: str) -> list[Agent]:
+def pair(job_folder: JobFolder, endpoint: str, script: str) -> list[Agent]:
     line = c10d(endpoint, "2", "--rdzv-id=two")
-    agents = [site.start(*line, site.script(script)) for _ in range(2)]
-    site.wait(2, "up")
-    until(lambda: len(entries(site)) == 2, "two entries in the list")
+    agents = [job_folder.start(*line, job_folder.script(script)) for _ in range(2)]
+    job_folder.wait(2, "up")
+    until(lambda: len(entries(job_folder)) == 2, "two entries in the list")
     return agents
 
 
 # --- the whole job from every node ------------------------------------------------------------------------------------
 
 
-def test_both_nodes_tell_of_the_same_world(site: Site, endpoint: str) -> None:
-    agents = pair(site, endpoint, HOLD)
+def test_both_nodes_tell_of_the_same_world(job_folder: JobFolder, endpoint: str) -> None:
+    agents = pair(job_folder, endpoint, HOLD)
     views = [told("status", agent.folder) for agent in agents]
     for view in views:
         assert (view["run_id"], view["whole"], view["world_size"], view["generation"]) == ("two", True, 2, 1)
@@ -97,31 +97,31 @@ def test_both_nodes_tell_of_the_same_world(site: Site, endpoint: str) -> None:
     done = holdfast("kill")
     assert (done.returncode, "kill sent to 2 nodes" in done.stdout) == (0, True), done.stderr
     assert [agent.end() for agent in agents] == [137, 137]
-    site.all_gone()
-    assert not entries(site)
+    job_folder.all_gone()
+    assert not entries(job_folder)
 
 
-def test_stop_saves_first_on_all_nodes(site: Site, endpoint: str) -> None:
-    agents = pair(site, endpoint, LOOP)
+def test_stop_saves_first_on_all_nodes(job_folder: JobFolder, endpoint: str) -> None:
+    agents = pair(job_folder, endpoint, LOOP)
     end = told("stop", "two")
     assert (end["ended"], end["kind"], end["exit_code"], end["nodes"]) == (True, "preempted", 75, 2)
     assert "holdfast stop" in end["message"]
-    assert len(site.trail("saved")) == 2
+    assert len(job_folder.trail("saved")) == 2
     assert [agent.end() for agent in agents] == [75, 75]
-    site.all_gone()
-    assert not entries(site)
+    job_folder.all_gone()
+    assert not entries(job_folder)
 
 
-def test_kill_asks_nobody(site: Site) -> None:
-    agent = job(site, "on_signal('SIGTERM')\nchild()\ndaemon()\n" + HOLD)
+def test_kill_asks_nobody(job_folder: JobFolder) -> None:
+    agent = job(job_folder, "on_signal('SIGTERM')\nchild()\ndaemon()\n" + HOLD)
     assert told("kill")["exit_code"] == 137
     assert agent.end() == 137
-    assert not site.trail("signal")
-    site.all_gone()
+    assert not job_folder.trail("signal")
+    job_folder.all_gone()
 
 
-def test_without_a_coordinator_a_node_tells_of_itself(site: Site, endpoint: str) -> None:
-    agents = pair(site, endpoint, HOLD)
+def test_without_a_coordinator_a_node_tells_of_itself(job_folder: JobFolder, endpoint: str) -> None:
+    agents = pair(job_folder, endpoint, HOLD)
     host, guest = coordinators_first(agents)
     host.signal(signal.SIGSTOP)
     until(lambda: guest.events("link_lost"), "the guest has lost its coordinator")
@@ -136,10 +136,10 @@ def test_without_a_coordinator_a_node_tells_of_itself(site: Site, endpoint: str)
 # --- which job --------------------------------------------------------------------------------------------------------
 
 
-def test_one_of_two_jobs_is_killed(site: Site) -> None:
-    one = job(site, HOLD, "--rdzv-id=alpha", name="one.py", count=1)
-    other = job(site, HOLD, "--rdzv-id=beta", name="other.py", count=1)
-    until(lambda: len(entries(site)) == 2, "two entries")
+def test_one_of_two_jobs_is_killed(job_folder: JobFolder) -> None:
+    one = job(job_folder, HOLD, "--rdzv-id=alpha", name="one.py", count=1)
+    other = job(job_folder, HOLD, "--rdzv-id=beta", name="other.py", count=1)
+    until(lambda: len(entries(job_folder)) == 2, "two entries")
     shown = holdfast("status").stdout
     assert one.folder.name in shown
     assert other.folder.name in shown
@@ -152,7 +152,7 @@ def test_one_of_two_jobs_is_killed(site: Site) -> None:
     assert "has ended: signalled, exit code 137" in refused("stop", one.folder)
 
 
-def test_no_job(site: Site, tmp_path: Path) -> None:
+def test_no_job(job_folder: JobFolder, tmp_path: Path) -> None:
     assert "HF127: no job of this user runs on this host" in refused("status")
     assert "is no run folder" in refused("stop", tmp_path)
     assert "is no run folder" in refused("kill", tmp_path / "nowhere")
@@ -162,13 +162,13 @@ def test_no_job(site: Site, tmp_path: Path) -> None:
 # --- the socket -------------------------------------------------------------------------------------------------------
 
 
-def test_socket_and_list_are_the_users_alone(site: Site, registry: Path) -> None:
-    agent = job(site, HOLD)
+def test_socket_and_list_are_the_users_alone(job_folder: JobFolder, registry: Path) -> None:
+    agent = job(job_folder, HOLD)
     told_mode = os.stat(agent.folder / "control.sock")
     assert stat.S_ISSOCK(told_mode.st_mode)
     assert stat.S_IMODE(told_mode.st_mode) == 0o600
     assert stat.S_IMODE(os.stat(registry).st_mode) == 0o700
-    assert [stat.S_IMODE(os.stat(path).st_mode) for path in entries(site)] == [0o600]
+    assert [stat.S_IMODE(os.stat(path).st_mode) for path in entries(job_folder)] == [0o600]
     kill(agent)
     assert not (agent.folder / "control.sock").exists()
 
@@ -186,8 +186,8 @@ print(client.recv(65536).decode())
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 @pytest.mark.xdist_group("folders open to others")
-def test_another_user_is_refused(site: Site) -> None:
-    agent = job(site, HOLD)
+def test_another_user_is_refused(job_folder: JobFolder) -> None:
+    agent = job(job_folder, HOLD)
     path = str(agent.folder / "control.sock")
     line = [sys.executable, "-c", AS_NOBODY, path]
     outside = subprocess.run(line, capture_output=True, text=True, timeout=COMMAND_S, check=False)
@@ -212,8 +212,8 @@ def opened(folder: Path) -> Iterator[None]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 @pytest.mark.xdist_group("folders open to others")
-def test_the_command_of_another_user_says_whose_it_is(site: Site) -> None:
-    agent = job(site, HOLD)
+def test_the_command_of_another_user_says_whose_it_is(job_folder: JobFolder) -> None:
+    agent = job(job_folder, HOLD)
     agent.folder.chmod(0o700)
     with widened(dict.fromkeys(parents_in_tmp(agent.folder), 0o055)):
         done = subprocess.run(
@@ -231,8 +231,8 @@ def test_the_command_of_another_user_says_whose_it_is(site: Site) -> None:
 
 AS_NOBODY_COMMAND = """
 import locale, os, shutil, sys
-import holdfast.cli, holdfast.cli.status
-holdfast.cli.status.parser().format_help()
+import holdfast.cli, holdfast.extensions.status.command
+holdfast.extensions.status.command.status_parser().format_help()
 os.environ["HOLDFAST_RUNTIME_DIR"] = "/proc"
 os.setgroups([]); os.setgid(65534); os.setuid(65534)
 sys.exit(holdfast.cli.main(["status", sys.argv[1]]))
@@ -257,9 +257,9 @@ def parents_in_tmp(folder: Path) -> list[Path]:
     return [path for path in folder.parents if Path("/tmp") in path.parents]
 
 
-def test_a_long_log_dir(site: Site) -> None:
-    long = site.folder.joinpath(*("deep" * 12 for _ in range(4)))
-    agent = job(site, HOLD, "--log-dir", str(long))
+def test_a_long_log_dir(job_folder: JobFolder) -> None:
+    long = job_folder.folder.joinpath(*("deep" * 12 for _ in range(4)))
+    agent = job(job_folder, HOLD, "--log-dir", str(long))
     folder = next(long.iterdir())
     assert len(str(folder / "control.sock")) > 108
     assert (folder / "control.sock").exists()
@@ -267,31 +267,31 @@ def test_a_long_log_dir(site: Site) -> None:
     kill(agent)
 
 
-def test_without_log_files(site: Site) -> None:
-    agent = job(site, HOLD, "--log-dir", "/dev/null")
+def test_without_log_files(job_folder: JobFolder) -> None:
+    agent = job(job_folder, HOLD, "--log-dir", "/dev/null")
     assert told("status")["world_size"] == 2
     assert "keeps no logs" in refused("logs")
     assert told("kill")["exit_code"] == 137
     agent.end()
-    assert not list((site.folder / "running").iterdir()), "the socket was there, and is removed too"
+    assert not list((job_folder.folder / "running").iterdir()), "the socket was there, and is removed too"
 
 
 # --- agents in trouble, clients in trouble ----------------------------------------------------------------------------
 
 
-def test_what_a_killed_agent_left_is_cleared_away(site: Site) -> None:
-    agent = job(site, HOLD)
+def test_what_a_killed_agent_left_is_cleared_away(job_folder: JobFolder) -> None:
+    agent = job(job_folder, HOLD)
     agent.signal(signal.SIGKILL)
     agent.end()
-    assert entries(site)
+    assert entries(job_folder)
     assert "HF127: no job of this user runs on this host" in refused("status")
-    assert not entries(site)
+    assert not entries(job_folder)
     assert not (agent.folder / "control.sock").exists()
-    site.all_gone()
+    job_folder.all_gone()
 
 
-def test_an_agent_that_stands_still_is_not_waited_for_for_ever(site: Site) -> None:
-    agent = job(site, HOLD)
+def test_an_agent_that_stands_still_is_not_waited_for_for_ever(job_folder: JobFolder) -> None:
+    agent = job(job_folder, HOLD)
     agent.signal(signal.SIGSTOP)
     text = refused("status")
     assert "HF129" in text
@@ -301,8 +301,8 @@ def test_an_agent_that_stands_still_is_not_waited_for_for_ever(site: Site) -> No
     kill(agent)
 
 
-def test_clients_that_stall_stall_nobody(site: Site) -> None:
-    agent = job(site, HOLD)
+def test_clients_that_stall_stall_nobody(job_folder: JobFolder) -> None:
+    agent = job(job_folder, HOLD)
     with contextlib.ExitStack() as stack:
         for greeting in (b"", b'{"ask": ', b'{"ask": "status"}\n', b"x" * 9000, b'{"ask": "format the disk"}\n'):
             client = stack.enter_context(connected(agent))
@@ -310,11 +310,11 @@ def test_clients_that_stall_stall_nobody(site: Site) -> None:
         assert told("status")["phase"] == "running"
         holdfast("kill")
         assert agent.end() == 137
-    site.all_gone()
+    job_folder.all_gone()
 
 
-def test_nonsense_is_answered_by_a_refusal(site: Site) -> None:
-    agent = job(site, HOLD)
+def test_nonsense_is_answered_by_a_refusal(job_folder: JobFolder) -> None:
+    agent = job(job_folder, HOLD)
     for line in (b"\n", b"[]\n", b'{"ask": "format"}\n', b'{"ask": "kill", "now": true}\n', b"\xff\xfe\n", b"x" * 9000):
         with connected(agent) as client:
             client.sendall(line)
@@ -326,8 +326,8 @@ def test_nonsense_is_answered_by_a_refusal(site: Site) -> None:
 # --- watching ---------------------------------------------------------------------------------------------------------
 
 
-def test_watch_goes_on_until_the_job_ends(site: Site) -> None:
-    agent = job(site, HOLD)
+def test_watch_goes_on_until_the_job_ends(job_folder: JobFolder) -> None:
+    agent = job(job_folder, HOLD)
     with beside("status", "--watch", "0.1", "--json") as watching:
         first, second = watching.stdout.readline(), watching.stdout.readline()
         assert json.loads(first)["time"] < json.loads(second)["time"]
@@ -337,8 +337,8 @@ def test_watch_goes_on_until_the_job_ends(site: Site) -> None:
     assert all(json.loads(each)["run_id"] for each in rest.splitlines())
 
 
-def test_ctrl_c_leaves_a_watch_cleanly(site: Site) -> None:
-    agent = job(site, HOLD)
+def test_ctrl_c_leaves_a_watch_cleanly(job_folder: JobFolder) -> None:
+    agent = job(job_folder, HOLD)
     with beside("status", "--watch") as watching:
         assert watching.stdout.readline().startswith("run ")
         watching.send_signal(signal.SIGINT)
@@ -350,9 +350,9 @@ def test_ctrl_c_leaves_a_watch_cleanly(site: Site) -> None:
 # --- stacks and logs --------------------------------------------------------------------------------------------------
 
 
-def test_stacks_name_the_odd_rank(site: Site) -> None:
+def test_stacks_name_the_odd_rank(job_folder: JobFolder) -> None:
     body = "def odd():\n    hold()\ndef even():\n    hold()\nmeet()\nodd() if RANK == 1 else even()"
-    agent = job(site, body, count=3)
+    agent = job(job_folder, body, count=3)
     view: Any = {}
 
     def both() -> bool:
@@ -369,7 +369,7 @@ def test_stacks_name_the_odd_rank(site: Site) -> None:
     kill(agent)
 
 
-def test_logs_of_a_job_that_runs_and_has_ended(site: Site) -> None:
+def test_logs_of_a_job_that_runs_and_has_ended(job_folder: JobFolder) -> None:
     script = """
 print("from", RANK, flush=True)
 print("trouble", RANK, file=sys.stderr, flush=True)
@@ -378,13 +378,13 @@ while not os.path.exists("finish"):
     time.sleep(0.01)
 print("last", RANK)
 """
-    agent = job(site, script)
+    agent = job(job_folder, script)
     # A thread of the agent moves the output into the files.
     until(lambda: holdfast("logs", "--rank", "1", "--stdout").stdout == "from 1\n", "the output of rank 1")
     until(lambda: holdfast("logs", "--rank", "0", "--stdout").stdout == "from 0\n", "the output of rank 0")
     with beside("logs", "--follow", "--grep", "last|from") as following:
         assert {following.stdout.readline(), following.stdout.readline()} == {"0| from 0\n", "1| from 1\n"}
-        (site.folder / "finish").touch()
+        (job_folder.folder / "finish").touch()
         rest, err = following.communicate(timeout=COMMAND_S)
     assert (following.returncode, err) == (0, "")
     assert sorted(rest.splitlines()) == ["0| last 0", "1| last 1"]
@@ -395,7 +395,7 @@ print("last", RANK)
     assert "HF101" in refused("logs", agent.folder, "--grep", "(")
 
 
-def test_who_waits_for_the_end_is_answered_after_the_log_files_are_written(site: Site) -> None:
+def test_who_waits_for_the_end_is_answered_after_the_log_files_are_written(job_folder: JobFolder) -> None:
     """So neither `holdfast logs` after `holdfast stop`, nor `holdfast logs -f` misses the last lines. The disk stands
     still: the file is a pipe without a reader, and the agent gives up after a while, with a message."""
     script = """
@@ -409,17 +409,17 @@ while not os.path.exists("finish"):
     time.sleep(0.01)
 print("last")
 """
-    agent = job(site, script, count=1)
-    site.wait(1, "stalled")
+    agent = job(job_folder, script, count=1)
+    job_folder.wait(1, "stalled")
     with connected(agent) as client:
         client.sendall(b"{}\n")
-        (site.folder / "finish").touch()
+        (job_folder.folder / "finish").touch()
         assert b"exit_code" in client.makefile("rb").readline()
         assert "5 bytes of output are not in the log files: the disk stands still" in agent.text
     assert agent.end() == 0
 
 
-def test_follow_goes_over_to_the_next_generation(site: Site) -> None:
+def test_follow_goes_over_to_the_next_generation(job_folder: JobFolder) -> None:
     script = """
 print("round", ROUND, flush=True)
 meet()
@@ -427,24 +427,26 @@ while not os.path.exists(f"go{ROUND}"):
     time.sleep(0.01)
 sys.exit(1 if ROUND == 0 else 0)
 """
-    agent = job(site, script, "--max-restarts=1", count=1)
+    agent = job(job_folder, script, "--max-restarts=1", count=1)
     with beside("logs", "-f", "--rank", "0", "--stdout") as following:
         assert following.stdout.readline() == "round 0\n"
-        (site.folder / "go0").touch()
+        (job_folder.folder / "go0").touch()
         assert following.stdout.readline() == "round 1\n"
-        (site.folder / "go1").touch()
+        (job_folder.folder / "go1").touch()
         rest, err = following.communicate(timeout=COMMAND_S)
     assert (following.returncode, rest, err) == (0, "", "")
     assert agent.end() == 0
     assert holdfast("logs", agent.folder, "--generation", "1", "--stdout").stdout == "0| round 0\n"
 
 
-def test_the_agent_starts_no_slower_for_it(site: Site) -> None:
-    """What listens for commands is asyncio's own: no module is loaded for it but ours."""
+def test_the_agent_starts_no_slower_for_it(job_folder: JobFolder) -> None:
+    """What listens for commands is asyncio's own: no module is loaded for it but ours. Extensions are loaded when they
+    are needed."""
     code = (
         "import sys, asyncio, msgspec, holdfast.runtime.agent_service as before; names = set(sys.modules); "
-        "import holdfast.runtime.control, holdfast.runtime.control_handlers; "
-        "print(sorted(name for name in set(sys.modules) - names))"
+        "import holdfast.runtime.control, holdfast.runtime.control_requests; "
+        "print(sorted(name for name in set(sys.modules) - names)); "
+        "print([name for name in sys.modules if name.startswith('holdfast.extensions.')])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=COMMAND_S, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.split() == ["[]", "[]"]

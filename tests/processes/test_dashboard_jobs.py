@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from tests.conftest import descendants
-from tests.processes.conftest import Agent, Site, c10d, holdfast
+from tests.processes.conftest import Agent, JobFolder, c10d, holdfast
 from tests.support.limits import limit_s, until
 from tests.support.pages import Visitor, browsing
 
@@ -64,13 +64,13 @@ def dashboard_pid(agent: Agent) -> int:
     return until(lambda: agent.find_below("holdfast.dashboard"), "the dashboard's process")
 
 
-def steps(site: Site) -> int:
-    return len(site.trail("step"))
+def steps(job_folder: JobFolder) -> int:
+    return len(job_folder.trail("step"))
 
 
-def begun(site: Site, script: str, *args: str) -> Agent:
-    agent = site.start("--standalone", "--nproc-per-node=2", "--dashboard=0", *args, site.script(script))
-    site.wait(2, "up")
+def begun(job_folder: JobFolder, script: str, *args: str) -> Agent:
+    agent = job_folder.start("--standalone", "--nproc-per-node=2", "--dashboard=0", *args, job_folder.script(script))
+    job_folder.wait(2, "up")
     return agent
 
 
@@ -97,8 +97,8 @@ def now(visitor: Visitor, path: str, kind: str = "now") -> Any:
         return next(data for what, data in events if what == kind and (kind != "now" or "phase" in data))
 
 
-def test_a_killed_dashboard_comes_back_and_a_stopped_one_stalls_nothing(site: Site) -> None:
-    agent = begun(site, STEPS)
+def test_a_killed_dashboard_comes_back_and_a_stopped_one_stalls_nothing(job_folder: JobFolder) -> None:
+    agent = begun(job_folder, STEPS)
     client = visitor(agent)
     assert Visitor(client.link).login() == 401, "the link works once"
     path = place(agent)
@@ -111,18 +111,18 @@ def test_a_killed_dashboard_comes_back_and_a_stopped_one_stalls_nothing(site: Si
     ended = until(lambda: agent.events("dashboard_ended"), "the event")
     assert [each["why"] for each in ended] == ["ended with exit code -9"]
     os.kill(dashboard_pid(agent), signal.SIGSTOP)
-    before = steps(site)
-    until(lambda: steps(site) > before + 5, "the job goes on")
+    before = steps(job_folder)
+    until(lambda: steps(job_folder) > before + 5, "the job goes on")
     assert holdfast("kill").returncode == 0
     assert agent.end() == 137
-    site.all_gone()
+    job_folder.all_gone()
 
 
-def test_a_job_that_fails_while_a_page_watches_tells_why(site: Site) -> None:
-    agent = begun(site, FAILS)
+def test_a_job_that_fails_while_a_page_watches_tells_why(job_folder: JobFolder) -> None:
+    agent = begun(job_folder, FAILS)
     with browsing(until(lambda: link(agent.text), lambda: agent.text)) as page:
         page.wait_for_selector("text=Training")
-        (site.folder / "fail").touch()
+        (job_folder.folder / "fail").touch()
         page.wait_for_selector("text=Failed")
         page.wait_for_selector("text=boom <b>in</b> rank 1")
         assert agent.end() == 1
@@ -130,7 +130,7 @@ def test_a_job_that_fails_while_a_page_watches_tells_why(site: Site) -> None:
         until(lambda: page.evaluate(closed), "nothing more is asked")
         assert "HF201" in page.inner_text("#verdict"), "it is kept when the dashboard has gone"
         assert page.locator("#actions button:enabled").count() == 0
-    site.all_gone()
+    job_folder.all_gone()
     # Later, from the run folder.
     with contextlib.ExitStack() as pages, opened(agent.folder) as client:
         for stream in ("events", "logs"):
@@ -141,8 +141,8 @@ def test_a_job_that_fails_while_a_page_watches_tells_why(site: Site) -> None:
         assert (status, "does not run" in told["error"]) == (409, True)
 
 
-def test_stop_from_the_page_is_stop_from_the_command_line(site: Site) -> None:
-    agent = begun(site, STEPS)
+def test_stop_from_the_page_is_stop_from_the_command_line(job_folder: JobFolder) -> None:
+    agent = begun(job_folder, STEPS)
     client = visitor(agent)
     until(lambda: now(client, place(agent)), "the dashboard has found the agent")
     assert client.act(f"{place(agent)}act", do="stacks")[1]["groups"]
@@ -166,14 +166,14 @@ def test_stop_from_the_page_is_stop_from_the_command_line(site: Site) -> None:
     assert not agent.events("observer_fault")
     (order,) = agent.events("coordinator.quit")
     assert order["by"].startswith("holdfast stop, from the dashboard at 127.0.0.1, on ")
-    site.all_gone()
+    job_folder.all_gone()
 
 
-def test_only_the_coordinators_node_serves_and_any_node_can_open_a_page(site: Site, endpoint: str) -> None:
-    script = site.script(STEPS)
+def test_only_the_coordinators_node_serves_and_any_node_can_open_a_page(job_folder: JobFolder, endpoint: str) -> None:
+    script = job_folder.script(STEPS)
     line = (*c10d(endpoint, "2", "--rdzv-id=two", "--dashboard=0"), script)
-    agents = [site.start(*line) for _ in range(2)]
-    site.wait(2, "up")
+    agents = [job_folder.start(*line) for _ in range(2)]
+    job_folder.wait(2, "up")
     until(lambda: any(link(agent.text) for agent in agents), "the link of one")
     (second,) = (agent for agent in agents if not link(agent.text))
     with opened(second.folder) as client:
@@ -186,30 +186,32 @@ def test_only_the_coordinators_node_serves_and_any_node_can_open_a_page(site: Si
     with opened() as client:
         listed = client.get("/jobs")
         assert listed.startswith(b"[")
-    site.all_gone()
+    job_folder.all_gone()
 
 
-def test_a_port_in_use_is_no_reason_not_to_train(site: Site) -> None:
-    one = begun(site, STEPS)
+def test_a_port_in_use_is_no_reason_not_to_train(job_folder: JobFolder) -> None:
+    one = begun(job_folder, STEPS)
     port = Visitor(until(lambda: link(one.text), lambda: one.text)).host.rpartition(":")[2]
-    two = site.ends(0, "--standalone", f"--dashboard={port}", "--rdzv-id=second", site.script("pass", "other.py"))
+    two = job_folder.ends(
+        0, "--standalone", f"--dashboard={port}", "--rdzv-id=second", job_folder.script("pass", "other.py")
+    )
     assert f"cannot listen on 127.0.0.1:{port}" in two.text
     assert link(two.text)
     assert holdfast("kill").returncode == 0
     one.end()
 
 
-def test_a_restart_and_the_end_are_notified(site: Site) -> None:
-    got = site.folder / "got"
+def test_a_restart_and_the_end_are_notified(job_folder: JobFolder) -> None:
+    got = job_folder.folder / "got"
     body = "meet()\nsys.exit(0 if ROUND else 3)"
     line = ("--standalone", "--nproc-per-node=2", "--max-restarts=1", f"--notify=sh -c 'cat >> {got}; echo >> {got}'")
-    agent = site.ends(0, *line, "--notify=false", site.script(body))
+    agent = job_folder.ends(0, *line, "--notify=false", job_folder.script(body))
     told = [json.loads(each) for each in got.read_text().splitlines()]
     assert [each["event"] for each in told] == ["start", "restart", "end"]
     assert (told[1]["generation"], told[2]["exit_code"]) == (2, 0)
     assert "exit code 3" in told[1]["text"]
     assert {each["to"] for each in agent.events("notice_lost")} == {"false"}
-    bad = site.ends(2, "--standalone", "--notify=/nowhere/program", site.script(body))
+    bad = job_folder.ends(2, "--standalone", "--notify=/nowhere/program", job_folder.script(body))
     assert "is neither a URL nor a program" in bad.text
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.conftest import LACKS, Agent, Site, SmallDisk
+from tests.processes.conftest import LACKS, Agent, JobFolder, SmallDisk
 from tests.support import breaking_disks
 from tests.support.breaking_disks import FAULTS
 from tests.support.limits import limit_s
@@ -46,15 +46,17 @@ if sys.argv[4] == "raises" and RANK == 1: raise ValueError("bad row 17")
 class Job:
     """Two ranks that print, wait, print, wait, and print, with their run folder on a disk."""
 
-    def __init__(self, site: Site, *options: str | Path, end: str = "well", env: dict[str, str] | None = None) -> None:
-        self.site = site
-        self.gates = [site.folder / "gate1", site.folder / "gate2"]
-        script = site.script(SCRIPT)
+    def __init__(
+        self, job_folder: JobFolder, *options: str | Path, end: str = "well", env: dict[str, str] | None = None
+    ) -> None:
+        self.job_folder = job_folder
+        self.gates = [job_folder.folder / "gate1", job_folder.folder / "gate2"]
+        script = job_folder.script(SCRIPT)
         head = ("--standalone", "--nproc-per-node", "2", *options)
-        self.agent: Agent = site.start(*head, script, str(LINES), *self.gates, end, env=env)
+        self.agent: Agent = job_folder.start(*head, script, str(LINES), *self.gates, end, env=env)
 
     def reach(self, word: str) -> None:
-        self.site.wait(len(RANKS), word)
+        self.job_folder.wait(len(RANKS), word)
 
     def go_on(self, gate: int) -> None:
         self.gates[gate].touch()
@@ -76,11 +78,11 @@ class Job:
 @pytest.mark.parametrize("end", ["well", "raises"])
 @pytest.mark.parametrize("phase", ["from the start", "in the middle", "at the end"])
 @pytest.mark.parametrize("lack", LACKS)
-def test_a_full_disk_ends_no_job(site: Site, disk: SmallDisk, lack: str, phase: str, end: str) -> None:
+def test_a_full_disk_ends_no_job(job_folder: JobFolder, disk: SmallDisk, lack: str, phase: str, end: str) -> None:
     options = ("--log-dir", disk.path) if phase != "from the start" else ("--log-dir", "")
     if phase == "from the start":
         LACKS[lack](disk)
-    job = Job(site, *options, end=end, env={"XDG_STATE_HOME": str(disk.path), "TMPDIR": str(site.folder)})
+    job = Job(job_folder, *options, end=end, env={"XDG_STATE_HOME": str(disk.path), "TMPDIR": str(job_folder.folder)})
     job.reach("before")
     if phase == "in the middle":
         LACKS[lack](disk)
@@ -99,9 +101,9 @@ def test_a_full_disk_ends_no_job(site: Site, disk: SmallDisk, lack: str, phase: 
         assert "ValueError: bad row 17" in text
 
 
-def test_a_disk_that_is_full_for_a_while_gets_all_lines(site: Site, disk: SmallDisk) -> None:
+def test_a_disk_that_is_full_for_a_while_gets_all_lines(job_folder: JobFolder, disk: SmallDisk) -> None:
     disk.fill()
-    job = Job(site, "--log-dir", disk.path)
+    job = Job(job_folder, "--log-dir", disk.path)
     job.agent.logs = disk.path
     job.reach("before")
     job.agent.says(TROUBLE)
@@ -123,9 +125,11 @@ def test_a_disk_that_is_full_for_a_while_gets_all_lines(site: Site, disk: SmallD
 
 @pytest.mark.parametrize("end", ["well", "raises"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_disk_that_breaks_in_the_middle_ends_no_job(site: Site, tmp_path: Path, fault: str, end: str) -> None:
+def test_a_disk_that_breaks_in_the_middle_ends_no_job(
+    job_folder: JobFolder, tmp_path: Path, fault: str, end: str
+) -> None:
     with FAULTS[fault](tmp_path) as disk:
-        job = Job(site, "--log-dir", disk.path, end=end)
+        job = Job(job_folder, "--log-dir", disk.path, end=end)
         job.reach("before")
         disk.fails()
         job.go_on(0)
@@ -141,9 +145,9 @@ def test_a_disk_that_breaks_in_the_middle_ends_no_job(site: Site, tmp_path: Path
         assert "ValueError: bad row 17" in text
 
 
-def test_a_quota_that_is_raised_later_gets_all_lines(site: Site, tmp_path: Path) -> None:
+def test_a_quota_that_is_raised_later_gets_all_lines(job_folder: JobFolder, tmp_path: Path) -> None:
     with breaking_disks.over_quota(tmp_path) as disk:
-        job = Job(site, "--log-dir", disk.path)
+        job = Job(job_folder, "--log-dir", disk.path)
         job.agent.logs = disk.path
         job.reach("before")
         disk.fails()
@@ -161,12 +165,12 @@ def test_a_quota_that_is_raised_later_gets_all_lines(site: Site, tmp_path: Path)
             assert [line for line in lines if not line.startswith("child")] == wanted
 
 
-def test_a_restart_on_a_full_disk(site: Site, disk: SmallDisk) -> None:
+def test_a_restart_on_a_full_disk(job_folder: JobFolder, disk: SmallDisk) -> None:
     body = "meet()\nif ROUND == 0:\n  while not os.path.exists(sys.argv[1]): time.sleep(0.01)\n  sys.exit(1)\nprint('second')"
-    gate = site.folder / "gate"
+    gate = job_folder.folder / "gate"
     head = ("--standalone", "--max-restarts", "1", "--log-dir", disk.path)
-    agent = site.start(*head, site.script(body), str(gate))
-    site.wait(1, "up")
+    agent = job_folder.start(*head, job_folder.script(body), str(gate))
+    job_folder.wait(1, "up")
     disk.fill_and_take_inodes()
     gate.touch()
     assert agent.end() == 0, agent.text
@@ -174,59 +178,67 @@ def test_a_restart_on_a_full_disk(site: Site, disk: SmallDisk) -> None:
     assert agent.text.count(TROUBLE) == 1
 
 
-def test_redirected_output_that_no_disk_takes_is_said_at_the_end(site: Site, disk: SmallDisk) -> None:
+def test_redirected_output_that_no_disk_takes_is_said_at_the_end(job_folder: JobFolder, disk: SmallDisk) -> None:
     disk.fill()
-    agent = site.ends(0, "--standalone", "-r", "3", "--log-dir", disk.path, site.script("print('only in a file')"))
+    agent = job_folder.ends(
+        0, "--standalone", "-r", "3", "--log-dir", disk.path, job_folder.script("print('only in a file')")
+    )
     assert "15 bytes of output are not in the log files: " in agent.text
     assert "No space left on device" in agent.text
 
 
-def test_a_named_log_folder_that_cannot_be_made_is_an_error_before_the_start(site: Site, disk: SmallDisk) -> None:
+def test_a_named_log_folder_that_cannot_be_made_is_an_error_before_the_start(
+    job_folder: JobFolder, disk: SmallDisk
+) -> None:
     disk.fill_and_take_inodes()
-    agent = site.ends(2, "--standalone", "--log-dir", disk.path, site.script("note('up')"))
+    agent = job_folder.ends(2, "--standalone", "--log-dir", disk.path, job_folder.script("note('up')"))
     assert "HF108" in agent.text
     assert "cannot be written: No space left on device" in agent.text
     assert len(agent.text.splitlines()) == 1
-    assert not site.trail()
+    assert not job_folder.trail()
 
 
-def test_a_read_only_default_folder(site: Site, disk: SmallDisk) -> None:
+def test_a_read_only_default_folder(job_folder: JobFolder, disk: SmallDisk) -> None:
     subprocess.run(["mount", "-o", "remount,ro", str(disk.path)], check=True)
     env = {"XDG_STATE_HOME": str(disk.path), "HOME": str(disk.path), "TMPDIR": str(disk.path)}
-    agent = site.ends(0, "--standalone", "--log-dir", "", site.script("print('fine')"), env=env, cwd=disk.path)
+    agent = job_folder.ends(
+        0, "--standalone", "--log-dir", "", job_folder.script("print('fine')"), env=env, cwd=disk.path
+    )
     assert "fine" in agent.text
     assert "This run has no log files" in agent.text
 
 
-def test_a_limit_on_file_sizes_ends_no_worker(site: Site) -> None:
+def test_a_limit_on_file_sizes_ends_no_worker(job_folder: JobFolder) -> None:
     """`ulimit -f` counts for memory files, too."""
-    script = site.script(f"for n in range({LINES}): print(f'{{n}} ' + 'x' * 80)\nsys.stdout.flush()\nnote('end')")
-    program = site.program(
+    script = job_folder.script(f"for n in range({LINES}): print(f'{{n}} ' + 'x' * 80)\nsys.stdout.flush()\nnote('end')")
+    program = job_folder.program(
         "import resource, sys\nresource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))\n"
         "from holdfast import cli\nsys.exit(cli.main(['run', *sys.argv[1:]]))\n"
     )
     read_end, write_end = os.pipe()
-    agent = site.start("--standalone", script, program=program, stdout=write_end)
+    agent = job_folder.start("--standalone", script, program=program, stdout=write_end)
     os.close(write_end)
     with os.fdopen(read_end, "rb") as pipe:
         text = pipe.read().decode()
     assert agent.end() == 0, text
     assert f"{LINES - 1} " + "x" * 80 in text
     assert "the size of files is limited (ulimit -f)" in text
-    site.wait(1, "end")
+    job_folder.wait(1, "end")
 
 
-def test_a_console_on_a_full_disk_ends_no_job_and_shows_what_there_is_room_for(site: Site, disk: SmallDisk) -> None:
+def test_a_console_on_a_full_disk_ends_no_job_and_shows_what_there_is_room_for(
+    job_folder: JobFolder, disk: SmallDisk
+) -> None:
     disk.fill()
     with (disk.path / "filler").open("rb+") as file:
         file.truncate(file.seek(0, os.SEEK_END) - 8192)
     screen = os.open(disk.path / "screen", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    gate = site.folder / "gate"
+    gate = job_folder.folder / "gate"
     body = "lines = lambda: [print('x' * 80, flush=True) for _ in range(1000)]\nlines()\nmeet()\n"
     body += "while not os.path.exists(sys.argv[1]): time.sleep(0.01)\nprint('room again')"
-    agent = site.start("--standalone", site.script(body), str(gate), stdout=screen)
+    agent = job_folder.start("--standalone", job_folder.script(body), str(gate), stdout=screen)
     os.close(screen)
-    site.wait(1, "up")
+    job_folder.wait(1, "up")
     disk.free()
     gate.touch()
     assert agent.end() == 0

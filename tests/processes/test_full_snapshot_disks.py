@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from holdfast.train.snapshots import folder
-from tests.processes.conftest import LACKS, Agent, Site, SmallDisk
+from tests.processes.conftest import LACKS, Agent, JobFolder, SmallDisk
 from tests.support.breaking_disks import FAULTS, BreakingDisk, over_quota
 from tests.support.limits import until
 
@@ -58,16 +58,18 @@ snaps.close()
 class Training:
     """A job of two ranks that trains until it is asked to make its last save."""
 
-    def __init__(self, site: Site, disk: SmallDisk | BreakingDisk, *options: str, keep: str = "some") -> None:
-        self.site = site
+    def __init__(
+        self, job_folder: JobFolder, disk: SmallDisk | BreakingDisk, *options: str, keep: str = "some"
+    ) -> None:
+        self.job_folder = job_folder
         self.snapshots = disk.path / "snapshots"
-        self.gate = site.folder / "gate"
+        self.gate = job_folder.folder / "gate"
         head = ("--standalone", "--nproc-per-node", "2", "--preload", "torch,torch._dynamo", *options)
-        self.agent: Agent = site.start(*head, site.script(TRAIN), str(self.snapshots), self.gate, keep)
+        self.agent: Agent = job_folder.start(*head, job_folder.script(TRAIN), str(self.snapshots), self.gate, keep)
 
     def make_steps(self, count: int) -> None:
         """Wait until both ranks have done so many more."""
-        self.site.wait(len(self.site.trail("step")) + 2 * count, "step", 90.0)
+        self.job_folder.wait(len(self.job_folder.trail("step")) + 2 * count, "step", 90.0)
 
     def fill(self, disk: SmallDisk, lack: str) -> None:
         """Leave no room until a save has failed. One that was being written may still be committed, and the deletion of
@@ -95,8 +97,10 @@ class Training:
 
 
 @pytest.mark.parametrize("lack", LACKS)
-def test_a_full_disk_at_the_last_save_ends_the_job_with_its_reason(site: Site, disk: SmallDisk, lack: str) -> None:
-    job = Training(site, disk, keep="all")  # else the deletion of older ones makes room
+def test_a_full_disk_at_the_last_save_ends_the_job_with_its_reason(
+    job_folder: JobFolder, disk: SmallDisk, lack: str
+) -> None:
+    job = Training(job_folder, disk, keep="all")  # else the deletion of older ones makes room
     job.make_steps(5)
     job.fill(disk, lack)
     assert job.end() == 1
@@ -109,9 +113,11 @@ def test_a_full_disk_at_the_last_save_ends_the_job_with_its_reason(site: Site, d
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_disk_that_breaks_costs_the_saves_and_the_last_one_says_why(site: Site, tmp_path: Path, fault: str) -> None:
+def test_a_disk_that_breaks_costs_the_saves_and_the_last_one_says_why(
+    job_folder: JobFolder, tmp_path: Path, fault: str
+) -> None:
     with FAULTS[fault](tmp_path) as disk:
-        job = Training(site, disk)
+        job = Training(job_folder, disk)
         job.make_steps(5)
         job.breaks(disk)
         job.make_steps(10)
@@ -124,9 +130,9 @@ def test_a_disk_that_breaks_costs_the_saves_and_the_last_one_says_why(site: Site
     assert "has not ended" not in text, "nothing is waited for"
 
 
-def test_a_quota_that_is_raised_later_costs_saves_and_nothing_else(site: Site, tmp_path: Path) -> None:
+def test_a_quota_that_is_raised_later_costs_saves_and_nothing_else(job_folder: JobFolder, tmp_path: Path) -> None:
     with over_quota(tmp_path) as disk:
-        job = Training(site, disk)
+        job = Training(job_folder, disk)
         until(lambda: job.steps, "a first snapshot", 90.0)
         job.breaks(disk)
         job.make_steps(10)
@@ -138,8 +144,10 @@ def test_a_quota_that_is_raised_later_costs_saves_and_nothing_else(site: Site, t
         assert min(job.steps) > newest
 
 
-def test_a_disk_that_is_full_for_a_while_costs_saves_and_retention_goes_on(site: Site, disk: SmallDisk) -> None:
-    job = Training(site, disk)
+def test_a_disk_that_is_full_for_a_while_costs_saves_and_retention_goes_on(
+    job_folder: JobFolder, disk: SmallDisk
+) -> None:
+    job = Training(job_folder, disk)
     job.make_steps(5)
     job.fill(disk, "no blocks")
     job.make_steps(20)
@@ -152,14 +160,14 @@ def test_a_disk_that_is_full_for_a_while_costs_saves_and_retention_goes_on(site:
 
 
 @pytest.mark.parametrize("lack", ["no blocks"])  # a lease needs an inode on a tmpfs
-def test_a_restart_on_a_full_disk_goes_on_from_memory(site: Site, disk: SmallDisk, lack: str) -> None:
-    job = Training(site, disk, "--max-restarts", "1")
+def test_a_restart_on_a_full_disk_goes_on_from_memory(job_folder: JobFolder, disk: SmallDisk, lack: str) -> None:
+    job = Training(job_folder, disk, "--max-restarts", "1")
     job.make_steps(6)
     job.fill(disk, lack)
     job.make_steps(6)
     newest = max(job.steps)
-    os.kill(site.trail("resumed", rank=1)[-1]["pid"], signal.SIGKILL)
-    resumed = site.wait(4, "resumed", 90.0)[2:]
+    os.kill(job_folder.trail("resumed", rank=1)[-1]["pid"], signal.SIGKILL)
+    resumed = job_folder.wait(4, "resumed", 90.0)[2:]
     assert {each["source"] for each in resumed} == {"memory"}, job.agent.text
     assert {each["step"] > newest for each in resumed} == {True}
     job.make_steps(5)
@@ -169,11 +177,11 @@ def test_a_restart_on_a_full_disk_goes_on_from_memory(site: Site, disk: SmallDis
 
 
 def test_a_snapshot_folder_on_a_disk_that_is_full_from_the_start_is_an_error_before_training(
-    site: Site, disk: SmallDisk, tmp_path: Path
+    job_folder: JobFolder, disk: SmallDisk, tmp_path: Path
 ) -> None:
     disk.fill_and_take_inodes()
-    job = Training(site, disk)
+    job = Training(job_folder, disk)
     assert job.end() == 1
     assert "HF214" in job.agent.text
     assert "No space left on device" in job.agent.text
-    assert not site.trail("step")
+    assert not job_folder.trail("step")

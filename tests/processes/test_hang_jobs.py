@@ -81,71 +81,73 @@ HANG_S = limit_s(0.5)
 FAST = ("--rdzv-conf", f"hang_report={HANG_S:g},settle=0.1")
 
 
-def script(site, trouble: str):
-    return site.script(STEPS.replace("TROUBLE", trouble))
+def script(job_folder, trouble: str):
+    return job_folder.script(STEPS.replace("TROUBLE", trouble))
 
 
-def two_nodes(site, endpoint: str, *args) -> tuple:
+def two_nodes(job_folder, endpoint: str, *args) -> tuple:
     line = (*c10d(endpoint, "2", "--nproc-per-node", "2"), *FAST, *args)
-    return site.start(*line), site.start(*line)
+    return job_folder.start(*line), job_folder.start(*line)
 
 
 def hangs(*agents) -> list:
     return [event for agent in agents for event in agent.events("coordinator.hang")]
 
 
-def test_a_rank_that_sleeps_is_named_on_every_node_and_all_start_again(site, endpoint: str) -> None:
-    agents = two_nodes(site, endpoint, "--max-restarts", "1", "--hang-timeout", f"{3 * HANG_S:g}", script(site, ASLEEP))
+def test_a_rank_that_sleeps_is_named_on_every_node_and_all_start_again(job_folder, endpoint: str) -> None:
+    agents = two_nodes(
+        job_folder, endpoint, "--max-restarts", "1", "--hang-timeout", f"{3 * HANG_S:g}", script(job_folder, ASLEEP)
+    )
     for agent in agents:
         agent.says(f"rank 1 on {HOST} is in time.sleep at train.py:")
         agent.says("waits in all_reduce" if "waits in all_reduce" in agent.text else "wait in all_reduce")
         agent.says("workers are ended (--hang-timeout)")
         agent.says("nothing has moved for ")
     assert [agent.end() for agent in agents] == [0, 0], agents[0].text
-    assert {each["round"] for each in site.trail("done")} == {1}
-    assert len(site.trail("done")) == 4
+    assert {each["round"] for each in job_folder.trail("done")} == {1}
+    assert len(job_folder.trail("done")) == 4
     (hang,) = hangs(*agents)
     assert (hang["kind"], hang["code"], hang["culprits"]) == ("hung", "HF240", [1])
     assert [sorted(group["ranks"]) for group in hang["groups"]] == [[1], [0, 2, 3]]
     with open(hang["files"]["1"]) as file:
         assert "trouble" in file.read(), "the evidence outlives the workers"
-    site.all_gone()
+    job_folder.all_gone()
 
 
-def test_without_restarts_the_hang_is_the_verdict(site) -> None:
+def test_without_restarts_the_hang_is_the_verdict(job_folder) -> None:
     args = ("--standalone", "--nproc-per-node", "2", *FAST, "--hang-timeout", f"{HANG_S:g}")
-    agent = site.ends(EXIT_HUNG, *args, script(site, ASLEEP))
+    agent = job_folder.ends(EXIT_HUNG, *args, script(job_folder, ASLEEP))
     assert agent.verdict["verdict"]["code"] == "HF240"
     assert agent.verdict["verdict"]["culprit"]["rank"] == 1
     assert f"HF240: job FAILED after 0 restarts: rank 1 on {HOST} is in time.sleep at train.py:" in agent.text
     _, _, shown = agent.text.partition("where rank 1 hung:")
     assert "in wait\n    time.sleep(600)\n" in shown, "its stack with its line"
     assert "last lines of rank 1's stderr:\nshard 17 is late" in shown
-    site.all_gone()
+    job_folder.all_gone()
 
 
-def test_a_hang_that_passes_is_told_to_be_over(site) -> None:
-    os.mkfifo(site.folder / "go")  # a loop that looks for a file would be reported later
-    agent = site.start("--standalone", "--nproc-per-node", "2", *FAST, script(site, LATE))
+def test_a_hang_that_passes_is_told_to_be_over(job_folder) -> None:
+    os.mkfifo(job_folder.folder / "go")  # a loop that looks for a file would be reported later
+    agent = job_folder.start("--standalone", "--nproc-per-node", "2", *FAST, script(job_folder, LATE))
     agent.says(f"rank 1 on {HOST} is in until_go at train.py:")
-    (site.folder / "go").write_text("now")
+    (job_folder.folder / "go").write_text("now")
     agent.says("the job goes on after ")
-    (site.folder / "end").touch()
+    (job_folder.folder / "end").touch()
     assert agent.end() == 0, agent.text
-    assert {each["round"] for each in site.trail("done")} == {0}
+    assert {each["round"] for each in job_folder.trail("done")} == {0}
 
 
-def test_work_of_a_child_is_no_hang(site) -> None:
+def test_work_of_a_child_is_no_hang(job_folder) -> None:
     """A hang would be reported and ended with the third look."""
     slow_enough = f"hang_report={4 * HANG_S:g},settle=0.1"
     args = ("--standalone", "--nproc-per-node", "2", "--rdzv-conf", slow_enough, "--hang-timeout", f"{HANG_S:g}")
-    agent = site.start(*args, script(site, BUSY_CHILD))
-    site.wait(2, "last")
+    agent = job_folder.start(*args, script(job_folder, BUSY_CHILD))
+    job_folder.wait(2, "last")
     stacks = agent.folder / "stacks"
     until(lambda: stacks.is_dir() and len(list(stacks.glob("gen1_3_rank*"))) == 2, lambda: agent.text)
-    (site.folder / "go").touch()
+    (job_folder.folder / "go").touch()
     assert agent.end() == 0, agent.text
-    assert {each["round"] for each in site.trail("done")} == {0}
+    assert {each["round"] for each in job_folder.trail("done")} == {0}
     assert hangs(agent) == []
 
 
@@ -172,14 +174,16 @@ while True:
 
 
 @pytest.mark.xdist_group("torch jobs")
-def test_with_torch_three_ranks_are_named(site) -> None:
+def test_with_torch_three_ranks_are_named(job_folder) -> None:
     """One that comes late to init_process_group, then is slow, and then hangs."""
-    agent = site.start("--standalone", "--nproc-per-node", "2", *FAST, "--preload", "torch", site.script(TORCH))
+    agent = job_folder.start(
+        "--standalone", "--nproc-per-node", "2", *FAST, "--preload", "torch", job_folder.script(TORCH)
+    )
     agent.says(f"; rank 1 on {HOST} has not come", 90)  # it polls a file, and may go on at any time
     assert [hang["culprits"] for hang in hangs(agent)] == [[1]]
-    (site.folder / "come").touch()
+    (job_folder.folder / "come").touch()
     agent.says(f"rank 1 on {HOST} is slow: ", 90)
-    (site.folder / "hang").touch()
+    (job_folder.folder / "hang").touch()
     until(lambda: len(hangs(agent)) == 2, lambda: agent.text, 60)
     agent.says("waits in all_reduce at train.py:")
     assert [hang["culprits"] for hang in hangs(agent)] == [[1], [1]]
@@ -188,4 +192,4 @@ def test_with_torch_three_ranks_are_named(site) -> None:
     assert straggler["own_s"] > max(0.1, straggler["peers_s"])
     agent.signal(signal.SIGTERM)
     assert agent.end() == 143
-    site.all_gone()
+    job_folder.all_gone()

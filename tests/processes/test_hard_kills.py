@@ -17,142 +17,154 @@ from tests.support.limits import limit_s, until
 SIX = "child()\ndaemon()\nmeet()\nhold()"
 
 
-def test_nothing_outlives_a_killed_agent(site) -> None:
-    agent = site.start("--standalone", "--nproc-per-node", "2", site.script(SIX))
-    site.wait(2, "up")
-    assert len(site.trail("child")) == 4
+def test_nothing_outlives_a_killed_agent(job_folder) -> None:
+    agent = job_folder.start("--standalone", "--nproc-per-node", "2", job_folder.script(SIX))
+    job_folder.wait(2, "up")
+    assert len(job_folder.trail("child")) == 4
     supervisor = agent.supervisor
     agent.signal(signal.SIGKILL)
-    site.all_gone(limit_s=1.0)
+    job_folder.all_gone(limit_s=1.0)
     assert not Path(f"/proc/{supervisor}").exists() or agent.end() == 137
 
 
-def test_a_command_of_notify_does_not_outlive_a_killed_agent(site) -> None:
+def test_nothing_outlives_agents_that_are_killed_by_their_command_line(job_folder) -> None:
+    """As `pkill -9 -f holdfast` does: the supervisor, which is a fork of the agent, has a command line of its own."""
+    agent = job_folder.start("--standalone", "--nproc-per-node", "2", job_folder.script(SIX))
+    job_folder.wait(2, "up")
+    line = Path(f"/proc/{agent.pid}/cmdline").read_bytes()
+    alike = [pid for pid in descendants(agent.pid) if Path(f"/proc/{pid}/cmdline").read_bytes() == line]
+    assert alike == [], "the agent alone has this command line"
+    assert Path(f"/proc/{agent.supervisor}/cmdline").read_bytes().rstrip(b"\0") == b"hf-supervisor"
+    agent.signal(signal.SIGKILL)
+    job_folder.all_gone(limit_s=1.0)
+
+
+def test_a_command_of_notify_does_not_outlive_a_killed_agent(job_folder) -> None:
     """Neither what it has started, in a session of its own."""
-    pids = site.folder / "pids"
-    command = site.folder / "notify.sh"
+    pids = job_folder.folder / "pids"
+    command = job_folder.folder / "notify.sh"
     command.write_text(f"#!/bin/sh\nsetsid sleep 1000 & echo $! >> {pids}\necho $$ >> {pids}\nsleep 1000\n")
     command.chmod(0o755)
-    script = site.script("meet()\nif ROUND: hold()\nsys.exit(1)")
+    script = job_folder.script("meet()\nif ROUND: hold()\nsys.exit(1)")
     line = ("--standalone", "--max-restarts", "1", "--notify", str(command), script)
-    agent = site.start(*line)
+    agent = job_folder.start(*line)
     until(lambda: pids.exists() and len(pids.read_text().split()) >= 2, lambda: agent.text)
     agent.signal(signal.SIGKILL)
     until(lambda: not [pid for pid in map(int, pids.read_text().split()) if is_alive(pid)], "the end of all")
 
 
 @pytest.mark.parametrize("restarts", [0, 1])
-def test_a_killed_supervisor_takes_its_workers_along(site, restarts: int) -> None:
+def test_a_killed_supervisor_takes_its_workers_along(job_folder, restarts: int) -> None:
     """They failed, and that costs a restart, on the store's node too; nothing is left in either case."""
-    script = site.script("child()\ndaemon()\nmeet()\nif len(all_notes()) < 11: hold()")
-    agent = site.start("--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts), script)
-    site.wait(2, "up")
+    script = job_folder.script("child()\ndaemon()\nmeet()\nif len(all_notes()) < 11: hold()")
+    agent = job_folder.start("--standalone", "--nproc-per-node", "2", "--max-restarts", str(restarts), script)
+    job_folder.wait(2, "up")
     os.kill(agent.supervisor, signal.SIGKILL)
     assert agent.end() == (0 if restarts else 137), agent.text
     if not restarts:
         assert agent.verdict["verdict"]["code"] == "HF204"
         assert agent.verdict["verdict"]["culprit"]["exit_code"] == -9
-    site.all_gone()
+    job_folder.all_gone()
     assert "Traceback" not in agent.text
 
 
-def test_a_supervisor_killed_after_the_port_of_the_next_store_was_announced(site) -> None:
+def test_a_supervisor_killed_after_the_port_of_the_next_store_was_announced(job_folder) -> None:
     """The port is lost with it: that generation ends at once, and the next one gets a store that works."""
-    script = site.script(
+    script = job_folder.script(
         "import socket\n"
         "meet()\n"
         "if ROUND < 4: sys.exit(1)\n"
         "socket.create_connection(('127.0.0.1', int(PORT)), 60 * SLOWNESS).close()\n"
         "note('reached')"
     )
-    agent = site.start("--standalone", "--nproc-per-node", "2", "--max-restarts", "6", script)
+    agent = job_folder.start("--standalone", "--nproc-per-node", "2", "--max-restarts", "6", script)
     # After the fourth quick failure the next generation is prepared, and starts a second later.
     until(lambda: list(agent.logs.glob("*/attempt_4/1/stderr.log")), "the next generation to be prepared")
     os.kill(agent.supervisor, signal.SIGKILL)
     assert agent.end() == 0, agent.text
-    assert len(site.trail("reached")) == 2
+    assert len(job_folder.trail("reached")) == 2
     assert "Traceback" not in agent.text
 
 
-def test_a_stopped_agent_goes_on_when_continued(site) -> None:
+def test_a_stopped_agent_goes_on_when_continued(job_folder) -> None:
     """Longer than no lease, shorter than the fence: nobody notices."""
-    script = site.script("meet()\ntime.sleep(1.0)\nnote('end')")
-    agent = site.start("--standalone", "--nproc-per-node", "2", script)
-    site.wait(2, "up")
+    script = job_folder.script("meet()\ntime.sleep(1.0)\nnote('end')")
+    agent = job_folder.start("--standalone", "--nproc-per-node", "2", script)
+    job_folder.wait(2, "up")
     agent.signal(signal.SIGSTOP)
-    site.wait(2, "end")
+    job_folder.wait(2, "end")
     time.sleep(0.2)
     agent.signal(signal.SIGCONT)
     assert agent.end() == 0, agent.text
-    assert len(site.trail("up")) == 2
+    assert len(job_folder.trail("up")) == 2
 
 
-def test_a_standalone_agent_that_slept_beyond_its_lease(site) -> None:
+def test_a_standalone_agent_that_slept_beyond_its_lease(job_folder) -> None:
     """A laptop's lid, a debugger: agent and coordinator slept together, so nobody was cut off from anybody."""
-    script = site.script("meet()\ntime.sleep(2.5)\nnote('end')")
-    agent = site.start("--standalone", "--rdzv-conf", "lease=1", script)
-    site.wait(1, "up")
+    script = job_folder.script("meet()\ntime.sleep(2.5)\nnote('end')")
+    agent = job_folder.start("--standalone", "--rdzv-conf", "lease=1", script)
+    job_folder.wait(1, "up")
     agent.signal(signal.SIGSTOP)
     time.sleep(1.8)
     agent.signal(signal.SIGCONT)
     assert agent.end() == 0, agent.text
-    assert len(site.trail("up")) == 1, agent.text
+    assert len(job_folder.trail("up")) == 1, agent.text
 
 
-def test_a_node_that_slept_beyond_its_lease_is_fenced_and_comes_back(site, endpoint: str) -> None:
-    script = site.script(
+def test_a_node_that_slept_beyond_its_lease_is_fenced_and_comes_back(job_folder, endpoint: str) -> None:
+    script = job_folder.script(
         "on_signal('SIGTERM', exit_code=0)\nmeet()\n"
         "while WORLD == 1 or len({n['port'] for n in all_notes()}) < 3: time.sleep(0.02)"
     )
     conf = ("--rdzv-conf", f"lease={limit_s(0.6):g},settle=5")
     args = (*c10d(endpoint, "1:2", *conf), script)
-    agents = [site.start(*args) for _ in range(2)]
-    site.wait(2, "up", world=2)
+    agents = [job_folder.start(*args) for _ in range(2)]
+    job_folder.wait(2, "up", world=2)
     host, guest = coordinators_first(agents)
     guest.signal(signal.SIGSTOP)
-    site.wait(1, "up", world=1)
+    job_folder.wait(1, "up", world=1)
     guest.signal(signal.SIGCONT)
     assert (host.end(), guest.end()) == (0, 0), host.text + guest.text
-    last = site.trail("up")[-1]["port"]
-    assert {each["world"] for each in site.trail("up", port=last)} == {2}
-    site.all_gone()
+    last = job_folder.trail("up")[-1]["port"]
+    assert {each["world"] for each in job_folder.trail("up", port=last)} == {2}
+    job_folder.all_gone()
 
 
 # --- a supervisor that executes nothing -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("killed", [False, True], ids=["raises", "is killed"])
-def test_a_suspended_supervisor_delays_a_restart_and_keeps_no_process(site, killed: bool) -> None:
+def test_a_suspended_supervisor_delays_a_restart_and_keeps_no_process(job_folder, killed: bool) -> None:
     """A worker fails, and the supervisor reports no end and stops nobody. It is killed, with all that its workers have
     started."""
-    script = site.script(
+    script = job_folder.script(
         "child()\ndaemon()\nmeet()\n"
         "if ROUND: sys.exit(0)\n"
         "while RANK or not os.path.exists(__file__ + '.go'): time.sleep(0.01)\n"
         "raise RuntimeError"
     )
-    agent = site.start("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", script)
-    site.wait(2, "up")
+    agent = job_folder.start("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", script)
+    job_folder.wait(2, "up")
     os.kill(agent.supervisor, signal.SIGSTOP)
     if killed:
-        os.kill(site.trail("up", rank=0)[0]["pid"], signal.SIGKILL)
+        os.kill(job_folder.trail("up", rank=0)[0]["pid"], signal.SIGKILL)
     else:
         Path(f"{script}.go").touch()
     assert agent.end(60) == 0, agent.text
     assert len(agent.events("supervisor_killed")) == 1
     assert "hf-supervisor" in agent.text
-    site.all_gone()
+    job_folder.all_gone()
 
 
 @pytest.mark.parametrize("endless", [False, True], ids=["suspended", "in an endless loop"])
 def test_the_workers_of_a_node_that_is_cut_off_end_though_its_supervisor_does_nothing(
-    site, endpoint: str, endless: bool
+    job_folder, endpoint: str, endless: bool
 ) -> None:
     """Beside them the others would go on."""
-    script = site.script("child()\ndaemon()\nmeet()\nhold()")
+    script = job_folder.script("child()\ndaemon()\nmeet()\nhold()")
     args = (*c10d(endpoint, "2", "--rdzv-conf", f"lease={limit_s(0.6):g}"), script)
-    agents = [site.start(*args, program=site.changed(ENDLESS)) for _ in range(2)]
-    site.wait(2, "up")
+    agents = [job_folder.start(*args, program=job_folder.changed(ENDLESS)) for _ in range(2)]
+    job_folder.wait(2, "up")
     host, guest = coordinators_first(agents)
     supervisor = guest.supervisor
     os.kill(supervisor, signal.SIGUSR2 if endless else signal.SIGSTOP)
@@ -194,15 +206,15 @@ dist.destroy_process_group()
 
 
 @pytest.mark.xdist_group("torch jobs")
-def test_a_killed_store_host_is_replaced(site) -> None:
+def test_a_killed_store_host_is_replaced(job_folder) -> None:
     """The generation is formed again, with a store of its own, or fails with a verdict."""
-    script = site.script("import torch\n" + TORCH)
-    agent = site.start("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", script)
-    site.wait(2, "up", limit_s=60)
+    script = job_folder.script("import torch\n" + TORCH)
+    agent = job_folder.start("--standalone", "--nproc-per-node", "2", "--max-restarts", "1", script)
+    job_folder.wait(2, "up", limit_s=60)
     os.kill(agent.find_below("store_server"), signal.SIGKILL)
     assert agent.end(60) == 0, agent.text
-    assert len(site.trail("end")) == 2
-    site.all_gone()
+    assert len(job_folder.trail("end")) == 2
+    job_folder.all_gone()
 
 
 # --- the process that holds the workers is gone at an agent's start, again and again, or cannot be there --------------
@@ -264,33 +276,33 @@ os.fork = fork
 """
 
 
-def start(site, text: str, *more: str):
-    return site.start("--standalone", *more, site.script("meet()"), program=site.changed(text))
+def start(job_folder, text: str, *more: str):
+    return job_folder.start("--standalone", *more, job_folder.script("meet()"), program=job_folder.changed(text))
 
 
 @pytest.mark.parametrize("more", [(), ("--preempt-signal", "USR1")])
-def test_killed_at_forking_it_is_replaced(site, more: tuple[str, ...]) -> None:
+def test_killed_at_forking_it_is_replaced(job_folder, more: tuple[str, ...]) -> None:
     """With an order on its way, and with none."""
-    agent = start(site, AT_FORKING, *more)
+    agent = start(job_folder, AT_FORKING, *more)
     assert agent.end() == 0, agent.text
-    assert len(site.trail("up")) == 1
+    assert len(job_folder.trail("up")) == 1
 
 
 @pytest.mark.parametrize("text", [EVER_AGAIN, NOT_AGAIN], ids=["ends", "does not start"])
-def test_one_that_never_stays_ends_the_agent(site, text: str) -> None:
-    agent = start(site, text)
+def test_one_that_never_stays_ends_the_agent(job_folder, text: str) -> None:
+    agent = start(job_folder, text)
     assert agent.end() == 70, agent.text
     assert "HF903" in agent.text
     assert agent.verdict["code"] == "HF903"
     assert len(agent.events("supervisor_died")) <= 6
-    site.all_gone()
+    job_folder.all_gone()
 
 
 @pytest.mark.parametrize(("text", "word"), [(NO_PROC, "/proc"), (NO_FORK, "ulimit -u")])
-def test_a_machine_that_cannot_have_one(site, text: str, word: str) -> None:
-    agent = start(site, text)
+def test_a_machine_that_cannot_have_one(job_folder, text: str, word: str) -> None:
+    agent = start(job_folder, text)
     assert agent.end() == 2, agent.text
     assert "HF112" in agent.text
     assert word in agent.text
     assert agent.text.count("\n") == 1, agent.text
-    assert site.trail() == []
+    assert job_folder.trail() == []

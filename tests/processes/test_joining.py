@@ -16,57 +16,59 @@ from tests.processes.conftest import c10d, coordinators_first
 from tests.support.limits import limit_s, until
 
 
-def test_a_missing_peer(site, endpoint: str) -> None:
-    agent = site.ends(1, *c10d(endpoint, "2", "--rdzv-conf", "join_timeout=1"), site.script("note('up')"))
+def test_a_missing_peer(job_folder, endpoint: str) -> None:
+    agent = job_folder.ends(1, *c10d(endpoint, "2", "--rdzv-conf", "join_timeout=1"), job_folder.script("note('up')"))
     assert "HF301" in agent.text
     assert "1 of at least 2 nodes" in agent.text
     assert "here: " in agent.text
     assert len(agent.text.splitlines()) <= 3
-    assert site.trail() == []
+    assert job_folder.trail() == []
 
 
-def test_a_missing_host(site, endpoint: str) -> None:
-    agent = site.ends(1, *c10d(endpoint, "2", "--rdzv-conf", "join_timeout=1,is_host=0"), site.script("note('up')"))
+def test_a_missing_host(job_folder, endpoint: str) -> None:
+    agent = job_folder.ends(
+        1, *c10d(endpoint, "2", "--rdzv-conf", "join_timeout=1,is_host=0"), job_folder.script("note('up')")
+    )
     assert "HF302" in agent.text
     assert endpoint in agent.text
     assert "refused" in agent.text
 
 
-def test_a_host_that_does_not_resolve(site) -> None:
+def test_a_host_that_does_not_resolve(job_folder) -> None:
     args = c10d("no-such-host.invalid:29400", "2", "--rdzv-conf", "join_timeout=1")
-    agent = site.ends(2, *args, site.script("note('up')"))
+    agent = job_folder.ends(2, *args, job_folder.script("note('up')"))
     assert "HF110" in agent.text
     assert "no-such-host.invalid" in agent.text
     assert "does not resolve" in agent.text
 
 
-def test_two_agents_with_one_node_rank(site, free_port: Callable[[], int]) -> None:
+def test_two_agents_with_one_node_rank(job_folder, free_port: Callable[[], int]) -> None:
     args = ("--nnodes", "3", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
-    script = site.script("meet()")
-    host = site.start(*args, "--node-rank", "0", script)
-    first = site.start(*args, "--node-rank", "1", script)
-    site.joined(2)
-    second = site.ends(2, *args, "--node-rank", "1", script)
+    script = job_folder.script("meet()")
+    host = job_folder.start(*args, "--node-rank", "0", script)
+    first = job_folder.start(*args, "--node-rank", "1", script)
+    job_folder.joined(2)
+    second = job_folder.ends(2, *args, "--node-rank", "1", script)
     assert "--node-rank 1 is taken" in second.text
-    third = site.start(*args, "--node-rank", "2", script)
+    third = job_folder.start(*args, "--node-rank", "2", script)
     assert [agent.end() for agent in (host, first, third)] == [0, 0, 0], host.text
 
 
-def test_two_agents_that_both_are_node_0(site, free_port: Callable[[], int]) -> None:
+def test_two_agents_that_both_are_node_0(job_folder, free_port: Callable[[], int]) -> None:
     args = ("--nnodes", "2", "--node-rank", "0", "--master-addr", "127.0.0.1", "--master-port", str(free_port()))
-    script = site.script("meet()")
-    site.start(*args, script)
-    site.joined(1)
-    second = site.ends(2, *args, script)
+    script = job_folder.script("meet()")
+    job_folder.start(*args, script)
+    job_folder.joined(1)
+    second = job_folder.ends(2, *args, script)
     assert "Traceback" not in second.text
 
 
-def test_the_endpoint_comes_up_later(site, endpoint: str) -> None:
+def test_the_endpoint_comes_up_later(job_folder, endpoint: str) -> None:
     args = c10d(endpoint)
-    script = site.script("meet()")
-    guest = site.start(*args, "--rdzv-conf", "is_host=0", script)
+    script = job_folder.script("meet()")
+    guest = job_folder.start(*args, "--rdzv-conf", "is_host=0", script)
     until(lambda: guest.begun and guest.events("claim"), lambda: guest.text)
-    host = site.start(*args, script)
+    host = job_folder.start(*args, script)
     assert (host.end(), guest.end()) == (0, 0), host.text + guest.text
 
 
@@ -77,55 +79,55 @@ LEASE_S = limit_s(0.75)
 """Of a killed agent on another machine; a closed connection says as much at once."""
 
 
-def events(site: Any, name: str) -> int:
+def events(job_folder: Any, name: str) -> int:
     """So many of this name in the journals of all agents."""
-    return sum(len(agent.events(name)) for agent in site.agents if agent.begun)
+    return sum(len(agent.events(name)) for agent in job_folder.agents if agent.begun)
 
 
 MOMENTS: dict[str, Callable[[Any], object]] = {
-    "forked": lambda site: True,
-    "first run folder": lambda site: any(agent.begun for agent in site.agents),
-    "first claim": lambda site: events(site, "claim"),
-    "one joined": lambda site: events(site, "coordinator.joined") >= 1,
-    "all joined": lambda site: events(site, "coordinator.joined") >= 3,
-    "being prepared": lambda site: events(site, "coordinator.assigned"),
-    "formed": lambda site: events(site, "coordinator.started"),
-    "first worker runs": lambda site: site.trail("up"),
-    "all have met": lambda site: site.trail("child"),
+    "forked": lambda job_folder: True,
+    "first run folder": lambda job_folder: any(agent.begun for agent in job_folder.agents),
+    "first claim": lambda job_folder: events(job_folder, "claim"),
+    "one joined": lambda job_folder: events(job_folder, "coordinator.joined") >= 1,
+    "all joined": lambda job_folder: events(job_folder, "coordinator.joined") >= 3,
+    "being prepared": lambda job_folder: events(job_folder, "coordinator.assigned"),
+    "formed": lambda job_folder: events(job_folder, "coordinator.started"),
+    "first worker runs": lambda job_folder: job_folder.trail("up"),
+    "all have met": lambda job_folder: job_folder.trail("child"),
 }
 
 
-def started(site: Any, endpoint: str, body: str) -> list[Any]:
+def started(job_folder: Any, endpoint: str, body: str) -> list[Any]:
     conf = ("--rdzv-conf", f"settle=0.3,lease={LEASE_S:g}", "--max-restarts", "1", "--shutdown-timeout", "3")
-    args = (*c10d(endpoint, "2:3", *conf), site.script(body))
-    return [site.start(*args) for _ in range(3)]
+    args = (*c10d(endpoint, "2:3", *conf), job_folder.script(body))
+    return [job_folder.start(*args) for _ in range(3)]
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-def test_a_kill_at_any_moment(site: Any, endpoint: str, moment: str) -> None:
+def test_a_kill_at_any_moment(job_folder: Any, endpoint: str, moment: str) -> None:
     """The killed one may host the coordinator: then another takes the endpoint. Nobody waits for a time-out."""
-    agents = started(site, endpoint, "meet()\nchild()\ntime.sleep(0.2)\nnote('end')")
-    until(lambda: MOMENTS[moment](site), moment)
+    agents = started(job_folder, endpoint, "meet()\nchild()\ntime.sleep(0.2)\nnote('end')")
+    until(lambda: MOMENTS[moment](job_folder), moment)
     agents.pop(list(MOMENTS).index(moment) % 3).signal(signal.SIGKILL)
     codes = [agent.end() for agent in agents]
     story = "".join(f"\n--- {agent.text}" for agent in agents)
     assert codes == [0, 0], story
-    ends = site.trail("end")
+    ends = job_folder.trail("end")
     finished = {each["rank"] for each in ends if each["port"] == ends[-1]["port"]}
     assert finished == set(range(ends[-1]["world"])), story
-    site.all_gone()
+    job_folder.all_gone()
 
 
 @pytest.mark.parametrize("moment", ["first claim", "one joined", "formed", "first worker runs"])
-def test_a_clean_end_at_any_moment(site: Any, endpoint: str, moment: str) -> None:
+def test_a_clean_end_at_any_moment(job_folder: Any, endpoint: str, moment: str) -> None:
     """The same with SIGTERM: whoever leaves says so, and ends with 143."""
-    agents = started(site, endpoint, "meet()\ntime.sleep(0.2)")
-    until(lambda: MOMENTS[moment](site), moment)
+    agents = started(job_folder, endpoint, "meet()\ntime.sleep(0.2)")
+    until(lambda: MOMENTS[moment](job_folder), moment)
     leaver = agents.pop(list(MOMENTS).index(moment) % 3)
     leaver.signal(signal.SIGTERM)
     assert leaver.end() in (0, 143), leaver.text
     assert [agent.end() for agent in agents] == [0, 0], "".join(agent.text for agent in agents)
-    site.all_gone()
+    job_folder.all_gone()
 
 
 # --- at the endpoint: other jobs, other services, and bytes that are no protocol --------------------------------------
@@ -146,42 +148,42 @@ def mine(endpoint: str) -> tuple[str, ...]:
         (("--rdzv-conf", "token_file=token"), ("token",)),
     ],
 )
-def test_another_job_is_refused(site, endpoint: str, change: tuple[str, ...], both: tuple[str, ...]) -> None:
-    (site.folder / "token").write_text("secret-of-this-job")
-    script = site.script("meet()")
-    host = site.start(*mine(endpoint), script)
-    site.joined(1)
-    stranger = site.ends(2, *mine(endpoint), *change, script)
+def test_another_job_is_refused(job_folder, endpoint: str, change: tuple[str, ...], both: tuple[str, ...]) -> None:
+    (job_folder.folder / "token").write_text("secret-of-this-job")
+    script = job_folder.script("meet()")
+    host = job_folder.start(*mine(endpoint), script)
+    job_folder.joined(1)
+    stranger = job_folder.ends(2, *mine(endpoint), *change, script)
     assert all(word in stranger.text for word in both), stranger.text
     assert "Traceback" not in stranger.text
     assert len(stranger.text.splitlines()) <= 4
-    guest = site.start(*mine(endpoint), script)
+    guest = job_folder.start(*mine(endpoint), script)
     assert (host.end(), guest.end()) == (0, 0), "the job is unharmed"
 
 
-def test_a_second_job_of_one_node_is_refused(site, endpoint: str) -> None:
+def test_a_second_job_of_one_node_is_refused(job_folder, endpoint: str) -> None:
     """Two lines on one endpoint, neither of them with a name: the second one is no spare of the first."""
     one = c10d(endpoint, "1")
-    host = site.start(*one, site.script(WAITS))
-    site.wait(1, "up")
-    second = site.ends(2, *one, site.script("note('never')", name="other.py"))
+    host = job_folder.start(*one, job_folder.script(WAITS))
+    job_folder.wait(1, "up")
+    second = job_folder.ends(2, *one, job_folder.script("note('never')", name="other.py"))
     assert "HF103" in second.text
     assert "--rdzv-id" in second.text
-    (site.folder / "finish").touch()
+    (job_folder.folder / "finish").touch()
     assert host.end() == 0, host.text
-    assert site.trail("never") == []
+    assert job_folder.trail("never") == []
 
 
-def test_two_tokens(site, endpoint: str) -> None:
-    script = site.script("meet()")
-    host = site.start(*mine(endpoint), script, env={"HOLDFAST_TOKEN": "one-secret-of-the-job"})
-    site.joined(1)
-    stranger = site.ends(2, *mine(endpoint), script, env={"HOLDFAST_TOKEN": "another-secret-entirely"})
+def test_two_tokens(job_folder, endpoint: str) -> None:
+    script = job_folder.script("meet()")
+    host = job_folder.start(*mine(endpoint), script, env={"HOLDFAST_TOKEN": "one-secret-of-the-job"})
+    job_folder.joined(1)
+    stranger = job_folder.ends(2, *mine(endpoint), script, env={"HOLDFAST_TOKEN": "another-secret-entirely"})
     assert "token" in stranger.text
     assert "secret" not in stranger.text + host.text
-    guest = site.start(*mine(endpoint), script, env={"HOLDFAST_TOKEN": "one-secret-of-the-job"})
+    guest = job_folder.start(*mine(endpoint), script, env={"HOLDFAST_TOKEN": "one-secret-of-the-job"})
     assert (host.end(), guest.end()) == (0, 0), host.text
-    assert "HOLDFAST_TOKEN" not in str(site.trail())
+    assert "HOLDFAST_TOKEN" not in str(job_folder.trail())
 
 
 FOREIGN = """
@@ -195,12 +197,12 @@ with socket.create_server(("127.0.0.1", int(sys.argv[1]))) as server:
 """
 
 
-def test_the_port_is_a_foreign_services(site, endpoint: str) -> None:
+def test_the_port_is_a_foreign_services(job_folder, endpoint: str) -> None:
     port = endpoint.rpartition(":")[2]
     foreign = subprocess.Popen([sys.executable, "-c", FOREIGN, port], stdout=subprocess.PIPE)
     try:
         foreign.stdout.readline()
-        agent = site.ends(2, *mine(endpoint), site.script("meet()"))
+        agent = job_folder.ends(2, *mine(endpoint), job_folder.script("meet()"))
         assert f"{foreign.pid}" in agent.text
         assert "python" in agent.text
         assert "HF109" in agent.text
@@ -219,11 +221,11 @@ NOISE = {
 }
 
 
-def test_noise_at_a_running_job(site, endpoint: str) -> None:
+def test_noise_at_a_running_job(job_folder, endpoint: str) -> None:
     """Each costs its connection and one line."""
-    args = (*mine(endpoint), site.script(WAITS))
-    agents = [site.start(*args) for _ in range(2)]
-    site.wait(2, "up")
+    args = (*mine(endpoint), job_folder.script(WAITS))
+    agents = [job_folder.start(*args) for _ in range(2)]
+    job_folder.wait(2, "up")
     host = coordinators_first(agents)[0]
     address = ("127.0.0.1", int(endpoint.rpartition(":")[2]))
     for count, noise in enumerate(NOISE.values(), start=1):
@@ -237,10 +239,10 @@ def test_noise_at_a_running_job(site, endpoint: str) -> None:
             except ConnectionResetError:
                 pass
         until(lambda: host.text.count("dropped a connection from 127.0.0.1") >= count, lambda: host.text)  # noqa: B023
-    (site.folder / "finish").touch()
+    (job_folder.folder / "finish").touch()
     assert [agent.end() for agent in agents] == [0, 0]
     assert host.text.count("\n") == len(NOISE), host.text
-    assert len(site.trail("up")) == 2
+    assert len(job_folder.trail("up")) == 2
 
 
 # --- nothing that a job starts finds the job's secret in its environment, nor in that of its launcher -----------------
@@ -276,11 +278,13 @@ note("found", own=[name for name, value in os.environ.items() if secret in value
     ],
     ids=["token", "password"],
 )
-def test_no_worker_has_the_secret(site, given: dict[str, str]) -> None:
+def test_no_worker_has_the_secret(job_folder, given: dict[str, str]) -> None:
     env = {**given, "WANTED": SECRET[::-1]}
     # Executed, as users do: a forked agent has the memory of its parent.
-    site.ends(0, "--standalone", site.script(LOOKS), env=env, program=(sys.executable, "-m", "holdfast", "run"))
-    (found,) = site.trail("found")
+    job_folder.ends(
+        0, "--standalone", job_folder.script(LOOKS), env=env, program=(sys.executable, "-m", "holdfast", "run")
+    )
+    (found,) = job_folder.trail("found")
     assert found["own"] == []
     assert not found["child"]
     assert len(found["above"]) >= 3, "worker, supervisor, agent"

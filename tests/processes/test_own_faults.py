@@ -41,13 +41,13 @@ machine.{kind}.handle = broken
 
 @pytest.mark.parametrize("calls", [1, 4, 8])
 @pytest.mark.parametrize(("part", "kind"), [("agent", "AgentMachine"), ("coordinator", "Coordinator")])
-def test_a_broken_invariant_ends_the_agent(site, part: str, kind: str, calls: int) -> None:
-    script = site.script("child()\nmeet()\nhold()")
-    program = site.changed(BROKEN.format(part=part, kind=kind, calls=calls))
-    agent = site.ends(70, "--standalone", "--nproc-per-node", "2", script, program=program)
+def test_a_broken_invariant_ends_the_agent(job_folder, part: str, kind: str, calls: int) -> None:
+    script = job_folder.script("child()\nmeet()\nhold()")
+    program = job_folder.changed(BROKEN.format(part=part, kind=kind, calls=calls))
+    agent = job_folder.ends(70, "--standalone", "--nproc-per-node", "2", script, program=program)
     assert "HF901" in agent.text
     assert "the test broke it" in agent.text
-    site.all_gone()
+    job_folder.all_gone()
 
 
 SLOW_NAMES = """
@@ -60,8 +60,8 @@ socket.getaddrinfo = never
 """
 
 
-def test_a_dead_name_server_does_not_hold_up_the_end(site) -> None:
-    agent = site.start(*c10d("some.name:29400"), site.script(""), program=site.changed(SLOW_NAMES))
+def test_a_dead_name_server_does_not_hold_up_the_end(job_folder) -> None:
+    agent = job_folder.start(*c10d("some.name:29400"), job_folder.script(""), program=job_folder.changed(SLOW_NAMES))
     agent.says("waiting for the coordinator")
     agent.signal(signal.SIGINT)
     assert agent.end() == 130, agent.text
@@ -85,13 +85,13 @@ machine.Coordinator.handle = poisoned
 """
 
 
-def test_what_breaks_the_coordinator_ends_the_job_everywhere(site, endpoint: str) -> None:
-    script = site.script("meet()\nhold()")
+def test_what_breaks_the_coordinator_ends_the_job_everywhere(job_folder, endpoint: str) -> None:
+    script = job_folder.script("meet()\nhold()")
     three = (*c10d(endpoint, "3", "--rdzv-id", "mine"), script)
-    host = site.start(*three, program=site.changed(POISONED))
-    site.joined(1)
-    sender, other = site.start(*three), site.start(*three)
-    site.wait(3, "up")
+    host = job_folder.start(*three, program=job_folder.changed(POISONED))
+    job_folder.joined(1)
+    sender, other = job_folder.start(*three), job_folder.start(*three)
+    job_folder.wait(3, "up")
     sender.signal(15)
     assert host.end() == 70, host.text
     assert "OverflowError" in host.text
@@ -99,7 +99,7 @@ def test_what_breaks_the_coordinator_ends_the_job_everywhere(site, endpoint: str
     assert other.end() == 70, other.text
     assert other.verdict["code"] == "HF901"
     assert sender.end() != 0
-    site.all_gone()
+    job_folder.all_gone()
 
 
 # --- whatever only watches, shows or explains may fail in every way: a healthy job ends as if it had not --------------
@@ -111,8 +111,8 @@ def broken(*_, **__):
 
 from holdfast.coordinator.coordinator_machine import Coordinator
 Coordinator.view = broken
-from holdfast.runtime.control_handlers import OwnNode
-OwnNode.view = OwnNode.stacks = broken
+from holdfast.runtime.node_extension import Node
+Node.view = broken
 from holdfast.supervisor.stack_sampler import StackSampler
 StackSampler.look = broken
 from holdfast.supervisor import evidence
@@ -133,15 +133,19 @@ meet("stepped")
 """
 
 
-def test_a_job_goes_on_whatever_fails_that_only_looks(site, tmp_path: Path) -> None:
+def faults(agent) -> list[dict]:
+    return agent.events("observer_fault") + agent.events("coordinator.observer_fault")
+
+
+def test_a_job_goes_on_whatever_fails_that_only_looks(job_folder, tmp_path: Path) -> None:
     conf = "hang_report=1"
     observed = ("--metrics", "0", "--health", "0", "--event-log-handler", "console", "--rdzv-conf", conf)
-    script = site.script(STEPS + "while not os.path.exists('finish'): time.sleep(0.05)")
+    script = job_folder.script(STEPS + "while not os.path.exists('finish'): time.sleep(0.05)")
     env = {"HOLDFAST_RUNTIME_DIR": str(tmp_path / "runtime")}
-    agent = site.start(
-        "--standalone", "--nproc-per-node", "2", *observed, script, env=env, program=site.changed(BROKEN_VIEWS)
+    agent = job_folder.start(
+        "--standalone", "--nproc-per-node", "2", *observed, script, env=env, program=job_folder.changed(BROKEN_VIEWS)
     )
-    site.wait(2, "stepped")
+    job_folder.wait(2, "stepped")
     for command in ("status", "stacks"):
         asked = subprocess.run(
             [sys.executable, "-m", "holdfast", command],
@@ -150,16 +154,21 @@ def test_a_job_goes_on_whatever_fails_that_only_looks(site, tmp_path: Path) -> N
             timeout=limit_s(30),
         )
         assert (asked.returncode, b"Traceback" in asked.stderr) != (0, True)
-    until(lambda: {"vitals", "status", "listener", "look", "examine"} <= {each["what"] for each in agent.events("observer_fault")},
+    until(lambda: {"vitals", "status", "listener", "look", "examine"} <= {each["what"] for each in faults(agent)},
           lambda: f"{agent.events('observer_fault')} {agent.text}")  # fmt: skip
-    (site.folder / "finish").touch()
+    (job_folder.folder / "finish").touch()
     assert agent.end() == 0, agent.text
     assert "Traceback" not in agent.text
 
 
-def test_a_failure_is_told_in_few_words_where_nobody_finds_better_ones(site) -> None:
-    agent = site.ends(
-        7, "--standalone", "--max-restarts", "1", site.script("sys.exit(7)"), program=site.changed(BROKEN_VIEWS)
+def test_a_failure_is_told_in_few_words_where_nobody_finds_better_ones(job_folder) -> None:
+    agent = job_folder.ends(
+        7,
+        "--standalone",
+        "--max-restarts",
+        "1",
+        job_folder.script("sys.exit(7)"),
+        program=job_folder.changed(BROKEN_VIEWS),
     )
     assert "holdfast: failed, exit code 7: rank 0 on" in agent.text
     faults = [each["what"] for each in agent.events("observer_fault")]
@@ -167,9 +176,11 @@ def test_a_failure_is_told_in_few_words_where_nobody_finds_better_ones(site) -> 
     assert faults[-1] == "render"
 
 
-def test_a_stop_is_a_stop_though_the_view_fails(site) -> None:
-    agent = site.start("--standalone", site.script("meet(); hold()"), program=site.changed(BROKEN_VIEWS))
-    site.wait(1, "up")
+def test_a_stop_is_a_stop_though_the_view_fails(job_folder) -> None:
+    agent = job_folder.start(
+        "--standalone", job_folder.script("meet(); hold()"), program=job_folder.changed(BROKEN_VIEWS)
+    )
+    job_folder.wait(1, "up")
     agent.signal(signal.SIGTERM)
     assert agent.end() == 143
 
@@ -195,25 +206,31 @@ def limited(soft: int, hard: int) -> list[str]:
     return [sys.executable, "-c", LIMITED, str(soft), str(hard)]
 
 
-def test_more_workers_than_the_soft_limit_has_room_for(site) -> None:
-    site.ends(0, "--standalone", "--nproc-per-node", "12", site.script(SAY_LIMIT), program=limited(40, 4096))
-    assert [each["soft"] for each in site.trail("limit")] == [40] * 12, "workers keep the limit that was given to us"
+def test_more_workers_than_the_soft_limit_has_room_for(job_folder) -> None:
+    job_folder.ends(
+        0, "--standalone", "--nproc-per-node", "12", job_folder.script(SAY_LIMIT), program=limited(40, 4096)
+    )
+    assert [each["soft"] for each in job_folder.trail("limit")] == [40] * 12, (
+        "workers keep the limit that was given to us"
+    )
 
 
-def test_the_hard_limit_that_is_asked_for_is_enough(site) -> None:
+def test_the_hard_limit_that_is_asked_for_is_enough(job_folder) -> None:
     nproc = 24
     limit = needed(nproc, terminal=False)
-    script = site.script("print('out', flush=True)\nos.write(2, b'err\\n')\nmeet()\nprint('end', flush=True)")
-    site.ends(0, "--standalone", "--nproc-per-node", str(nproc), script, program=limited(limit, limit))
-    assert len({each["rank"] for each in site.trail("up")}) == nproc
+    script = job_folder.script("print('out', flush=True)\nos.write(2, b'err\\n')\nmeet()\nprint('end', flush=True)")
+    job_folder.ends(0, "--standalone", "--nproc-per-node", str(nproc), script, program=limited(limit, limit))
+    assert len({each["rank"] for each in job_folder.trail("up")}) == nproc
 
 
-def test_a_hard_limit_that_is_too_low(site) -> None:
-    agent = site.ends(2, "--standalone", "--nproc-per-node", "4", site.script("meet()"), program=limited(64, 64))
+def test_a_hard_limit_that_is_too_low(job_folder) -> None:
+    agent = job_folder.ends(
+        2, "--standalone", "--nproc-per-node", "4", job_folder.script("meet()"), program=limited(64, 64)
+    )
     assert "HF112" in agent.text
     assert "ulimit -Hn" in agent.text
     assert agent.text.count("\n") == 1, agent.text
-    assert site.trail() == []
+    assert job_folder.trail() == []
 
 
 def few_processes(limit: int) -> list[str]:
@@ -228,17 +245,17 @@ def few_processes(limit: int) -> list[str]:
     os.geteuid() != 0 or not shutil.which("setpriv"), reason="only root, with setpriv, becomes another user"
 )
 @pytest.mark.parametrize("imports", ["", "import torch"], ids=["plain", "with a fork server"])
-def test_a_limit_of_processes_that_is_too_low_is_reported_before_the_start(site, imports: str) -> None:
+def test_a_limit_of_processes_that_is_too_low_is_reported_before_the_start(job_folder, imports: str) -> None:
     """Found later, after 30 s, as a fault of holdfast: the console's thread could not be started, and was waited for."""
     with everybodys_folder() as common:
         script = common / "train.py"
         script.write_text(imports)
         line = ["--standalone", "--nproc-per-node", "2", "--log-dir", str(common), str(script)]
-        agent = site.ends(2, *line, program=few_processes(5))
+        agent = job_folder.ends(2, *line, program=few_processes(5))
     assert "HF112" in agent.text
     assert "ulimit -u` is 5" in agent.text
     assert agent.text.count("\n") == 1, agent.text
-    assert site.trail() == []
+    assert job_folder.trail() == []
 
 
 FULL_TABLE = """
@@ -254,24 +271,24 @@ generation.Board = Board
 
 
 @pytest.mark.parametrize("guest", [False, True])
-def test_an_oserror_in_a_callback_ends_the_agent(site, endpoint: str, guest: bool) -> None:
+def test_an_oserror_in_a_callback_ends_the_agent(job_folder, endpoint: str, guest: bool) -> None:
     """On a second node it comes with a message of the coordinator's, where asyncio would swallow it."""
-    program = site.changed(FULL_TABLE)
-    script = site.script("meet()\nhold()")
+    program = job_folder.changed(FULL_TABLE)
+    script = job_folder.script("meet()\nhold()")
     if guest:
         two = (*c10d(endpoint, "2", "--rdzv-id", "mine"), script)
-        site.start(*two)
-        site.joined(1)
-        agent = site.start(*two, program=program)
+        job_folder.start(*two)
+        job_folder.joined(1)
+        agent = job_folder.start(*two, program=program)
     else:
-        agent = site.start("--standalone", script, program=program)
+        agent = job_folder.start("--standalone", script, program=program)
     assert agent.end() == 70, agent.text
     assert "HF901" in agent.text
     assert "Too many open files" in agent.text
     assert agent.verdict["exit_code"] == 70
     assert json.dumps(agent.verdict["verdict"]["cause"]).count("Too many open files") == 1
     assert agent.events("fault")
-    site.all_gone()
+    job_folder.all_gone()
 
 
 # --- the wall clock is set back by an hour while a job runs: nothing counts on it ---------------------------------------
@@ -315,20 +332,20 @@ def steps_back(agent) -> list[float]:
     return [before - after for before, after in pairwise(stamps) if before - after > 60]
 
 
-def test_nobody_is_lost(site, tmp_path: Path, endpoint: str) -> None:
+def test_nobody_is_lost(job_folder, tmp_path: Path, endpoint: str) -> None:
     (tmp_path / "clock").mkdir()
     (tmp_path / "clock" / "sitecustomize.py").write_text(SITECUSTOMIZE)
     set_back = tmp_path / "set_back"
     env = {"PYTHONPATH": str(tmp_path / "clock"), "SET_BACK": str(set_back)}
     args = c10d(endpoint, "1:2", "--rdzv-conf", f"settle=20,lease={LEASE_S:g}")
-    agents = [site.start(*args, site.script(TAKES_TIME), env=env) for _ in range(2)]
-    site.wait(2, "training", world=2)
+    agents = [job_folder.start(*args, job_folder.script(TAKES_TIME), env=env) for _ in range(2)]
+    job_folder.wait(2, "training", world=2)
     set_back.touch()
     time.sleep(LEASE_S + 1)  # whoever measures a lease or a ping by it has been wrong by now
-    (site.folder / "finish").touch()
+    (job_folder.folder / "finish").touch()
     assert [agent.end() for agent in agents] == [0, 0], agents[0].text + agents[1].text
-    assert len(site.trail("up")) == 2, "a generation was formed anew"
-    for each in site.wait(2, "done"):
+    assert len(job_folder.trail("up")) == 2, "a generation was formed anew"
+    for each in job_folder.wait(2, "done"):
         assert -HOUR_S < each["passed"] < -HOUR_S / 2, "the workers' clock was not set back"
     for agent in agents:
         assert len(steps_back(agent)) == 1, agent.events()
@@ -336,4 +353,4 @@ def test_nobody_is_lost(site, tmp_path: Path, endpoint: str) -> None:
         assert not agent.events("fenced")
     started = [each for agent in agents for each in agent.events("coordinator.started")]
     assert [each["generation"] for each in started] == [1]
-    site.all_gone()
+    job_folder.all_gone()

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from holdfast.train.snapshots import folder
-from tests.processes.conftest import Agent, Site, SmallDisk, holdfast, told
+from tests.processes.conftest import Agent, JobFolder, SmallDisk, holdfast, told
 from tests.processes.test_control_jobs import beside, entries, refused
 from tests.processes.test_dashboard_jobs import place, visitor
 from tests.processes.test_hang_jobs import SCRIPTS
@@ -46,10 +46,10 @@ while :; do sleep 0.05; done
 """As soon as it is there, it can be interrupted: Python may take longer to start than the record lasts."""
 
 
-def begun(site: Site, script: str, count: int, *args: str | Path, **more: Any) -> Agent:
-    agent = site.start("--standalone", f"--nproc-per-node={count}", *args, site.script(script), **more)
-    site.wait(count, "up", 90)
-    until(lambda: entries(site), "an entry in the list")
+def begun(job_folder: JobFolder, script: str, count: int, *args: str | Path, **more: Any) -> Agent:
+    agent = job_folder.start("--standalone", f"--nproc-per-node={count}", *args, job_folder.script(script), **more)
+    job_folder.wait(count, "up", 90)
+    until(lambda: entries(job_folder), "an entry in the list")
     return agent
 
 
@@ -60,8 +60,8 @@ def why(done: Any) -> str:
     return str(rank["why"])
 
 
-def test_steps_and_seconds_of_ranks_are_profiled_and_what_cannot_be_is_said(site: Site) -> None:
-    agent = begun(site, TORCH, 3, "--dashboard=0", "--preload", "torch,torch._dynamo")
+def test_steps_and_seconds_of_ranks_are_profiled_and_what_cannot_be_is_said(job_folder: JobFolder) -> None:
+    agent = begun(job_folder, TORCH, 3, "--dashboard=0", "--preload", "torch,torch._dynamo")
     until(lambda: holdfast("profile", "0,1", "--steps", "1").returncode == 0, "steps of both ranks", 60)
     view = told("profile", "0-1", "--steps", "3")
     assert [rank["rank"] for rank in view["ranks"]] == [0, 1]
@@ -96,23 +96,23 @@ def test_steps_and_seconds_of_ranks_are_profiled_and_what_cannot_be_is_said(site
         asked = "coordinator.profile_asked"
         until(lambda: any(each["for_s"] == 60 for each in agent.events(asked)), "the order")
         assert why(holdfast("profile", "0", "--steps", "1", "--json")) == "it is being profiled already"
-        (pid,) = {each["pid"] for each in site.trail("up") if each["rank"] == 0}
+        (pid,) = {each["pid"] for each in job_folder.trail("up") if each["rank"] == 0}
         os.kill(pid, signal.SIGKILL)
         assert "ended while it was profiled" in first.communicate()[0]
     agent.end()
     by = next(each for each in agent.events(asked) if each["steps"] == 3)
     assert (by["ranks"], by["steps"], by["by"].startswith("holdfast profile on ")) == ([0, 1], 3, True)
     assert {each["rank"] for each in agent.events("profile")} == {0, 1, 2}
-    site.all_gone()
+    job_folder.all_gone()
 
 
-def test_py_spy_records_where_it_is_and_a_program_without_torch_is_told_so(site: Site) -> None:
-    spy = site.folder / "bin" / "py-spy"
+def test_py_spy_records_where_it_is_and_a_program_without_torch_is_told_so(job_folder: JobFolder) -> None:
+    spy = job_folder.folder / "bin" / "py-spy"
     spy.parent.mkdir()
     spy.write_text(PY_SPY)
     spy.chmod(0o755)
     path = f"{spy.parent}:{os.environ['PATH']}"
-    agent = begun(site, "meet()\nwhile True: time.sleep(0.01)", 2, env={"PATH": path})
+    agent = begun(job_folder, "meet()\nwhile True: time.sleep(0.01)", 2, env={"PATH": path})
     done = holdfast("profile", "1", "--seconds", f"{limit_s(0.3):g}", "--json")
     assert why(done) == "its program has not imported torch"
     (record,) = json.loads(done.stdout)["ranks"][0]["files"]
@@ -122,11 +122,11 @@ def test_py_spy_records_where_it_is_and_a_program_without_torch_is_told_so(site:
     assert "not every rank asks at a safe point" in refused("save")
     holdfast("kill")
     agent.end()
-    site.all_gone()
+    job_folder.all_gone()
 
 
-def test_a_full_disk_is_said_and_leaves_no_half_file(site: Site, disk: SmallDisk) -> None:
-    agent = begun(site, TORCH, 1, "--log-dir", disk.path / "logs", "--preload", "torch,torch._dynamo")
+def test_a_full_disk_is_said_and_leaves_no_half_file(job_folder: JobFolder, disk: SmallDisk) -> None:
+    agent = begun(job_folder, TORCH, 1, "--log-dir", disk.path / "logs", "--preload", "torch,torch._dynamo")
     until(lambda: holdfast("profile", "0", "--steps", "1").returncode == 0, "one fits", 60)
     disk.fill()
     assert "is the disk full?" in why(holdfast("profile", "0", "--steps", "100", "--json"))
@@ -157,10 +157,10 @@ with ht.process_group(), ht.Snapshots("runs", every=None) as snaps:
 """
 
 
-def test_save_has_all_ranks_save_at_one_step_and_go_on(site: Site) -> None:
-    agent = begun(site, SAVES, 2, "--preload", "torch,torch._dynamo")
+def test_save_has_all_ranks_save_at_one_step_and_go_on(job_folder: JobFolder) -> None:
+    agent = begun(job_folder, SAVES, 2, "--preload", "torch,torch._dynamo")
     until(lambda: holdfast("save").returncode == 0, lambda: f"a save\n{agent.text}", 60)
-    runs = site.folder / "runs"
+    runs = job_folder.folder / "runs"
     first = until(lambda: folder.survey(runs).newest_valid, lambda: f"a snapshot\n{agent.text}")
     assert told("status")["phase"] == "running"
     assert "all ranks save" in holdfast("save").stdout

@@ -54,22 +54,22 @@ with ht.process_group() as pg, ht.Snapshots("runs", every=None, memory_every=3) 
 """
 
 
-def check(site: Any, worlds: list[int]) -> None:
+def check(job_folder: Any, worlds: list[int]) -> None:
     """The trail of all lives together is a prefix of the epoch, each sample once, and it is what the last snapshot says."""
-    (cursor,) = {each["cursor"] for each in [last_state(site.folder / "runs")]}
-    trained = Counter(sample for each in site.trail("trained") for sample in each["samples"])
+    (cursor,) = {each["cursor"] for each in [last_state(job_folder.folder / "runs")]}
+    trained = Counter(sample for each in job_folder.trail("trained") for sample in each["samples"])
     assert set(trained.values()) == {1}, [sample for sample, count in trained.items() if count > 1][:9]
     assert trained.total() == cursor
     assert cursor % GLOBAL == 0
     lives: dict[str, list[Any]] = {}
-    for each in site.trail("begun"):
+    for each in job_folder.trail("begun"):
         lives.setdefault(each["port"], []).append(each)
     assert [len(each) for each in lives.values()] == worlds
     for life in lives.values():
         assert len({(each["resumed"], each["source"], each["cursor"]) for each in life}) == 1, life
     # Each life begins with the sample after the last one of the life before.
     begun = [life[0]["cursor"] for life in lives.values()]
-    counts = [sum(len(each["samples"]) for each in site.trail("trained", port=port)) for port in lives]
+    counts = [sum(len(each["samples"]) for each in job_folder.trail("trained", port=port)) for port in lives]
     assert begun == [sum(counts[:number]) for number in range(len(counts))]
 
 
@@ -82,28 +82,28 @@ def last_state(runs: Path) -> dict[str, Any]:
     return state
 
 
-def test_a_node_leaves_and_another_comes(site, endpoint: str) -> None:
-    script = site.script(TRAIN)
+def test_a_node_leaves_and_another_comes(job_folder, endpoint: str) -> None:
+    script = job_folder.script(TRAIN)
     args = c10d(endpoint, "1:2", "--rdzv-conf", "settle=0.1", "--grow", "drain", "--max-restarts", "0")
     args = (*args, "--nproc-per-node", "2", "--preload", PRELOAD)
-    stays = site.start(*args, script)
-    leaves = site.start(*args, script)
-    site.wait(24, "stepped", LIMIT_S, world=4)
+    stays = job_folder.start(*args, script)
+    leaves = job_folder.start(*args, script)
+    job_folder.wait(24, "stepped", LIMIT_S, world=4)
     leaves.signal(signal.SIGTERM)
     assert leaves.end(LIMIT_S) == 75, leaves.text
-    site.wait(8, "stepped", LIMIT_S, world=2)
-    comes = site.start(*args, script)
-    before = len(site.trail("stepped", world=4))
-    site.wait(before + 12, "stepped", LIMIT_S, world=4)
+    job_folder.wait(8, "stepped", LIMIT_S, world=2)
+    comes = job_folder.start(*args, script)
+    before = len(job_folder.trail("stepped", world=4))
+    job_folder.wait(before + 12, "stepped", LIMIT_S, world=4)
     for agent in (stays, comes):
         agent.signal(signal.SIGTERM)
     assert stays.end(LIMIT_S) == 75, stays.text
     assert comes.end(LIMIT_S) == 75, comes.text
-    worlds = [len({n["rank"] for n in site.trail("begun", port=port)}) for port in ports(site)]
+    worlds = [len({n["rank"] for n in job_folder.trail("begun", port=port)}) for port in ports(job_folder)]
     assert worlds[-3:] == [4, 2, 4]
-    check(site, worlds)
-    site.all_gone()
+    check(job_folder, worlds)
+    job_folder.all_gone()
 
 
-def ports(site: Any) -> list[str]:
-    return list(dict.fromkeys(each["port"] for each in site.trail("begun")))
+def ports(job_folder: Any) -> list[str]:
+    return list(dict.fromkeys(each["port"] for each in job_folder.trail("begun")))

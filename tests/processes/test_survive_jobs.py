@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from holdfast.protocol.errors import EXIT_REQUEUE
-from tests.processes.conftest import Agent, Site, c10d, coordinators_first, holdfast
+from tests.processes.conftest import Agent, JobFolder, c10d, coordinators_first, holdfast
 from tests.support.limits import until
 from tests.warm import Warm
 from tests.warm_jobs import Started, WarmJobs
@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.xdist_group("torch survivors"), pytest.mark.timeout(24
 
 
 class WarmAgents:
-    """Agents and fork servers that share an import of torch: what `Site` uses of an AgentServer."""
+    """Agents and fork servers that share an import of torch: what `JobFolder` uses of an AgentServer."""
 
     def __init__(self, jobs: WarmJobs) -> None:
         self._jobs = jobs
@@ -43,53 +43,63 @@ class WarmAgents:
 
 @pytest.fixture(scope="module")
 def agent_server(warm: Warm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[WarmAgents]:
-    """Where the agents of a site come from."""
+    """Where the agents of a job_folder come from."""
     with WarmJobs(warm, tmp_path_factory.mktemp("jobs")) as made:
         yield WarmAgents(made)
 
 
-def trained(site: Site, *options: str, faults: Sequence[Sequence[Any]] = (), epochs: int = 2) -> Agent:
-    """A job of three ranks, in the site's folder, which has to succeed."""
+def trained(job_folder: JobFolder, *options: str, faults: Sequence[Sequence[Any]] = (), epochs: int = 2) -> Agent:
+    """A job of three ranks, in the job_folder's folder, which has to succeed."""
     case = json.dumps({"epochs": epochs, "faults": faults})
-    line = ("--standalone", "--nproc-per-node", str(WORLD), "--preload", "torch", *options, SURVIVOR, site.folder, case)
-    return site.ends(0, *line, limit_s=LIMIT_S)
+    line = (
+        "--standalone",
+        "--nproc-per-node",
+        str(WORLD),
+        "--preload",
+        "torch",
+        *options,
+        SURVIVOR,
+        job_folder.folder,
+        case,
+    )
+    return job_folder.ends(0, *line, limit_s=LIMIT_S)
 
 
-def ends(site: Site, count: int = WORLD) -> list[dict[str, Any]]:
-    return [json.loads((site.folder / f"end.{local_rank}").read_text()) for local_rank in range(count)]
+def ends(job_folder: JobFolder, count: int = WORLD) -> list[dict[str, Any]]:
+    return [json.loads((job_folder.folder / f"end.{local_rank}").read_text()) for local_rank in range(count)]
 
 
-def test_the_others_go_on_and_a_replacement_joins(site: Site) -> None:
+def test_the_others_go_on_and_a_replacement_joins(job_folder: JobFolder) -> None:
     epochs = 60
-    agent = trained(site, "--max-restarts", "1", faults=[[1, "backward", 20, "kill"]], epochs=epochs)
-    found = ends(site)
+    agent = trained(job_folder, "--max-restarts", "1", faults=[[1, "backward", 20, "kill"]], epochs=epochs)
+    found = ends(job_folder)
     assert [each["worlds"] for each in found] == [[3, 2, 3], [3], [3, 2, 3]], agent.text
     assert [each["counts"] for each in found] == [[-epochs]] * WORLD
     assert len({each["parameters"] for each in found}) == 1
     assert len(list(agent.folder.glob("attempt_*"))) == 1
 
 
-def test_steps_that_are_longer_than_the_limit_of_a_release_cost_no_other_process(site: Site) -> None:
+def test_steps_that_are_longer_than_the_limit_of_a_release_cost_no_other_process(job_folder: JobFolder) -> None:
     """Neither when a rank is lost in the middle of one, nor when its replacement joins."""
     line = ("--standalone", "--nproc-per-node", str(WORLD), "--preload", "torch", "--max-restarts", "1")
-    agent = site.ends(0, *line, SLOW_SURVIVOR, site.folder, "7", limit_s=LIMIT_S)
-    worlds = [json.loads(path.read_text()) for path in site.folder.glob("end.*")]
+    agent = job_folder.ends(0, *line, SLOW_SURVIVOR, job_folder.folder, "7", limit_s=LIMIT_S)
+    worlds = [json.loads(path.read_text()) for path in job_folder.folder.glob("end.*")]
     assert sorted(worlds) == [[3], [3, 2, 3], [3, 2, 3]], agent.text
     assert agent.events("not_released") == []
 
 
-def test_all_go_on_with_another_store(site: Site) -> None:
-    agent = trained(site, faults=[[1, "forward", 20, "kill the store"]], epochs=6)
-    assert [(each["worlds"], each["counts"]) for each in ends(site)] == [([3, 3], [-6])] * WORLD, agent.text
+def test_all_go_on_with_another_store(job_folder: JobFolder) -> None:
+    agent = trained(job_folder, faults=[[1, "forward", 20, "kill the store"]], epochs=6)
+    assert [(each["worlds"], each["counts"]) for each in ends(job_folder)] == [([3, 3], [-6])] * WORLD, agent.text
     assert "the store host on" in agent.text
 
 
-def test_waiting_for_the_replacement_changes_nothing(site: Site, tmp_path: Path) -> None:
-    agent = trained(site, "--survive", "off")
-    reference = ends(site)
+def test_waiting_for_the_replacement_changes_nothing(job_folder: JobFolder, tmp_path: Path) -> None:
+    agent = trained(job_folder, "--survive", "off")
+    reference = ends(job_folder)
     faults = [[1, "backward", 20, "kill"], [2, "optimizer", 25, "kill"]]
     (tmp_path / "lost").mkdir()
-    with contextlib.closing(Site(tmp_path / "lost", site.server)) as lost:
+    with contextlib.closing(JobFolder(tmp_path / "lost", job_folder.server)) as lost:
         agent = trained(lost, "--max-restarts", "2", "--survive", "wait", faults=faults)
     assert [each["worlds"] for each in ends(lost)] == [[3, 3, 3], [3, 3], [3]], agent.text
     assert [{**each, "worlds": 0} for each in ends(lost)] == [{**each, "worlds": 0} for each in reference]
@@ -100,66 +110,68 @@ def test_waiting_for_the_replacement_changes_nothing(site: Site, tmp_path: Path)
     [(("--survive", "off"), "kill"), ((), "bug")],
     ids=["off", "an exception"],
 )
-def test_all_are_started_again(site: Site, options: tuple[str, ...], what: str) -> None:
-    agent = trained(site, "--max-restarts", "1", *options, faults=[[1, "backward", 20, what]])
-    assert [(each["worlds"], each["counts"]) for each in ends(site)] == [([3], [-2])] * WORLD
+def test_all_are_started_again(job_folder: JobFolder, options: tuple[str, ...], what: str) -> None:
+    agent = trained(job_folder, "--max-restarts", "1", *options, faults=[[1, "backward", 20, what]])
+    assert [(each["worlds"], each["counts"]) for each in ends(job_folder)] == [([3], [-2])] * WORLD
     assert len(list(agent.folder.glob("attempt_*"))) == 2
 
 
 @pytest.mark.parametrize("how", ["exit", "exit at once"])
-def test_a_rank_that_exits_with_0_ends_the_job_in_its_name(site: Site, how: str) -> None:
+def test_a_rank_that_exits_with_0_ends_the_job_in_its_name(job_folder: JobFolder, how: str) -> None:
     """The others need it in their next step. They do not wait for it as at the common end, until somebody finds a hang."""
     case = json.dumps({"epochs": 2, "faults": [[1, "begin", 20, how]]})
-    line = ("--standalone", "--nproc-per-node", str(WORLD), "--preload", "torch", SURVIVOR, site.folder, case)
-    agent = site.ends(1, *line, limit_s=LIMIT_S)
+    line = ("--standalone", "--nproc-per-node", str(WORLD), "--preload", "torch", SURVIVOR, job_folder.folder, case)
+    agent = job_folder.ends(1, *line, limit_s=LIMIT_S)
     assert "rank 1 on" in agent.verdict["verdict"]["cause"], agent.text
     assert agent.verdict["verdict"]["code"] == "HF229"
     assert ("rank 1 ends: sys.exit(0) in its training function after step 20" in agent.text) == (how == "exit")
     assert "ranks go on" not in agent.text
 
 
-def test_ranks_that_all_exit_with_0_have_succeeded(site: Site) -> None:
-    agent = trained(site, faults=[[rank, "begin", 20, "exit"] for rank in range(WORLD)])
+def test_ranks_that_all_exit_with_0_have_succeeded(job_folder: JobFolder) -> None:
+    agent = trained(job_folder, faults=[[rank, "begin", 20, "exit"] for rank in range(WORLD)])
     assert agent.text.count("ends: sys.exit(0)") == WORLD
 
 
 @pytest.mark.parametrize("where", ["forward", "backward", "optimizer"])
-def test_the_others_go_on_when_the_coordinators_node_is_lost(site: Site, endpoint: str, where: str) -> None:
+def test_the_others_go_on_when_the_coordinators_node_is_lost(job_folder: JobFolder, endpoint: str, where: str) -> None:
     """Everything on the coordinator's node is killed at once. The others elect a successor and go on in their processes:
     a list of each one has both worlds. No step is lost, and each sample counts once."""
     options = ("--nproc-per-node", "1", "--rdzv-conf", "settle=60", "--preload", "torch")
-    line = (*c10d(endpoint, "2:3", *options), SURVIVOR, site.folder)
+    line = (*c10d(endpoint, "2:3", *options), SURVIVOR, job_folder.folder)
 
     def start(number: int) -> Agent:
-        return site.start(*line, json.dumps({"node": number, "faults": [[0, where, 20, "wait"]]}))
+        return job_folder.start(*line, json.dumps({"node": number, "faults": [[0, where, 20, "wait"]]}))
 
     lost = start(0)
     lost.says("waiting: 1 of 2 to 3 nodes are here")
     others = [start(number) for number in (1, 2)]
-    until((site.folder / "fault.0").exists, lambda: lost.text, LIMIT_S)
+    until((job_folder.folder / "fault.0").exists, lambda: lost.text, LIMIT_S)
     assert lost.events("coordinator.started")
     kill_all_of(lost)
     for agent in others:
         assert agent.end(LIMIT_S) == 0, agent.text
     assert sum("this node is the coordinator now" in agent.text for agent in others) == 1
     assert [len(list(agent.folder.glob("attempt_*"))) for agent in others] == [1, 1], "nobody was started again"
-    found = [json.loads((site.folder / f"end.{number}").read_text()) for number in (1, 2)]
+    found = [json.loads((job_folder.folder / f"end.{number}").read_text()) for number in (1, 2)]
     assert [(each["worlds"], each["counts"], each["step"]) for each in found] == [([3, 2], [-2], 32)] * 2
     assert len({each["parameters"] for each in found}) == 1
 
 
-def three_nodes(site: Site, endpoint: str, leaver: int, *options: str, **case: Any) -> list[Agent]:
+def three_nodes(job_folder: JobFolder, endpoint: str, leaver: int, *options: str, **case: Any) -> list[Agent]:
     """One rank on each. In step 20 the leaver's waits in its forward pass, and its agent gets SIGTERM."""
     options = ("--nproc-per-node", "1", *options, "--rdzv-conf", "settle=60", "--preload", "torch")
-    line = (*c10d(endpoint, "1:3", *options), SURVIVOR, site.folder)
+    line = (*c10d(endpoint, "1:3", *options), SURVIVOR, job_folder.folder)
 
     def start(number: int) -> Agent:
-        return site.start(*line, json.dumps({"node": number, "faults": [[leaver, "forward", 20, "wait"]], **case}))
+        return job_folder.start(
+            *line, json.dumps({"node": number, "faults": [[leaver, "forward", 20, "wait"]], **case})
+        )
 
     agents = [start(0)]
     agents[0].says("waiting: 1 of 1 to 3 nodes are here")
     agents += [start(number) for number in (1, 2)]
-    until((site.folder / "fault.0").exists, lambda: agents[leaver].text, LIMIT_S)
+    until((job_folder.folder / "fault.0").exists, lambda: agents[leaver].text, LIMIT_S)
     agents[leaver].signal(signal.SIGTERM)
     return agents
 
@@ -170,55 +182,59 @@ def left(agents: Sequence[Agent]) -> bool:
 
 
 @pytest.mark.parametrize("leaver", [0, 2], ids=["the coordinator's", "another"])
-def test_a_node_that_leaves_ends_no_other_process(site: Site, endpoint: str, leaver: int) -> None:
-    agents = three_nodes(site, endpoint, leaver)
+def test_a_node_that_leaves_ends_no_other_process(job_folder: JobFolder, endpoint: str, leaver: int) -> None:
+    agents = three_nodes(job_folder, endpoint, leaver)
     until(lambda: left(agents), lambda: agents[0].text, LIMIT_S)
-    (site.folder / "go on after 20").touch()
+    (job_folder.folder / "go on after 20").touch()
     assert agents[leaver].end(LIMIT_S) == EXIT_REQUEUE, agents[leaver].text
     others = [number for number in range(3) if number != leaver]
     for number in others:
         assert agents[number].end(LIMIT_S) == 0, agents[number].text
     assert [len(agents[number].events("worker_started")) for number in others] == [1, 1]
-    found = [json.loads((site.folder / f"end.{number}").read_text()) for number in others]
+    found = [json.loads((job_folder.folder / f"end.{number}").read_text()) for number in others]
     assert [(each["worlds"], each["counts"], each["step"]) for each in found] == [([3, 2], [-2], 32)] * 2
     assert len({each["parameters"] for each in found}) == 1
     assert {each["steps_lost"] for number in others for each in agents[number].events("went_on")} == {0}
-    assert not (site.folder / f"end.{leaver}").exists()
+    assert not (job_folder.folder / f"end.{leaver}").exists()
 
 
-def test_a_node_that_is_killed_while_it_leaves_is_lost_and_no_more(site: Site, endpoint: str) -> None:
+def test_a_node_that_is_killed_while_it_leaves_is_lost_and_no_more(job_folder: JobFolder, endpoint: str) -> None:
     """Its rank has not done the step that the others wait for."""
-    agents = three_nodes(site, endpoint, 2)
+    agents = three_nodes(job_folder, endpoint, 2)
     until(lambda: left(agents), lambda: agents[0].text, LIMIT_S)
     kill_all_of(agents[2])
     for agent in agents[:2]:
         assert agent.end(LIMIT_S) == 0, agent.text
     assert [len(agent.events("worker_started")) for agent in agents[:2]] == [1, 1]
-    found = [json.loads((site.folder / f"end.{number}").read_text()) for number in range(2)]
+    found = [json.loads((job_folder.folder / f"end.{number}").read_text()) for number in range(2)]
     assert [(each["worlds"], each["counts"], each["step"]) for each in found] == [([3, 2], [-2], 32)] * 2
 
 
-def test_a_worker_that_is_killed_while_another_node_leaves_is_replaced_at_no_cost(site: Site, endpoint: str) -> None:
+def test_a_worker_that_is_killed_while_another_node_leaves_is_replaced_at_no_cost(
+    job_folder: JobFolder, endpoint: str
+) -> None:
     """As it was when all were stopped for that node. No restart is allowed here."""
-    agents = three_nodes(site, endpoint, 2)
+    agents = three_nodes(job_folder, endpoint, 2)
     until(lambda: left(agents), lambda: agents[0].text, LIMIT_S)
     os.kill(agents[1].events("worker_started")[0]["pid"], signal.SIGKILL)
     assert agents[2].end(LIMIT_S) == EXIT_REQUEUE, agents[2].text
     for agent in agents[:2]:
         assert agent.end(LIMIT_S) == 0, agent.text
     assert len(agents[0].events("worker_started")) == 1
-    found = json.loads((site.folder / "end.0").read_text())
+    found = json.loads((job_folder.folder / "end.0").read_text())
     assert (found["worlds"][:2], found["counts"], found["step"]) == ([3, 1], [-2], 32)
 
 
-def test_where_too_few_are_left_all_save_at_the_safe_point_and_start_again(site: Site, endpoint: str) -> None:
-    agents = three_nodes(site, endpoint, 2, "--min-ranks", "3")
+def test_where_too_few_are_left_all_save_at_the_safe_point_and_start_again(
+    job_folder: JobFolder, endpoint: str
+) -> None:
+    agents = three_nodes(job_folder, endpoint, 2, "--min-ranks", "3")
     until(lambda: any(agent.events("coordinator.drain_to") for agent in agents), "a safe point is agreed", LIMIT_S)
-    (site.folder / "go on after 20").touch()
+    (job_folder.folder / "go on after 20").touch()
     assert agents[2].end(LIMIT_S) == EXIT_REQUEUE, agents[2].text
     for agent in agents[:2]:
         assert agent.end(LIMIT_S) == 0, agent.text
-    found = [json.loads((site.folder / f"end.{number}").read_text()) for number in range(2)]
+    found = [json.loads((job_folder.folder / f"end.{number}").read_text()) for number in range(2)]
     assert [(each["worlds"], each["counts"], each["step"]) for each in found] == [([2], [-2], 32)] * 2
 
 
@@ -238,8 +254,8 @@ def two_nodes(endpoint: str, nproc: int, *more: str) -> tuple[str, ...]:
     return c10d(endpoint, "2", "--nproc-per-node", str(nproc), *more, "--preload", "torch")
 
 
-def steps_of(site: Site, rank: int) -> list[list[Any]]:
-    path = site.folder / str(rank)
+def steps_of(job_folder: JobFolder, rank: int) -> list[list[Any]]:
+    path = job_folder.folder / str(rank)
     return (
         [json.loads(line) for line in path.read_text().splitlines(True) if line.endswith("\n")] if path.exists() else []
     )
@@ -249,65 +265,65 @@ def saver_of(agent: Agent) -> psutil.Process:
     return psutil.Process(until(lambda: agent.find_below("holdfast.train.snapshots.saver"), "a saver", LIMIT_S))
 
 
-def test_a_newcomer_s_saver_may_die_while_it_fetches(site: Site, endpoint: str) -> None:
+def test_a_newcomer_s_saver_may_die_while_it_fetches(job_folder: JobFolder, endpoint: str) -> None:
     """Its worker waits for it, and fetches then itself."""
-    line = (*two_nodes(endpoint, 1, "--rdzv-conf", "settle=5"), COPIED, site.folder, "ddp", "60")
-    (site.folder / "hold").touch()
-    agents = [site.start(*line) for _ in range(2)]
-    until(lambda: len(steps_of(site, 1)) > 20, "the job trains", LIMIT_S)
+    line = (*two_nodes(endpoint, 1, "--rdzv-conf", "settle=5"), COPIED, job_folder.folder, "ddp", "60")
+    (job_folder.folder / "hold").touch()
+    agents = [job_folder.start(*line) for _ in range(2)]
+    until(lambda: len(steps_of(job_folder, 1)) > 20, "the job trains", LIMIT_S)
     stays, lost = coordinators_first(agents)
     giver = saver_of(stays)
     giver.suspend()
     kill_all_of(lost)
-    (site.folder / "hold").unlink()
-    newcomer = site.start(*line)
+    (job_folder.folder / "hold").unlink()
+    newcomer = job_folder.start(*line)
     until(lambda: newcomer.begun and newcomer.events("worker_started"), "its worker starts", LIMIT_S)
     saver_of(newcomer).kill()  # it fetches
     giver.resume()
     for agent in (stays, newcomer):
         assert agent.end(LIMIT_S) == 0, agent.text
-    assert [source for _, source, _ in steps_of(site, 0) if source] == ["memory"]
+    assert [source for _, source, _ in steps_of(job_folder, 0) if source] == ["memory"]
     assert not any(each.get("ahead") for each in newcomer.events("snapshot_fetched"))
 
 
-def test_copies_that_are_too_slow_are_skipped(site: Site, endpoint: str) -> None:
-    line = (*two_nodes(endpoint, 1), COPIED, site.folder, "ddp", "60", "1000")
-    agents = [site.start(*line) for _ in range(2)]
+def test_copies_that_are_too_slow_are_skipped(job_folder: JobFolder, endpoint: str) -> None:
+    line = (*two_nodes(endpoint, 1), COPIED, job_folder.folder, "ddp", "60", "1000")
+    agents = [job_folder.start(*line) for _ in range(2)]
     for agent in agents:
         assert agent.end(LIMIT_S) == 0, agent.text
-    assert steps_of(site, 0)[-1][0] == 60
+    assert steps_of(job_folder, 0)[-1][0] == 60
     copies = [each for agent in agents for each in agent.events("snapshot_copy")]
     assert {each["why"] for each in copies if each["rank"] == -1} == {"the copy before it is still on its way"}
     assert len([each for each in copies if each["rank"] == -1]) > 5
 
 
-def test_copies_go_on_after_a_loss_that_was_survived(site: Site, endpoint: str) -> None:
+def test_copies_go_on_after_a_loss_that_was_survived(job_folder: JobFolder, endpoint: str) -> None:
     case = json.dumps({"epochs": 60, "copies": 1, "faults": [[1, "optimizer", 20, "kill"]]})
-    line = (*two_nodes(endpoint, 2, "--max-restarts", "1"), SURVIVOR, site.folder, case)
-    agents = [site.start(*line) for _ in range(2)]
+    line = (*two_nodes(endpoint, 2, "--max-restarts", "1"), SURVIVOR, job_folder.folder, case)
+    agents = [job_folder.start(*line) for _ in range(2)]
     for agent in agents:
         assert agent.end(LIMIT_S) == 0, agent.text
-    worlds = [each["worlds"] for each in ends(site, 2)]
+    worlds = [each["worlds"] for each in ends(job_folder, 2)]
     assert [4, 3, 4] in worlds, agents[0].text
     arrived = [each for agent in agents for each in agent.events("snapshot_copy") if not each["why"]]
     assert {each["rank"] for each in arrived if each["step"] > 30} == {0, 1, 2, 3}
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp2", "hsdp"])
-def test_a_lost_node_s_state_comes_from_another_node_s_memory(site: Site, endpoint: str, kind: str) -> None:
+def test_a_lost_node_s_state_comes_from_another_node_s_memory(job_folder: JobFolder, endpoint: str, kind: str) -> None:
     """Everything of a node is killed at once, and a node that has nothing takes its place. The disk has nothing."""
-    line = (*two_nodes(endpoint, 2, "--rdzv-conf", "settle=5"), COPIED, site.folder, kind, "90")
-    (site.folder / "hold").touch()  # else the job may be over before the kill
-    agents = [site.start(*line) for _ in range(2)]
-    until(lambda: len(steps_of(site, 3)) > 40, "the job trains", LIMIT_S)
+    line = (*two_nodes(endpoint, 2, "--rdzv-conf", "settle=5"), COPIED, job_folder.folder, kind, "90")
+    (job_folder.folder / "hold").touch()  # else the job may be over before the kill
+    agents = [job_folder.start(*line) for _ in range(2)]
+    until(lambda: len(steps_of(job_folder, 3)) > 40, "the job trains", LIMIT_S)
     lost = coordinators_first(agents)[1]
     kill_all_of(lost)
-    (site.folder / "hold").unlink()
-    newcomer = site.start(*line)
+    (job_folder.folder / "hold").unlink()
+    newcomer = job_folder.start(*line)
     assert newcomer.end(LIMIT_S) == 0, newcomer.text
     before: dict[int, str] = {}
     for rank in range(4):
-        told = steps_of(site, rank)
+        told = steps_of(job_folder, rank)
         first = next(number for number, each in enumerate(told) if each[1])
         step, source, fingerprint = told[first]
         assert source == "memory", newcomer.text

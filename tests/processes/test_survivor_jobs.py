@@ -65,87 +65,87 @@ def all_able(agent: Any, generation: int, count: int) -> None:
     )
 
 
-def kill_rank(site: Any, rank: int) -> None:
-    os.kill(site.trail("up", rank=rank)[-1]["pid"], signal.SIGKILL)
+def kill_rank(job_folder: Any, rank: int) -> None:
+    os.kill(job_folder.trail("up", rank=rank)[-1]["pid"], signal.SIGKILL)
 
 
-def places(site: Any, generation: int) -> list[tuple[int, int]]:
+def places(job_folder: Any, generation: int) -> list[tuple[int, int]]:
     """Rank and world size of each worker that went on in this generation."""
-    return sorted(each["now"] for each in site.trail("went_on", generation=generation))
+    return sorted(each["now"] for each in job_folder.trail("went_on", generation=generation))
 
 
-def test_the_others_go_on_and_a_replacement_joins(site) -> None:
-    line = ("--standalone", "--nproc-per-node", "3", "--max-restarts", "1", site.script(SCRIPT), "3")
-    agent = site.start(*line)
+def test_the_others_go_on_and_a_replacement_joins(job_folder) -> None:
+    line = ("--standalone", "--nproc-per-node", "3", "--max-restarts", "1", job_folder.script(SCRIPT), "3")
+    agent = job_folder.start(*line)
     all_able(agent, 1, 3)
-    kill_rank(site, 1)
+    kill_rank(job_folder, 1)
     assert agent.end() == 0, agent.text
-    assert places(site, 2) == [(0, 2), (1, 2)]
-    assert places(site, 3) == [(0, 3), (1, 3), (2, 3)]
-    assert len(site.trail("up")) == 4, "three workers and one replacement"
-    assert [each["fresh"] for each in site.trail("went_on", generation=3, rank=1)] == [False]
+    assert places(job_folder, 2) == [(0, 2), (1, 2)]
+    assert places(job_folder, 3) == [(0, 3), (1, 3), (2, 3)]
+    assert len(job_folder.trail("up")) == 4, "three workers and one replacement"
+    assert [each["fresh"] for each in job_folder.trail("went_on", generation=3, rank=1)] == [False]
     assert "2 ranks go on" in agent.text
     assert "it counts as restart 1 of 1" in agent.text
     assert {path.name for path in (agent.folder / "attempt_0").iterdir()} == {"0", "1", "1.1", "2"}
     assert [problem for event in agent.events() for problem in problems(event)] == []
-    site.all_gone()
+    job_folder.all_gone()
 
 
-def test_workers_of_two_nodes_go_on(site, endpoint: str) -> None:
+def test_workers_of_two_nodes_go_on(job_folder, endpoint: str) -> None:
     args = c10d(endpoint, "2", "--nproc-per-node", "2", "--max-restarts", "1")
-    agents = [site.start(*args, site.script(SCRIPT), "3") for _ in range(2)]
+    agents = [job_folder.start(*args, job_folder.script(SCRIPT), "3") for _ in range(2)]
     for agent in agents:
         all_able(agent, 1, 2)
-    kill_rank(site, 0)
+    kill_rank(job_folder, 0)
     assert [agent.end() for agent in agents] == [0, 0], agents[0].text
-    assert places(site, 2) == [(0, 3), (1, 3), (2, 3)]
-    assert places(site, 3) == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    assert places(job_folder, 2) == [(0, 3), (1, 3), (2, 3)]
+    assert places(job_folder, 3) == [(0, 4), (1, 4), (2, 4), (3, 4)]
 
 
-def test_a_lost_node_costs_no_restart_and_a_new_one_joins(site, endpoint: str) -> None:
+def test_a_lost_node_costs_no_restart_and_a_new_one_joins(job_folder, endpoint: str) -> None:
     args = c10d(endpoint, "1:2", "--nproc-per-node", "2")
-    first = site.start(*args, site.script(SCRIPT), "3")
-    site.joined(1)
-    second = site.start(*args, site.script(SCRIPT), "3")
+    first = job_folder.start(*args, job_folder.script(SCRIPT), "3")
+    job_folder.joined(1)
+    second = job_folder.start(*args, job_folder.script(SCRIPT), "3")
     for agent in (first, second):
         all_able(agent, 1, 2)
     second.signal(signal.SIGKILL)
     all_able(first, 2, 2)
-    assert places(site, 2) == [(0, 2), (1, 2)]
-    third = site.start(*args, site.script(SCRIPT), "3")
+    assert places(job_folder, 2) == [(0, 2), (1, 2)]
+    third = job_folder.start(*args, job_folder.script(SCRIPT), "3")
     assert (first.end(), third.end()) == (0, 0), first.text
-    assert places(site, 3) == [(0, 4), (1, 4), (2, 4), (3, 4)]
-    assert len(site.trail("up", agent="0")) == 2
+    assert places(job_folder, 3) == [(0, 4), (1, 4), (2, 4), (3, 4)]
+    assert len(job_folder.trail("up", agent="0")) == 2
 
 
 @pytest.mark.parametrize("option", [("--survive", "off"), ("--min-ranks", "3")], ids=lambda option: option[0])
-def test_all_are_started_again_where_they_must_not_go_on(site, option: tuple[str, str]) -> None:
-    line = ("--standalone", "--nproc-per-node", "3", "--max-restarts", "1", *option, site.script(SCRIPT), "9")
-    agent = site.start(*line)
+def test_all_are_started_again_where_they_must_not_go_on(job_folder, option: tuple[str, str]) -> None:
+    line = ("--standalone", "--nproc-per-node", "3", "--max-restarts", "1", *option, job_folder.script(SCRIPT), "9")
+    agent = job_folder.start(*line)
     if option[0] == "--survive":
-        site.wait(3, "refused")
+        job_folder.wait(3, "refused")
     else:
         all_able(agent, 1, 3)
-    kill_rank(site, 1)
+    kill_rank(job_folder, 1)
     assert agent.end() == 0, agent.text
-    assert len(site.trail("up", round=1)) == 3
-    assert site.trail("went_on") == []
+    assert len(job_folder.trail("up", round=1)) == 3
+    assert job_folder.trail("went_on") == []
 
 
-def test_without_a_restart_left_the_job_ends_as_ever(site) -> None:
-    agent = site.start("--standalone", "--nproc-per-node", "2", site.script(SCRIPT), "9")
+def test_without_a_restart_left_the_job_ends_as_ever(job_folder) -> None:
+    agent = job_folder.start("--standalone", "--nproc-per-node", "2", job_folder.script(SCRIPT), "9")
     all_able(agent, 1, 2)
-    kill_rank(site, 1)
+    kill_rank(job_folder, 1)
     assert agent.end() == 137, agent.text
     assert (agent.verdict["code"], agent.verdict["verdict"]["culprit"]["rank"]) == ("HF204", 1)
-    assert site.trail("went_on") == []
+    assert job_folder.trail("went_on") == []
 
 
-def test_the_others_can_wait_for_the_replacement(site) -> None:
+def test_the_others_can_wait_for_the_replacement(job_folder) -> None:
     options = ("--nproc-per-node", "2", "--max-restarts", "1", "--survive", "wait")
-    agent = site.start("--standalone", *options, site.script(SCRIPT), "3")
+    agent = job_folder.start("--standalone", *options, job_folder.script(SCRIPT), "3")
     all_able(agent, 1, 2)
-    kill_rank(site, 0)
+    kill_rank(job_folder, 0)
     assert agent.end() == 0, agent.text
-    assert (places(site, 2), places(site, 3)) == ([], [(0, 2), (1, 2)])
-    assert len(site.trail("up")) == 3
+    assert (places(job_folder, 2), places(job_folder, 3)) == ([], [(0, 2), (1, 2)])
+    assert len(job_folder.trail("up")) == 3

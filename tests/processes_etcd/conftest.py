@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.processes.agent_server import AgentServer
-from tests.processes.conftest import Site
+from tests.processes.conftest import JobFolder
 from tests.support.limits import limit_s, until
 
 READY_S = 30.0
@@ -151,7 +151,7 @@ def etcd_agent_server() -> Iterator[AgentServer]:
 
 
 @pytest.fixture
-def site(tmp_path: Path, etcd_agent_server: AgentServer) -> Iterator[Site]:
-    made = Site(tmp_path, etcd_agent_server)
+def job_folder(tmp_path: Path, etcd_agent_server: AgentServer) -> Iterator[JobFolder]:
+    made = JobFolder(tmp_path, etcd_agent_server)
     yield made
     made.close()

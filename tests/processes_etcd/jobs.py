@@ -23,8 +23,8 @@ def hosts(agents):
     return [agent for _, agent in sorted(terms, key=lambda term: term[0])]
 
 
-def finish(site) -> None:
-    (site.folder / "finish").touch()
+def finish(job_folder) -> None:
+    (job_folder.folder / "finish").touch()
 
 
 def keys(etcd) -> str:

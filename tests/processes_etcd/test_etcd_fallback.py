@@ -76,28 +76,28 @@ def old_server(etcd: Etcd) -> Iterator[OldServer]:
             thread.join()
 
 
-def test_a_job_goes_by_v2_and_says_so_once(site, etcd: Etcd) -> None:
+def test_a_job_goes_by_v2_and_says_so_once(job_folder, etcd: Etcd) -> None:
     with old_server(etcd) as old:
-        script = site.script(UNTIL_TOLD)
-        agents = [site.start(*by("etcd", old.endpoint, "2"), "--rdzv-id", "old", script) for _ in range(2)]
-        site.wait(2, "up", world=2)
+        script = job_folder.script(UNTIL_TOLD)
+        agents = [job_folder.start(*by("etcd", old.endpoint, "2"), "--rdzv-id", "old", script) for _ in range(2)]
+        job_folder.wait(2, "up", world=2)
         assert "/holdfast/old/coordinator" in etcd.ctl("ls", "--recursive", "/", api="2")
         assert etcd.ctl("get", "--prefix", "/", "--keys-only").strip() == ""
-        finish(site)
+        finish(job_folder)
         assert [agent.end() for agent in agents] == [0, 0], agents[0].text
         for agent in agents:
             assert agent.text.count(NOTICE) == 1, agent.text
             assert old.endpoint in next(line for line in agent.text.splitlines() if NOTICE in line)
 
 
-def test_neither_api(site, etcd_without_v2: Etcd) -> None:
+def test_neither_api(job_folder, etcd_without_v2: Etcd) -> None:
     with old_server(etcd_without_v2) as old:
-        code, agent = site.run(*by("etcd", old.endpoint, "1"), site.script("meet()"), limit_s=10)
+        code, agent = job_folder.run(*by("etcd", old.endpoint, "1"), job_folder.script("meet()"), limit_s=10)
         assert code == 2, agent.text
         assert "HF120" in agent.text
         assert "serves neither API v3 (its JSON gateway) nor v2" in agent.text
         assert "Traceback" not in agent.text
-        assert site.trail("up") == []
+        assert job_folder.trail("up") == []
 
 
 # --- API v2 with users: its own, kept apart from those of v3 ----------------------------------------------------------
@@ -123,22 +123,22 @@ def admin(etcd: Etcd, path: str, body: dict[str, Any]) -> None:
     until(done, f"etcd to take {path}", READY_S)
 
 
-def test_right_wrong_and_no_password(site, etcd: Etcd) -> None:
+def test_right_wrong_and_no_password(job_folder, etcd: Etcd) -> None:
     admin(etcd, "users/root", {"user": "root", "password": "secret"})
     admin(etcd, "enable", {})
     everything = {"kv": {"read": ["/*"], "write": ["/*"]}}
     admin(etcd, "roles/guest", {"role": "guest", "revoke": everything})
-    (site.folder / "good").write_text("secret\n")
-    (site.folder / "bad").write_text("wrong\n")
-    script = site.script("meet()")
+    (job_folder.folder / "good").write_text("secret\n")
+    (job_folder.folder / "bad").write_text("wrong\n")
+    script = job_folder.script("meet()")
     for given in ((), ("user=root", "password_file=bad"), ("user=nobody", "password_file=good")):
-        code, agent = site.run(*by("etcd-v2", etcd.endpoint, "1", *given), script, limit_s=10)
+        code, agent = job_folder.run(*by("etcd-v2", etcd.endpoint, "1", *given), script, limit_s=10)
         assert code == 2, agent.text
         assert "HF120" in agent.text
         assert "refuses user and password" in agent.text
         assert "Traceback" not in agent.text
-    assert site.trail("up") == []
+    assert job_folder.trail("up") == []
     args = by("etcd-v2", etcd.endpoint, "2", "user=root", "password_file=good")
-    agents = [site.start(*args, script) for _ in range(2)]
+    agents = [job_folder.start(*args, script) for _ in range(2)]
     assert [agent.end() for agent in agents] == [0, 0], agents[0].text
-    assert len(site.trail("up", world=2)) == 2
+    assert len(job_folder.trail("up", world=2)) == 2

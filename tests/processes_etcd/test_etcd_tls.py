@@ -80,40 +80,42 @@ def etcd_mutual(tmp_path_factory, free_port: Callable[[], int], papers: Papers) 
     yield from serving(tmp_path_factory, free_port, 1, *_secured(papers, *more), tls=papers.context())
 
 
-def meet(site, etcd: Etcd, backend: str, *conf: str) -> None:
-    script = site.script("meet()")
-    agents = [site.start(*by(backend, etcd.endpoint, "2", *conf), script) for _ in range(2)]
+def meet(job_folder, etcd: Etcd, backend: str, *conf: str) -> None:
+    script = job_folder.script("meet()")
+    agents = [job_folder.start(*by(backend, etcd.endpoint, "2", *conf), script) for _ in range(2)]
     assert [agent.end() for agent in agents] == [0, 0], agents[0].text
-    assert len(site.trail("up", world=2)) == 2
+    assert len(job_folder.trail("up", world=2)) == 2
 
 
-def refused(site, etcd: Etcd, backend: str, *conf: str) -> str:
+def refused(job_folder, etcd: Etcd, backend: str, *conf: str) -> str:
     """The one line about it."""
-    code, agent = site.run(*by(backend, etcd.endpoint, "1", *conf), site.script("meet()"), limit_s=REFUSAL_S_MAX)
+    code, agent = job_folder.run(
+        *by(backend, etcd.endpoint, "1", *conf), job_folder.script("meet()"), limit_s=REFUSAL_S_MAX
+    )
     assert code == 2, agent.text
     assert "Traceback" not in agent.text
-    assert site.trail("up") == []
+    assert job_folder.trail("up") == []
     (line,) = [line for line in agent.text.splitlines() if "HF120" in line]
     assert etcd.endpoint in line
     return line
 
 
 @BOTH
-def test_the_server_shows_a_certificate(site, papers: Papers, etcd_tls: Etcd, backend: str) -> None:
-    wrong = refused(site, etcd_tls, backend, *papers.of(backend, ca="stranger.pem", own=False))
+def test_the_server_shows_a_certificate(job_folder, papers: Papers, etcd_tls: Etcd, backend: str) -> None:
+    wrong = refused(job_folder, etcd_tls, backend, *papers.of(backend, ca="stranger.pem", own=False))
     assert "unable to get local issuer certificate" in wrong
     assert "cacert" in wrong
-    assert "protocol=https" in refused(site, etcd_tls, backend)
-    meet(site, etcd_tls, backend, *papers.of(backend, own=False))
+    assert "protocol=https" in refused(job_folder, etcd_tls, backend)
+    meet(job_folder, etcd_tls, backend, *papers.of(backend, own=False))
 
 
 @BOTH
-def test_both_show_a_certificate(site, papers: Papers, etcd_mutual: Etcd, backend: str) -> None:
-    missing = refused(site, etcd_mutual, backend, *papers.of(backend, own=False))
+def test_both_show_a_certificate(job_folder, papers: Papers, etcd_mutual: Etcd, backend: str) -> None:
+    missing = refused(job_folder, etcd_mutual, backend, *papers.of(backend, own=False))
     assert "requires a client certificate" in missing
-    meet(site, etcd_mutual, backend, *papers.of(backend, own=True))
+    meet(job_folder, etcd_mutual, backend, *papers.of(backend, own=True))
 
 
 @BOTH
-def test_tls_to_a_server_without(site, papers: Papers, etcd: Etcd, backend: str) -> None:
-    assert "does not speak TLS" in refused(site, etcd, backend, *papers.of(backend, own=False))
+def test_tls_to_a_server_without(job_folder, papers: Papers, etcd: Etcd, backend: str) -> None:
+    assert "does not speak TLS" in refused(job_folder, etcd, backend, *papers.of(backend, own=False))

@@ -62,7 +62,6 @@ from holdfast.protocol.messages import (
 )
 from holdfast.protocol.outcome import TEXT_BYTES_MAX, Failure, Outcome, OutcomeKind, Verdict
 from holdfast.protocol.policy import RANKS_MAX, WORKERS_PER_NODE_MAX, HeldStates, NodeSpec
-from holdfast.protocol.questions import Question
 from holdfast.protocol.rank_progress import FRAMES_MAX, Frame, RankProgress, RankSample, Stage
 
 text = st.text(st.characters(exclude_categories=["C", "Z"]), max_size=40)
@@ -253,7 +252,7 @@ def test_a_peers_words_are_clean_when_they_come_in() -> None:
     for message in (
         Join(node),
         Leave(EVIL),
-        Ask(1, Question.KILL, EVIL),
+        Ask(1, "kill", EVIL),
         WorkersFailed(1, (failure,)),
         Looked(1, 1, (sample,), (EVIL,)),
     ):

@@ -17,7 +17,7 @@ def command(target: Path | str, kind: CommandKind = CommandKind.SCRIPT, python: 
     return WorkerCommand(kind=kind, target=str(target), python=python)
 
 
-def site(folder: Path) -> str:
+def job_folder(folder: Path) -> str:
     (folder / "torch").mkdir()
     (folder / "torch" / "version.py").write_text(TORCH)
     (folder / "nvidia" / "nccl" / "include").mkdir(parents=True)
@@ -28,7 +28,7 @@ def site(folder: Path) -> str:
 def test_all_there_is(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text("print(1)\n")
-    found = node_versions(command(script), ["/nowhere", site(tmp_path)])
+    found = node_versions(command(script), ["/nowhere", job_folder(tmp_path)])
     assert found.pop("script")
     assert found.pop("arguments")
     assert found == {
@@ -66,7 +66,7 @@ def test_what_is_not_there_is_left_out(tmp_path: Path) -> None:
 
 
 def test_another_interpreter_is_not_guessed_at(tmp_path: Path) -> None:
-    assert "torch" not in node_versions(command("train.py", python="/usr/bin/other"), [site(tmp_path)])
+    assert "torch" not in node_versions(command("train.py", python="/usr/bin/other"), [job_folder(tmp_path)])
 
 
 def test_nothing_is_imported() -> None:

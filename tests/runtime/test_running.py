@@ -15,7 +15,6 @@ import msgspec
 import pytest
 
 from holdfast.protocol.errors import ControlRefusedError, ControlSilentError
-from holdfast.protocol.questions import Question
 from holdfast.runtime import running
 from holdfast.runtime.running import RunningAgent
 
@@ -135,7 +134,7 @@ def test_a_job_whose_socket_is_not_visible_stays_in_the_list(place: Path, tmp_pa
         assert [each.hidden for each in running.entries()] == [True]
         assert written.exists()
         with pytest.raises(ControlSilentError, match="is not visible from here"):
-            running.ask(running.entries()[0], Question.STATUS)
+            running.ask(running.entries()[0], "status")
 
 
 def test_an_entry_without_a_lock_stays(place: Path, tmp_path: Path) -> None:
@@ -189,7 +188,7 @@ def test_a_socket_of_another_user_gets_no_question(tmp_path: Path) -> None:
         os.seteuid(65534)
         try:
             with pytest.raises(ControlRefusedError, match="belongs to another user"):
-                running.Call(entry(str(path)), Question.STATUS)
+                running.Call(entry(str(path)), "status")
         finally:
             os.seteuid(0)
             os.setegid(0)

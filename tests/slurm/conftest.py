@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes.conftest import WAIT_S, Note, Site
+from tests.processes.conftest import WAIT_S, JobFolder, Note
 from tests.slurm.cluster import Cluster, why_not
 from tests.support.limits import until
 
@@ -17,7 +17,7 @@ HOLDFAST = (sys.executable, "-m", "holdfast")
 JOB_S = 60.0
 
 
-class Jobs(Site):
+class Jobs(JobFolder):
     """Batch scripts, and what their tasks noted."""
 
     def __init__(self, folder: Path, cluster: Cluster) -> None:
@@ -83,7 +83,7 @@ def jobs(cluster: Cluster, tmp_path: Path) -> Iterator[Jobs]:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path)
+def job_folder(tmp_path: Path) -> Iterator[JobFolder]:
+    made = JobFolder(tmp_path)
     yield made
     made.close()

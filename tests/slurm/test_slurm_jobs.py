@@ -9,7 +9,7 @@ from importlib.util import find_spec
 import pytest
 
 from tests.conftest import descendants
-from tests.processes.conftest import Site, is_alive
+from tests.processes.conftest import JobFolder, is_alive
 from tests.slurm.conftest import Jobs
 from tests.support.limits import until
 
@@ -193,18 +193,18 @@ note("saved")
 """
 
 
-def test_a_signal_to_every_process_is_a_notice(site: Site) -> None:
-    agent = site.start("--preempt-signal", "USR1", "--nproc-per-node", "2", site.script(DRAINS))
-    site.wait(2, "up")
+def test_a_signal_to_every_process_is_a_notice(job_folder: JobFolder) -> None:
+    agent = job_folder.start("--preempt-signal", "USR1", "--nproc-per-node", "2", job_folder.script(DRAINS))
+    job_folder.wait(2, "up")
     for pid in {agent.pid, *descendants(agent.pid)}:
         os.kill(pid, signal.SIGUSR1)
     assert agent.end() == 75, agent.text
-    assert len(site.trail("saved")) == 2
+    assert len(job_folder.trail("saved")) == 2
 
 
-def test_workers_get_the_default_back(site: Site) -> None:
+def test_workers_get_the_default_back(job_folder: JobFolder) -> None:
     """Without --preempt-signal it is torchrun's: passed on, and deadly to who has not asked for it."""
-    agent = site.start(site.script("meet(); hold()"))
-    site.wait(1, "up")
+    agent = job_folder.start(job_folder.script("meet(); hold()"))
+    job_folder.wait(1, "up")
     agent.signal(signal.SIGUSR1)
     assert agent.end() == 128 + signal.SIGUSR1, agent.text

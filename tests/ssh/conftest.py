@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from tests.ssh.yard import Yard, make_yard, why_not
+from tests.ssh.ssh_hosts import SshHosts, make_yard, why_not
 
-MakeYard = Callable[[int], Yard]
+MakeYard = Callable[[int], SshHosts]
 
 
 @pytest.fixture
-def yard(tmp_path: Path) -> Iterator[MakeYard]:
-    """`yard(4)`: four hosts, and a desk."""
+def ssh_hosts(tmp_path: Path) -> Iterator[MakeYard]:
+    """`ssh_hosts(4)`: four hosts, and a login_host."""
     if why := why_not():
         pytest.skip(why)
     with ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""A supervisor on a bench, driven step by step, with everything that it tells; and a site: a bench with a fork server and scripts."""
+"""A supervisor on a bench, driven step by step, with everything that it tells; and a preloaded: a bench with a fork server and scripts."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ PROBE = """
 """
 
 
-class Site:
+class PreloadedScript:
     """A folder with a heavy module and a script, and workers that run it on a bench."""
 
     def __init__(self, bench: Any, folder: Path) -> None:
@@ -179,11 +179,13 @@ class Site:
 
 
 @pytest.fixture
-def site(bench: AbstractAsyncContextManager[Bench], tmp_path: Path) -> AbstractAsyncContextManager[Site]:
+def preloaded(
+    bench: AbstractAsyncContextManager[Bench], tmp_path: Path
+) -> AbstractAsyncContextManager[PreloadedScript]:
     @asynccontextmanager
-    async def opened() -> AsyncIterator[Site]:
+    async def opened() -> AsyncIterator[PreloadedScript]:
         async with bench as made:
-            yield Site(made, tmp_path)
+            yield PreloadedScript(made, tmp_path)
 
     return opened()
 

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import threading
 from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
 
-import msgspec
 import pytest
 
 from holdfast.agent.events import Event, WorkersProgress, WorkersSeen
 from holdfast.protocol import board_layout as layout
 from holdfast.protocol.messages import Start
-from holdfast.protocol.rank_progress import NodeLoad, RankSample
+from holdfast.protocol.rank_progress import RankSample
 from holdfast.supervisor import board as board_module
 from holdfast.supervisor.board import Board, Observer
-from holdfast.supervisor.node_load import LoadReader, Machine
 from tests.support.limits import limit_s
 
 
@@ -136,56 +132,6 @@ def test_progress_is_told_again_and_again_until_it_stops() -> None:
         assert post.told == []
 
     observe(act)
-
-
-class MadeUpMachine(Machine):
-    """Answers when it may."""
-
-    def __init__(self, may: threading.Event) -> None:
-        self.may, self.asked = may, 0
-
-    def load(self, _folder: Path | None) -> NodeLoad:
-        self.asked += 1
-        self.may.wait(limit_s(30))
-        return NodeLoad(64, 37, 1, 2, 3, 4, 5, 6)
-
-
-async def reports(machine: MadeUpMachine) -> list[int]:
-    """The numbers of the reports that had a load, of 25. A reading that may go on is awaited."""
-    reader, found = LoadReader(None, lambda: machine), []
-    for number in range(25):
-        load = reader.newest()
-        if load is not None:
-            assert msgspec.structs.replace(load, lag_ms=0) == NodeLoad(64, 37, 1, 2, 3, 4, 5, 6)
-            found.append(number)
-        reading = [each for each in threading.enumerate() if each.name == "holdfast-load" and machine.may.is_set()]
-        await asyncio.to_thread(lambda: [each.join() for each in reading])  # noqa: B023 - it is awaited here
-    return found
-
-
-def test_one_report_of_ten_has_the_load() -> None:
-    machine = MadeUpMachine(threading.Event())
-    machine.may.set()
-    assert asyncio.run(reports(machine)) == [3, 13, 23]
-
-
-def test_without_room_for_a_thread_the_figures_are_missing_and_the_job_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def no_room(*_: object) -> None:
-        raise RuntimeError("can't start new thread")
-
-    async def report() -> None:
-        reader = LoadReader(None, lambda: MadeUpMachine(threading.Event()))
-        monkeypatch.setattr(threading.Thread, "start", no_room)
-        assert [reader.newest() for _ in range(25)] == [None] * 25
-
-    asyncio.run(report())
-
-
-def test_a_driver_that_hangs_costs_one_thread_and_the_figures_alone() -> None:
-    machine = MadeUpMachine(threading.Event())
-    assert asyncio.run(reports(machine)) == []
-    assert machine.asked == 1
-    machine.may.set()  # its loop has ended meanwhile, as an agent's may
 
 
 def test_a_look_at_a_generation_that_is_over_sees_nobody() -> None:

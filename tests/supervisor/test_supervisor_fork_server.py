@@ -23,40 +23,44 @@ from tests.supervisor.conftest import HEAVY
 # --- who forks, who reaps ---------------------------------------------------------------------------------------------
 
 
-async def test_one_import_for_all_workers_and_the_supervisor_is_their_parent(site: Any) -> None:
-    site.start_fork_server("heavy")
+async def test_one_import_for_all_workers_and_the_supervisor_is_their_parent(preloaded: Any) -> None:
+    preloaded.start_fork_server("heavy")
     keys = [f"w{number}" for number in range(20)]
     for key in keys:
-        site.spawn(key, "probe.py", "x", "y")
-    assert await site.end_of(*keys) == [0] * 20
+        preloaded.spawn(key, "probe.py", "x", "y")
+    assert await preloaded.end_of(*keys) == [0] * 20
     for key in keys:
-        assert site.output(key).split() == [str(site.pids[key]), str(site.bench.supervisor.handle.pid), "3"]
-    assert len(site.imports()) == 1
-    assert site.imports()[0] not in site.pids.values()
+        assert preloaded.output(key).split() == [
+            str(preloaded.pids[key]),
+            str(preloaded.bench.supervisor.handle.pid),
+            "3",
+        ]
+    assert len(preloaded.imports()) == 1
+    assert preloaded.imports()[0] not in preloaded.pids.values()
 
 
-async def test_exit_codes_and_signals_come_from_the_worker_itself(site: Any) -> None:
-    site.write("seven.py", "raise SystemExit(7)")
-    site.write("wrong.py", "import heavy\nraise ValueError('mine')")
-    site.write("waits.py", "import time\ntime.sleep(100)")
-    site.start_fork_server("heavy")
-    site.spawn("seven", "seven.py")
-    site.spawn("wrong", "wrong.py")
-    site.spawn("waits", "waits.py")
-    await site.until(lambda: "waits" in site.pids)
-    site.bench.supervisor.signal("waits", signal.SIGUSR1)
-    assert await site.end_of("seven", "wrong", "waits") == [7, 1, -signal.SIGUSR1]
-    trace = site.output("wrong").splitlines()
+async def test_exit_codes_and_signals_come_from_the_worker_itself(preloaded: Any) -> None:
+    preloaded.write("seven.py", "raise SystemExit(7)")
+    preloaded.write("wrong.py", "import heavy\nraise ValueError('mine')")
+    preloaded.write("waits.py", "import time\ntime.sleep(100)")
+    preloaded.start_fork_server("heavy")
+    preloaded.spawn("seven", "seven.py")
+    preloaded.spawn("wrong", "wrong.py")
+    preloaded.spawn("waits", "waits.py")
+    await preloaded.until(lambda: "waits" in preloaded.pids)
+    preloaded.bench.supervisor.signal("waits", signal.SIGUSR1)
+    assert await preloaded.end_of("seven", "wrong", "waits") == [7, 1, -signal.SIGUSR1]
+    trace = preloaded.output("wrong").splitlines()
     assert trace[0].startswith("Traceback")
-    assert trace[1] == f'  File "{site.folder}/wrong.py", line 2, in <module>'
+    assert trace[1] == f'  File "{preloaded.folder}/wrong.py", line 2, in <module>'
     assert trace[-1] == "ValueError: mine"
-    assert not site.told or "imported" in site.told[0]
+    assert not preloaded.told or "imported" in preloaded.told[0]
 
 
-async def test_descriptors_folder_and_cpus_as_for_exec(site: Any) -> None:
+async def test_descriptors_folder_and_cpus_as_for_exec(preloaded: Any) -> None:
     cpu = min(os.sched_getaffinity(0))
 
-    site.write(
+    preloaded.write(
         "place.py",
         """
         import os
@@ -64,37 +68,39 @@ async def test_descriptors_folder_and_cpus_as_for_exec(site: Any) -> None:
         print(os.read(3, 9), os.read(4, 9), os.path.exists("/proc/self/fd/500"), os.environ["MINE"])
         """,
     )
-    site.start_fork_server("heavy")
+    preloaded.start_fork_server("heavy")
     ours, theirs = socket.socketpair()
     with ours, theirs:
         ours.sendall(b"three")
         fds = {3: theirs.fileno(), 4: os.memfd_create("four")}
         os.write(fds[4], b"four")
         os.lseek(fds[4], 0, 0)
-        site.spawn("w", "place.py", fds=fds, cwd="/", cpus=[cpu], env_set={"MINE": "\udcff"})
+        preloaded.spawn("w", "place.py", fds=fds, cwd="/", cpus=[cpu], env_set={"MINE": "\udcff"})
         os.close(fds[4])
-        assert await site.end_of("w") == [0]
-    lines = site.output("w").encode(errors="surrogateescape").splitlines()
+        assert await preloaded.end_of("w") == [0]
+    lines = preloaded.output("w").encode(errors="surrogateescape").splitlines()
     assert lines[0].decode() == f"/ {{{cpu}}} [0, 1, 2, 3, 4]"
     assert lines[1].startswith(b"b'three' b'four' False ")
 
 
-async def test_what_imports_print_and_set_reaches_every_worker(site: Any) -> None:
-    site.write("heavy.py", site.heavy + "\n    os.environ['BY_IMPORT'] = '1'\n    print('heavy is here', flush=True)\n")
-    site.write("asks.py", "import os\nprint(os.environ['BY_IMPORT'])")
-    site.start_fork_server("heavy")
-    site.spawn("a", "asks.py")
-    site.spawn("b", "asks.py")
-    await site.end_of("a", "b")
-    assert site.output("a") == site.output("b") == "heavy is here\n1\n"
+async def test_what_imports_print_and_set_reaches_every_worker(preloaded: Any) -> None:
+    preloaded.write(
+        "heavy.py", preloaded.heavy + "\n    os.environ['BY_IMPORT'] = '1'\n    print('heavy is here', flush=True)\n"
+    )
+    preloaded.write("asks.py", "import os\nprint(os.environ['BY_IMPORT'])")
+    preloaded.start_fork_server("heavy")
+    preloaded.spawn("a", "asks.py")
+    preloaded.spawn("b", "asks.py")
+    await preloaded.end_of("a", "b")
+    assert preloaded.output("a") == preloaded.output("b") == "heavy is here\n1\n"
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="OpenBLAS starts no thread for one CPU")
-async def test_openblas_ends_its_threads_for_a_fork_and_starts_them_again(site: Any) -> None:
+async def test_openblas_ends_its_threads_for_a_fork_and_starts_them_again(preloaded: Any) -> None:
     pytest.importorskip("numpy")
 
-    site.write("pool.py", "import os, numpy\ntasks = len(os.listdir('/proc/self/task'))\n")
-    site.write(
+    preloaded.write("pool.py", "import os, numpy\ntasks = len(os.listdir('/proc/self/task'))\n")
+    preloaded.write(
         "uses.py",
         """
         import os, pool, numpy
@@ -103,21 +109,21 @@ async def test_openblas_ends_its_threads_for_a_fork_and_starts_them_again(site: 
         print(pool.tasks, before, float((matrix @ matrix).sum()), len(os.listdir("/proc/self/task")))
         """,
     )
-    site.start_fork_server("pool", threads=2)
-    site.spawn("w", "uses.py", env_set={"OMP_NUM_THREADS": "2"})
-    assert await site.end_of("w") == [0]
-    assert site.output("w") == "2 1 216000000.0 2\n"
-    assert [text.partition(" in ")[0] for text in site.told] == ["imported pool"]
+    preloaded.start_fork_server("pool", threads=2)
+    preloaded.spawn("w", "uses.py", env_set={"OMP_NUM_THREADS": "2"})
+    assert await preloaded.end_of("w") == [0]
+    assert preloaded.output("w") == "2 1 216000000.0 2\n"
+    assert [text.partition(" in ")[0] for text in preloaded.told] == ["imported pool"]
 
 
 # --- ended before it has begun ----------------------------------------------------------------------------------------
 
 
-def slow_import(site: Any, name: str = "heavy", before: str = HEAVY) -> Callable[[], None]:
+def slow_import(preloaded: Any, name: str = "heavy", before: str = HEAVY) -> Callable[[], None]:
     """Makes a module wait for leave; returns what gives it."""
-    gate = site.folder / "gate"
+    gate = preloaded.folder / "gate"
     os.mkfifo(gate)
-    site.write(f"{name}.py", f"{before}\n    open({str(gate)!r}).read()\n")
+    preloaded.write(f"{name}.py", f"{before}\n    open({str(gate)!r}).read()\n")
 
     def open_gate() -> None:
         with open(gate, "w"):
@@ -126,67 +132,67 @@ def slow_import(site: Any, name: str = "heavy", before: str = HEAVY) -> Callable
     return open_gate
 
 
-async def test_a_signal_ends_a_worker_that_is_not_there_yet(site: Any) -> None:
-    go_on = slow_import(site)
-    site.start_fork_server("heavy")
-    site.spawn("ended")
-    site.spawn("goes")
-    site.bench.supervisor.signal("ended", signal.SIGTERM)
-    site.bench.supervisor.signal("goes", signal.SIGCONT)
-    assert await site.end_of("ended") == [-signal.SIGTERM]
+async def test_a_signal_ends_a_worker_that_is_not_there_yet(preloaded: Any) -> None:
+    go_on = slow_import(preloaded)
+    preloaded.start_fork_server("heavy")
+    preloaded.spawn("ended")
+    preloaded.spawn("goes")
+    preloaded.bench.supervisor.signal("ended", signal.SIGTERM)
+    preloaded.bench.supervisor.signal("goes", signal.SIGCONT)
+    assert await preloaded.end_of("ended") == [-signal.SIGTERM]
     go_on()
-    assert await site.end_of("goes") == [0]
-    assert site.output("ended") == ""
+    assert await preloaded.end_of("goes") == [0]
+    assert preloaded.output("ended") == ""
 
 
-async def test_kill_tree_ends_those_that_are_not_there_yet_and_spares_the_fork_server(site: Any) -> None:
-    go_on = slow_import(site)
-    site.start_fork_server("heavy")
+async def test_kill_tree_ends_those_that_are_not_there_yet_and_spares_the_fork_server(preloaded: Any) -> None:
+    go_on = slow_import(preloaded)
+    preloaded.start_fork_server("heavy")
     for key in ("a", "b"):
-        site.spawn(key)
-    site.spawn("service", service=True)
-    site.bench.supervisor.kill_tree()
-    await site.until(lambda: {"a", "b"} <= site.ended.keys())
-    assert isinstance(await site.take(), TreeKilled)
+        preloaded.spawn(key)
+    preloaded.spawn("service", service=True)
+    preloaded.bench.supervisor.kill_tree()
+    await preloaded.until(lambda: {"a", "b"} <= preloaded.ended.keys())
+    assert isinstance(await preloaded.take(), TreeKilled)
     go_on()
-    site.spawn("c")
-    assert await site.end_of("a", "b", "service", "c") == [-9, -9, 0, 0]
-    assert len(site.imports()) == 1
-    assert site.output("a") == site.output("b") == ""
+    preloaded.spawn("c")
+    assert await preloaded.end_of("a", "b", "service", "c") == [-9, -9, 0, 0]
+    assert len(preloaded.imports()) == 1
+    assert preloaded.output("a") == preloaded.output("b") == ""
 
 
 # --- when there is no fork server -----------------------------------------------------------------------------------------
 
 
-async def test_a_killed_fork_server_is_built_again_and_nobody_waits_for_that(site: Any) -> None:
-    site.write("waits.py", "import time\ntime.sleep(100)")
-    site.start_fork_server("heavy")
-    site.spawn("old", "waits.py")
-    first = await site.fork_server()
-    await site.until(lambda: "old" in site.pids)
-    site.told.clear()
+async def test_a_killed_fork_server_is_built_again_and_nobody_waits_for_that(preloaded: Any) -> None:
+    preloaded.write("waits.py", "import time\ntime.sleep(100)")
+    preloaded.start_fork_server("heavy")
+    preloaded.spawn("old", "waits.py")
+    first = await preloaded.fork_server()
+    await preloaded.until(lambda: "old" in preloaded.pids)
+    preloaded.told.clear()
     os.kill(first, signal.SIGKILL)
-    await site.until(lambda: any("built again" in text for text in site.told))
-    site.spawn("meanwhile")
-    assert await site.end_of("meanwhile") == [0]
-    await site.fork_server()
-    (second,) = set(site.imports()) - {first, site.pids["meanwhile"]}
+    await preloaded.until(lambda: any("built again" in text for text in preloaded.told))
+    preloaded.spawn("meanwhile")
+    assert await preloaded.end_of("meanwhile") == [0]
+    await preloaded.fork_server()
+    (second,) = set(preloaded.imports()) - {first, preloaded.pids["meanwhile"]}
     assert processes.is_alive(second)
-    count = len(site.imports())
-    site.spawn("after")
-    assert await site.end_of("after") == [0]
-    assert len(site.imports()) == count, "it was not forked"
-    assert processes.is_alive(site.pids["old"]), "a worker lives on without the fork server that it came from"
+    count = len(preloaded.imports())
+    preloaded.spawn("after")
+    assert await preloaded.end_of("after") == [0]
+    assert len(preloaded.imports()) == count, "it was not forked"
+    assert processes.is_alive(preloaded.pids["old"]), "a worker lives on without the fork server that it came from"
 
 
-async def test_one_that_dies_while_it_imports_is_not_built_again(site: Any) -> None:
-    site.write(
-        "heavy.py", site.heavy + "\n    if not open('/proc/self/cmdline').read().count('probe.py'): os.abort()\n"
+async def test_one_that_dies_while_it_imports_is_not_built_again(preloaded: Any) -> None:
+    preloaded.write(
+        "heavy.py", preloaded.heavy + "\n    if not open('/proc/self/cmdline').read().count('probe.py'): os.abort()\n"
     )
-    site.start_fork_server("heavy")
-    site.spawn("a")
-    assert await site.end_of("a") == [0]
-    assert site.told == ["the fork server ended with exit code -6; workers are started by exec"]
+    preloaded.start_fork_server("heavy")
+    preloaded.spawn("a")
+    assert await preloaded.end_of("a") == [0]
+    assert preloaded.told == ["the fork server ended with exit code -6; workers are started by exec"]
 
 
 UNFIT = {
@@ -205,145 +211,157 @@ UNFIT = {
 
 
 @pytest.mark.parametrize("kind", UNFIT)
-async def test_what_cannot_be_forked_is_executed_and_one_line_says_why(site: Any, kind: str) -> None:
+async def test_what_cannot_be_forked_is_executed_and_one_line_says_why(preloaded: Any, kind: str) -> None:
     source, why = UNFIT[kind]
 
-    site.write("odd.py", source)
-    site.write("torch.py", "class cuda:\n    is_initialized = staticmethod(lambda: True)\n")
-    site.write("asks.py", "import sys\nprint('odd' in sys.modules)")
-    site.start_fork_server("odd")
+    preloaded.write("odd.py", source)
+    preloaded.write("torch.py", "class cuda:\n    is_initialized = staticmethod(lambda: True)\n")
+    preloaded.write("asks.py", "import sys\nprint('odd' in sys.modules)")
+    preloaded.start_fork_server("odd")
     for key in ("a", "b"):
-        site.spawn(key, "asks.py", env_set={"RANK": "3"})
-    assert await site.end_of("a", "b") == [0, 0]
-    assert site.output("a") == site.output("b") == "False\n"
-    said = [text for text in site.told if why in text]
-    assert len(said) == 1, site.told
+        preloaded.spawn(key, "asks.py", env_set={"RANK": "3"})
+    assert await preloaded.end_of("a", "b") == [0, 0]
+    assert preloaded.output("a") == preloaded.output("b") == "False\n"
+    said = [text for text in preloaded.told if why in text]
+    assert len(said) == 1, preloaded.told
 
 
-async def test_what_traces_every_python_from_its_start_does_not_keep_workers_from_being_forked(site: Any) -> None:
+async def test_what_traces_every_python_from_its_start_does_not_keep_workers_from_being_forked(preloaded: Any) -> None:
     """As coverage.py does with its start-up file: a worker that is executed would be traced as well."""
 
-    site.write("sitecustomize.py", "import sys\nsys.setprofile(lambda *_: None)\n")
-    site.write("asks.py", "import sys\nprint('heavy' in sys.modules, sys.getprofile() is not None)")
-    traced = {"PYTHONPATH": str(site.folder)}
-    site.start_fork_server("heavy", env_set=traced)
-    site.spawn("a", "asks.py", env_set=traced)
-    assert await site.end_of("a") == [0]
-    assert site.output("a") == "True True\n", site.told
+    preloaded.write("sitecustomize.py", "import sys\nsys.setprofile(lambda *_: None)\n")
+    preloaded.write("asks.py", "import sys\nprint('heavy' in sys.modules, sys.getprofile() is not None)")
+    traced = {"PYTHONPATH": str(preloaded.folder)}
+    preloaded.start_fork_server("heavy", env_set=traced)
+    preloaded.spawn("a", "asks.py", env_set=traced)
+    assert await preloaded.end_of("a") == [0]
+    assert preloaded.output("a") == "True True\n", preloaded.told
 
 
-async def test_an_unfit_module_is_left_out_and_the_others_serve(site: Any) -> None:
-    site.write("odd.py", UNFIT["thread"][0])
-    site.start_fork_server("heavy", "odd", "missing")
-    await site.fork_server()
-    assert [text.partition(":")[0] for text in site.told if "odd" in text] == ["odd"]
-    assert any(text.startswith("missing cannot be imported") for text in site.told)
-    count = len(site.imports())
-    site.spawn("a")
-    assert await site.end_of("a") == [0]
-    assert len(site.imports()) == count
+async def test_an_unfit_module_is_left_out_and_the_others_serve(preloaded: Any) -> None:
+    preloaded.write("odd.py", UNFIT["thread"][0])
+    preloaded.start_fork_server("heavy", "odd", "missing")
+    await preloaded.fork_server()
+    assert [text.partition(":")[0] for text in preloaded.told if "odd" in text] == ["odd"]
+    assert any(text.startswith("missing cannot be imported") for text in preloaded.told)
+    count = len(preloaded.imports())
+    preloaded.spawn("a")
+    assert await preloaded.end_of("a") == [0]
+    assert len(preloaded.imports()) == count
 
 
-async def test_variables_that_libraries_read_and_another_interpreter_lead_to_exec(site: Any) -> None:
-    site.start_fork_server("heavy")
-    await site.fork_server()
-    site.spawn("threads", env_set={"OMP_NUM_THREADS": "7"})
-    site.spawn("same", env_set={"OMP_NUM_THREADS": "1"})
-    site.bench.supervisor.spawn("flags", [sys.executable, "-I", *site.argv()[1:]], warm=True)
-    site.spawn("long", "probe.py", *["x" * 100_000] * 4)
-    assert await site.end_of("threads", "same", "long") == [0, 0, 0]
-    await site.end_of("flags")
-    imported = site.imports()
-    assert not {site.pids["same"], site.pids["long"]} & set(imported), "a long command line is forked like any"
-    assert site.pids["threads"] in imported
-    assert any("OMP_NUM_THREADS" in text for text in site.told)
+async def test_variables_that_libraries_read_and_another_interpreter_lead_to_exec(preloaded: Any) -> None:
+    preloaded.start_fork_server("heavy")
+    await preloaded.fork_server()
+    preloaded.spawn("threads", env_set={"OMP_NUM_THREADS": "7"})
+    preloaded.spawn("same", env_set={"OMP_NUM_THREADS": "1"})
+    preloaded.bench.supervisor.spawn("flags", [sys.executable, "-I", *preloaded.argv()[1:]], warm=True)
+    preloaded.spawn("long", "probe.py", *["x" * 100_000] * 4)
+    assert await preloaded.end_of("threads", "same", "long") == [0, 0, 0]
+    await preloaded.end_of("flags")
+    imported = preloaded.imports()
+    assert not {preloaded.pids["same"], preloaded.pids["long"]} & set(imported), (
+        "a long command line is forked like any"
+    )
+    assert preloaded.pids["threads"] in imported
+    assert any("OMP_NUM_THREADS" in text for text in preloaded.told)
 
 
 # --- the end ----------------------------------------------------------------------------------------------------------
 
 
-async def test_nothing_outlives_the_supervisor(site: Any) -> None:
-    site.write("waits.py", "import time\ntime.sleep(100)")
-    site.start_fork_server("heavy")
-    site.spawn("w", "waits.py")
-    fork_server = await site.fork_server()
-    await site.until(lambda: "w" in site.pids)
-    os.kill(site.bench.supervisor.handle.pid, signal.SIGKILL)
-    while not isinstance(await site.take(), SupervisorDied):
+async def test_nothing_outlives_the_supervisor(preloaded: Any) -> None:
+    preloaded.write("waits.py", "import time\ntime.sleep(100)")
+    preloaded.start_fork_server("heavy")
+    preloaded.spawn("w", "waits.py")
+    fork_server = await preloaded.fork_server()
+    await preloaded.until(lambda: "w" in preloaded.pids)
+    os.kill(preloaded.bench.supervisor.handle.pid, signal.SIGKILL)
+    while not isinstance(await preloaded.take(), SupervisorDied):
         pass
-    await site.bench.until(lambda: not processes.is_alive(fork_server) and not processes.is_alive(site.pids["w"]))
-    await site.bench.sweep()
+    await preloaded.bench.until(
+        lambda: not processes.is_alive(fork_server) and not processes.is_alive(preloaded.pids["w"])
+    )
+    await preloaded.bench.sweep()
 
 
 # --- standbys, with real processes: parked, promoted, killed, and replaced --------------------------------------------
 
 
-async def parked(site: Any, *modules: str, standby: int = 2, **more: Any) -> tuple[int, ...]:
+async def parked(preloaded: Any, *modules: str, standby: int = 2, **more: Any) -> tuple[int, ...]:
     """A first worker has run; pids of the standbys that came then."""
-    site.start_fork_server(*modules, standby=standby, **more)
-    site.spawn("first")
-    await site.end_of("first")
-    site.parked = ()
-    await site.until(lambda: len(site.parked) == standby)
-    return site.parked
+    preloaded.start_fork_server(*modules, standby=standby, **more)
+    preloaded.spawn("first")
+    await preloaded.end_of("first")
+    preloaded.parked = ()
+    await preloaded.until(lambda: len(preloaded.parked) == standby)
+    return preloaded.parked
 
 
-async def test_standbys_become_the_next_workers_and_others_take_their_place(site: Any) -> None:
-    waiting = await parked(site, "heavy")
-    assert site.own_bytes > 0
+async def test_standbys_become_the_next_workers_and_others_take_their_place(preloaded: Any) -> None:
+    waiting = await parked(preloaded, "heavy")
+    assert preloaded.own_bytes > 0
     for pid in waiting:
-        assert site.name_of(pid) == "hf-standby"
+        assert preloaded.name_of(pid) == "hf-standby"
     for key in ("a", "b", "c"):
-        site.spawn(key, "probe.py", "x", "y")
-    assert await site.end_of("a", "b", "c") == [0, 0, 0]
-    assert (site.pids["a"], site.pids["b"]) == waiting
+        preloaded.spawn(key, "probe.py", "x", "y")
+    assert await preloaded.end_of("a", "b", "c") == [0, 0, 0]
+    assert (preloaded.pids["a"], preloaded.pids["b"]) == waiting
     for key in ("a", "b", "c"):
-        assert site.output(key).split() == [str(site.pids[key]), str(site.bench.supervisor.handle.pid), "3"]
-    await site.until(lambda: len(site.parked) == 2 and not set(site.parked) & set(waiting))
-    assert len(site.imports()) == 1
+        assert preloaded.output(key).split() == [
+            str(preloaded.pids[key]),
+            str(preloaded.bench.supervisor.handle.pid),
+            "3",
+        ]
+    await preloaded.until(lambda: len(preloaded.parked) == 2 and not set(preloaded.parked) & set(waiting))
+    assert len(preloaded.imports()) == 1
 
 
-async def test_the_end_of_a_generation_spares_the_standbys_and_the_end_of_the_supervisor_does_not(site: Any) -> None:
-    waiting = await parked(site, "heavy")
-    site.write("waits.py", "import time\ntime.sleep(100)")
-    site.spawn("b", "waits.py")
-    await site.until(lambda: "b" in site.pids)
-    assert site.pids["b"] == waiting[0]
-    site.bench.supervisor.kill_tree()
-    assert await site.end_of("b") == [-9], "a standby that has become a worker is no longer spared"
-    assert isinstance(await site.take(), TreeKilled)
+async def test_the_end_of_a_generation_spares_the_standbys_and_the_end_of_the_supervisor_does_not(
+    preloaded: Any,
+) -> None:
+    waiting = await parked(preloaded, "heavy")
+    preloaded.write("waits.py", "import time\ntime.sleep(100)")
+    preloaded.spawn("b", "waits.py")
+    await preloaded.until(lambda: "b" in preloaded.pids)
+    assert preloaded.pids["b"] == waiting[0]
+    preloaded.bench.supervisor.kill_tree()
+    assert await preloaded.end_of("b") == [-9], "a standby that has become a worker is no longer spared"
+    assert isinstance(await preloaded.take(), TreeKilled)
     assert processes.is_alive(waiting[1])
-    os.kill(site.bench.supervisor.handle.pid, signal.SIGKILL)
-    while not isinstance(await site.take(), SupervisorDied):
+    os.kill(preloaded.bench.supervisor.handle.pid, signal.SIGKILL)
+    while not isinstance(await preloaded.take(), SupervisorDied):
         pass
-    await site.bench.sweep()
+    await preloaded.bench.sweep()
     assert not processes.is_alive(waiting[1])
 
 
-async def test_a_standby_that_was_killed_or_must_not_be_this_worker_costs_nothing(site: Any) -> None:
-    waiting = await parked(site, "heavy", standby=3)
+async def test_a_standby_that_was_killed_or_must_not_be_this_worker_costs_nothing(preloaded: Any) -> None:
+    waiting = await parked(preloaded, "heavy", standby=3)
     os.kill(waiting[0], signal.SIGSTOP)
     os.kill(waiting[0], signal.SIGKILL)
-    site.spawn("a")
-    site.spawn("b", env_set={"OMP_NUM_THREADS": "7"})
-    assert await site.end_of("a", "b") == [0, 0]
-    assert site.pids["a"] not in (*waiting[:1], site.pids["b"])
-    assert "OMP_NUM_THREADS is the worker's own" in site.told[-1]
+    preloaded.spawn("a")
+    preloaded.spawn("b", env_set={"OMP_NUM_THREADS": "7"})
+    assert await preloaded.end_of("a", "b") == [0, 0]
+    assert preloaded.pids["a"] not in (*waiting[:1], preloaded.pids["b"])
+    assert "OMP_NUM_THREADS is the worker's own" in preloaded.told[-1]
 
 
-async def test_a_standby_that_is_killed_when_it_has_answered_has_ended(site: Any) -> None:
-    (pid,) = await parked(site, "heavy", standby=1)
-    site.write("waits.py", "import time\ntime.sleep(100)")
-    site.spawn("a", "waits.py")
+async def test_a_standby_that_is_killed_when_it_has_answered_has_ended(preloaded: Any) -> None:
+    (pid,) = await parked(preloaded, "heavy", standby=1)
+    preloaded.write("waits.py", "import time\ntime.sleep(100)")
+    preloaded.spawn("a", "waits.py")
     for number in range(100):  # the supervisor has its hands full, and hears the answer when it has reaped the dead
-        site.bench.supervisor.spawn(f"other{number}", ["/bin/true"])
+        preloaded.bench.supervisor.spawn(f"other{number}", ["/bin/true"])
     stat = Path(f"/proc/{pid}/stat")
-    await site.bench.until(lambda: site.name_of(pid) != "hf-standby" and stat.read_text().split(") ")[1][0] == "S")
+    await preloaded.bench.until(
+        lambda: preloaded.name_of(pid) != "hf-standby" and stat.read_text().split(") ")[1][0] == "S"
+    )
     os.kill(pid, signal.SIGKILL)
     # Killed before it had answered, it would have been replaced by a fork, which nobody kills.
-    await site.until(lambda: "a" in site.pids)
-    if site.pids["a"] == pid:
-        assert await site.end_of("a") == [-signal.SIGKILL]
+    await preloaded.until(lambda: "a" in preloaded.pids)
+    if preloaded.pids["a"] == pid:
+        assert await preloaded.end_of("a") == [-signal.SIGKILL]
 
 
 # --- the next fork server: what only restarts need is imported where nobody waits for it ------------------------------
@@ -358,66 +376,66 @@ LATE = """
 ASKS = "import heavy, sys\nprint('late' in sys.modules)"
 
 
-async def importing(site: Any, *later: str, standby: int = 0) -> int:
+async def importing(preloaded: Any, *later: str, standby: int = 0) -> int:
     """The pid of the next fork server, in the middle of its imports. A worker has run."""
-    site.write("asks.py", ASKS)
-    site.start_fork_server("heavy", later=later or ("late",), standby=standby)
-    site.spawn("first", "asks.py")
-    await site.end_of("first")
-    path = site.folder / "late_pid"
-    await site.bench.until(lambda: path.exists() and path.read_text())
+    preloaded.write("asks.py", ASKS)
+    preloaded.start_fork_server("heavy", later=later or ("late",), standby=standby)
+    preloaded.spawn("first", "asks.py")
+    await preloaded.end_of("first")
+    path = preloaded.folder / "late_pid"
+    await preloaded.bench.until(lambda: path.exists() and path.read_text())
     return int(path.read_text())
 
 
-async def replaced(site: Any) -> None:
-    await site.until(lambda: any(text.endswith(", for restarts") for text in site.told))
+async def replaced(preloaded: Any) -> None:
+    await preloaded.until(lambda: any(text.endswith(", for restarts") for text in preloaded.told))
 
 
-def forked(site: Any, *keys: str) -> bool:
+def forked(preloaded: Any, *keys: str) -> bool:
     """Whether these workers have imported the heavy module with one of the fork servers."""
-    return not {site.pids[key] for key in keys} & set(site.imports())
+    return not {preloaded.pids[key] for key in keys} & set(preloaded.imports())
 
 
-async def test_workers_are_forked_while_the_next_fork_server_imports(site: Any) -> None:
-    slow_import(site, "late", LATE)
-    await importing(site)
+async def test_workers_are_forked_while_the_next_fork_server_imports(preloaded: Any) -> None:
+    slow_import(preloaded, "late", LATE)
+    await importing(preloaded)
     for key in ("a", "b"):
-        site.spawn(key, "asks.py")
-    assert await site.end_of("a", "b") == [0, 0]
-    assert forked(site, "a", "b")
-    assert site.output("a") == "False\n", "and do not repeat what it has printed"
+        preloaded.spawn(key, "asks.py")
+    assert await preloaded.end_of("a", "b") == [0, 0]
+    assert forked(preloaded, "a", "b")
+    assert preloaded.output("a") == "False\n", "and do not repeat what it has printed"
 
 
-async def test_it_takes_the_first_one_s_place_when_it_has_imported(site: Any) -> None:
-    go_on = slow_import(site, "late", LATE)
-    following = await importing(site)
-    (first,) = site.imports()
+async def test_it_takes_the_first_one_s_place_when_it_has_imported(preloaded: Any) -> None:
+    go_on = slow_import(preloaded, "late", LATE)
+    following = await importing(preloaded)
+    (first,) = preloaded.imports()
     go_on()
-    await replaced(site)
-    site.spawn("a", "asks.py")
-    assert await site.end_of("a") == [0]
-    assert site.output("a") == "late is here\nTrue\n"
-    assert forked(site, "a")
-    await site.bench.until(lambda: not processes.is_alive(first))
+    await replaced(preloaded)
+    preloaded.spawn("a", "asks.py")
+    assert await preloaded.end_of("a") == [0]
+    assert preloaded.output("a") == "late is here\nTrue\n"
+    assert forked(preloaded, "a")
+    await preloaded.bench.until(lambda: not processes.is_alive(first))
     assert processes.is_alive(following)
-    assert len(site.told) == 2, site.told
+    assert len(preloaded.told) == 2, preloaded.told
 
 
-async def test_a_worker_that_it_forked_sees_what_one_that_was_executed_sees(site: Any) -> None:
+async def test_a_worker_that_it_forked_sees_what_one_that_was_executed_sees(preloaded: Any) -> None:
     probe = Path(__file__).parents[1] / "fork_server" / "scripts" / "probe.py"
-    (site.folder / "sees.py").write_text(probe.read_text())
-    site.write("late.py", "import os\nopen(os.path.join(os.path.dirname(__file__), 'late_pid'), 'w').write('1')")
+    (preloaded.folder / "sees.py").write_text(probe.read_text())
+    preloaded.write("late.py", "import os\nopen(os.path.join(os.path.dirname(__file__), 'late_pid'), 'w').write('1')")
     job = {"RANK": "0", "TORCHELASTIC_RESTART_COUNT": "0", "TORCHELASTIC_MAX_RESTARTS": "0", "OMP_NUM_THREADS": "1"}
 
     async def seen(key: str) -> Any:
-        probed = {"HOLDFAST_PROBE_RANKS": "1", "HOLDFAST_PROBE_FILE": f"{site.folder}/{key}."}
-        site.spawn(key, "sees.py", "light", env_set={**job, **probed})
-        assert await site.end_of(key) == [0], site.output(key)
-        return json.loads((site.folder / f"{key}.0.0").read_text())
+        probed = {"HOLDFAST_PROBE_RANKS": "1", "HOLDFAST_PROBE_FILE": f"{preloaded.folder}/{key}."}
+        preloaded.spawn(key, "sees.py", "light", env_set={**job, **probed})
+        assert await preloaded.end_of(key) == [0], preloaded.output(key)
+        return json.loads((preloaded.folder / f"{key}.0.0").read_text())
 
     executed = await seen("executed")
-    await importing(site)
-    await replaced(site)
+    await importing(preloaded)
+    await replaced(preloaded)
     forked = await seen("forked")
     assert "late" in forked["modules"]
     assert {*forked["same"]} == {*executed["same"]}
@@ -427,123 +445,123 @@ async def test_a_worker_that_it_forked_sees_what_one_that_was_executed_sees(site
     assert {*forked["same"]["descriptors"]} == {*executed["same"]["descriptors"]}
 
 
-async def test_no_request_is_lost_when_it_takes_over(site: Any) -> None:
-    go_on = slow_import(site, "late", LATE)
-    await importing(site)
+async def test_no_request_is_lost_when_it_takes_over(preloaded: Any) -> None:
+    go_on = slow_import(preloaded, "late", LATE)
+    await importing(preloaded)
     keys = [f"w{number}" for number in range(60)]
     for key in keys[:30]:
-        site.spawn(key, "asks.py")
+        preloaded.spawn(key, "asks.py")
     go_on()
     for key in keys[30:]:
-        site.spawn(key, "asks.py")
-    assert await site.end_of(*keys) == [0] * 60
-    assert forked(site, *keys)
-    await replaced(site)
+        preloaded.spawn(key, "asks.py")
+    assert await preloaded.end_of(*keys) == [0] * 60
+    assert forked(preloaded, *keys)
+    await replaced(preloaded)
 
 
-async def test_standbys_are_there_before_it_and_again_with_what_it_has_imported(site: Any) -> None:
-    go_on = slow_import(site, "late", LATE)
-    await importing(site, standby=2)
-    await site.until(lambda: len(site.parked) == 2)
-    early = site.parked
-    site.spawn("a", "asks.py")
-    await site.end_of("a")
-    assert (site.pids["a"], site.output("a")) == (early[0], "False\n")
+async def test_standbys_are_there_before_it_and_again_with_what_it_has_imported(preloaded: Any) -> None:
+    go_on = slow_import(preloaded, "late", LATE)
+    await importing(preloaded, standby=2)
+    await preloaded.until(lambda: len(preloaded.parked) == 2)
+    early = preloaded.parked
+    preloaded.spawn("a", "asks.py")
+    await preloaded.end_of("a")
+    assert (preloaded.pids["a"], preloaded.output("a")) == (early[0], "False\n")
     go_on()
-    await replaced(site)
-    await site.until(lambda: len(site.parked) == 2 and not set(site.parked) & set(early))
-    await site.bench.until(lambda: not any(map(processes.is_alive, early)))
-    site.spawn("b", "asks.py")
-    await site.end_of("b")
-    assert (site.pids["b"], site.output("b")) == (site.parked[0], "late is here\nTrue\n")
+    await replaced(preloaded)
+    await preloaded.until(lambda: len(preloaded.parked) == 2 and not set(preloaded.parked) & set(early))
+    await preloaded.bench.until(lambda: not any(map(processes.is_alive, early)))
+    preloaded.spawn("b", "asks.py")
+    await preloaded.end_of("b")
+    assert (preloaded.pids["b"], preloaded.output("b")) == (preloaded.parked[0], "late is here\nTrue\n")
 
 
-async def test_one_that_is_killed_while_it_imports_is_reported_and_the_first_one_goes_on(site: Any) -> None:
-    slow_import(site, "late", LATE)
-    os.kill(await importing(site), signal.SIGKILL)
-    await site.until(lambda: any("ended" in text for text in site.told))
-    assert site.told[1:] == ["late: the process that imports for restarts ended with exit code -9; left out"]
-    site.spawn("a", "asks.py")
-    assert await site.end_of("a") == [0]
-    assert forked(site, "a")
+async def test_one_that_is_killed_while_it_imports_is_reported_and_the_first_one_goes_on(preloaded: Any) -> None:
+    slow_import(preloaded, "late", LATE)
+    os.kill(await importing(preloaded), signal.SIGKILL)
+    await preloaded.until(lambda: any("ended" in text for text in preloaded.told))
+    assert preloaded.told[1:] == ["late: the process that imports for restarts ended with exit code -9; left out"]
+    preloaded.spawn("a", "asks.py")
+    assert await preloaded.end_of("a") == [0]
+    assert forked(preloaded, "a")
 
 
-async def test_one_that_is_suspended_delays_no_worker_and_ends_with_the_supervisor(site: Any) -> None:
-    slow_import(site, "late", LATE)
-    following = await importing(site)
+async def test_one_that_is_suspended_delays_no_worker_and_ends_with_the_supervisor(preloaded: Any) -> None:
+    slow_import(preloaded, "late", LATE)
+    following = await importing(preloaded)
     os.kill(following, signal.SIGSTOP)
-    site.spawn("a", "asks.py")
-    assert await site.end_of("a") == [0]
-    assert forked(site, "a")
-    os.kill(site.bench.supervisor.handle.pid, signal.SIGKILL)
-    while not isinstance(await site.take(), SupervisorDied):
+    preloaded.spawn("a", "asks.py")
+    assert await preloaded.end_of("a") == [0]
+    assert forked(preloaded, "a")
+    os.kill(preloaded.bench.supervisor.handle.pid, signal.SIGKILL)
+    while not isinstance(await preloaded.take(), SupervisorDied):
         pass
-    await site.bench.until(lambda: not processes.is_alive(following))
-    await site.bench.sweep()
+    await preloaded.bench.until(lambda: not processes.is_alive(following))
+    await preloaded.bench.sweep()
 
 
-async def test_kill_tree_spares_it(site: Any) -> None:
-    go_on = slow_import(site, "late", LATE)
-    following = await importing(site)
-    site.bench.supervisor.kill_tree()
-    while not isinstance(await site.take(), TreeKilled):
+async def test_kill_tree_spares_it(preloaded: Any) -> None:
+    go_on = slow_import(preloaded, "late", LATE)
+    following = await importing(preloaded)
+    preloaded.bench.supervisor.kill_tree()
+    while not isinstance(await preloaded.take(), TreeKilled):
         pass
     go_on()
-    await replaced(site)
+    await replaced(preloaded)
     assert processes.is_alive(following)
 
 
-async def test_an_import_for_restarts_that_raises_is_reported_once_and_the_first_one_goes_on(site: Any) -> None:
-    site.write("late.py", LATE + "\n    raise ValueError('boom')")
-    following = await importing(site)
-    await site.bench.until(lambda: not processes.is_alive(following))
+async def test_an_import_for_restarts_that_raises_is_reported_once_and_the_first_one_goes_on(preloaded: Any) -> None:
+    preloaded.write("late.py", LATE + "\n    raise ValueError('boom')")
+    following = await importing(preloaded)
+    await preloaded.bench.until(lambda: not processes.is_alive(following))
     for key in ("a", "b"):
-        site.spawn(key, "asks.py")
-        assert await site.end_of(key) == [0]
-    assert forked(site, "a", "b")
-    assert site.told[1:] == ["late cannot be imported: ValueError: boom"]
+        preloaded.spawn(key, "asks.py")
+        assert await preloaded.end_of(key) == [0]
+    assert forked(preloaded, "a", "b")
+    assert preloaded.told[1:] == ["late cannot be imported: ValueError: boom"]
 
 
-async def test_what_cannot_be_forked_is_left_out_and_the_rest_is_imported_for_restarts(site: Any) -> None:
-    site.write("odd.py", UNFIT["thread"][0])
-    site.write("late.py", LATE)
-    await importing(site, "odd", "late")
-    await replaced(site)
-    site.spawn("a", "asks.py")
-    await site.end_of("a")
-    assert site.output("a") == "late is here\nTrue\n"
-    assert len(site.imports()) == 1, "the first one has served until then"
-    assert [text.partition(":")[0] for text in site.told if "odd" in text] == ["odd"]
+async def test_what_cannot_be_forked_is_left_out_and_the_rest_is_imported_for_restarts(preloaded: Any) -> None:
+    preloaded.write("odd.py", UNFIT["thread"][0])
+    preloaded.write("late.py", LATE)
+    await importing(preloaded, "odd", "late")
+    await replaced(preloaded)
+    preloaded.spawn("a", "asks.py")
+    await preloaded.end_of("a")
+    assert preloaded.output("a") == "late is here\nTrue\n"
+    assert len(preloaded.imports()) == 1, "the first one has served until then"
+    assert [text.partition(":")[0] for text in preloaded.told if "odd" in text] == ["odd"]
 
 
 @pytest.mark.parametrize("killed", ["first", "both"])
-async def test_when_the_first_one_is_killed_it_ends_too_and_both_are_built_again(site: Any, killed: str) -> None:
-    slow_import(site, "late", LATE)
-    following = await importing(site)
-    (first,) = site.imports()
-    site.write("late.py", LATE)
-    os.kill(site.bench.supervisor.handle.pid, signal.SIGSTOP)  # it reaps both in one go
+async def test_when_the_first_one_is_killed_it_ends_too_and_both_are_built_again(preloaded: Any, killed: str) -> None:
+    slow_import(preloaded, "late", LATE)
+    following = await importing(preloaded)
+    (first,) = preloaded.imports()
+    preloaded.write("late.py", LATE)
+    os.kill(preloaded.bench.supervisor.handle.pid, signal.SIGSTOP)  # it reaps both in one go
     os.kill(first, signal.SIGKILL)
     if killed == "both":
         os.kill(following, signal.SIGKILL)
-    os.kill(site.bench.supervisor.handle.pid, signal.SIGCONT)
-    await replaced(site)
+    os.kill(preloaded.bench.supervisor.handle.pid, signal.SIGCONT)
+    await replaced(preloaded)
     assert not processes.is_alive(following)
-    site.spawn("a", "asks.py")
-    await site.end_of("a")
-    assert site.output("a") == "late is here\nTrue\n"
-    assert forked(site, "a")
+    preloaded.spawn("a", "asks.py")
+    await preloaded.end_of("a")
+    assert preloaded.output("a") == "late is here\nTrue\n"
+    assert forked(preloaded, "a")
 
 
-async def test_one_that_is_killed_after_it_took_over_is_built_again(site: Any) -> None:
-    site.write("late.py", LATE)
-    following = await importing(site)
-    await replaced(site)
-    site.told.clear()
+async def test_one_that_is_killed_after_it_took_over_is_built_again(preloaded: Any) -> None:
+    preloaded.write("late.py", LATE)
+    following = await importing(preloaded)
+    await replaced(preloaded)
+    preloaded.told.clear()
     os.kill(following, signal.SIGKILL)
-    await replaced(site)
-    assert site.told[0] == "the fork server ended with exit code -9; it is built again"
-    site.spawn("a", "asks.py")
-    await site.end_of("a")
-    assert site.output("a") == "late is here\nTrue\n"
-    assert forked(site, "a")
+    await replaced(preloaded)
+    assert preloaded.told[0] == "the fork server ended with exit code -9; it is built again"
+    preloaded.spawn("a", "asks.py")
+    await preloaded.end_of("a")
+    assert preloaded.output("a") == "late is here\nTrue\n"
+    assert forked(preloaded, "a")

@@ -8,7 +8,7 @@ import http.client
 import json
 import shutil
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,7 +19,6 @@ from holdfast.dashboard.job_source import Json, ShownJob, now_of, stacks_of
 from holdfast.dashboard.web_app import serve
 from holdfast.listening import bind_named
 from holdfast.protocol.options import Endpoint
-from holdfast.protocol.questions import Question
 from holdfast.protocol.rank_progress import JobView, StacksView
 from holdfast.supervisor.dashboard_host import Credentials
 from tests.support.limits import limit_s
@@ -116,10 +115,10 @@ class MadeUpJob(ShownJob):
         assert self.stacks_view is not None
         return {"at": 0.0, "whole": True, **stacks_of(self.stacks_view)}
 
-    def act(self, question: Any, **more: Any) -> Json:
-        self.asked.append((question.value, more["by"]))
-        self.about = more.get("host", "")
-        return self.profiled if question is Question.PROFILE else {"nodes": 2}
+    def act(self, question: str, about: Mapping[str, Any], *, by: str, within_s: float) -> Json:
+        self.asked.append((question, by))
+        self.about = about.get("host", "")
+        return self.profiled if question == "profile" else {"nodes": 2}
 
 
 class Served:

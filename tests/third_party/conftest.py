@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.conftest import Site
+from tests.processes.conftest import JobFolder
 
 Install = Callable[..., Path]
 """`install(dist, source, NAME="module:object", …)` makes one more installed package; returns the folder for PYTHONPATH."""
@@ -32,7 +32,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path)
+def job_folder(tmp_path: Path) -> Iterator[JobFolder]:
+    made = JobFolder(tmp_path)
     yield made
     made.close()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes.conftest import Site, is_alive
+from tests.processes.conftest import JobFolder, is_alive
 from tests.support.limits import limit_s, until
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -175,53 +175,55 @@ def test_installed_packages_are_not_looked_at_without_need(tmp_path: Path) -> No
 # --- jobs -------------------------------------------------------------------------------------------------------------
 
 
-def test_two_nodes_meet_in_a_directory(site: Site, share: Path) -> None:
-    script = site.script("meet()")
-    agents = [site.start(*at(share, "--nnodes=2"), script) for _ in range(2)]
+def test_two_nodes_meet_in_a_directory(job_folder: JobFolder, share: Path) -> None:
+    script = job_folder.script("meet()")
+    agents = [job_folder.start(*at(share, "--nnodes=2"), script) for _ in range(2)]
     assert [agent.end() for agent in agents] == [0, 0]
-    assert {(note["rank"], note["world"]) for note in site.trail("up")} == {(0, 2), (1, 2)}
+    assert {(note["rank"], note["world"]) for note in job_folder.trail("up")} == {(0, 2), (1, 2)}
     assert [path.name for path in share.iterdir()] == [".lock"], "a job that is over leaves no value"
 
 
-def test_when_the_node_in_charge_dies_another_takes_over(site: Site, share: Path) -> None:
-    script = site.script("meet()\nwhile WORLD == 2: time.sleep(0.05)")
-    agents = [site.start(*at(share, "--nnodes=1:2", *SHORT), script) for _ in range(2)]
-    site.wait(2, "up", world=2)
+def test_when_the_node_in_charge_dies_another_takes_over(job_folder: JobFolder, share: Path) -> None:
+    script = job_folder.script("meet()\nwhile WORLD == 2: time.sleep(0.05)")
+    agents = [job_folder.start(*at(share, "--nnodes=1:2", *SHORT), script) for _ in range(2)]
+    job_folder.wait(2, "up", world=2)
     chief, other = agents if agents[0].events("elected") else reversed(agents)
     chief.signal(9)
-    site.wait(1, "up", world=1)
+    job_folder.wait(1, "up", world=1)
     assert other.end() == 0
-    site.all_gone()
+    job_folder.all_gone()
 
 
-def test_a_dead_jobs_value_is_taken_after_a_lease(site: Site, share: Path) -> None:
-    script = site.script("note('up')\nwhile ROUND == 0 and 'STAY' in os.environ: time.sleep(0.05)")
-    first = site.start(*at(share, *SHORT), script, env={"STAY": "1"})
-    site.wait(1, "up")
+def test_a_dead_jobs_value_is_taken_after_a_lease(job_folder: JobFolder, share: Path) -> None:
+    script = job_folder.script("note('up')\nwhile ROUND == 0 and 'STAY' in os.environ: time.sleep(0.05)")
+    first = job_folder.start(*at(share, *SHORT), script, env={"STAY": "1"})
+    job_folder.wait(1, "up")
     first.signal(9)
     until(lambda: not is_alive(first.pid), "the agent is gone")
-    site.all_gone()
+    job_folder.all_gone()
     assert any(share.glob("j*"))
-    code, again = site.run(*at(share, *SHORT), script)
+    code, again = job_folder.run(*at(share, *SHORT), script)
     assert code == 0, again.text
     assert again.events("coordinator.started")[0]["generation"] == 2, "numbers only grow, also over a crash"
 
 
-def test_a_value_that_is_not_ours(site: Site, share: Path) -> None:
+def test_a_value_that_is_not_ours(job_folder: JobFolder, share: Path) -> None:
     (share / "j%2F1").write_text("somebody's")
-    code, agent = site.run(*at(share), site.script("note('up')"))
+    code, agent = job_folder.run(*at(share), job_folder.script("note('up')"))
     assert code == 2
     assert "HF122" in agent.text
     assert 'has a value that holdfast did not write: "somebody\'s"' in agent.text
-    assert not site.trail("up")
+    assert not job_folder.trail("up")
 
 
-def test_what_it_meets_by_is_away(site: Site, install) -> None:
+def test_what_it_meets_by_is_away(job_folder: JobFolder, install) -> None:
     """Said while it is waited for, then one message."""
     away = "class Away(Value):\n    def read(self): raise ConnectionRefusedError(111, 'Connection refused')\n"
     install("away", f"{GOOD}\n{away}\nclass X(Good):\n    def open(self, place): return Away()", away="away:X")
-    code, agent = site.run("--rdzv-backend=away", *LOCAL, "--rdzv-conf=join_timeout=1", site.script("note('up')"))
+    code, agent = job_folder.run(
+        "--rdzv-backend=away", *LOCAL, "--rdzv-conf=join_timeout=1", job_folder.script("note('up')")
+    )
     assert code == 2
     assert "HF123" in agent.text
     assert "rendezvous backend away: Connection refused (tried for 1 s)" in agent.text
-    assert not site.trail("up")
+    assert not job_folder.trail("up")

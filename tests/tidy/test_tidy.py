@@ -91,12 +91,17 @@ def test_functions_are_short() -> None:
     assert not long
 
 
+OF_EXTENSIONS = {"About", "AtCoordinator", "OnNode"}
+"""The classes of an extension."""
+
+
 def test_a_name_means_one_class() -> None:
-    """Who reads a class's name in one package finds no other class of that name elsewhere."""
+    """Who reads a class's name in one package finds no other class of that name elsewhere. Extensions have the same
+    classes in the same files: `holdfast.extension_list` says which."""
     found: dict[str, list[str]] = {}
     for path in python_files("src"):
         for node in ast.walk(tree(path)):
-            if isinstance(node, ast.ClassDef):
+            if isinstance(node, ast.ClassDef) and not (node.name in OF_EXTENSIONS and "extensions" in path.parts):
                 found.setdefault(node.name, []).append(place(path, node.lineno))
     assert not {name: places for name, places in found.items() if len(places) > 1}
 
@@ -252,10 +257,11 @@ def test_test_file_names_are_unique() -> None:
 
 
 def test_a_name_means_one_module() -> None:
-    """Packages that lie at one level have no two modules of one name: `machine.py` says nothing, `agent_machine.py` does."""
+    """Packages that lie at one level have no two modules of one name: `machine.py` says nothing, `agent_machine.py` does.
+    Each extension has the same files: there the name of the folder says what it is about."""
     found: dict[tuple[int, str], list[str]] = {}
     for path in python_files("src"):
-        if path.name != "__init__.py":
+        if path.name != "__init__.py" and "extensions" not in path.parts:
             found.setdefault((len(path.parts), path.name), []).append(place(path))
     assert not {name: places for name, places in found.items() if len(places) > 1}
 
@@ -306,8 +312,18 @@ def test_no_word_of_our_own_stands_for_a_word_of_the_field() -> None:
 # --- sentences --------------------------------------------------------------------------------------------------------
 
 READ = (
-    *("cli", "dashboard", "diagnosis", "doctor", "launchers", "launching", "rendezvous", "runs", "torchrun_handler"),
-    *("train", "worker"),
+    "cli",
+    "dashboard",
+    "diagnosis",
+    "doctor",
+    "extensions",
+    "launchers",
+    "launching",
+    "rendezvous",
+    "runs",
+    "torchrun_handler",
+    "train",
+    "worker",
 )
 """Packages whose docstrings a reader has gone through. Add a package when its docstrings are whole sentences."""
 WITHOUT_SUBJECT = re.compile(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.conftest import descendants
-from tests.processes.conftest import Agent, Site
+from tests.processes.conftest import Agent, JobFolder
 from tests.support.limits import limit_s
 from tests.warm import Warm
 from tests.warm_jobs import WarmJobs
@@ -40,8 +40,8 @@ note("up", total=total(), fresh=fresh, shared=os.environ["TORCHELASTIC_USE_AGENT
 
 
 @pytest.fixture
-def site(tmp_path: Path) -> Iterator[Site]:
-    made = Site(tmp_path)
+def job_folder(tmp_path: Path) -> Iterator[JobFolder]:
+    made = JobFolder(tmp_path)
     yield made
     for agent in made.agents:
         if agent.process.poll() is None:
@@ -49,9 +49,9 @@ def site(tmp_path: Path) -> Iterator[Site]:
         agent.process.wait(limit_s(10))
 
 
-def start(site: Site, endpoint: str, *args: str | Path, program: Sequence[str] = TORCHRUN) -> Agent:
+def start(job_folder: JobFolder, endpoint: str, *args: str | Path, program: Sequence[str] = TORCHRUN) -> Agent:
     options = ("--rdzv-backend=holdfast", f"--rdzv-endpoint={endpoint}", "--rdzv-id=job")
-    return site.start(*options, *args, program=program, env={"OMP_NUM_THREADS": "1"})
+    return job_folder.start(*options, *args, program=program, env={"OMP_NUM_THREADS": "1"})
 
 
 def kill_node(agent: Agent) -> None:
@@ -72,10 +72,10 @@ def endpoint(free_port) -> str:
 
 
 def test_a_crash_restarts_both_with_a_fresh_store_and_a_node_that_leaves_is_left_out(
-    warm: Warm, site: Site, endpoint: str, tmp_path: Path
+    warm: Warm, job_folder: JobFolder, endpoint: str, tmp_path: Path
 ) -> None:
     """SIGTERM to one torchrun: the other goes on without it, and waits for nothing to run out."""
-    script = site.script(
+    script = job_folder.script(
         "if WORLD == 1: sys.exit(note('up'))\n"
         + TRAIN
         + "if sum(each['event'] == 'up' and each['rank'] == RANK for each in all_notes()) == 1:\n"
@@ -83,41 +83,45 @@ def test_a_crash_restarts_both_with_a_fresh_store_and_a_node_that_leaves_is_left
     )
     with WarmJobs(warm, tmp_path) as jobs:
         torchrun = jobs.command(FORKING)
-        agents = [start(site, endpoint, "--nnodes=1:2", "--max-restarts=1", script, program=torchrun) for _ in range(2)]
-        site.wait(2, "met", LIMIT_S)
-        ups = site.trail("up", world=2)
+        agents = [
+            start(job_folder, endpoint, "--nnodes=1:2", "--max-restarts=1", script, program=torchrun) for _ in range(2)
+        ]
+        job_folder.wait(2, "met", LIMIT_S)
+        ups = job_folder.trail("up", world=2)
         assert [(note["total"], note["fresh"], note["shared"]) for note in ups] == [(2, True, "True")] * 4
         assert len({note["port"] for note in ups}) == 2
         assert all("rank 1 failed on" in agent.text for agent in agents)
-        host = int(site.trail("met", rank=0)[0]["agent"])
+        host = int(job_folder.trail("met", rank=0)[0]["agent"])
         leaver, other = agents[1 - host], agents[host]
         leaver.signal(15)
-        site.wait(1, "up", LIMIT_S, world=1)
+        job_folder.wait(1, "up", LIMIT_S, world=1)
         assert leaver.end(LIMIT_S) != 0
         assert other.end(LIMIT_S) == 0
         assert "is leaving" in other.text
-        site.all_gone()
+        job_folder.all_gone()
 
 
-def test_a_third_node_joins_a_node_is_killed_and_one_without_restarts_ends_the_job(site: Site, endpoint: str) -> None:
+def test_a_third_node_joins_a_node_is_killed_and_one_without_restarts_ends_the_job(
+    job_folder: JobFolder, endpoint: str
+) -> None:
     """Without torch in the workers: this one is about the agents."""
-    script = site.script(
+    script = job_folder.script(
         "meet()\nwhile WORLD == 3 or not os.path.exists('killed'): time.sleep(0.02)\nif RANK == 0: sys.exit(7)\nhold()"
     )
-    agents = [start(site, endpoint, "--nnodes=1:3", script) for _ in range(2)]
-    site.wait(2, "up", LIMIT_S, world=2)
-    agents.append(start(site, endpoint, "--nnodes=1:3", script))
-    site.wait(3, "up", LIMIT_S, world=3)
-    (site.folder / "killed").touch()
-    host = int(site.trail("up", world=3, rank=0)[0]["agent"])
+    agents = [start(job_folder, endpoint, "--nnodes=1:3", script) for _ in range(2)]
+    job_folder.wait(2, "up", LIMIT_S, world=2)
+    agents.append(start(job_folder, endpoint, "--nnodes=1:3", script))
+    job_folder.wait(3, "up", LIMIT_S, world=3)
+    (job_folder.folder / "killed").touch()
+    host = int(job_folder.trail("up", world=3, rank=0)[0]["agent"])
     victim = (host + 1) % 3
     kill_node(agents[victim])
-    site.wait(4, "up", LIMIT_S, world=2)
-    assert len({note["port"] for note in site.trail("up")}) == 3
-    culprit = int(site.trail("up", world=2, rank=0)[-1]["agent"])
+    job_folder.wait(4, "up", LIMIT_S, world=2)
+    assert len({note["port"] for note in job_folder.trail("up")}) == 3
+    culprit = int(job_folder.trail("up", world=2, rank=0)[-1]["agent"])
     survivor = 3 - victim - culprit
     assert_all_end([agents[culprit], agents[survivor]], 1)
     assert "exitcode  : 7" in agents[culprit].text
     assert "RendezvousClosedError: holdfast: the job is over" in agents[survivor].text
     assert "(last: rank 0 failed on" in agents[survivor].text
-    site.all_gone()
+    job_folder.all_gone()

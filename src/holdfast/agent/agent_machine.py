@@ -702,7 +702,7 @@ class AgentMachine(AgentActs):
             for each in event.ranks
         )
         ping = self._lease.ping(now)
-        self._send(Progress(event.generation, ranks, event.job_step, event.job_steps, event.load, ping))
+        self._send(Progress(event.generation, ranks, event.job_step, event.job_steps, ping))
         return bool(ping)
 
     def _on_look(self, generation: int, number: int, *, store: bool) -> None:

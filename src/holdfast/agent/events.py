@@ -7,7 +7,7 @@ from msgspec import Struct
 from holdfast.protocol.messages import FromCoordinator
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.policy import HeldStates, Tick
-from holdfast.protocol.rank_progress import NodeLoad, RankProgress, RankSample
+from holdfast.protocol.rank_progress import RankProgress, RankSample
 
 
 class Dialed(Struct, frozen=True):
@@ -127,7 +127,6 @@ class WorkersProgress(Struct, frozen=True):
     ranks: tuple[RankProgress, ...]
     job_step: int = 0
     job_steps: int = 0
-    load: NodeLoad | None = None
     """These as in Progress."""
 
 

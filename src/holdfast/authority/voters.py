@@ -54,7 +54,19 @@ from holdfast.protocol.charter import (
     Seat,
     Succession,
 )
-from holdfast.protocol.messages import Finish, Join, Joined, Moved, Pong, Recall, Resume, Start, Supersede
+from holdfast.protocol.messages import (
+    Answer,
+    Extended,
+    Finish,
+    Join,
+    Joined,
+    Moved,
+    Pong,
+    Recall,
+    Resume,
+    Start,
+    Supersede,
+)
 from holdfast.protocol.policy import Limits, NodeSpec, Note
 
 ENDED = "its coordinator ended", "the coordinator on it ended"
@@ -381,7 +393,7 @@ class Voters:
         charters, facts, out = self._charters, self._facts, list[Command]()
         for command in (*commands, *self._propose(now)):
             match command:
-                case Tell(_, Pong() | Joined() | Moved()):
+                case Tell(_, Pong() | Joined() | Moved() | Answer() | Extended()):
                     out.append(command)
                 case Tell(_, Start() | Resume() | Finish()) | Conclude() if not charters.settled:
                     self._held.append(command)

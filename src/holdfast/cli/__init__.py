@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 import sys
 
+from holdfast.extension_list import COMMANDS as OF_EXTENSIONS
+
 TYPE_CHECKING = False  # importing typing would take time in which Ctrl-C shows a traceback
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-    from typing import NoReturn
+    from collections.abc import Callable, Sequence
+    from typing import Any, NoReturn
 
     from holdfast.protocol.errors import HoldfastError
 
@@ -26,17 +28,9 @@ COMMANDS = {
     "run": "start this node's part of a training job; takes torchrun's command line unchanged",
     "launch": "the same for scripts that need a --local-rank argument (torch.distributed.launch)",
     "submit": "submit a job to Slurm (--slurm) or Kubernetes (--k8s), or show what would be submitted",
-    "status": "show a running job: its nodes and ranks, steps, restarts; --watch; or how a job ended",
-    "stacks": "show where all ranks of a running job are now",
-    "profile": "profile ranks of a running job for some steps or seconds: trace, most expensive operations",
+    **{name: extension.commands[name] for name, extension in OF_EXTENSIONS.items()},
     "dashboard": "show a job as a page in the browser: running, or ended; or the list of all",
     "logs": "show what workers wrote; --rank, --follow, --grep",
-    "save": "have all ranks of a running job save at their next safe point, and go on",
-    "stop": "end a running job on all its nodes; its workers save first",
-    "kill": "end a running job on all its nodes at once; nothing is saved",
-    "drain": "have one host's nodes leave a running job; its workers save first",
-    "exclude": "the same, and keep the host out for a time; --for 1h",
-    "readmit": "let an excluded host take part again",
     "doctor": "check this node, and with the line of a run on several nodes also every pair of them",
     "explain": "explain a code (HF211) and what to do about it; works offline",
     "report": "show how a run used its time: starts, training, lost work; also as a page with pictures",
@@ -47,25 +41,29 @@ COMMANDS = {
     "witness": "vote for jobs whose coordinator is lost: two nodes and a witness survive the loss of one",
     "snaps": "list, verify, prune or export the snapshots of a training job; no job needed",
 }
-"""Sub-commands and what they do. Each is `main(argv) -> int` of the module of its name, unless SHARED has it."""
+"""Sub-commands and what they do. Each is `main(argv) -> int` of the module of its name, unless SHARED or an extension
+has it."""
 
 SHARED = {
     "launch": ("run", "main_launch"),
     "remote": ("run", "main_remote"),
     "env": ("doctor", "main_env"),
     "explain": ("report", "main_explain"),
-    "dashboard": ("status", "main_dashboard"),
-    "stacks": ("status", "main_stacks"),
-    "profile": ("status", "main_profile"),
-    "save": ("status", "main_save"),
-    "stop": ("status", "main_stop"),
-    "kill": ("status", "main_kill"),
-    "drain": ("status", "main_drain"),
-    "exclude": ("status", "main_exclude"),
-    "readmit": ("status", "main_readmit"),
     "token": ("shim", "main_token"),
 }
 """Sub-commands with their module and function. `remote` is for ssh, not for users."""
+
+
+def function_of(command: str, what: str) -> Callable[..., Any] | None:
+    """The function `main` or `parser` of a sub-command; None: it has none. Imports its module."""
+    from importlib import import_module
+
+    if command in OF_EXTENSIONS:
+        module = OF_EXTENSIONS[command].file("command")
+    else:
+        module = import_module(f"holdfast.cli.{SHARED.get(command, (command,))[0]}")
+    several = {"main": f"main_{command}", "parser": f"{command}_parser"}
+    return getattr(module, several[what] if command in OF_EXTENSIONS or command in SHARED else what, None)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -131,8 +129,6 @@ def is_in_a_thread() -> bool:
 
 def run_command(command: str, rest: list[str]) -> int:
     """Run one sub-command; a HoldfastError becomes its message and its exit code."""
-    from importlib import import_module
-
     # Signals and forks need the main thread: a caller of main() in another thread gets a process for it.
     if command in ("run", "launch") and is_in_a_thread():
         import subprocess
@@ -144,8 +140,9 @@ def run_command(command: str, rest: list[str]) -> int:
     if hasattr(sys.stdout, "reconfigure"):  # logs and file names may contain characters that the terminal cannot encode
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        module, function = SHARED.get(command, (command, "main"))
-        status: int = getattr(import_module(f"holdfast.cli.{module}"), function)(rest)
+        run = function_of(command, "main")
+        assert run is not None
+        status: int = run(rest)
         if sys.stdout is not None:  # None if it is closed: `holdfast report >&-`
             sys.stdout.flush()
     except HoldfastError as error:

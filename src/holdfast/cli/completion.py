@@ -10,10 +10,9 @@ from __future__ import annotations
 import argparse
 import shlex
 import sys
-from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
-from holdfast.cli import COMMANDS, SHARED
+from holdfast.cli import COMMANDS, function_of
 from holdfast.cli.option_table import FLAG, TABLES, Option
 from holdfast.protocol.errors import UsageError
 
@@ -108,8 +107,7 @@ def commands() -> list[Command]:
 
 def parser_of(name: str) -> argparse.ArgumentParser | None:
     """The argparse parser of a command; None: it has none."""
-    module = import_module(f"holdfast.cli.{SHARED.get(name, (name,))[0]}")
-    make = getattr(module, f"{name}_parser" if name in SHARED else "parser", None)
+    make = function_of(name, "parser")
     return None if make is None else make()
 
 

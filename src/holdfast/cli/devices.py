@@ -125,6 +125,8 @@ def count_cpus(probes: Probes) -> Count:
 
 def count_gpus(environ: Mapping[str, str], probes: Probes) -> Count:
     """The GPUs that a worker would see: NVIDIA's, else AMD's."""
+    # A container may have the device files without NVML's library. AMD's GPUs obey CUDA_VISIBLE_DEVICES, too, unless
+    # one of their own variables is set.
     uuids = (probes.nvml or nvml_uuids)()
     if uuids:
         return visible(environ, "CUDA_VISIBLE_DEVICES", len(uuids), uuids, "NVML")

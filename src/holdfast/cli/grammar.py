@@ -210,6 +210,7 @@ def spellings_of(table: Sequence[Option]) -> dict[str, Option]:
 def check_spaces(line: CommandLine) -> None:
     """Raise UsageError for a word of spaces, or a script that begins with a space: a backslash was not the last
     character of its line."""
+    # The shell makes a word of one space from `\ ` at the end of a line. argparse takes it as the script.
     bare = [
         word for word in (line.script, *line.values.values()) if isinstance(word, str) and word and not word.strip()
     ]
@@ -282,7 +283,7 @@ def read_line(argv: Sequence[str], table: Sequence[Option]) -> CommandLine:
             else:
                 hint = f"; if {words[0]} is the value, write {option.name}={words[0]}" if words else ""
                 raise UsageError(f"{option.name} needs a value{hint}")
-        if "help" in line.values:
+        if "help" in line.values:  # as with argparse: an error behind --help does not matter
             return line
     return line
 

@@ -22,7 +22,7 @@ from holdfast.cli import say
 from holdfast.cli.printing import Parser
 from holdfast.journal import JOURNAL_NAME as JOURNAL
 from holdfast.protocol.errors import HoldfastError, NoRunError, UsageError
-from holdfast.protocol.questions import ranks_of
+from holdfast.protocol.ranks_text import ranks_of
 from holdfast.runs.finding import run_folders, running_job
 from holdfast.runs.log_files import LogFile, log_files
 from holdfast.runtime.running import Call

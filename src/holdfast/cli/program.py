@@ -63,6 +63,7 @@ def command_kind(parsed: Parsed, notices: list[str]) -> CommandKind:
         if idle:
             notices.append(f"{' and '.join(idle)} without effect: --run-path wins")
         return CommandKind.RUN_PATH
+    # torchrun's rules: --run-path has precedence, and the other two exclude each other.
     if values.no_python and values.module:
         raise UsageError("--no-python and --module exclude each other")
     if values.no_python:
@@ -551,7 +552,7 @@ class Reader(ast.NodeVisitor):
         package = name.partition(".")[0]
         if package in TORCH_USERS or f"{name}.".startswith(f"{OURS}."):
             self._user = self._user or (package if package in TORCH_USERS else OURS)
-        elif not self._user:
+        elif not self._user:  # what runs after torch is loaded cannot change how it is loaded
             self._follow(package)
 
     def _follow(self, name: str) -> None:

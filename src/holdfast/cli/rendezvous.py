@@ -267,7 +267,6 @@ def is_standalone(parsed: Parsed, most: int) -> bool:
 
 def alone(parsed: Parsed, least: int, most: int, notices: list[str]) -> tuple[int, int]:
     """The node range of a standalone job. Reports options that have no effect in it."""
-    said = parsed.values.standalone
     if least > 1:
         raise parsed.error("nnodes", NodesError, "--standalone means one node; leave one of the two options out")
     if most > 1:
@@ -278,7 +277,8 @@ def alone(parsed: Parsed, least: int, most: int, notices: list[str]) -> tuple[in
         if parsed.given(dest) and not (dest == "rdzv_backend" and parsed.values.rdzv_backend == "c10d")
     ]
     if idle:
-        reason = "--standalone" if said else f"a job of one node needs no rendezvous{more_nodes(parsed)}"
+        implied = f"a job of one node needs no rendezvous{more_nodes(parsed)}"
+        reason = "--standalone" if parsed.values.standalone else implied
         notices.append(f"{', '.join(idle)} without effect: {reason}")
     return 1, 1
 
@@ -374,6 +374,7 @@ def bracketed(host: str) -> str:
 
 def run_id(parsed: Parsed, standalone: bool, most: int, notices: list[str]) -> str:
     """The job's id. A standalone job without one gets a unique id."""
+    # The default id is one for all jobs. Nodes of a job need it to find each other; jobs of one node would share it.
     given: str = parsed.values.rdzv_id
     if given and (parsed.given("rdzv_id") or not standalone):
         return given

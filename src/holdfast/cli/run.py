@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from holdfast.cli import EXIT_INTERRUPTED, config, grammar, print_version, say, say_interrupted
 from holdfast.cli.option_table import HOSTS, OPTIONS, TABLES, render
+from holdfast.extension_list import EXTENSIONS
 from holdfast.protocol.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from holdfast.protocol.outcome import Outcome
     from holdfast.protocol.rank_progress import Finding, RankStory
     from holdfast.runtime.agent_service import Finished
+    from holdfast.runtime.node_extension import Registered
     from holdfast.supervisor.supervisor import SupervisorHandle
 
 
@@ -203,15 +205,17 @@ def start(
     begin: Callable[[], None] | None = None,
     show: Callable[[Finished], str] | None = None,
     say_notices: bool = True,
+    extensions: Sequence[Registered] = EXTENSIONS,
 ) -> int:
     """Run this node's agent until the job has ended. Raises HoldfastError.
 
     `command` is the command that a user typed, empty if a program made the line; `begin` is called before the start;
-    `show` makes the last screen.
+    `show` makes the last screen; `extensions`: see holdfast.extension_list.
     """
     from holdfast.inherited import forget_secrets
     from holdfast.supervisor.supervisor import fork_supervisor
 
+    # The fork is first, while this process has few modules and no threads: the supervisor stays small.
     be_interruptible()
     supervisor = fork_supervisor()
     be_killable()
@@ -220,7 +224,7 @@ def start(
         forget_secrets()
         for notice in options.notices if say_notices else ():
             say(notice)
-        return run_agent(supervisor, options, show or last_screen, begin)
+        return run_agent(supervisor, options, show or last_screen, begin, extensions)
     finally:
         hand_on_interrupts()
         supervisor.sock.close()  # the supervisor ends with its end of file
@@ -231,6 +235,7 @@ def run_agent(
     options: RunOptions,
     show: Callable[[Finished], str],
     begin: Callable[[], None] | None = None,
+    extensions: Sequence[Registered] = EXTENSIONS,
 ) -> int:
     """Run this node's agent above its supervisor until the job has ended."""
     from holdfast.inherited import provide_descriptors, provide_processes
@@ -245,7 +250,7 @@ def run_agent(
     if begin is not None:
         begin()
     hand_on_interrupts()
-    return run_job(options, supervisor, judge=judge, examine=examine, render=show, load=load_end)
+    return run_job(options, supervisor, judge=judge, examine=examine, render=show, extensions=extensions, load=load_end)
 
 
 def load_end() -> None:

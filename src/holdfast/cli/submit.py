@@ -91,7 +91,7 @@ SHORT = dict(
         *(("w", "nodelist"), ("x", "exclude")),
     ]
 )
-"""sbatch's short options, except -m (--distribution): `-m` is `python -m`."""
+"""sbatch's short options, except -m (--distribution): `-m` is `python -m`. `-t` is --time and not torchrun's --tee."""
 ONE_AGENT = "holdfast starts one agent on each node, which starts the workers; use -N NODES and --nproc-per-node"
 REFUSED = {
     "ntasks": ONE_AGENT,
@@ -185,6 +185,7 @@ def read(argv: Sequence[str]) -> BatchRequest:
 def check_script(parsed: grammar.Parsed, directives: Sequence[Directive]) -> None:
     """Raise ScriptError for a missing script: the job starts in this folder."""
     given = parsed.values
+    # A module or a program need not be a file of this folder, and with --chdir the folder is another one.
     elsewhere = given.module or given.no_python or any(each.name == "chdir" for each in directives)
     if not elsewhere and not os.path.isfile(given.training_script):
         raise ScriptError(f"{given.training_script} does not exist here, and the job starts in this folder")

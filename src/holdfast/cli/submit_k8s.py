@@ -313,11 +313,12 @@ def token_secret(parsed: Parsed, name: str, *, alone: bool) -> str:
         return ""
     if parsed.given("token_secret"):
         return parsed.converted("token_secret", checks.subdomain)
+    # A pod alone has nobody to exclude, and a user who mounts a token file has a Secret already.
     return "" if alone or "token_file" in parsed.values.rdzv_conf else f"{name}-token"
 
 
 def port(parsed: Parsed, dest: str) -> int | None:
-    """The port of --health or --metrics, served at the pod's address."""
+    """The port of --health or --metrics, served at the pod's address; None: not given."""
     place = served(parsed, dest)
     if place is None:
         return None
@@ -426,6 +427,7 @@ def apply(job: KubernetesJob, *, own_secret: bool) -> int:
     space = f" -n {job.namespace}" if job.namespace else ""
     selector = f"-l app.kubernetes.io/instance={job.name}"
     kinds = "jobset,secret" if job.jobset else "job,service,secret"
+    # kubectl refuses to follow more than 5 pods without a larger limit.
     say(f"watch it:   kubectl logs{space} {selector} --prefix --follow --max-log-requests={max(job.most, 5)}")
     say(f"remove it:  kubectl delete{space} {kinds} {selector}")
     return 0

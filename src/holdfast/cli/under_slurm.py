@@ -45,6 +45,7 @@ def complete(
         if number(environ, "SLURM_PROCID", 0):
             raise SystemExit(error.exit_code) from None  # only the first task reports the reason
         raise
+    # Several agents on a node share its GPUs and CPUs, and the step does not say how.
     if not parsed.given("nproc_per_node") and step.gpus and one_agent:
         found["nproc_per_node"] = str(step.gpus)
     if parsed.values.slurm and not parsed.given("preempt_signal"):
@@ -123,6 +124,7 @@ def guard(step: SlurmStep, environ: Mapping[str, str]) -> None:
     from holdfast.launchers.slurm import CHECK_S, watch
 
     check_s = float(number(environ, CHECK_VARIABLE, int(CHECK_S)))
+    # One agent asks for all: thousands of nodes that ask would overload Slurm's controller.
     if step.node_rank != 0 or check_s == 0 or shutil.which("scontrol") is None:
         return
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Sequence
 from math import inf
 
 from holdfast.coordinator.admission import Admission, Versions
@@ -22,6 +22,7 @@ from holdfast.coordinator.coordinator_state import (
     names,
 )
 from holdfast.coordinator.ending import FINAL, Budget, Endings, Judge, ended_without
+from holdfast.coordinator.extending import Extensions
 from holdfast.coordinator.formation import (
     BACK_OFF,
     FENCE,
@@ -40,6 +41,7 @@ from holdfast.coordinator.regrouping import Plan, Regrouping
 from holdfast.coordinator.replacements import Replacements
 from holdfast.coordinator.views import job_view
 from holdfast.protocol.charter import Charter
+from holdfast.protocol.extension import CoordinatorHalf, MemberSeen, NodeSeen
 from holdfast.protocol.messages import (
     Abandon,
     Drain,
@@ -74,15 +76,14 @@ class CoordinatorActs:
         *,
         fixed_master: tuple[str, int] | None = None,
         examine: Examine = cannot_tell,
+        extensions: Sequence[CoordinatorHalf] = (),
     ) -> None:
         """`fixed_master`: the address and port that every generation announces (static rendezvous); None: rank 0's own.
         `judge` makes a verdict of failures, `examine` a finding of stacks."""
-        self.job = job
-        self.limits = limits
-        self._authority = authority
+        self.job, self.limits = job, limits
+        self._authority, self._fixed_master = authority, fixed_master
         self.stepped_down = False
         """It has no authority any more, and never will: it ignores every event."""
-        self._fixed_master = fixed_master
         self.phase = Phase.GATHERING
         """Changed by `_enter` only, along TRANSITIONS."""
         self.host_backoff = HostBackoff(limits, job.exclude_after)
@@ -133,6 +134,7 @@ class CoordinatorActs:
         """Why the last generation ended."""
         self._out: list[Command] = []
         """The commands of this event. Empty between two events."""
+        self._extensions = Extensions(extensions, JobSeen(self), self._membership.members)
         self._follow_leader(now, authority.begin(self))
 
     # ---------------------------------------------------------------- what others may see
@@ -172,7 +174,7 @@ class CoordinatorActs:
 
     def view(self, now: float) -> JobView:
         """The state of the job for users. The cost grows with the number of ranks."""
-        return job_view(
+        view = job_view(
             now,
             job=self.job,
             phase=self.phase,
@@ -185,6 +187,7 @@ class CoordinatorActs:
             membership=self._membership,
             monitor=self._monitor,
         )
+        return self._extensions.shown_in(view, now)
 
     # ---------------------------------------------------------------- who and what
 
@@ -448,6 +451,7 @@ class CoordinatorActs:
             self._monitor.rest()
         self.phase = phase
         self._phase_since_s = now
+        self._extensions.runs(self.generation if phase in (Phase.RUNNING, Phase.DRAINING) else 0)
 
     def _gather(self, now: float, reason: str, *, not_before_s: float) -> None:
         self._enter(now, Phase.GATHERING)
@@ -516,3 +520,45 @@ class CoordinatorActs:
 
     def _note(self, event: str, **fields: object) -> None:
         self._out.append(Note(event, fields))
+
+
+class JobSeen:
+    """The job as its extensions see it: the state of the machine, read only."""
+
+    def __init__(self, machine: CoordinatorActs) -> None:
+        self._machine = machine
+
+    @property
+    def run_id(self) -> str:
+        return self._machine.job.run_id
+
+    @property
+    def phase(self) -> str:
+        return self._machine.phase.value
+
+    @property
+    def generation(self) -> int:
+        return self._machine.generation
+
+    @property
+    def world_size(self) -> int:
+        return self._machine.world.size if self._machine.world is not None else 0
+
+    def members(self) -> list[MemberSeen]:
+        return [
+            MemberSeen(each.name, each.node.host, each.node.hosts_coordinator)
+            for each in self._machine.members.values()
+        ]
+
+    def nodes(self) -> list[NodeSeen]:
+        world, found, rank_base = self._machine.world, [], 0
+        for name in world.order if world is not None else ():
+            assert world is not None
+            member, local_ranks = self._machine.members.get(name), world.places[name]
+            if member is not None and member.busy_generation:
+                found.append(NodeSeen(name, member.node.host, rank_base, local_ranks))
+            rank_base += len(local_ranks)
+        return found
+
+    def view(self, now: float) -> JobView:
+        return self._machine.view(now)

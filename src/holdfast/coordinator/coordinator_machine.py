@@ -24,18 +24,13 @@ from holdfast.coordinator.coordinator_state import (
     Command,
     Draining,
     DropLink,
-    EndGeneration,
     Event,
     Heard,
-    HostAsked,
     LinkClosed,
     LinkOpened,
     Member,
     PendingLink,
     Phase,
-    QuitAsked,
-    SaveAgreed,
-    SaveAsked,
     StepDown,
     Tell,
     World,
@@ -50,11 +45,27 @@ from holdfast.coordinator.formation import (
 )
 from holdfast.coordinator.incident import how
 from holdfast.coordinator.regrouping import Plan
-from holdfast.protocol.errors import NodesError
+from holdfast.protocol.errors import NodesError, ProtocolError
+from holdfast.protocol.extension import (
+    Announce,
+    EndGeneration,
+    EndJob,
+    Exclude,
+    MemberLost,
+    Readmit,
+    SafePointAgreed,
+    SafePointRefused,
+    SaveAtSafePoint,
+    SendAway,
+    ToCore,
+)
 from holdfast.protocol.messages import (
     Able,
+    Answer,
+    Ask,
     CannotRegroup,
     DrainTo,
+    Extended,
     FromAgent,
     Held,
     Join,
@@ -79,7 +90,6 @@ from holdfast.protocol.messages import (
 )
 from holdfast.protocol.outcome import Outcome, OutcomeKind
 from holdfast.protocol.policy import Grow
-from holdfast.protocol.questions import Question
 from holdfast.protocol.train_contract import Survive
 from holdfast.text import spans
 
@@ -88,7 +98,9 @@ NO_SAVES = (
     "`snaps.step()` of ht.Snapshots does, and holdfast.worker.should_save()"
 )
 
-FREQUENT = frozenset({Ping, Progress, Prepared, Stopped})
+EXTENSION_ROUNDS_MAX = 8
+"""At one event. What extensions order to one another's orders is carried out later, one event at a time."""
+FREQUENT = frozenset({Ping, Progress, Prepared, Stopped, Extended})
 
 
 def is_frequent(event: Event) -> bool:
@@ -167,18 +179,13 @@ class Coordinator(CoordinatorActs):
                 self._on_link_closed(now, link, reason)
             case Heard(link, message):
                 self._on_message(now, link, message)
-            case QuitAsked(drain, by):
-                self._on_quit(Quit(drain, by))
-            case HostAsked():
-                self._on_host_asked(now, event)
-            case SaveAsked(by):
-                self._on_save_asked(now, by)
             case _:  # a Tick, or an event of the authority
                 pass
         frequent = quiet and self.phase is before and is_frequent(event)
         if not (frequent and self._nothing_follows(now, event)):
             self._due_s = -inf
             self._advance(now)
+            self._advance_extensions(now)
         out, self._out = self._out, []
         return out
 
@@ -189,6 +196,10 @@ class Coordinator(CoordinatorActs):
             if self.phase is Phase.RUNNING:
                 self._due_s = min(self._due_s, self._monitor.due_s())
             return True
+        if isinstance(event, Heard) and isinstance(event.message, Extended):
+            due_s = self._extensions.due_s()
+            self._due_s = min(self._due_s, due_s)
+            return due_s > now
         if not self._membership.knows_candidates(now):
             return False
         if isinstance(event, LinkOpened):
@@ -223,6 +234,7 @@ class Coordinator(CoordinatorActs):
     def _find_deadline(self) -> float:
         look_s = self._liveness.next_look_s(self._short_lease_s())
         deadlines = [look_s, self._membership.unjoined_due_s(self._admission.claims)]
+        deadlines.append(max(self._now, self._extensions.due_s()))
         if self.phase is Phase.RUNNING:
             deadlines.append(self._monitor.due_s())
             deadlines.append(self._regrouping.next_change_s(self._now, self._world()))
@@ -273,6 +285,7 @@ class Coordinator(CoordinatorActs):
     def _on_link_closed(self, now: float, link: int, reason: str) -> None:
         self._membership.close_link(link)
         self._admission.withdraw(link)
+        self._extensions.link_closed(link)
         member = self._membership.by_link(link)
         if member is not None:
             self._lose(now, member, reason)
@@ -286,8 +299,8 @@ class Coordinator(CoordinatorActs):
     def _on_message(self, now: float, link: int, message: FromAgent) -> None:
         member = self._membership.by_link(link)
         if member is None:
-            if isinstance(message, Join) and link in self._membership.pending:
-                self._on_join(now, link, message)
+            if link in self._membership.pending:
+                self._on_stranger(now, link, message)
             return
         member.last_heard_s = now
         if isinstance(message, Progress) and message.ping:
@@ -307,11 +320,23 @@ class Coordinator(CoordinatorActs):
                     self._on_store_lost(now, f"the store host on {member.node.host} died")
             case Leave(reason, drain):
                 self._on_leave(now, member, reason, drain=drain)
+            case Ask():
+                self._extensions.asked(now, link, message)
+            case Extended():
+                self._on_extended(now, member, message)
             case Join():
                 self._drop(member, "a member cannot join twice")
                 self._lose(now, member, "a member cannot join twice")
             case _ if self._in_world(member):
                 self._on_workers(now, member, message)
+
+    def _on_stranger(self, now: float, link: int, message: FromAgent) -> None:
+        """An agent that has not joined may join. Only a member may read the job's state, or change it."""
+        match message:
+            case Join():
+                self._on_join(now, link, message)
+            case Ask(number):
+                self._out.append(Tell(link, Answer(number)))
 
     def _on_workers(self, now: float, member: Member, message: FromAgent) -> None:
         """A node of the world reports about its workers."""
@@ -325,8 +350,6 @@ class Coordinator(CoordinatorActs):
             case Progress(generation):
                 if generation == self.generation and self.phase in (Phase.RUNNING, Phase.DRAINING):
                     self._world().stepped |= any(each.steps for each in message.ranks)
-                    if message.load is not None:
-                        member.load, member.loaded_s = message.load, now
                     self._follow(now, self._monitor.progress(now, member, message))
             case Looked(generation):
                 if generation == self.generation:
@@ -528,6 +551,56 @@ class Coordinator(CoordinatorActs):
             if refused is not None:
                 self._member_gone(now, StopReason.MEMBER_LEFT, text + refused)
 
+    # ---------------------------------------------------------------- extensions
+
+    def _on_extended(self, now: float, member: Member, message: Extended) -> None:
+        try:
+            self._extensions.heard(now, member, message)
+        except ProtocolError as error:
+            self._drop(member, str(error))
+            self._lose(now, member, str(error))
+
+    def _advance_extensions(self, now: float) -> None:
+        """Let the extensions follow what has happened, and carry out what they order."""
+        for _ in range(EXTENSION_ROUNDS_MAX):
+            self._extensions.advance(now)
+            orders = self._extensions.taken()
+            for order in orders:
+                if isinstance(order, ToCore):
+                    self._on_order(now, order)
+                else:
+                    self._out.append(order)
+            if not orders:
+                return
+            self._advance(now)  # what they have ordered may allow a transition
+
+    def _on_order(self, now: float, order: ToCore) -> None:
+        match order:
+            case Announce(text):
+                if self.world is not None:
+                    self._tell_world(self.world, Notice(text))
+            case EndGeneration(reason, text):
+                if self._at_work():
+                    self._stop(now, reason, text)
+            case SaveAtSafePoint(by):
+                if self.phase is Phase.RUNNING:
+                    self._drain(now, StopReason.MEMBER_LEFT, by, saves=True)
+                else:
+                    text = f"no generation runs: the job is {self.phase.value}"
+                    self._extensions.save_ends(SafePointRefused(text))
+            case EndJob(drain, by):
+                self._on_quit(Quit(drain, by))
+            case SendAway(host, by):
+                for member in self.members.values():
+                    if member.node.host == host:
+                        self._tell(member, Quit(drain=True, by=by))
+            case Exclude(host, for_s, text):
+                self.host_backoff.exclude(host, now + for_s)
+                self._exclude([Waiting(text)])
+            case Readmit(host):
+                self.host_backoff.readmit(host)
+                self._membership.changed()
+
     def _on_quit(self, quit_: Quit) -> None:
         """Every agent ends, as if the scheduler had sent each node a signal. The outcome follows from their reports."""
         self._quit = quit_
@@ -535,55 +608,29 @@ class Coordinator(CoordinatorActs):
         for member in self.members.values():
             self._tell(member, quit_)
 
-    def _on_host_asked(self, now: float, asked: HostAsked) -> None:
-        """The agents of one host leave as if they had received a signal; or the host's exclusion begins or ends."""
-        host, by = asked.host, asked.by
-        match asked.question:
-            case Question.READMIT:
-                self._note("readmitted", host=host, by=by)
-                self.host_backoff.readmit(host)
-                self._membership.changed()
-                return
-            case Question.EXCLUDE:
-                self._note("excluded", host=host, for_s=asked.for_s, by=by)
-                self.host_backoff.exclude(host, now + asked.for_s)
-                self._exclude([Waiting(f"{host} is excluded for {asked.for_s:g} s by {by}")])
-            case _:
-                self._note("drain_asked", host=host, by=by)
-        for member in self.members.values():
-            if member.node.host == host:
-                self._tell(member, Quit(drain=True, by=by))
-
-    def _on_save_asked(self, now: float, by: str) -> None:
-        """Hold the workers until a safe point is agreed at which they save; then they go on."""
-        self._note("save_asked", by=by)
-        world = self.world
-        if self.phase is not Phase.RUNNING or world is None:
-            self._out.append(SaveAgreed(0, f"no generation runs: the job is {self.phase.value}"))
-            return
-        self._drain(now, StopReason.MEMBER_LEFT, by, saves=True)
-
     def _advance_saving(self, now: float, world: World, drain: Draining) -> None:
         leaving = next((m for m in self.members.values() if m.leaving and self._in_world(m)), None)
         if leaving is not None:
             self._let_go(now)
-            self._out.append(SaveAgreed(0, f"{leaving.node.host} is leaving: the workers save for that, if they can"))
+            text = f"{leaving.node.host} is leaving: the workers save for that, if they can"
+            self._extensions.save_ends(SafePointRefused(text))
             self._drain_for(now, leaving)
         elif drain.awaited and now < self._phase_since_s + self.limits.drain_s:
             pass
         elif drain.newest and drain.all_save and not drain.awaited:
             self._let_go(now, save_at=drain.newest + 1)
-            self._out.append(SaveAgreed(drain.newest + 1))
+            self._extensions.save_ends(SafePointAgreed(drain.newest + 1))
             self._tell_world(world, Notice(f"all ranks save at their next safe point ({drain.text})"))
         else:
             self._let_go(now)
-            self._out.append(SaveAgreed(0, NO_SAVES))
+            self._extensions.save_ends(SafePointRefused(NO_SAVES))
 
     def _lose(self, now: float, member: Member, reason: str) -> None:
         """Remove a member whose link was closed, whose lease expired, or that was dropped."""
         self._authority.lost(now, member)
         in_world, was_busy = self._in_world(member), member.busy_generation != 0
         self._membership.remove(member)
+        self._extensions.happens(MemberLost(member.name))
         self._abandon(self.previous.lost(member))
         if member.leaving and not (self.phase in (Phase.DRAINING, Phase.REGROUPING) and in_world and was_busy):
             self._note("left", member=member.name)

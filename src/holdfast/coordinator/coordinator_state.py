@@ -14,8 +14,7 @@ from msgspec import Struct
 from holdfast.protocol.messages import Assign, FromAgent, FromCoordinator, StopReason
 from holdfast.protocol.outcome import Failure, Outcome
 from holdfast.protocol.policy import HeldStates, NodeSpec, Note, Tick
-from holdfast.protocol.questions import Question
-from holdfast.protocol.rank_progress import Finding, NodeLoad, RankStory
+from holdfast.protocol.rank_progress import Finding, RankStory
 from holdfast.text import is_loopback, listed
 
 
@@ -41,33 +40,11 @@ class Heard(Struct, frozen=True):
     message: FromAgent
 
 
-class QuitAsked(Struct, frozen=True):
-    """A user on one of the nodes asked for the end of the job."""
-
-    drain: bool
-    by: str
-
-
 class AuthorityEvent(Struct, frozen=True):
     """Concerns the authority alone (`coordinator.authority`): what it means for the coordinator, that one says."""
 
 
-class HostAsked(Struct, frozen=True):
-    """A user asks to drain, exclude or readmit one host."""
-
-    question: Question
-    host: str
-    by: str
-    for_s: float = 0.0
-
-
-class SaveAsked(Struct, frozen=True):
-    """A user asks all ranks to save at their next safe point. Ends in SaveAgreed, unless the generation ends first."""
-
-    by: str
-
-
-Event = LinkOpened | LinkClosed | Heard | QuitAsked | HostAsked | SaveAsked | AuthorityEvent | Tick
+Event = LinkOpened | LinkClosed | Heard | AuthorityEvent | Tick
 
 
 class Tell(Struct, frozen=True):
@@ -88,14 +65,6 @@ class Conclude(Struct, frozen=True):
     outcome: Outcome
 
 
-class SaveAgreed(Struct, frozen=True):
-    """Answers SaveAsked: the ranks save at this safe point."""
-
-    safe_point: int
-    refused: str = ""
-    """Why they do not."""
-
-
 class StepDown(Struct, frozen=True):
     """This coordinator has no authority any more: close all its links. The machine ignores every later event."""
 
@@ -112,14 +81,7 @@ class AuthorityCommand(Struct, frozen=True):
     """An order of the authority to the shell."""
 
 
-Command = Tell | DropLink | Conclude | SaveAgreed | StepDown | AuthorityCommand | Note
-
-
-class EndGeneration(Struct, frozen=True):
-    """What a part of the machine may want besides commands: the machine has to stop the running generation."""
-
-    reason: StopReason
-    text: str
+Command = Tell | DropLink | Conclude | StepDown | AuthorityCommand | Note
 
 
 LEFT_MAX = 8
@@ -196,9 +158,6 @@ class Member:
     """The generation whose worker processes may be alive on this node; 0: none. Changed through Membership."""
     first_started_s: float | None = None
     """When its first workers were started."""
-    load: NodeLoad | None = None
-    loaded_s: float = 0.0
-    """When it reported its load."""
 
     @property
     def name(self) -> str:

@@ -12,11 +12,12 @@ from dataclasses import dataclass, field
 from math import inf
 
 from holdfast.coordinator.complaints import awaited_s, may_be_consequence, timed_out
-from holdfast.coordinator.coordinator_state import Command, EndGeneration, Member, Tell, World
+from holdfast.coordinator.coordinator_state import Command, Member, Tell, World
 from holdfast.coordinator.hang_detector import EndHung, HangDetector, HangOver, LookNow, Order, ReportHang, ReportStill
 from holdfast.coordinator.incident import Incidents
 from holdfast.coordinator.stragglers import Straggler, Stragglers
 from holdfast.coordinator.throughput import Throughput, of_world
+from holdfast.protocol.extension import EndGeneration
 from holdfast.protocol.messages import FromCoordinator, Look, Looked, Notice, Progress, StopReason
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.policy import Limits, Note

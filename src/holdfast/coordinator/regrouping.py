@@ -16,7 +16,6 @@ from msgspec import Struct
 from holdfast.coordinator.coordinator_state import (
     Command,
     Draining,
-    EndGeneration,
     Member,
     Phase,
     Tell,
@@ -26,6 +25,7 @@ from holdfast.coordinator.ending import Budget, GiveUp
 from holdfast.coordinator.incident import Incident, Incidents, how
 from holdfast.coordinator.membership import Membership
 from holdfast.coordinator.replacements import Replacements
+from holdfast.protocol.extension import EndGeneration
 from holdfast.protocol.messages import (
     Able,
     CannotRegroup,

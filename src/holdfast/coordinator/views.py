@@ -47,11 +47,6 @@ def job_view(
     )
 
 
-LOADS_MAX = 128
-"""Nodes with their load in a view, by group rank: views of large jobs are asked for once a second."""
-LOAD_S_MAX = 300.0
-"""An older load is not shown: a driver or a disk does not answer."""
-
 IN_WORLD = {
     Phase.PREPARING: "starting",
     Phase.REGROUPING: "regrouping",
@@ -75,7 +70,7 @@ def _node_views(
     places = {name: place for place, name in enumerate(world.order)} if world is not None and phase in IN_WORLD else {}
     on_host_backoff = {member.name for member, _ in membership.waiting(now)}
     views: list[NodeView] = []
-    for place, member in enumerate(sorted(members, key=lambda one: (places.get(one.name, len(places)), one.arrival))):
+    for member in sorted(members, key=lambda one: (places.get(one.name, len(places)), one.arrival)):
         in_world = world if member.name in places else None
         at_work = in_world is not None and phase is not Phase.PREPARING
         known = throughput if at_work else None
@@ -89,7 +84,6 @@ def _node_views(
                 ranks=tuple(_rank(pace, now, found) for pace in known.of_member(member.name))
                 if known is not None
                 else (),
-                load=member.load if place < LOADS_MAX and now - member.loaded_s < LOAD_S_MAX else None,
             )
         )
     return tuple(views)

@@ -111,12 +111,12 @@ class LoadCurves:
         if now["at"] - self._newest_s < self._interval_s:
             return
         for node in now.get("nodes", ()):
-            load = node["load"]
+            load = node.get("load")
             if load is None or (len(self.nodes) >= LOAD_NODES_MAX and node["host"] not in self.nodes):
                 continue
             self._newest_s = now["at"]
             memory = 100 * load["memory_bytes"] / load["memory_total_bytes"] if load["memory_total_bytes"] else None
-            gpus = [each[0] for each in load["gpus"]]
+            gpus = [each["percent"] for each in load["gpus"]]
             mean = sum(gpus) / len(gpus) if gpus else None
             self.nodes.setdefault(node["host"], []).append((now["at"], load["cpu_percent"], memory, mean))
         if any(len(points) > LOAD_POINTS_MAX for points in self.nodes.values()):

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from statistics import median, quantiles
 from typing import Any
@@ -20,10 +20,10 @@ import msgspec
 from holdfast.diagnosis.history import Event, history, incidents, timeline
 from holdfast.diagnosis.reference import explanations, read_event
 from holdfast.diagnosis.screen import between, group, last_step, own_frames, steps_per_s
+from holdfast.extensions.stacks.messages import STACKS_S
 from holdfast.journal import JOURNAL_NAME
 from holdfast.protocol.errors import HoldfastError, NoRunError, SnapshotError
 from holdfast.protocol.outcome import Outcome
-from holdfast.protocol.questions import Question
 from holdfast.protocol.rank_progress import JobView, RankView, StacksView, Stage
 from holdfast.run_folder import PROFILES
 from holdfast.runs.copies_report import copies_of
@@ -168,7 +168,7 @@ class ShownJob:
         if not self._agents:
             return {"at": time.time(), "ended": self._ended or self.outcome is not None, "waiting": not self._ended}
         try:
-            _, reply = ask_any(self._agents, Question.STATUS)
+            _, reply = ask_any(self._agents, "status")
             return {"whole": reply.whole, **now_of(reply.read(JobView))}
         except NoRunError:  # the agents that were found are gone
             self._agents, self._searched_s = [], -SEARCH_S
@@ -182,13 +182,12 @@ class ShownJob:
 
         This and `act` may run beside another method, as exceptions: they wait for the job, and change nothing here.
         """
-        _, reply = ask_any(self._known(), Question.STACKS, by=by)
+        _, reply = ask_any(self._known(), "stacks", by=by, within_s=STACKS_S)
         return {"at": time.time(), "whole": reply.whole, **stacks_of(reply.read(StacksView))}
 
-    def act(self, question: Question, **more: object) -> Json:
-        """Pass an action on, as the command of its name does. `more` is the request's further fields. Raises
-        HoldfastError."""
-        _, reply = ask_any(self._known(), question, **more)
+    def act(self, question: str, about: Mapping[str, object], *, by: str, within_s: float) -> Json:
+        """Pass an action on, as the command of its name does. Raises HoldfastError, also when the job refuses it."""
+        _, reply = ask_any(self._known(), question, about, by=by, within_s=within_s)
         return {"whole": reply.whole, **msgspec.json.decode(reply.body)}
 
     def _known(self) -> list[RunningAgent]:
@@ -409,7 +408,8 @@ def now_of(view: JobView) -> Json:
     known = sorted(each for each in step_ms if each > 0)
     return {
         "at": time.time(),
-        **msgspec.structs.asdict(view),
+        **{name: value for name, value in msgspec.structs.asdict(view).items() if name != "more"},
+        **view.more,
         **_step_fields(ranks),
         "counts_job": all(rank.counts_job for rank in ranks),
         "median_ms": median(known) if known else None,
@@ -423,7 +423,7 @@ def now_of(view: JobView) -> Json:
                 "heard_s": node.heard_s,
                 "ranks": spans(rank.rank for rank in node.ranks),
                 **_step_fields(node.ranks),
-                "load": node.load and msgspec.to_builtins(msgspec.structs.asdict(node.load)),
+                **node.more,
             }
             for node in view.nodes
         ],

@@ -26,7 +26,9 @@ import hmac
 import mimetypes
 import os
 import socket
+import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, urlsplit
@@ -43,8 +45,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from holdfast.dashboard.feed import CLIENTS_MAX, LAST_BYTES, JobFeed, JobFeeds, LogLines
 from holdfast.dashboard.job_source import ShownJob, encoded, jobs_here, summary_of
-from holdfast.protocol.errors import ControlRefusedError, HoldfastError, UsageError
-from holdfast.protocol.questions import OF_A_HOST, Question, profile_request, ranks_of
+from holdfast.extensions.profile.messages import ASKED_S_MAX, NAME, profile_request
+from holdfast.extensions.save.messages import SAVE_S
+from holdfast.protocol.errors import HoldfastError, UsageError
+from holdfast.protocol.ranks_text import ranks_of
+from holdfast.runtime.running import ASKED_S
 from holdfast.supervisor.dashboard_host import Credentials
 
 STATIC = Path(__file__).parent / "static"
@@ -59,7 +64,9 @@ LOGS_EVERY_S = 0.5
 BODY_BYTES_MAX = 4096
 COMPARED_MAX = 2
 """Number of runs in one comparison."""
-ACTIONS = {question.value: question for question in (Question.SAVE, Question.STOP, Question.KILL, *OF_A_HOST)}
+ABOUT_A_HOST = ("drain", "exclude", "readmit")
+ACTIONS = {"profile": ASKED_S_MAX, "save": SAVE_S, **dict.fromkeys(("stop", "kill", *ABOUT_A_HOST), ASKED_S)}
+"""Time for which the page waits for the answer to each action (s)."""
 EXCLUDED_S = 3600.0
 """Time for which the page's button excludes a host; the command has an option for it."""
 
@@ -284,27 +291,27 @@ class Pages:
             raise UsageError(f"not an action: {error}") from None
 
         by = f"holdfast {action.do}, from the dashboard at {request.client.host if request.client else '?'},"
-        if action.do == Question.STACKS.value:
+        if action.do == "stacks":
             return _json(await asyncio.to_thread(feed.source.stacks, by))
-        if action.do == Question.PROFILE.value:
-            answer = await self._take_profile(feed, action, by)
-        elif action.do in ACTIONS:
-            question = ACTIONS[action.do]
-            about = {"host": action.host, "for_s": EXCLUDED_S} if question in OF_A_HOST else {}
-            answer = await asyncio.to_thread(feed.source.act, question, by=by, **about)
-        else:
+        if action.do not in ACTIONS:
             raise UsageError(f"{action.do!r} is not an action")
-        if answer.get("refused"):
-            raise ControlRefusedError(answer["refused"])
-        return _json(answer)
+        about: dict[str, object] = {}
+        if action.do == "profile":
+            ranks, name = ranks_of([action.ranks], "ranks"), time.strftime(NAME)
+            about = profile_request(ranks, action.steps, action.for_s or None, name)
+        elif action.do in ABOUT_A_HOST:
+            about = {"host": action.host, "for_s": EXCLUDED_S}
+        return _json(await self._ask(feed, action.do, by, about))
 
-    async def _take_profile(self, feed: JobFeed, action: Action, by: str) -> dict[str, Any]:
-        about = profile_request(ranks_of([action.ranks], "ranks"), action.steps, action.for_s or None)
+    async def _ask(self, feed: JobFeed, question: str, by: str, about: dict[str, object]) -> dict[str, Any]:
+        ask = partial(feed.source.act, question, about, by=by, within_s=ACTIONS[question])
+        if question != "profile":
+            return await asyncio.to_thread(ask)
         if self._profiling:  # each waits in a thread for minutes, and asyncio has few threads
             raise UsageError("this page takes one profile at a time; `holdfast profile` takes more")
         self._profiling = True
         try:
-            return await asyncio.to_thread(feed.source.act, Question.PROFILE, by=by, **about)
+            return await asyncio.to_thread(ask)
         finally:
             self._profiling = False
 

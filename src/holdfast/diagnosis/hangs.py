@@ -65,6 +65,7 @@ def examine(stories: Sequence[RankStory]) -> Finding:
 
 def _judge(ranks: Sequence[Where]) -> tuple[HangKind, str, list[Where]]:
     """The kind of the finding, its code and the culprits: the rows of the table above, in its order."""
+    # A stopped rank comes first, even while another one works: nothing but a signal lets it go on.
     stopped = [each for each in ranks if each.doing is RankActivity.STOPPED]
     if stopped:
         return HangKind.HUNG, STOPPED, stopped
@@ -76,6 +77,7 @@ def _judge(ranks: Sequence[Where]) -> tuple[HangKind, str, list[Where]]:
         return HangKind.MOVING, "", unsettled
 
     odd = [each for each in ranks if each.doing is not RankActivity.COMMUNICATING]
+    # No rank waits for a rank that is alone, so that only its own work can show that it is slow and does not hang.
     if len(ranks) == 1:
         stands = bool(odd) and not _may_work(odd) and not odd[0].computes
         return (HangKind.PAUSED, ALONE, odd) if stands else (HangKind.PAUSED, "", [])
@@ -83,6 +85,8 @@ def _judge(ranks: Sequence[Where]) -> tuple[HangKind, str, list[Where]]:
         return HangKind.PAUSED, "", []
     if odd:
         waiting = [each for each in ranks if each not in odd]
+        # An evaluation on rank 0 in one long native call: all samples are alike, and yet it must never be ended. If
+        # rank 0 does not compute, it is named like any other rank.
         computes = any(each.computes for each in odd)
         if computes and _is_rank_0_alone(odd, waiting):
             return HangKind.MOVING, "", odd
@@ -124,7 +128,7 @@ def _is_rank_0_alone(odd: Sequence[Where], others: Sequence[Where]) -> bool:
 
 
 def _is_tie(code: str, odd: Sequence[Where], others: Sequence[Where]) -> bool:
-    """Whether as many ranks are in one collective as in another, so that the culprits are unknown."""
+    """Whether the smallest group is not the only one of its size: then the culprits are unknown."""
     if code != MISMATCH:
         return False
     groups = _by_call([*odd, *others]).values()

@@ -22,7 +22,8 @@ What counts as work depends on what the main thread waits for:
 | sleeps in a loop that polls                        | may be work  | may be work      | may be work        |
 | sleeps                                             | may be work  | are noise        | are noise          |
 
-A thread that sends metrics and a process that takes samples of the machine go on for ever, whatever the rank does.
+Of a data loader's processes only input and output are work: they may compute for ever without a batch. A thread that
+sends metrics and a process that takes samples of the machine go on for ever, whatever the rank does.
 """
 
 from __future__ import annotations
@@ -184,6 +185,7 @@ def polls(samples: Samples) -> tuple[Frame, ...]:
 
     All samples share these frames, only the calls inside of the innermost one change, and no CPU time is used.
     """
+    # A rank that saves a checkpoint in many files is in state D in different calls too, without CPU time: no loop.
     if is_busy(samples) or stirs(samples) or any(sample.state == "D" for sample in samples):
         return ()
     return _in_common(samples) if _goes_around(samples) else ()
@@ -209,6 +211,7 @@ def _goes_around(samples: Samples) -> bool:
     for depth, frames in enumerate(zip(*stacks, strict=False), start=1):
         if len({(frame.file, frame.function) for frame in frames}) > 1:
             return True
+        # Another line that calls another function is a loop's own: `look()` in one line, `sleep()` in the next.
         if len({frame.line for frame in frames}) > 1 and _called_alike(stacks, depth):
             return False
     return True
@@ -384,6 +387,7 @@ def where_is(story: RankStory) -> Where:
     if any(_DEBUGGER.search(frame.file) for frame in newest.frames):
         return Where(story, RankActivity.HELD, f"held by a debugger {_at(newest.frames)}", "debugger")
     busy = is_busy(samples)
+    # Without a stack it is unknown what the rank waits for, so that all work counts, as in the table's first row.
     if not newest.frames:
         works = children_work(samples) or main_moves(samples) or threads_move(samples, TALKED_BYTES)
         if changes_place(samples) or works:
@@ -396,6 +400,8 @@ def where_is(story: RankStory) -> Where:
     doing, place, call = _doing(seen, busy=busy)
     key = _key(seen)
     if doing is RankActivity.COMMUNICATING:
+        # A collective of a large tensor over a slow network lasts for minutes. Its CPU time shows nothing, since gloo
+        # and NCCL may poll while they wait; bytes do.
         if copies(samples):
             return Where(story, RankActivity.WORKING, place, "working")
         return Where(story, doing, place, key, call, busy)
@@ -406,6 +412,7 @@ def where_is(story: RankStory) -> Where:
 
 def _loading(story: RankStory, place: str, key: str) -> Where:
     samples = story.samples
+    # A loader's processes that only compute do not count as work: they may compute for ever, and the rank gets nothing.
     if main_moves(samples) or threads_move(samples, TALKED_BYTES) or _grows(samples, _children_bytes, SAVED_BYTES):
         return Where(story, RankActivity.WORKING, place, "working")
     # Data may come slowly: then the place is the same in all samples, although batches arrived in between.
@@ -433,6 +440,8 @@ def _standing(story: RankStory, seen: RankSample, place: str, key: str) -> Where
         or (changes_place(samples) and _repeats(samples))
         or _REGEX.search(seen.frames[0].file) is not None
     )
+    # Threads of native code count while the main thread may wait for them. Else only the main thread does: a thread
+    # that sends metrics would make the rank look busy for ever.
     busy = is_busy(samples) if awaited in (Awaited.ITSELF, Awaited.CONNECTION) else main_is_busy(samples)
     computes = busy and (loops or _may_be_native(samples, newest))
     may_work = _may_work(samples, awaited) or (not busy and not loops and (stirs(samples) or prints(samples)))
@@ -457,6 +466,8 @@ def what_it_awaits(sample: RankSample) -> Awaited:
     """What the main thread waits for, by a sample with frames of a rank that is at one place."""
     if sample.polled in (Polling.OUTSIDE, Polling.RETRY):
         return Awaited.POLLING
+    # The frames of subprocess and multiprocessing decide before the system call does: they wait in poll() or read() on
+    # a pipe, which looks like a connection.
     if sample.polled is Polling.CHILD or sample.waits_for is KernelWait.CHILD or _CHILD.search(sample.frames[0].file):
         return Awaited.CHILD
     if any(_CHILD.search(frame.file) for frame in _called(sample.frames)):
@@ -480,6 +491,7 @@ def _works(samples: Samples, awaited: Awaited) -> bool:
     if main_moves(samples):
         return True
     if awaited is Awaited.CHILD:
+        # A download into memory is no input in /proc/PID/io: only the bytes of its connection show it.
         return children_work(samples) or _grows(samples, lambda sample: sample.talked_bytes, TALKED_BYTES)
     return awaited is Awaited.ITSELF and (copies(samples) or threads_move(samples, TALKED_BYTES))
 
@@ -613,6 +625,7 @@ def _doing(sample: RankSample, *, busy: bool) -> _Doing:
         return _Doing(RankActivity.LOADING, f"for {what} {_at(sample.frames)}")
     if _COMMUNICATES.search(decisive.file):
         return _communicates(_interface(sample.frames), sample)
+    # DDP's all-reduce runs inside of the backward pass, in threads of C++ that have no frames.
     if decisive.function == "_engine_run_backward" and not busy:
         return _communicates("backward", sample)
     if decisive.function == "synchronize" and "/torch/" in decisive.file:
@@ -623,6 +636,7 @@ def _doing(sample: RankSample, *, busy: bool) -> _Doing:
 def _doing_by_source(sample: RankSample, *, busy: bool) -> _Doing:
     """The activity of a rank whose innermost frame is the program's: that line, or a C function called there."""
     source = sample.source
+    # A busy rank may be in another call of the same line.
     if not busy:
         for pattern in (_SOURCE_COMMUNICATES, _SOURCE_WAITS, _SOURCE_SYNCHRONIZES):
             if match := pattern.search(source):

@@ -64,7 +64,7 @@ from holdfast.text import is_loopback
 RETRY_S = 0.25
 """Pause between two attempts to reach the endpoint."""
 SAY_S = 5.0
-"""Interval of the lines that say that nobody answers, and of the look at the endpoint list's other entries."""
+"""Interval of the lines that say that nobody answers, and of the search at the other entries of the endpoint list."""
 MEETING = "meeting"
 """Name of the check in findings about how the nodes come together."""
 
@@ -125,7 +125,7 @@ async def check_together(
         client = CheckClient(asked, host, session, *met)
         try:
             return await client.run(facts, examine)
-        except RefusedError as error:
+        except RefusedError as error:  # the check had begun, or had all its nodes, when this one came
             return JointResult(None, trouble=retry("HF552", MEETING, str(error), "start it on all nodes together"))
         except (PeerError, TimeoutError) as error:
             why = f"the doctor at {asked.endpoint} was lost: {error or 'it did not answer in time'}"
@@ -140,7 +140,7 @@ async def _meet(
     """Connect to the server, which starts here if the endpoint is this machine's. Returns the connection and, on that
     machine, the claim; or the finding that ends the check."""
     loop = asyncio.get_running_loop()
-    began = said_s = next_look_s = loop.time()
+    began = said_s = next_search_s = loop.time()
     while True:
         try:
             claimed = await run_detached(lambda: claim(asked.endpoint, is_host=asked.is_host))
@@ -151,8 +151,8 @@ async def _meet(
         except (UnresolvedHostError, CoordinatorUnreachableError) as error:
             now = loop.time()
             # The job may have moved to another entry of the list after its first host was lost.
-            if now >= next_look_s:
-                next_look_s = now + SAY_S
+            if now >= next_search_s:
+                next_search_s = now + SAY_S
                 if (elsewhere := await _job_elsewhere(asked, session)) is not None:
                     return elsewhere
             if now - began > asked.timeout_s:
@@ -217,6 +217,7 @@ def _refused(endpoint: Endpoint, error: HoldfastError) -> DoctorFinding:
 
 async def check_entry(entry: Endpoint, session: NewSession) -> ListEntry:
     """Find out who answers at an entry of the endpoint list: this node, a witness or nobody."""
+    # Whether the address is this machine's shows when it is bound.
     try:
         claimed = await run_detached(lambda: claim(entry))
         claimed.close()

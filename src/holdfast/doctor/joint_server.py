@@ -146,6 +146,7 @@ class Channel(Generic[Received]):
         return message
 
     def _take(self, message: Received) -> None:
+        # A node waits for the others' messages after each of its own, so that more are not from a doctor.
         if self._messages.qsize() < MESSAGES_WAITING_MAX:
             self._messages.put_nowait(message)
         else:

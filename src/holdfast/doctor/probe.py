@@ -101,6 +101,7 @@ class ProbeServer:
             return
         me = asyncio.current_task()
         self._clients[me] = writer
+        # Ports of the nodes are open to others, too: each client has a time limit, and their number has one.
         try:
             async with asyncio.timeout(PROBE_S_MAX + TRANSFER_S_MAX):
                 await self._answer(reader, writer)
@@ -177,6 +178,7 @@ async def probe(
         async with asyncio.timeout(PROBE_S_MAX):
             return await _examine(reader, writer, replace(path, reached=Reached.YES), key, transfer_s, clock)
     except asyncio.IncompleteReadError:
+        # The doctor of that node answers everyone who has the key, so this is another program or another check.
         return replace(path, reached=Reached.STRANGER, error="it closed the connection instead of an answer")
     except TimeoutError:
         return replace(path, reached=Reached.BROKEN, error=f"connected, but no answer within {PROBE_S_MAX:g} s")
@@ -196,7 +198,7 @@ async def _examine(
 ) -> NodePath:
     writer.write(MAGIC + key)
     (index,) = INDEX.unpack(await reader.readexactly(INDEX.size))
-    if index != path.to:
+    if index != path.to:  # two nodes behind one address, or one address given to two nodes
         return replace(path, reached=Reached.STRANGER, error=f"node {index} of this check answered in its place")
     trips: list[tuple[float, float]] = []
     for _ in range(PINGS):

@@ -88,7 +88,7 @@ def witnesses(check: JointCheck) -> Iterator[DoctorFinding]:
     reports = [(name, report) for name, report in zip(check.came, check.reports, strict=True) if report is not None]
     for same in zip(*(report.entries for _, report in reports), strict=False):
         if any(entry.own for entry in same):
-            continue
+            continue  # a node of this check has that address: no witness is needed there
         address = same[0].address
         missing = {name: entry.error for (name, _), entry in zip(reports, same, strict=True) if entry.error}
         if not missing:
@@ -184,6 +184,8 @@ def latency(check: JointCheck) -> Iterator[DoctorFinding]:
     measured = [(way, way.link.latency_s) for way in ways(check) if way.link.latency_s is not None]
     if not measured:
         return
+    # All-reduces go at the pace of the slowest link, so that one that is far from the usual counts even if it is fast
+    # enough for other purposes.
     usual = median(seconds for _, seconds in measured)
     bound = min(LATENCY_S_MAX, max(LATENCY_ODD_S_MIN, LATENCY_ODD_FACTOR * usual))
     slow = sorted((pair for pair in measured if pair[1] > bound), key=lambda pair: -pair[1])
@@ -219,6 +221,7 @@ def clocks(check: JointCheck) -> Iterator[DoctorFinding]:
     what = "clocks"
     offsets: dict[int, tuple[int, float]] = {}
     for way in ways(check):
+        # Each pair was measured in both directions; one is enough.
         if way.link.clock_offset_s is not None and way.link.to > way.start:
             offsets.setdefault(way.link.to, (way.start, way.link.clock_offset_s))
     if not offsets:

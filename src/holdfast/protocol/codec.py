@@ -13,6 +13,7 @@ reason of a refusal:
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import Any, TypeVar
 
@@ -22,6 +23,7 @@ from msgspec.structs import replace
 
 from holdfast.protocol.errors import ProtocolError
 from holdfast.protocol.messages import (
+    EXTENDED_BYTES_MAX,
     Finish,
     FromAgent,
     FromCoordinator,
@@ -168,21 +170,22 @@ def clean(value: T, field: str = "") -> T:
     >>> clean(("fine", "\\x1b[2Jholdfast: done\\n"))
     ('fine', 'holdfast: done')
     """
-    return _clean(value, field)  # type: ignore[no-any-return]
+    return _mapped(value, field, _text)  # type: ignore[no-any-return]
 
 
-def _clean(value: Any, field: str) -> Any:
+def _mapped(value: Any, field: str, change: Callable[[str, str], str]) -> Any:
+    """The value with each of its texts changed. `change` gets the text and the name of its field."""
     if isinstance(value, str):
-        return _text(value, field)
+        return change(value, field)
     if isinstance(value, Struct):
         old = {name: getattr(value, name) for name in value.__struct_fields__}
-        new = {name: cleaned for name, item in old.items() if (cleaned := _clean(item, name)) is not item}
+        new = {name: mapped for name, item in old.items() if (mapped := _mapped(item, name, change)) is not item}
         return replace(value, **new) if new else value
     if isinstance(value, (tuple, list)):
-        items = [_clean(item, field) for item in value]
+        items = [_mapped(item, field, change) for item in value]
         return type(value)(items) if any(a is not b for a, b in zip(items, value, strict=True)) else value
     if isinstance(value, dict):
-        return {_clean(key, ""): _clean(item, field) for key, item in value.items()}
+        return {_mapped(key, "", change): _mapped(item, field, change) for key, item in value.items()}
     return value
 
 
@@ -253,6 +256,18 @@ def encode(message: Struct) -> bytes:
     return data
 
 
+def encode_extended(message: Struct) -> bytes:
+    """The body of an Extended. Raises ProtocolError if it is too large for one."""
+    try:
+        body = _encoder.encode(message)
+    except UnicodeEncodeError:
+        # Names of files need not be valid text.
+        body = _encoder.encode(_mapped(message, "", lambda text, _: _valid(text)))
+    if len(body) > EXTENDED_BYTES_MAX:
+        raise ProtocolError(f"a {type(message).__name__} of {len(body)} bytes does not fit into a frame")
+    return body
+
+
 def decode_from_agent(data: bytes) -> FromAgent:
     """Raises ProtocolError on anything but one well-formed message of an agent."""
     return decode(_agent_decoder(), data, "an agent")
@@ -280,7 +295,7 @@ def _cut(message: Struct, chars_max: int) -> Struct:
     if isinstance(message, Finish):
         return replace(message, outcome=_cut_outcome(message.outcome, chars_max))
     if isinstance(message, Looked):
-        return replace(message, samples=tuple(_cut_sample(sample, chars_max) for sample in message.samples))
+        return replace(message, samples=tuple(cut_sample(sample, chars_max) for sample in message.samples))
     return message
 
 
@@ -307,7 +322,7 @@ def _cut_failure(failure: Failure, chars_max: int) -> Failure:
     )
 
 
-def _cut_sample(sample: RankSample, chars_max: int) -> RankSample:
+def cut_sample(sample: RankSample, chars_max: int) -> RankSample:
     """Keep the innermost frames."""
     frames = sample.frames[: max(1, chars_max // CHARS_PER_FRAME)]
     return replace(

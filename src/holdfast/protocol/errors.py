@@ -168,7 +168,7 @@ class NoRunError(CallerError, code="HF127"):
 
 
 class ControlRefusedError(CallerError, code="HF128"):
-    """A running job refuses a question: the job belongs to another user, or its agent does not know the question."""
+    """A running job refuses a question: it belongs to another user, does not know the question, or says why not."""
 
 
 class ControlSilentError(CallerError, code="HF129"):

@@ -29,11 +29,16 @@ from holdfast.protocol.policy import (
     Rank,
     Seconds,
 )
-from holdfast.protocol.questions import PROFILED_RANKS_MAX, Question
-from holdfast.protocol.rank_progress import NodeLoad, RankProfile, RankProgress, RankSample
+from holdfast.protocol.rank_progress import RankProgress, RankSample
 
 OF_ONE_NODE = Meta(max_length=WORKERS_PER_NODE_MAX)
 LocalRanks: TypeAlias = Annotated[tuple[LocalRank, ...], OF_ONE_NODE]
+
+QUESTION_CHARS_MAX = 64
+"""Of the name of a question or an extension."""
+ABOUT_BYTES_MAX = 4096
+EXTENDED_BYTES_MAX = 4 * 1024 * 1024 - 4096
+"""Leaves room in a frame."""
 
 
 class StopReason(Enum):
@@ -150,8 +155,6 @@ class Progress(AgentMessage, frozen=True, tag="progress"):
     """The step of the whole job, as the script counts over all restarts; means something if job_steps is set."""
     job_steps: Count = 0
     """How many it will have; 0: the script does not report it."""
-    load: NodeLoad | None = None
-    """In every tenth of these messages."""
     ping: Count = 0
     """As `Ping.number`, and answered as a Ping; 0: it is none."""
 
@@ -165,15 +168,6 @@ class Looked(AgentMessage, frozen=True, tag="looked"):
     samples: Annotated[tuple[RankSample, ...], OF_ONE_NODE] = ()
     reach: Annotated[tuple[str, ...], Meta(max_length=ITEMS_MAX)] = ()
     """Why the test connection failed, in words; empty: it was made, or was not asked for."""
-
-
-class Profiled(AgentMessage, frozen=True, tag="profiled"):
-    """Answer to Profile."""
-
-    generation: Count
-    number: Count
-    """The number of the Profile."""
-    ranks: Annotated[tuple[RankProfile, ...], OF_ONE_NODE] = ()
 
 
 class Able(AgentMessage, frozen=True, tag="able"):
@@ -243,17 +237,12 @@ class Ask(AgentMessage, frozen=True, tag="ask"):
     """A question of a command on this node. Ends in one Answer of the same number, or in the loss of the link."""
 
     number: Count
-    question: Question
+    question: Annotated[str, Meta(max_length=QUESTION_CHARS_MAX)]
+    """An extension at the coordinator answers it: see `protocol.extension`."""
     by: str = ""
     """The asking user, in words."""
-    host: str = ""
-    """Of a question of OF_A_HOST."""
-    for_s: Seconds = 0.0
-    """EXCLUDE: how long. PROFILE: the same, if no steps are counted."""
-    ranks: Annotated[tuple[Rank, ...], Meta(max_length=PROFILED_RANKS_MAX)] = ()
-    """PROFILE: which."""
-    steps: Count = 0
-    """PROFILE: how many; 0: for_s counts."""
+    about: Annotated[bytes, Meta(max_length=ABOUT_BYTES_MAX)] = b"{}"
+    """JSON of the command that asks. Agents pass it on unread; the extension refuses what it does not know."""
 
 
 class CoordinatorMessage(Struct, frozen=True, array_like=True, tag=True):
@@ -387,19 +376,6 @@ class Look(CoordinatorMessage, frozen=True, tag="look"):
     """Also try to connect to the generation's MASTER_ADDR:MASTER_PORT, as the workers do."""
 
 
-class Profile(CoordinatorMessage, frozen=True, tag="profile"):
-    """Take profiles of these workers. Answered by one Profiled."""
-
-    generation: Count
-    number: Count
-    name: str
-    """Of the folder with the files, below the run folder's `profiles`."""
-    local_ranks: LocalRanks
-    steps: Count
-    """0: for_s counts."""
-    for_s: Seconds
-
-
 class Notice(CoordinatorMessage, frozen=True, tag="notice"):
     """A few lines about the running job for the console."""
 
@@ -434,8 +410,10 @@ class Moved(CoordinatorMessage, frozen=True, tag="moved"):
 
 class Answer(CoordinatorMessage, frozen=True, tag="answer"):
     number: Count
-    body: bytes
-    """JSON for the command that asked. Agents pass it on unread."""
+    body: bytes = b""
+    """JSON for the command that asked. Agents pass it on unread. Empty without a refusal: the agent has to answer."""
+    refused: str = ""
+    """Why nothing was done."""
 
 
 class Quit(CoordinatorMessage, frozen=True, tag="quit"):
@@ -453,6 +431,13 @@ class Refuse(CoordinatorMessage, frozen=True, tag="refuse"):
     text: str
 
 
+class Extended(Struct, frozen=True, array_like=True, tag="extended"):
+    """From an extension's half on a node to its half at the coordinator, or back. Only that half decodes it."""
+
+    extension: Annotated[str, Meta(max_length=QUESTION_CHARS_MAX)]
+    body: Annotated[bytes, Meta(max_length=EXTENDED_BYTES_MAX)]
+
+
 BetweenVoters = Renew | Renewed | Poll | Polled
 """In both directions: the coordinator connects to a witness as an agent connects to it."""
 FromAgent = (
@@ -466,13 +451,13 @@ FromAgent = (
     | Held
     | Progress
     | Looked
-    | Profiled
     | Able
     | ReplacementReady
     | ReplacementFailed
     | CannotRegroup
     | Ping
     | Ask
+    | Extended
     | BetweenVoters
     | Supersede
     | Recall
@@ -490,11 +475,11 @@ FromCoordinator = (
     | Abandon
     | Stop
     | Look
-    | Profile
     | Notice
     | Finish
     | Pong
     | Answer
+    | Extended
     | Quit
     | Refuse
     | BetweenVoters

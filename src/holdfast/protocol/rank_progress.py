@@ -25,11 +25,11 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Annotated
+from typing import Annotated, Any
 
 from msgspec import Meta, Struct
 
-from holdfast.protocol.policy import ITEMS_MAX, Count, Line, LocalRank, Rank, Seconds
+from holdfast.protocol.policy import Count, Line, LocalRank, Rank, Seconds
 
 
 class Stage(Enum):
@@ -79,34 +79,6 @@ class RankProgress(Struct, frozen=True, array_like=True):
     """Its process; 0: unknown."""
 
 
-class GpuLoad(Struct, frozen=True, array_like=True):
-    percent: Count
-    used_bytes: Count
-    total_bytes: Count
-    celsius: Count
-
-
-class NodeLoad(Struct, frozen=True, array_like=True):
-    """Load of one node. Rates are means since the one before."""
-
-    cores: Count
-    cpu_percent: Count
-    """Of all cores together: 100 at most."""
-    memory_bytes: Count
-    """In use: what programs could not get."""
-    memory_total_bytes: Count
-    disk_free_bytes: Count
-    """Of the run folder's file system."""
-    disk_total_bytes: Count
-    """0: there is no run folder, or it cannot be read."""
-    received_bytes_s: Count
-    """By all interfaces but loopback."""
-    sent_bytes_s: Count
-    lag_ms: Count = 0
-    """How long the agent took to come to an event."""
-    gpus: Annotated[tuple[GpuLoad, ...], Meta(max_length=ITEMS_MAX)] = ()
-
-
 class RankView(Struct, frozen=True, kw_only=True):
     rank: int
     local_rank: int
@@ -138,8 +110,8 @@ class NodeView(Struct, frozen=True, kw_only=True):
     heard_s: float
     """Time since its last message, by the coordinator's clock."""
     ranks: tuple[RankView, ...] = ()
-    load: NodeLoad | None = None
-    """None: not known, or too old, or there are too many nodes."""
+    more: dict[str, Any] = {}
+    """What extensions know of this node, by their name: `load`."""
 
 
 class JobView(Struct, frozen=True, kw_only=True):
@@ -168,6 +140,8 @@ class JobView(Struct, frozen=True, kw_only=True):
     """How many steps the whole job will have; 0: the script does not report it."""
     left_s: float = 0.0
     """The time for the others at the present rate; 0: unknown."""
+    more: dict[str, Any] = {}
+    """What extensions know of the job, by their name."""
 
 
 FRAMES_MAX = 64
@@ -307,30 +281,6 @@ class StacksView(Struct, frozen=True, kw_only=True):
     """Hosts that did not answer in time."""
 
 
-class Operation(Struct, frozen=True, array_like=True):
-    """All calls of one operation during a profile."""
-
-    name: str
-    calls: Count
-    self_s: Seconds
-    """Without the operations that it calls; on the device if one was used, else on the CPU."""
-    total_s: Seconds
-
-
-class RankProfile(Struct, frozen=True, array_like=True):
-    """What a profile of one worker gave."""
-
-    local_rank: LocalRank
-    files: tuple[str, ...] = ()
-    """Their paths, on its node."""
-    operations: tuple[Operation, ...] = ()
-    """The most expensive ones, by self_s."""
-    why: str = ""
-    """Why there is no profile by torch; empty: there is."""
-    note: str = ""
-    """Why there is no flame graph although py-spy is installed."""
-
-
 class HangKind(Enum):
     HUNG = "hung"
     """Some ranks do not join the call in which the others wait."""
@@ -391,13 +341,13 @@ DUMP_BYTES_MAX = 1_000_000
 
 _THREAD = re.compile(r"^(?:(?:Current thread|Thread) 0x[0-9a-f]+.*|Stack) \(most recent call first\):$")
 _FRAME = re.compile(r'^ {2}File (?:"(.*)"|(\?\?\?)), line (\d{1,9}|\?\?\?) in (.*)$')
-_OWN = "/holdfast/worker/"
+_OWN = ("/holdfast/worker/", "/holdfast/extensions/")
 """Frames of the bootstrap and of its wrappers around torch's functions; they are not the program's."""
 _MACHINERY = re.compile(
     r"""^<(?!stdin>|string>)                # <frozen runpy>
       | /lib(64)?/python\d[\d.]*/(?!(site|dist)-packages/)
       | /torch/
-      | /holdfast/(train|worker|launching)/""",
+      | /holdfast/(train|worker|extensions|launching)/""",
     re.VERBOSE,
 )
 _INSTALLED = re.compile(r"/(site|dist)-packages/")
@@ -436,7 +386,7 @@ def _threads(text: str) -> tuple[list[list[Frame]], int | None]:
 
 
 def _own(frames: Sequence[Frame]) -> tuple[Frame, ...]:
-    return tuple(frame for frame in frames if _OWN not in frame.file)
+    return tuple(frame for frame in frames if not any(each in frame.file for each in _OWN))
 
 
 def _frame(line: str) -> Frame | None:

@@ -16,7 +16,7 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,22 +41,23 @@ from holdfast.agent.commands import (
     StartReplacements,
     StartWorkers,
 )
-from holdfast.agent.events import DialFailed, Event, LinkLost, PassSignal, Received, Signalled
+from holdfast.agent.events import DialFailed, Event, LinkLost, PassSignal, Received, Signalled, TreeGone
 from holdfast.coordinator.ending import Judge
 from holdfast.detached import run_detached
 from holdfast.journal import JOURNAL_NAME, Journal
 from holdfast.metrics import observing
-from holdfast.protocol.errors import EXIT_FAILURE
-from holdfast.protocol.messages import Answer, FromAgent, FromCoordinator, Profile, Waiting
+from holdfast.protocol.errors import EXIT_FAILURE, ProtocolError
+from holdfast.protocol.messages import Answer, Extended, FromAgent, FromCoordinator, Start, Waiting
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Failure, Outcome, fault_outcome
 from holdfast.protocol.policy import NodeSpec, Note, Tick
 from holdfast.protocol.rank_progress import Examine, JobView, RankProgress
 from holdfast.run_folder import RunFolder
 from holdfast.runtime.control import Control
-from holdfast.runtime.control_handlers import ControlRequests, OwnNode
+from holdfast.runtime.control_requests import ControlRequests
 from holdfast.runtime.coordinator_service import CoordinatorLink
 from holdfast.runtime.driver import Driver, Troubles, as_error, fault_of
+from holdfast.runtime.node_extension import Node, NodeExtensions, Registered
 from holdfast.runtime.rendezvous_client import RendezvousClient
 from holdfast.supervisor.console import Console
 from holdfast.supervisor.log_router import LogRouter
@@ -126,16 +127,18 @@ def run_job(
     judge: Judge,
     examine: Examine,
     render: Render,
+    extensions: Sequence[Registered],
     load: Callable[[], None] = lambda: None,
 ) -> int:
     """Run this node's part of a job and return its exit code. Raises HoldfastError, before any worker was started.
 
     `judge` separates the first failure from its consequences; `examine` separates hung ranks from waiting ones;
     `render` puts the end into words for the console. `load` imports the modules that `judge` and `render` need. It is
-    called once, in a thread, while the workers run or are being stopped: a restart must not wait for it.
+    called once, in a thread, while the workers run or are being stopped: a restart must not wait for it. `extensions`
+    do everything else about a running job than forming, starting and stopping its generations.
     """
     try:
-        return asyncio.run(_run_job(options, supervisor, judge, examine, render, load))
+        return asyncio.run(_run_job(options, supervisor, judge, examine, render, load, extensions))
     except Exception as error:  # noqa: BLE001 - every error gets a code
         raise as_error(error) from error.__cause__
 
@@ -147,6 +150,7 @@ async def _run_job(
     examine: Examine,
     render: Render,
     load: Callable[[], None],
+    extensions: Sequence[Registered],
 ) -> int:
     folder = RunFolder.create(options.logs, options.job.run_id)
     console = Console()
@@ -157,7 +161,9 @@ async def _run_job(
     router = LogRouter(options.logs, folder, node=host, role=options.role, console=console)
     stall_s = CONSOLE_STALL_S_MAX
     try:
-        service = AgentService(options, supervisor, judge, examine, folder, console, router, journal, host, load)
+        service = AgentService(
+            options, supervisor, judge, examine, folder, console, router, journal, host, load, extensions
+        )
         with observing(options, journal, console.say, node=host, look=service.look, view=service.view):
             outcome = await _outcome(service, journal, folder)
             if signal.SIGINT not in supervisor.ignored and (task := asyncio.current_task()) is not None:
@@ -242,6 +248,7 @@ class AgentService:
         journal: Journal,
         host: str,
         load: Callable[[], None],
+        extensions: Sequence[Registered],
     ) -> None:
         self._options = options
         self._supervisor = supervisor
@@ -258,7 +265,9 @@ class AgentService:
         """None: no worker has been started yet."""
         self._loop = asyncio.get_running_loop()
         self._ended: asyncio.Future[Outcome] = self._loop.create_future()
-        self._rendezvous = RendezvousClient(options, judge, journal, console.say, examine)
+        self._registered = extensions
+        self._extensions: NodeExtensions | None = None
+        self._rendezvous = RendezvousClient(options, judge, journal, console.say, examine, extensions)
         self._link: CoordinatorLink | None = None
         self._driver: Driver[Event, Command] | None = None
         self._worker_group: WorkerGroup | None = None
@@ -298,8 +307,8 @@ class AgentService:
             )
             self._worker_group = worker_group
             self._driver = Driver(machine, Tick(), self._execute, after=lambda: self._after_event(machine))
-            own = OwnNode(machine, self._options.job, node, self._feed, worker_group.progress, worker_group.samples)
-            self._control_requests = ControlRequests(self._send, own, self._host)
+            extensions = self._extensions = self._make_extensions(machine, node, worker_group, tasks)
+            self._control_requests = ControlRequests(self._send, extensions.asked, self._host)
             control = Control(self._control_requests.ask, self._journal)
             self._loop.set_exception_handler(self._crashed)
             handled = self._install_signals()
@@ -319,11 +328,30 @@ class AgentService:
                 if self._dialing is not None:
                     self._dialing.cancel()
                 await self._rendezvous.close()
+                await extensions.close()
                 await worker_group.close(self._outcome())
                 # Before `holdfast stop` and `holdfast logs -f` get their answer: the next command reads the files.
                 await run_detached(self._router.finish_files)
                 await control.close(self._outcome())
         return outcome
+
+    def _make_extensions(
+        self, machine: AgentMachine, node: NodeSpec, group: WorkerGroup, tasks: asyncio.TaskGroup
+    ) -> NodeExtensions:
+        own = Node(
+            machine,
+            self._options.job,
+            node,
+            self._folder.path,
+            tasks,
+            self._journal.write,
+            self._journal.fault,
+            self._feed,
+            workers=group.workers,
+            progress=group.progress,
+            samples=group.samples,
+        )
+        return NodeExtensions(self._registered, own, self._send, self._journal.fault)
 
     def _outcome(self) -> Outcome | None:
         """None: there is no outcome yet, or a fault of ours in its place."""
@@ -343,6 +371,8 @@ class AgentService:
 
     def _feed(self, event: Event) -> None:
         assert self._driver is not None
+        if isinstance(event, TreeGone) and self._extensions is not None:
+            self._extensions.gone()
         self._driver.feed(event)
 
     def _after_event(self, machine: AgentMachine) -> None:
@@ -389,14 +419,28 @@ class AgentService:
             assert self._control_requests is not None
             self._control_requests.answered(message)
             return
-        if isinstance(message, Profile):
-            assert self._worker_group is not None
-            self._worker_group.profile(message, self._send)
+        if isinstance(message, Extended):
+            self._extended(message)
             return
         self._feed(Received(message))
         if isinstance(message, Waiting) and self._how_others_join:
             text, self._how_others_join = self._how_others_join, ""
             self._console.say(text)
+
+    def _extended(self, message: Extended) -> None:
+        """A message for an extension. One that its half does not know is the coordinator's error, as any other."""
+        assert self._extensions is not None
+        try:
+            self._extensions.heard(message)
+        except ProtocolError as error:
+            link = self._link
+            if link is not None:
+                self._link_lost(link, str(error))
+                link.close(str(error))
+
+    def _started(self, start: Start) -> None:
+        assert self._extensions is not None
+        self._extensions.started(start.generation, start.progress_interval_s)
 
     def _send(self, message: FromAgent) -> bool:
         """Send a message to the coordinator. False: there is no link."""
@@ -446,12 +490,14 @@ class AgentService:
                 group.prepare(assign)
             case StartWorkers(assign, start):
                 group.start(assign, start)
+                self._started(start)
                 if self._load is not None and self._load_timer is None:
                     self._load_timer = self._loop.call_later(LOAD_AFTER_S, self._load_end)
             case RegroupWorkers(assign, safe_point):
                 group.regroup(assign, safe_point)
             case ContinueWorkers(_, start):
                 group.go_on(start)
+                self._started(start)
             case StartReplacements(generation, local_ranks):
                 group.replace(generation, local_ranks)
             case SignalWorkers(signum, to_end):

@@ -1,7 +1,8 @@
 """The agent's control socket: a Unix socket for commands on the same host, which only its user may connect to.
 
-One JSON line in, one JSON line out. Knows who may ask, how large a question is and how long a client may take: a client
-that stalls delays nothing else. `ControlRequests` gives the answers.
+One JSON line in, `{"ask": "profile", "by": …, "about": {…}}`, one JSON line out. Knows who may ask, how large a
+question is and how long a client may take: a client that stalls delays nothing else. What a question is about is passed
+on unread. `ControlRequests` gives the answers.
 """
 
 from __future__ import annotations
@@ -21,17 +22,18 @@ from holdfast import seqpacket
 from holdfast.detached import run_detached
 from holdfast.journal import Journal
 from holdfast.protocol.errors import ControlRefusedError, ControlSilentError
-from holdfast.protocol.messages import Ask
+from holdfast.protocol.messages import ABOUT_BYTES_MAX, QUESTION_CHARS_MAX
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Outcome
-from holdfast.protocol.questions import PROFILED_RANKS_MAX, PROFILED_STEPS_MAX, Question
 from holdfast.run_folder import RunFolder
 from holdfast.runtime import running
-from holdfast.runtime.running import NodeEnd, Reply
+from holdfast.runtime.node_extension import Question
+from holdfast.runtime.running import ASKED_S, NodeEnd, Reply
 
-REQUEST_BYTES_MAX = 4096
+REQUEST_BYTES_MAX = ABOUT_BYTES_MAX
 BY_CHARACTERS_MAX = 200
-HOST_CHARACTERS_MAX = 255
+ASKED_S_MAX = 3600.0
+"""A command may wait this long for an answer."""
 REQUEST_S_MAX = 5.0
 """From the connection to the end of the question."""
 TAKE_S_MAX = 10.0
@@ -42,20 +44,19 @@ FAREWELL_S_MAX = 1.0
 
 
 class ControlRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One question of a closed set."""
+    """One question."""
 
-    ask: Question | None = None
+    ask: Annotated[str, msgspec.Meta(max_length=QUESTION_CHARS_MAX)] | None = None
     """None: the question how the agent ends, answered at its end."""
     by: Annotated[str, msgspec.Meta(max_length=BY_CHARACTERS_MAX)] = ""
     """Who asks, in words; empty: the command of the question's name."""
-    host: Annotated[str, msgspec.Meta(max_length=HOST_CHARACTERS_MAX)] = ""
-    for_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
-    ranks: Annotated[tuple[int, ...], msgspec.Meta(max_length=PROFILED_RANKS_MAX)] = ()
-    steps: Annotated[int, msgspec.Meta(ge=0, le=PROFILED_STEPS_MAX)] = 0
-    """All four as in Ask."""
+    about: msgspec.Raw = msgspec.Raw(b"{}")
+    """For the extension that answers."""
+    within_s: Annotated[float, msgspec.Meta(ge=0, le=ASKED_S_MAX)] = ASKED_S
+    """How long the command waits."""
 
 
-Answerer = Callable[[Ask], Awaitable[Reply]]
+Answerer = Callable[[Question], Awaitable[Reply]]
 
 
 class Control:
@@ -191,9 +192,7 @@ class Control:
             return Reply(code=ControlRefusedError.code, text=f"not a question: {error}")
         if request.ask is None:
             return await self._until_ended(reader)
-        return await self._answer(
-            Ask(0, request.ask, request.by, request.host, request.for_s, request.ranks, request.steps)
-        )
+        return await self._answer(Question(request.ask, request.by, bytes(request.about), request.within_s))
 
     async def _until_ended(self, reader: asyncio.StreamReader) -> Reply | None:
         """Wait for the end of the job or of the client, whichever comes first."""

@@ -20,16 +20,14 @@ from holdfast.coordinator.coordinator_state import (
     Heard,
     LinkClosed,
     LinkOpened,
-    SaveAgreed,
     Tell,
 )
 from holdfast.inherited import raise_limit
 from holdfast.journal import Journal
 from holdfast.protocol.errors import HoldfastError
-from holdfast.protocol.messages import Ask, Finish, FromAgent, FromCoordinator, Looked, Ping, Profiled
+from holdfast.protocol.messages import Finish, FromAgent, FromCoordinator, Ping
 from holdfast.protocol.outcome import fault_outcome
 from holdfast.protocol.policy import Note, Tick
-from holdfast.runtime.control_handlers import Answers
 from holdfast.runtime.driver import Driver
 
 if TYPE_CHECKING:
@@ -126,7 +124,6 @@ class CoordinatorService:
         self._driver: Driver[Event, Command] = Driver(machine, Tick(), self._execute, on_fault=self._broken)
         self._driver.feed(Tick())
         self.machine = machine
-        self._answers = Answers(machine, self._links, self._driver.feed, journal.fault, journal.write)
         self.proxy: StoreProxy | None = None
 
     async def listen(self, claim: Claim, token: bytes | None, *, static: bool) -> None:
@@ -171,17 +168,10 @@ class CoordinatorService:
             if pong is not None:
                 link.send(pong)
                 return
-        match message:
-            case Ask():
-                self._answers.asked(number, message)
-            case Looked() | Profiled() if self._answers.looked(number, message):
-                pass
-            case _:
-                self._driver.feed(Heard(number, message))
+        self._driver.feed(Heard(number, message))
 
     def link_closed(self, number: int, reason: str) -> None:
         if self._forget(number):
-            self._answers.link_closed(number)
             self._driver.feed(LinkClosed(number, reason))
 
     async def close(self) -> None:
@@ -202,7 +192,6 @@ class CoordinatorService:
     def cut(self, reason: str) -> None:
         """Handle nothing more, and close all links."""
         self._driver.stop()
-        self._answers.close()
         for link in list(self._links.values()):
             link.close(reason)
         self._links.clear()
@@ -241,7 +230,5 @@ class CoordinatorService:
                     link.close(reason)
             case Note(event, fields):
                 self._journal.write(f"coordinator.{event}", **fields)
-            case SaveAgreed():
-                self._answers.save_agreed(command)
             case Conclude(outcome):
                 self._journal.write("coordinator.concluded", kind=outcome.kind.value, exit_code=outcome.exit_code)

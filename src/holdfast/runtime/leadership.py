@@ -21,7 +21,7 @@ import random
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -33,6 +33,7 @@ from holdfast.coordinator.monitor import cannot_tell
 from holdfast.detached import run_detached
 from holdfast.journal import Journal
 from holdfast.protocol.errors import CoordinatorUnreachableError, EtcdError, EtcdUnreachableError, PortInUseError
+from holdfast.protocol.extension import CoordinatorHalf
 from holdfast.protocol.messages import Assign, Finish, Start
 from holdfast.protocol.options import Endpoint, RunOptions
 from holdfast.protocol.policy import Limits, NodeSpec
@@ -302,8 +303,10 @@ class ElectedClient:
         journal: Journal,
         say: Callable[[str], None],
         examine: Examine = cannot_tell,
+        extensions: Sequence[CoordinatorHalf] = (),
     ) -> None:
         self._examine = examine
+        self._extensions = extensions
         self._options = options
         self._election = election
         self._judge = judge
@@ -450,7 +453,9 @@ class ElectedClient:
             floor=before.generation if before is not None else 0,
             tail_s=before.tail_s if before is not None else 0.0,
         )
-        machine = Coordinator(options.job, options.limits, self._judge, now, authority, examine=self._examine)
+        machine = Coordinator(
+            options.job, options.limits, self._judge, now, authority, examine=self._examine, extensions=self._extensions
+        )
         service = ElectedService(machine, lease_holder, self._journal, self._say, self._step_down)
         self._service, self._lease_holder = service, lease_holder
         await service.listen(won.place, options.token, static=False)

@@ -7,7 +7,7 @@ give up.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from holdfast.agent.events import Dialed, DialFailed
@@ -27,6 +27,7 @@ from holdfast.protocol.errors import (
     RefusedError,
     RendezvousConfigError,
 )
+from holdfast.protocol.extension import CoordinatorHalf
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.policy import NodeSpec
 from holdfast.protocol.rank_progress import Examine
@@ -52,9 +53,11 @@ class RendezvousClient:
         journal: Journal,
         say: Callable[[str], None],
         examine: Examine = cannot_tell,
+        extensions: Sequence[CoordinatorHalf] = (),
     ) -> None:
         self._options = options
         self._examine = examine
+        self._extensions = extensions
         self._judge = judge
         self._journal = journal
         self._say = say
@@ -136,14 +139,18 @@ class RendezvousClient:
 
             election = election_for(self._options)
             assert election is not None
-            self._elected = ElectedClient(self._options, election, self._judge, self._journal, self._say, self._examine)
+            self._elected = ElectedClient(
+                self._options, election, self._judge, self._journal, self._say, self._examine, self._extensions
+            )
         return await self._elected.connect(node)
 
     async def _connect_to_successor(self, node: NodeSpec) -> CoordinatorLink:
         if self._succeeding is None:
             from holdfast.runtime.succession import SuccessionClient
 
-            self._succeeding = SuccessionClient(self._options, self._judge, self._journal, self._say, self._examine)
+            self._succeeding = SuccessionClient(
+                self._options, self._judge, self._journal, self._say, self._examine, self._extensions
+            )
         return await self._succeeding.connect(node)
 
     async def _host(self, place: Claim | None) -> None:
@@ -158,6 +165,7 @@ class RendezvousClient:
             Sole(options.limits, now),
             fixed_master=(options.endpoint.host, place.port) if static and place is not None else None,
             examine=self._examine,
+            extensions=self._extensions,
         )
         service = CoordinatorService(machine, self._journal, self._say)
         if place is not None:

@@ -18,7 +18,7 @@ import os
 import socket
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from typing import TypeVar
@@ -29,15 +29,9 @@ from holdfast import own_folders, seqpacket
 from holdfast.linux import boot_id, process_stat
 from holdfast.protocol.codec import clean
 from holdfast.protocol.errors import ControlRefusedError, ControlSilentError, NoRunError
-from holdfast.protocol.questions import PROFILE_S_MAX, Question
 
-ANSWER_S_MAX = {
-    **dict.fromkeys(Question, 5.0),
-    Question.STACKS: 12.0,
-    Question.SAVE: 12.0,
-    Question.PROFILE: PROFILE_S_MAX + 60.0,
-}
-"""Longer than an agent waits for its coordinator."""
+ASKED_S = 5.0
+"""A command waits this long for an answer, unless the question needs more."""
 ANSWER_BYTES_MAX = 64 * 1024 * 1024
 CHUNK_BYTES = 256 * 1024
 Body = TypeVar("Body")
@@ -292,8 +286,11 @@ class Reply(msgspec.Struct, frozen=True, omit_defaults=True):
     """False: the coordinator could not be asked; the answer is this node's alone."""
     body: msgspec.Raw = msgspec.Raw(b"null")
     code: str = ""
-    """The code of an error: the question was not answered, and `text` gives the reason."""
+    """The code of an error: the question was not answered, and `text` or `refused` gives the reason."""
     text: str = ""
+    """Of the agent."""
+    refused: str = ""
+    """Of the job: nothing was done."""
 
     def read(self, kind: type[Body]) -> Body:
         """The body as this type. Raises ControlRefusedError."""
@@ -315,19 +312,28 @@ class NodeEnd(msgspec.Struct, frozen=True):
 class Call:
     """One connection to an agent, with the question asked. A context manager."""
 
-    def __init__(self, entry: RunningAgent, ask: Question | None, **more: object) -> None:
-        """Connect and ask. `ask` None asks how the agent ends; `more`: further fields of ControlRequest. Raises
-        NoRunError, ControlRefusedError, ControlSilentError."""
+    def __init__(
+        self,
+        entry: RunningAgent,
+        question: str | None,
+        about: Mapping[str, object] | None = None,
+        *,
+        by: str = "",
+        within_s: float = ASKED_S,
+    ) -> None:
+        """Connect and ask. `question` None asks how the agent ends; `about`, `by` and `within_s` as in ControlRequest.
+        Raises NoRunError, ControlRefusedError, ControlSilentError."""
         self._entry = entry
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._received = bytearray()
-        self._limit_s = ANSWER_S_MAX[ask or Question.STATUS]
+        self._limit_s = within_s
         self._socket.settimeout(self._limit_s)
         try:
             with reachable(entry.socket) as name:
                 self._socket.connect(name)
             self._check_owner()
-            self._socket.sendall(msgspec.json.encode({"ask": ask, **more}) + b"\n")
+            request = {"ask": question, "by": by, "about": about or {}, "within_s": within_s}
+            self._socket.sendall(msgspec.json.encode(request) + b"\n")
         except OSError as error:
             self._socket.close()
             raise self._reason(error) from None
@@ -373,6 +379,8 @@ class Call:
             raise ControlRefusedError(
                 f"the process at {self._entry.socket} is not an agent of holdfast: {error}"
             ) from None
+        if reply.refused:
+            raise ControlRefusedError(f"{self._entry.name}: {reply.refused}")
         if reply.code:
             kind = ControlSilentError if reply.code == ControlSilentError.code else ControlRefusedError
             raise kind(f"the agent of {self._entry.name} (pid {self._entry.pid}): {reply.text}")
@@ -395,22 +403,36 @@ class Call:
         return ControlSilentError(f"the agent of {entry.name} cannot be asked: {error.strerror or error}")
 
 
-def ask(entry: RunningAgent, question: Question, **more: object) -> Reply:
-    """Ask one question. Raises NoRunError, ControlRefusedError, ControlSilentError."""
-    with Call(entry, question, **more) as call:
+def ask(
+    entry: RunningAgent,
+    question: str,
+    about: Mapping[str, object] | None = None,
+    *,
+    by: str = "",
+    within_s: float = ASKED_S,
+) -> Reply:
+    """Ask one question. Raises NoRunError, ControlSilentError, and ControlRefusedError also when the job refuses it."""
+    with Call(entry, question, about, by=by, within_s=within_s) as call:
         reply = call.answer()
     if reply is None:
         raise NoRunError(f"{entry.name} has just ended")
     return reply
 
 
-def ask_any(entries: list[RunningAgent], question: Question, **more: object) -> tuple[RunningAgent, Reply]:
+def ask_any(
+    entries: list[RunningAgent],
+    question: str,
+    about: Mapping[str, object] | None = None,
+    *,
+    by: str = "",
+    within_s: float = ASKED_S,
+) -> tuple[RunningAgent, Reply]:
     """The answer of the first agent of a job that answers. Raises the error of the last one when none answers."""
     *others, last = entries
     for entry in others:
         with contextlib.suppress(ControlSilentError, NoRunError):
-            return entry, ask(entry, question, **more)
-    return last, ask(last, question, **more)
+            return entry, ask(entry, question, about, by=by, within_s=within_s)
+    return last, ask(last, question, about, by=by, within_s=within_s)
 
 
 def _plight(pid: int) -> str:

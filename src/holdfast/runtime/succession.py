@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from msgspec import structs
@@ -38,6 +38,7 @@ from holdfast.protocol.errors import (
     PortInUseError,
     RefusedError,
 )
+from holdfast.protocol.extension import CoordinatorHalf
 from holdfast.protocol.messages import FromCoordinator, Moved, Supersede
 from holdfast.protocol.options import Endpoint, RunOptions
 from holdfast.protocol.policy import NodeSpec
@@ -76,12 +77,14 @@ class SuccessionClient:
         journal: Journal,
         say: Callable[[str], None],
         examine: Examine,
+        extensions: Sequence[CoordinatorHalf] = (),
     ) -> None:
         self._options = options
         self._judge = judge
         self._journal = journal
         self._say = say
         self._examine = examine
+        self._extensions = extensions
         self._loop = asyncio.get_running_loop()
         self._errands = Errands()
         self._node: NodeSpec | None = None
@@ -355,7 +358,9 @@ class SuccessionClient:
         others = [each for each in (options.endpoint, *options.more_endpoints) if each not in self._bound]
         now, places = self._loop.time(), [(each.host, each.port) for each in others]
         voters = Voters(options.limits, now, node, succession, places=places)
-        machine = Coordinator(options.job, options.limits, self._judge, now, voters, examine=self._examine)
+        machine = Coordinator(
+            options.job, options.limits, self._judge, now, voters, examine=self._examine, extensions=self._extensions
+        )
         service = self.service = ReplicatedService(machine, voters, self._journal, self._say, self)
         self._reception.connected = service.connected
         self._reception.leading = lambda accepted: structs.replace(

@@ -167,6 +167,9 @@ def _run(sock: socket.socket, agent: int, ignored: Sequence[int], limit: int) ->
             signal.signal(signum, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         processes.prctl(processes.PR_SET_NAME, NAME)
+        # With the agent's command line it would be killed together with it by `pkill -9 -f holdfast`, and nobody would
+        # end what the workers have started.
+        processes.set_command_line(NAME)
         # Suspended when the agent ends, it would leave its workers running. To one that runs, the signal does nothing.
         processes.prctl(processes.PR_SET_PDEATHSIG, signal.SIGCONT)
         processes.become_subreaper()

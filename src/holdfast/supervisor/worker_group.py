@@ -24,7 +24,7 @@ from holdfast.agent.events import (
 )
 from holdfast.journal import Journal
 from holdfast.protocol.errors import HoldfastError, LogDirError, PeerError, SupervisorLostError
-from holdfast.protocol.messages import Assign, Profile, Profiled, Start
+from holdfast.protocol.messages import Assign, Start
 from holdfast.protocol.options import RunOptions
 from holdfast.protocol.outcome import Outcome
 from holdfast.protocol.rank_progress import RankProgress, RankSample
@@ -42,8 +42,6 @@ from holdfast.supervisor.ends import Ends, OomWatch
 from holdfast.supervisor.generation import RunningGeneration, taking_part
 from holdfast.supervisor.log_router import LogRouter
 from holdfast.supervisor.log_spool import WorkerStreams
-from holdfast.supervisor.node_load import LoadReader
-from holdfast.supervisor.profiles import Profiles
 from holdfast.supervisor.release import FIRST_LOOK
 from holdfast.supervisor.service_host import SaverHost, StoreHost, free_port
 from holdfast.supervisor.supervisor import SupervisorHandle
@@ -100,8 +98,6 @@ class WorkerGroup:
         self._phases = Phases(journal.write)
         self._progress_notes = ProgressNotes(journal.write)
         self._observer = Observer(tasks, emit, host=host, folder=folder.path, fault=journal.fault)
-        self._load = LoadReader(folder.path)
-        self._profiles = Profiles(tasks, folder.path, journal.write)
         self._oom: OomWatch | None = None
         self._store: StoreHost | None = None
         self._saver = SaverHost(self._supervisor, options.job.run_id, on_notice, journal, options.token)
@@ -186,7 +182,7 @@ class WorkerGroup:
 
     def replace(self, generation: int, local_ranks: Sequence[int]) -> None:
         """Start replacements. Answers with ReplacementsReady or WorkerEnded for each."""
-        running = self._if_running(generation)
+        running = self.workers(generation)
         if running is not None:
             self._tasks.create_task(self._replace(running, local_ranks))
 
@@ -200,23 +196,24 @@ class WorkerGroup:
 
     def hold(self, generation: int) -> None:
         """Stop the workers at their next safe point; answers with WorkersHeld."""
-        running = self._if_running(generation)
+        running = self.workers(generation)
         if running is not None:
             running.board.hold()
         self._hold_timer = self._loop.call_later(HOLD_SETTLES_S, self._held, generation)
 
     def _held(self, generation: int) -> None:
-        running = self._if_running(generation)
+        running = self.workers(generation)
         reached, saves = (running.board.reached(), running.board.all_save(running.pids())) if running else (0, False)
         self._emit(WorkersHeld(generation, reached, saves))
 
     def release(self, generation: int, safe_point: int, *, save: bool = False) -> None:
         """Let them continue to this safe point, where they stop, or save and go on; 0: continue without that."""
-        running = self._if_running(generation)
+        running = self.workers(generation)
         if running is not None:
             running.board.release(safe_point, save=save)
 
-    def _if_running(self, generation: int) -> RunningGeneration | None:
+    def workers(self, generation: int) -> RunningGeneration | None:
+        """The workers of this generation; None: it does not run here."""
         running = self._running
         return running if running is not None and running.number == generation else None
 
@@ -229,9 +226,6 @@ class WorkerGroup:
         running = self._running
         return await self._observer.samples(running.number, running.pids()) if running is not None else ()
 
-    def profile(self, order: Profile, send: Callable[[Profiled], object]) -> None:
-        self._profiles.order(self._if_running(order.generation), order, send)
-
     def progress(self) -> tuple[RankProgress, ...]:
         """The progress of this generation's workers."""
         return self._running.progress() if self._running is not None else ()
@@ -241,7 +235,7 @@ class WorkerGroup:
         if running is None:
             return WorkersProgress(generation, ())
         running.look_at_processes(self._supervisor)
-        return WorkersProgress(generation, running.progress(), *running.board.job_position(), self._load.newest())
+        return WorkersProgress(generation, running.progress(), *running.board.job_position())
 
     def fence(self, at_s: float | None, suspend_at_s: float | None) -> None:
         """Have the supervisor kill the workers at this time, in case this process is stopped or starved, and suspend
@@ -268,7 +262,6 @@ class WorkerGroup:
         """End everything: no process of this group is alive afterwards. `outcome` None: a fault of ours ends it."""
         if self._dashboard is not None:
             await self._dashboard.close(outcome)
-        await self._profiles.close()
         if self._store is not None:
             self._store.close()
         await self._saver.close()

@@ -438,7 +438,7 @@ def _serve_agent() -> Callable[[], None]:
         board = _load(os.path.join(os.path.dirname(folder), "protocol", "board_layout.py"))
         _write_stacks_on_signal(address, board)
         _write_handled_exception_on_signal(address, board)
-        profiled = _take_profiles(address, board, folder)
+        profiled = _take_profiles(address, board, os.path.dirname(folder))
         _load(os.path.join(folder, "progress.py"), layout=board, profiled=profiled).begin(address)
         own_pid = os.getpid()
         return lambda: _report_exception(address, board) if os.getpid() == own_pid else None
@@ -476,7 +476,7 @@ def _open_of_agent(address: str, board: Any, word: int, flags: int) -> int:
     return os.open(f"{os.path.dirname(address)}/{number}", os.O_WRONLY | os.O_CLOEXEC | flags)
 
 
-def _take_profiles(address: str, board: Any, folder: str) -> Callable[[int, bool], bool]:
+def _take_profiles(address: str, board: Any, package: str) -> Callable[[int, bool], bool]:
     """Take profiles on the agent's signal, for orders that do not count steps. Returns the function to call after each
     step while there is an order: Profiler.follow."""
     profiler: Any = None
@@ -485,7 +485,8 @@ def _take_profiles(address: str, board: Any, folder: str) -> Callable[[int, bool
     def follow(order: int, stepped: bool) -> bool:
         nonlocal profiler
         if profiler is None:
-            profiler = _load(os.path.join(folder, "profile.py"), layout=board).Profiler(os.path.dirname(address))
+            path = os.path.join(package, "extensions", "profile", "worker.py")
+            profiler = _load(path, layout=board).Profiler(os.path.dirname(address))
         return bool(profiler.follow(order, stepped=stepped))
 
     def signalled(*_: object) -> None:

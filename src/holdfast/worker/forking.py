@@ -103,7 +103,7 @@ def park(answer: int, intermediate: int, supervisor: int) -> socket.socket:
 
 
 def enlist(answer: socket.socket, intermediate: int, supervisor: int) -> None:
-    """Become the supervisor's child, and tell it our pid."""
+    """Become the supervisor's child, and report our pid to it."""
     become_child_of(supervisor, intermediate)
     answer.sendall(b"pid %d" % os.getpid())
 

@@ -110,6 +110,10 @@ class WorldChecker:
         self._require(agreed == safe_point, f"generation {generation} stops at {agreed} here and at {safe_point} there")
         self._require(reached < safe_point, f"a worker is to stop at {safe_point}, which it may have passed")
 
+    def saves(self, reached: int, safe_point: int) -> None:
+        """Workers that have reached this safe point are told to save at that one, and to go on."""
+        self._require(reached < safe_point, f"a worker is to save at {safe_point}, which it may have passed")
+
     def found_hung(self, generation: int, *, hangs: bool) -> None:
         self._require(hangs, f"generation {generation} is told to hang, and all is well")
 

@@ -92,6 +92,8 @@ class SimCluster(World):
         self.lost_links: dict[str, float] = {}
         self.coordinator_died_s = 0.0
         self.story: deque[str] = deque(maxlen=story_lines_max)
+        self.asked: Counter[str] = Counter()
+        """Questions of users."""
         self.regroups = 0
         """How often workers of a node went on in another generation."""
         self.last_fault_s = 0.0

@@ -12,10 +12,11 @@ from msgspec import structs
 from holdfast.agent import commands as do
 from holdfast.agent import events as ev
 from holdfast.agent.agent_state import Work
-from holdfast.protocol.messages import Assign
+from holdfast.protocol.messages import Answer, Assign, Extended
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.policy import NodeSpec
 from holdfast.protocol.rank_progress import Frame, RankProgress, RankSample, Stage
+from tests.support.simulator.asking import Asking
 from tests.support.simulator.nodes import SimAgent
 from tests.support.simulator.stalls import WAITING, Stall
 
@@ -64,6 +65,34 @@ class DrawnAgent(SimAgent):
         self.suspended = False
         self._deferred: list[Callable[[], None]] = []
         """What the workers do when they run again."""
+        self._asking = Asking(self)
+
+    # ---------------------------------------------------------------- questions of users
+
+    def ask(self, *, harmless: bool) -> None:
+        if self._end is not None and self.alive:
+            self._asking.ask(self._end, harmless=harmless)
+
+    def report_load(self) -> None:
+        if self._end is not None and self.alive:
+            self._asking.report_load(self._end)
+
+    def answered(self, answer: Answer) -> None:
+        if self._end is not None:
+            self._asking.answered(self._end, answer)
+
+    def extended(self, message: Extended) -> None:
+        if self._end is not None:
+            self._asking.extended(self._end, message)
+
+    def _do(self, command: do.Command) -> None:
+        super()._do(command)
+        if self._end is None:
+            self._asking.link_lost()
+
+    def _link_lost(self, reason: str) -> None:
+        self._asking.link_lost()
+        super()._link_lost(reason)
 
     # ---------------------------------------------------------------- suspension
 
@@ -121,8 +150,8 @@ class DrawnAgent(SimAgent):
                     self._worker_ends_soon(local_rank, -signum, self.cluster.random.choice([0.002, 0.05, 2.0, 60.0]))
             case do.HoldWorkers(generation):
                 self._hold(generation)
-            case do.ReleaseWorkers(generation, safe_point):
-                self._release(generation, safe_point)
+            case do.ReleaseWorkers(generation, safe_point, save):
+                self._release(generation, safe_point, save=save)
             case do.LookAtWorkers(generation, number):
                 delay_s = self.cluster.random.choice([0.01, 0.01, 0.01, 0.5, 0.5, 1.5, 1.5, 7.0])
                 self.cluster.agenda.after(delay_s, lambda: self._looked(generation, number))
@@ -247,13 +276,17 @@ class DrawnAgent(SimAgent):
     def _hold(self, generation: int) -> None:
         self._held_s = self.cluster.clock.now
         reached = max((self._reached(rank, self._held_s) for rank in self.workers), default=0)
-        self.cluster.agenda.after(0.02, lambda: self.handle(ev.WorkersHeld(generation, reached)))
+        self.cluster.agenda.after(0.02, lambda: self.handle(ev.WorkersHeld(generation, reached, saves=True)))
 
-    def _release(self, generation: int, safe_point: int) -> None:
+    def _release(self, generation: int, safe_point: int, *, save: bool) -> None:
         if generation != self.generation or self._held_s is None:
             return
         cluster, held_s, self._held_s = self.cluster, self._held_s, None
         if safe_point == 0:
+            return
+        if save:  # they go on
+            reached = max((self._reached(local_rank, held_s) for local_rank in self.workers), default=0)
+            cluster.checker.saves(reached, safe_point)
             return
         for local_rank in sorted(self.workers):
             reached = self._reached(local_rank, held_s)

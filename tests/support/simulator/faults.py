@@ -61,6 +61,10 @@ class FaultOptions:
     """A host's messages take long for a while."""
     pauses: int = 0
     """There are no steps for a while: all do something else, or all wait for one that sleeps."""
+    questions: int = 0
+    """Of users on the nodes."""
+    harmless: bool = True
+    """None of them ends the job, or sends a node away."""
 
 
 def plan_faults(cluster: SimCluster, options: FaultOptions) -> Faults:
@@ -84,6 +88,7 @@ def plan_faults(cluster: SimCluster, options: FaultOptions) -> Faults:
     faults.plan(options.lags, faults.lag)
     faults.plan(options.hangs, lambda: faults.stall(hangs=True))
     faults.plan(options.pauses, lambda: faults.stall(hangs=False))
+    faults.plan(options.questions, faults.ask)
     return faults
 
 
@@ -110,6 +115,12 @@ class Faults:
         agent = self._some_agent()
         if agent is not None:
             agent.fail_worker(EXIT_REQUEUE)
+
+    def ask(self) -> None:
+        agent = self._some_agent()
+        if agent is not None:
+            agent.ask(harmless=self.options.harmless)
+            agent.report_load()
 
     def kill_store(self) -> None:
         for agent in list(self.cluster.agents.values()):

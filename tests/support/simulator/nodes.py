@@ -17,9 +17,11 @@ from holdfast.agent.agent_machine import AgentMachine
 from holdfast.agent.agent_state import Work
 from holdfast.authority.sole import Sole
 from holdfast.coordinator import coordinator_state as cstate
+from holdfast.coordinator.authority import Authority
 from holdfast.coordinator.coordinator_machine import Coordinator
+from holdfast.extension_list import EXTENSIONS
 from holdfast.protocol.errors import CoordinatorUnreachableError
-from holdfast.protocol.messages import Assign
+from holdfast.protocol.messages import Answer, Assign, Extended
 from holdfast.protocol.outcome import Evidence, Failure, Outcome, Verdict
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
 from tests.support.simulator.checkers import BrokenPromiseError
@@ -97,7 +99,18 @@ class World:
 
     def coordinator_machine(self) -> Coordinator:
         now = self.clock.now
-        return Coordinator(self.job, self.limits, simple_judge, now, Sole(self.limits, now), examine=simple_examine)
+        return self.new_coordinator(Sole(self.limits, now))
+
+    def new_coordinator(self, authority: Authority) -> Coordinator:
+        return Coordinator(
+            self.job,
+            self.limits,
+            simple_judge,
+            self.clock.now,
+            authority,
+            examine=simple_examine,
+            extensions=EXTENSIONS,
+        )
 
     def claim(self, host: str) -> None:
         """As before every attempt to reach the coordinator: whoever can bind the endpoint hosts it."""
@@ -311,6 +324,12 @@ class SimAgent(Shell):
         self.handle(ev.Dialed())
 
     def _received(self, message: object) -> None:
+        if isinstance(message, Answer):
+            self.answered(message)
+            return
+        if isinstance(message, Extended):
+            self.extended(message)
+            return
         self.world.trace(self.host, message)
         self.handle(ev.Received(message))  # type: ignore[arg-type]
 
@@ -318,6 +337,12 @@ class SimAgent(Shell):
         self._end = None
         self.world.link_lost(self.host)
         self.handle(ev.LinkLost(reason))
+
+    def answered(self, answer: Answer) -> None:
+        """The coordinator has answered a question of a command on this node."""
+
+    def extended(self, message: Extended) -> None:
+        """A message for the half of an extension on this node. None is here."""
 
     # ---------------------------------------------------------------- pretend workers
 

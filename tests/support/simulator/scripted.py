@@ -14,7 +14,7 @@ from msgspec import structs
 from holdfast.agent import commands as do
 from holdfast.agent import events as ev
 from holdfast.coordinator import coordinator_state as cstate
-from holdfast.protocol.messages import Assign
+from holdfast.protocol.messages import Ask, Assign
 from holdfast.protocol.outcome import Failure
 from holdfast.protocol.policy import JobSpec, Limits, NodeSpec, Tick
 from holdfast.protocol.rank_progress import Frame, RankProgress, RankSample, Stage
@@ -198,4 +198,11 @@ class ScriptedWorld(World):
     def quit(self, *, drain: bool) -> None:
         """A command on some node wants the whole job to end."""
         assert self.coordinator is not None
-        self.coordinator.handle(cstate.QuitAsked(drain, "holdfast stop" if drain else "holdfast kill"))
+        self.ask("stop" if drain else "kill")
+
+    def ask(self, question: str, about: bytes = b"{}") -> None:
+        """A command on some node has a question."""
+        assert self.coordinator is not None
+        member = next(iter(self.coordinator.machine.members.values()))
+        ask = Ask(1, question, f"holdfast {question}", about)
+        self.coordinator.handle(cstate.Heard(member.link, ask))

@@ -13,7 +13,6 @@ from msgspec import structs
 
 from holdfast.agent import voter as vote
 from holdfast.authority.voters import Voters
-from holdfast.coordinator.coordinator_machine import Coordinator
 from holdfast.coordinator.coordinator_state import Phase
 from holdfast.coordinator.formation import BACK_OFF
 from holdfast.protocol.charter import VOTERS_MIN, Charter, Poll, Polled, Succession
@@ -23,8 +22,7 @@ from tests.support.simulator.checkers import SuccessionChecker
 from tests.support.simulator.cluster import SimCluster, SimOptions
 from tests.support.simulator.drawn import DrawnAgent
 from tests.support.simulator.electing import ENDPOINT_PORT, ElectingAgent, Place, Process, SimReplicated, SimWitness
-from tests.support.simulator.nodes import LINGER_S, simple_judge
-from tests.support.simulator.stalls import simple_examine
+from tests.support.simulator.nodes import LINGER_S
 
 NO_ANSWER_S = 1.0
 """An attempt to connect that nobody answers fails after this time."""
@@ -236,10 +234,10 @@ class SuccessionCluster(SimCluster):
 
     def lead(self, agent: ElectingAgent, node: NodeSpec, succession: Succession) -> SimReplicated:
         self.coordinators += 1
-        judge, now = simple_judge, self.clock.now
+        now = self.clock.now
         places = [(host, ENDPOINT_PORT) for host in (*self.endpoints, *self.witnesses) if host != node.host]
         voters = self.authority_class(self.limits, now, node, succession, places=places)
-        machine = Coordinator(self.job, self.limits, judge, now, voters, examine=simple_examine)
+        machine = self.new_coordinator(voters)
         coordinator = self.leaders[self.coordinators] = SimReplicated(self, agent, self.coordinators, machine, voters)
         self.jobs.leads(coordinator.number, succession.charter, succession.term)
         self.log(coordinator.who, f"begins: term {succession.term}, {succession.silent_s:.3f} s, {succession.closed}")

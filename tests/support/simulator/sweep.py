@@ -3,6 +3,8 @@
     python -m tests.support.simulator.sweep 4711       one job and its whole story
     python -m tests.support.simulator.sweep 0:20000    many, on all cores; counts, and the seeds that broke a promise
     python -m tests.support.simulator.sweep succession 4711 | 0:20000    jobs whose nodes elect their coordinator
+    python -m tests.support.simulator.sweep questions 4711 | 0:20000     the first ones, with questions of users
+    python -m tests.support.simulator.sweep questions-succession …       the second ones, with questions of users
 
 A seed stands for one history only together with one version of the code.
 """
@@ -17,6 +19,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field, replace
 from random import Random
+from typing import Any
 
 from msgspec import structs
 
@@ -45,8 +48,14 @@ class Draw:
     """Every host that goes comes back, and the budget is large: ending is not enough, the job must succeed."""
 
 
-PLAIN, SUCCESSION = FAMILIES = "plain", "succession"
+PLAIN, SUCCESSION, QUESTIONS, QUESTIONS_SUCCESSION = FAMILIES = (
+    "plain",
+    "succession",
+    "questions",
+    "questions-succession",
+)
 """Families of jobs: a seed stands for another one in each."""
+QUESTIONS_ASKED = 40
 
 
 @dataclass
@@ -57,6 +66,8 @@ class SweepResult:
     jobs: int = 0
     events: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
+    asked: Counter[str] = field(default_factory=Counter)
+    """Questions of users."""
     failures: dict[int, str] = field(default_factory=dict)
     """Seed -> the first line of what went wrong."""
 
@@ -64,6 +75,7 @@ class SweepResult:
         self.jobs += other.jobs
         self.events += other.events
         self.outcomes += other.outcomes
+        self.asked += other.asked
         self.failures |= other.failures
 
 
@@ -252,9 +264,41 @@ def run_seed(seed: int, *, story_lines_max: int | None = 0) -> SimCluster:
     return cluster
 
 
+def run_asked(seed: int, *, story_lines_max: int | None = 0) -> SimCluster:
+    """The job of this seed, with questions of users. Where it must succeed, none of them ends it."""
+    drawn = draw(seed)
+    options = _asked(drawn.options, harmless=drawn.must_succeed)
+    cluster = SimCluster(seed, drawn.nodes, options, story_lines_max=story_lines_max)
+    cluster.run()
+    if drawn.must_succeed and not cluster.succeeded():
+        raise BrokenPromiseError(cluster.tell("every host came back and the budget was large, yet nobody succeeded"))
+    return cluster
+
+
+def run_asked_succession(seed: int, *, story_lines_max: int | None = 0) -> SuccessionCluster:
+    """The same of a job whose nodes elect their coordinator."""
+
+    def build(seed: int, nodes: int, options: SimOptions, **more: Any) -> SuccessionCluster:
+        return SuccessionCluster(seed, nodes, _asked(options, harmless=True), **more)
+
+    return run_succession(seed, story_lines_max=story_lines_max, build=build)
+
+
+def _asked(options: SimOptions, *, harmless: bool) -> SimOptions:
+    return replace(options, faults=replace(options.faults, questions=QUESTIONS_ASKED, harmless=harmless))
+
+
+RUN: dict[str, Callable[..., SimCluster]] = {
+    PLAIN: run_seed,
+    SUCCESSION: run_succession,
+    QUESTIONS: run_asked,
+    QUESTIONS_SUCCESSION: run_asked_succession,
+}
+
+
 def run_seeds(first: int, end: int, family: str = PLAIN) -> SweepResult:
     """The seeds first to end-1, one after another."""
-    run = run_succession if family == SUCCESSION else run_seed
+    run = RUN[family]
     tally = SweepResult(family)
     for seed in range(first, end):
         tally.jobs += 1
@@ -264,6 +308,7 @@ def run_seeds(first: int, end: int, family: str = PLAIN) -> SweepResult:
             tally.failures[seed] = str(error).partition("\n")[0]
         else:
             tally.events += cluster.events
+            tally.asked += cluster.asked
             tally.outcomes.update(kind.value for kind in cluster.kinds.elements())
     return tally
 
@@ -290,13 +335,13 @@ def parse_seeds(text: str) -> tuple[int, int]:
 
 
 def _tell_story(seed: int, family: str) -> int:
-    if family == PLAIN:
+    if family in (PLAIN, QUESTIONS):
         sys.stdout.write(f"{draw(seed)}\n")
     else:
         drawn = draw_succession(seed, story_lines_max=0)
         where = f"endpoints {drawn.endpoints}, witnesses {drawn.witnesses}"
         sys.stdout.write(f"{drawn.options} {len(drawn.hosts)} nodes, {where}, {drawn.weather}\n")
-    run = run_succession if family == SUCCESSION else run_seed
+    run = RUN[family]
     try:
         cluster = run(seed, story_lines_max=None)
     except BrokenPromiseError as error:

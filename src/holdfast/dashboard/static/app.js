@@ -463,7 +463,7 @@ class JobPage {
     const known = this.load_curves;
     for (const { host, load } of now.nodes) {
       if (!load || (!known[host] && Object.keys(known).length >= LOAD_NODES_MAX)) continue;
-      const points = (known[host] ??= []), gpus = load.gpus.map(([percent]) => percent);
+      const points = (known[host] ??= []), gpus = load.gpus.map((gpu) => gpu.percent);
       if (points.length && points.at(-1)[0] >= now.at - LOADS_S / 2) continue;
       points.push([now.at, load.cpu_percent, load.memory_total_bytes ? 100 * load.memory_bytes / load.memory_total_bytes : null, gpus.length ? gpus.reduce((sum, each) => sum + each, 0) / gpus.length : null]);
       if (points.length > LOAD_POINTS_MAX) known[host] = points.filter((_, index) => index % 2);
@@ -499,12 +499,12 @@ class JobPage {
   }
 
   loads(nodes) {
-    const part = (used, total) => (total ? `${bytes(used)}, ${Math.round(100 * used / total)} %` : "–"), most = (gpus, place) => Math.max(...gpus.map((gpu) => gpu[place]));
+    const part = (used, total) => (total ? `${bytes(used)}, ${Math.round(100 * used / total)} %` : "–"), most = (gpus, figure) => Math.max(...gpus.map((gpu) => gpu[figure]));
     return nodes.length > 0 && [h("h3", {}, "Load"), table(["node", ["processors", "number"], ["memory", "number"], ["disk free", "number"], ["network in", "number"], ["out", "number"], ["agent answers in", "number"], "GPUs"],
       nodes.map(({ host, load }) => [host, [`${load.cpu_percent} % of ${load.cores}`, "number"], [part(load.memory_bytes, load.memory_total_bytes), "number"], [part(load.disk_free_bytes, load.disk_total_bytes), "number"],
         [`${bytes(load.received_bytes_s)}/s`, "number"], [`${bytes(load.sent_bytes_s)}/s`, "number"], [milliseconds(load.lag_ms), "number"],
-        load.gpus.length ? h("details", { open: this.opened.has(host), ontoggle: (event) => this.opened[event.target.open ? "add" : "delete"](host) }, h("summary", {}, `${load.gpus.length}: ${Math.min(...load.gpus.map(([percent]) => percent))}–${most(load.gpus, 0)} %, up to ${bytes(most(load.gpus, 1))}, ${most(load.gpus, 3)} °C`),
-          load.gpus.map(([percent, used, total, celsius], index) => h("div", { class: "small" }, `GPU ${index}: ${percent} %, ${part(used, total)}, ${celsius} °C`))) : "none"]), "Load of the nodes")];
+        load.gpus.length ? h("details", { open: this.opened.has(host), ontoggle: (event) => this.opened[event.target.open ? "add" : "delete"](host) }, h("summary", {}, `${load.gpus.length}: ${Math.min(...load.gpus.map((gpu) => gpu.percent))}–${most(load.gpus, "percent")} %, up to ${bytes(most(load.gpus, "used_bytes"))}, ${most(load.gpus, "celsius")} °C`),
+          load.gpus.map((gpu, index) => h("div", { class: "small" }, `GPU ${index}: ${gpu.percent} %, ${part(gpu.used_bytes, gpu.total_bytes)}, ${gpu.celsius} °C`))) : "none"]), "Load of the nodes")];
   }
 
   // ------------------------------------------------------------- 9: snapshots

@@ -191,6 +191,8 @@ def blame(failure: Failure) -> Blame:
 def complaint(failure: Failure, parsed: ExceptionText) -> Blame:
     """The blame from the failure's text alone: OWN, RELAYED, LOOSE, WAITED or CUT."""
     text = unwrapped(parsed.text if _is_control_flow(parsed) else parsed.root)
+    # An exception in a thread of C++ aborts the process. Nothing but stderr says then whether a peer was the reason,
+    # and without stderr (SIGABRT, SIGPIPE) it may have been one.
     if not text and failure.exit_code in NATIVE_ENDS:
         text = _native_complaint(parsed.stderr)
         if not text:
@@ -203,6 +205,7 @@ def complaint(failure: Failure, parsed: ExceptionText) -> Blame:
         return Blame.OWN
     if relays(failure, parsed):
         return Blame.RELAYED
+    # `NCCL error: unhandled cuda error` contains words of both: the problem of the worker itself decides.
     if not text or OWN_TROUBLE.search(text):
         return Blame.OWN
 
@@ -220,6 +223,7 @@ def complaint(failure: Failure, parsed: ExceptionText) -> Blame:
         return Blame.LOOSE if genuine else Blame.OWN
     if not firm:
         return Blame.LOOSE
+    # A rank whose wait timed out closes its connections, so that its text may contain both. It waited.
     return Blame.WAITED if waited and (not ended or NAMES_A_WAIT.search(text)) else Blame.CUT
 
 
@@ -251,6 +255,7 @@ def is_complaint(text: str) -> bool:
 
 def _late(failure: Failure, parsed: ExceptionText) -> Blame:
     """The blame of a worker that ended after the stop, which may be the reason for its end."""
+    # The exit status is one that a worker does not get from being stopped, so the cause is its own.
     if not failure.message and not failure.stop_may_cause:
         return Blame.OWN_LATE
     if not parsed.text or (failure.exit_code in STOP_SIGNALS and not failure.message):
@@ -284,6 +289,7 @@ def _native_complaint(stderr: str) -> str:
 
 
 def _is_no_peers(parsed: ExceptionText, text: str) -> bool:
+    # "Read timed out" of huggingface.co and a broken pipe of a data loader sound like a lost peer and are the worker's.
     if SERVER_TEXT.search(text) or (URL.search(text) and not TRANSPORT.search(text)):
         return True
     return any(SERVER.search(file) or OWN_CHILDREN.search(file) for file in parsed.frames[-6:])

@@ -79,7 +79,7 @@ def odd_one(failures: Sequence[Failure]) -> tuple[Failure, bool] | None:
         return None
     common, times = counts.most_common(1)[0]
     odd = [pair for pair in seen if pair[1] != common]
-    if times * 2 <= len(seen):
+    if times * 2 <= len(seen):  # without a majority any of them may be the one that lags
         odd = seen
     failure, newest = min(odd, key=lambda pair: pair[1][0])
     others = {other[0] for _, other in seen if other != newest}
@@ -162,6 +162,7 @@ def other_calls(failures: Sequence[Failure], survivors: Sequence[RankStory] = ()
         found = CALLED.match(where.place)
         if where.doing is RankActivity.COMMUNICATING and found:
             calls.append((stopped(story), found[1], found[2]))
+    # Of three different calls it is unknown which one is wrong.
     counts = Counter(call for _, call, _ in calls)
     if len(counts) != 2 or counts.keys() & POINT_TO_POINT:
         return None
@@ -206,7 +207,7 @@ def other_model(failures: Sequence[Failure]) -> Failure | None:
             counts |= {each.rank: sizes[1], 0: "other"}  # DDP compares each rank with rank 0
     common = Counter(counts.values())
     odd = [rank for rank, count in counts.items() if common[count] == 1]
-    if len(odd) != 1 or len(counts) < 3:
+    if len(odd) != 1 or len(counts) < 3:  # two models differ from each other: none of them is the odd one
         return None
     return next((failure for failure in failures if failure.rank == odd[0]), None)
 
@@ -329,6 +330,7 @@ def _mismatch(evidence: Evidence, noticed: Failure, cause: Cause) -> Verdict:
 def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
     """The verdict if all workers complain about their peers."""
     culprit = complaints[0]
+    # A time-out of something else (a file lock, a database) is the worker's own, whatever its peers did.
     if blame(culprit) is Blame.LOOSE and not speaks_of_peers(culprit):
         return _of_one(evidence, culprit)
     if evidence.done:
@@ -350,6 +352,7 @@ def _unexplained(evidence: Evidence, complaints: Sequence[Failure]) -> Verdict:
     if call is not None:
         line = f"{_who(call.failure)} {call.difference}{_where(call.failure)}"
         return evidence.verdict("HF225", line, call.failure, advice()["HF225"])
+    # Stacks of survivors say more than the texts of the ranks that waited: a rank that sleeps elsewhere raised nothing.
     absent = did_not_come(evidence.survivors, len(complaints))
     if absent and speaks_of_peers(culprit):
         return _absent(evidence, culprit, absent)
@@ -416,8 +419,11 @@ def _hung(evidence: Evidence, hang: Finding, order: Sequence[tuple[Blame, Failur
         culprit = order[0][1]
     if culprit is not None and culprit is evidence.hung:
         culprit, evidence = _with_its_end(evidence, culprit)
+    # A job of which no rank waits for another has no code of its own: `threading._shutdown` on all ranks.
     code = hang.code or "HF246"
     line = " ".join(hang.text.split())
+
+    # A thread that died is often why the rank hangs, but its end alone is no proof: it is only mentioned.
     threads = [(each, ExceptionText(each).thread) for _, each in order]
     died = next(((each, name, trace) for each, (name, trace) in threads if trace), None)
     if died is not None:

@@ -1,0 +1,230 @@
+"""The extensions of one coordinator: which of them a question or a message is for, which requests are open, and what
+becomes of their orders. Knows no extension by name. What they order of the job itself is left to the machine.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from math import inf
+from typing import TypeVar
+
+import msgspec
+
+from holdfast.coordinator.coordinator_state import Command, Member, Tell
+from holdfast.protocol import codec
+from holdfast.protocol.extension import (
+    AnswerRequest,
+    CoordinatorExtension,
+    CoordinatorHalf,
+    Ended,
+    Figures,
+    Happened,
+    Job,
+    Order,
+    Orders,
+    RefuseRequest,
+    SafePointAgreed,
+    SafePointRefused,
+    SaveAtSafePoint,
+    Started,
+    ToCore,
+    ToNode,
+    UserRequest,
+)
+from holdfast.protocol.messages import Answer, Ask, Extended
+from holdfast.protocol.policy import Note
+from holdfast.protocol.rank_progress import JobView
+
+OPEN_MAX = 256
+"""Requests that are open at a time. An agent answers 32 clients at a time, so only scripts on many nodes reach this."""
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True, slots=True)
+class _Open:
+    """A request without an answer so far."""
+
+    link: int
+    """The link of the agent that asked."""
+    number: int
+    """The agent's number of the question."""
+    extension: str
+
+
+class Extensions:
+    """Every fault of an extension is caught here: it goes to the journal, and the open requests of that extension are
+    refused."""
+
+    def __init__(self, registered: Iterable[CoordinatorHalf], job: Job, members: Mapping[str, Member]) -> None:
+        self._registered = {each.name: each for each in registered}
+        self._extension_of = {question: name for name, each in self._registered.items() for question in each.questions}
+        self._job = job
+        self._members = members
+        self._made: dict[str, CoordinatorExtension] = {}
+        self._decoders: dict[str, msgspec.msgpack.Decoder[object]] = {}
+        """Decoders of what the halves on the nodes send, by extension; made with the first message."""
+        self._open: dict[int, _Open] = {}
+        self._numbers = itertools.count(1)
+        self._happened: list[tuple[Happened, str]] = []
+        """What was not reported yet, and to which extension; to all if that is empty."""
+        self._running = 0
+        """The generation that runs; 0: none does."""
+        self._saving = ""
+        """The extension whose SaveAtSafePoint has not ended yet; empty: none has ordered one."""
+        self._out: list[Command | ToCore] = []
+        for name, each in self._registered.items():
+            if each.follows:
+                self._one(name)
+
+    # ---------------------------------------------------------------- what the machine reports
+
+    def runs(self, generation: int) -> None:
+        """This generation runs now; 0: none does."""
+        before, self._running = self._running, generation
+        if before and before != generation:
+            self._saving = ""
+            self._happened.append((Ended(before), ""))
+        if generation and before != generation:
+            self._happened.append((Started(generation), ""))
+
+    def happens(self, event: Happened) -> None:
+        """Report this when the present event of the machine has been handled to its end."""
+        self._happened.append((event, ""))
+
+    def save_ends(self, event: SafePointAgreed | SafePointRefused) -> None:
+        """What has become of SaveAtSafePoint."""
+        if self._saving:
+            self._happened.append((event, self._saving))
+        self._saving = ""
+
+    def link_closed(self, link: int) -> None:
+        """Nobody waits for the answers to its questions any more."""
+        if self._open:
+            self._open = {number: each for number, each in self._open.items() if each.link != link}
+
+    def asked(self, now: float, link: int, ask: Ask) -> None:
+        """A user on a member's node has a question."""
+        name = self._extension_of.get(ask.question)
+        if name is None or len(self._open) >= OPEN_MAX:
+            full = f"{OPEN_MAX} questions are being answered; try again"
+            why = full if name is not None else f"there is no question {ask.question!r}"
+            self._out.append(Tell(link, Answer(ask.number, refused=why)))
+            return
+        number = next(self._numbers)
+        self._open[number] = _Open(link, ask.number, name)
+        self._order(name, lambda extension: self._ask(now, extension, number, ask))
+
+    def _ask(self, now: float, extension: CoordinatorExtension, number: int, ask: Ask) -> Orders:
+        try:
+            about: object = codec.clean(msgspec.json.decode(ask.about, type=extension.questions[ask.question]))
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+            return [RefuseRequest(number, f"{ask.question} cannot be asked like this: {error}")]
+        return extension.asked(now, UserRequest(number, ask.question, ask.by, about))
+
+    def heard(self, now: float, member: Member, message: Extended) -> None:
+        """A node has sent something to an extension; nothing happens if this coordinator does not have that one.
+
+        Raises ProtocolError if it is not what that extension's half on a node sends.
+        """
+        name = message.extension
+        extension = self._one(name) if name in self._registered else None
+        if extension is not None and extension.messages is not None:
+            if name not in self._decoders:
+                self._decoders[name] = msgspec.msgpack.Decoder(extension.messages)
+            body = codec.decode(self._decoders[name], message.body, f"an agent's extension {name}")
+            self._order(name, lambda extension: extension.heard(now, member.name, body))
+
+    def advance(self, now: float) -> None:
+        """Report what has happened, and what is due."""
+        happened, self._happened = self._happened, []
+        for event, to in happened:
+            for name in [to] if to else list(self._made):
+                self._order(name, lambda extension, event=event: extension.happened(now, event))  # type: ignore[misc]
+        for name in list(self._made):
+            if now >= self._due_s(name):
+                self._order(name, lambda extension: extension.due(now))
+
+    # ---------------------------------------------------------------- what the machine reads
+
+    def taken(self) -> list[Command | ToCore]:
+        """What the extensions have ordered since the last call."""
+        out, self._out = self._out, []
+        return out
+
+    def due_s(self) -> float:
+        """The time at which `advance` must run next; -inf: now."""
+        if self._happened or self._out:
+            return -inf
+        return min(map(self._due_s, self._made), default=inf)
+
+    def shown_in(self, view: JobView, now: float) -> JobView:
+        """The view with the extensions' figures in it."""
+        figures = {name: self._call(name, lambda extension: extension.view(now), Figures()) for name in self._made}
+        job = {name: each.job for name, each in figures.items() if each.job is not None}
+        of_nodes = {name: each.nodes for name, each in figures.items() if each.nodes is not None}
+        if not (job or of_nodes):
+            return view
+        nodes = [
+            msgspec.structs.replace(node, more={name: found.get(node.member) for name, found in of_nodes.items()})
+            for node in view.nodes
+        ]
+        return msgspec.structs.replace(view, more=job, nodes=tuple(nodes))
+
+    # ---------------------------------------------------------------- small steps
+
+    def _one(self, name: str) -> CoordinatorExtension | None:
+        """This extension, made if it was not yet; None: it cannot be."""
+        if name not in self._made:
+            try:
+                self._made[name] = self._registered[name].coordinator(self._job)
+            except Exception as error:  # noqa: BLE001 - as in _call
+                self._fault(name, error)
+        return self._made.get(name)
+
+    def _due_s(self, name: str) -> float:
+        return self._call(name, lambda extension: extension.due_s(), inf)
+
+    def _order(self, name: str, call: Callable[[CoordinatorExtension], Orders]) -> None:
+        """Carry out what the extension orders."""
+        orders: tuple[Order, ...] = self._call(name, lambda extension: tuple(call(extension)), ())
+        for order in orders:
+            match order:
+                case AnswerRequest(number, body):
+                    self._answer(number, body, "")
+                case RefuseRequest(number, text):
+                    self._answer(number, b"", text)
+                case ToNode(member, message) if member in self._members:
+                    self._out.append(Tell(self._members[member].link, Extended(name, codec.encode_extended(message))))
+                case ToNode():
+                    pass  # that node was lost meanwhile
+                case SaveAtSafePoint() if self._saving:
+                    self._happened.append((SafePointRefused("another save is being agreed"), name))
+                case SaveAtSafePoint():
+                    self._saving = name
+                    self._out.append(order)
+                case _:
+                    self._out.append(order)
+
+    def _answer(self, number: int, body: bytes, refused: str) -> None:
+        asked = self._open.pop(number, None)
+        if asked is not None:  # else nobody waits for it
+            self._out.append(Tell(asked.link, Answer(asked.number, body, refused)))
+
+    def _call(self, name: str, call: Callable[[CoordinatorExtension], Result], without: Result) -> Result:
+        """The result; `without` if there is a fault in the extension."""
+        extension = self._one(name)
+        if extension is None:
+            return without
+        try:
+            return call(extension)
+        except Exception as error:  # noqa: BLE001 - an extension may be anybody's: its fault ends no job
+            self._fault(name, error)
+            return without
+
+    def _fault(self, name: str, error: Exception) -> None:
+        text = f"{type(error).__name__}: {error}"
+        self._out.append(Note("observer_fault", {"what": name, "error": text}))
+        for number in [number for number, each in self._open.items() if each.extension == name]:
+            self._answer(number, b"", f"a fault in holdfast's extension {name}: {text}")

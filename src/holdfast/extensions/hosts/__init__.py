@@ -1,0 +1,1 @@
+"""`holdfast drain`, `exclude` and `readmit`: which hosts take part."""

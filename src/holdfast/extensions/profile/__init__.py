@@ -1,0 +1,1 @@
+"""`holdfast profile`: profiles of some ranks, over some steps or seconds."""

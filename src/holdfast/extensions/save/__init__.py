@@ -1,0 +1,1 @@
+"""`holdfast save`: all ranks save at their next safe point, and go on."""

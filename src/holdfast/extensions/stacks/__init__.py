@@ -1,0 +1,1 @@
+"""`holdfast stacks`: where all ranks of a running job are now."""

@@ -1,0 +1,1 @@
+"""`holdfast status`: the job as its coordinator sees it, with the figures of all extensions."""

@@ -1,0 +1,23 @@
+"""What `status` is asked about, and its answer, a JobView that fits into a frame."""
+
+from __future__ import annotations
+
+import msgspec
+
+from holdfast.protocol.rank_progress import JobView
+
+ANSWER_BYTES_MAX = 3 * 1024 * 1024
+"""Leaves room in a frame."""
+
+
+class About(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Nothing: the whole job is shown."""
+
+
+def body_of(view: JobView) -> bytes:
+    """Encode a view; without its ranks when the job is so large that they do not fit into a frame."""
+    body = msgspec.json.encode(view)
+    if len(body) > ANSWER_BYTES_MAX:
+        nodes = tuple(msgspec.structs.replace(node, ranks=()) for node in view.nodes)
+        body = msgspec.json.encode(msgspec.structs.replace(view, nodes=nodes))
+    return body

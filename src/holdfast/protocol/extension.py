@@ -1,0 +1,270 @@
+"""The doors between the coordinator and its extensions: what an extension is told, and what it may order. PURE.
+
+The core forms, starts, stops and re-forms generations. Everything else about a running job is an extension: a folder in
+`holdfast.extensions` with a half at the coordinator, a half on each node, or both.
+
+    a command ── control socket ── agent ── Ask ──► coordinator ──► CoordinatorExtension.asked
+                                                                        │ ToNode       ▲ heard
+                                                                        ▼              │
+                                                               NodeExtension on each node, runtime/node_extension.py
+
+An extension at the coordinator is a part of the machine: it has no clock, socket or randomness, and runs in the
+simulator. It reads the job through `Job`, and changes it only by the orders that it returns. An extension that raises
+ends no job: its fault goes to the journal, and its open questions are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from math import inf
+from typing import Any, Protocol
+
+from msgspec import Struct
+
+from holdfast.protocol.messages import StopReason
+from holdfast.protocol.policy import Note
+from holdfast.protocol.rank_progress import JobView
+
+# --- what an extension may read ---------------------------------------------------------------------------------------
+
+
+class MemberSeen(Struct, frozen=True):
+    """An agent that has joined, with or without a rank."""
+
+    name: str
+    host: str
+    hosts_coordinator: bool
+
+
+class NodeSeen(Struct, frozen=True):
+    """A node of the generation, whose workers may be alive."""
+
+    member: str
+    host: str
+    rank_base: int
+    """The rank of the first of these workers; the others follow in this order."""
+    local_ranks: tuple[int, ...]
+
+
+class Job(Protocol):
+    """The job as its coordinator knows it now. Reading changes nothing."""
+
+    @property
+    def run_id(self) -> str: ...
+
+    @property
+    def phase(self) -> str: ...
+
+    @property
+    def generation(self) -> int:
+        """The newest one; 0: none was formed."""
+
+    @property
+    def world_size(self) -> int:
+        """Number of all ranks of the newest generation."""
+
+    def members(self) -> Sequence[MemberSeen]:
+        """All members, in the order in which they joined."""
+
+    def nodes(self) -> Sequence[NodeSeen]:
+        """The nodes of the newest generation whose workers may be alive, by group rank."""
+
+    def view(self, now: float) -> JobView:
+        """All of it, for users. The cost grows with the number of ranks."""
+
+
+# --- what it is told --------------------------------------------------------------------------------------------------
+
+
+class UserRequest(Struct, frozen=True):
+    """A question of a user. It stays open until it is answered or refused, or until the link of the asking agent is
+    lost."""
+
+    number: int
+    question: str
+    by: str
+    """The asking user, in words."""
+    about: Any
+    """A value of the type in `CoordinatorExtension.questions`."""
+
+
+class Started(Struct, frozen=True):
+    """The workers of a generation run."""
+
+    generation: int
+
+
+class Ended(Struct, frozen=True):
+    """They were ordered to stop, or leave it for another generation."""
+
+    generation: int
+
+
+class MemberLost(Struct, frozen=True):
+    """No answer of this node will come."""
+
+    member: str
+
+
+class SafePointAgreed(Struct, frozen=True):
+    """Ends SaveAtSafePoint: all ranks save there and go on. Counted from 1."""
+
+    safe_point: int
+
+
+class SafePointRefused(Struct, frozen=True):
+    """Ends SaveAtSafePoint: nobody saves."""
+
+    text: str
+
+
+Happened = Started | Ended | MemberLost | SafePointAgreed | SafePointRefused
+
+# --- what it may order ------------------------------------------------------------------------------------------------
+
+
+class AnswerRequest(Struct, frozen=True):
+    """Ends a request with this JSON."""
+
+    number: int
+    body: bytes
+
+
+class RefuseRequest(Struct, frozen=True):
+    """Ends a request: nothing was done. The text says why, and what would help."""
+
+    number: int
+    text: str
+
+
+class ToNode(Struct, frozen=True):
+    """A message to this extension's half on a node, of a type that it decodes (`NodeExtension.messages`)."""
+
+    member: str
+    message: Struct
+
+
+class Announce(Struct, frozen=True):
+    """A line for the consoles of all nodes of the generation."""
+
+    text: str
+
+
+class EndGeneration(Struct, frozen=True):
+    """Stop the running generation. Whether another one follows is decided as after every stop."""
+
+    reason: StopReason
+    text: str
+
+
+class SaveAtSafePoint(Struct, frozen=True):
+    """Hold the workers until a safe point is agreed at which they save; then they go on. Ends in SafePointAgreed or
+    SafePointRefused, unless the generation ends first."""
+
+    by: str
+
+
+class EndJob(Struct, frozen=True):
+    """Every agent acts as if it had received a signal."""
+
+    drain: bool
+    """False: the workers are killed at once."""
+    by: str
+
+
+class SendAway(Struct, frozen=True):
+    """The agents of this host act as if they had received a signal: their workers save, and they leave."""
+
+    host: str
+    by: str
+
+
+class Exclude(Struct, frozen=True):
+    """A host takes no part for a time; its agents that run are not sent away by this."""
+
+    host: str
+    for_s: float
+    text: str
+    """The line for the consoles of all nodes."""
+
+
+class Readmit(Struct, frozen=True):
+    """The exclusion of a host is over."""
+
+    host: str
+
+
+ToCore = Announce | EndGeneration | SaveAtSafePoint | EndJob | SendAway | Exclude | Readmit
+Order = AnswerRequest | RefuseRequest | ToNode | Note | ToCore
+Orders = Iterable[Order]
+
+# --- the extension ----------------------------------------------------------------------------------------------------
+
+
+class Figures(Struct, frozen=True):
+    """An extension's part of `status`, of its JSON, and of the page: whatever msgspec can encode."""
+
+    job: object = None
+    """None: it knows nothing of the job as a whole."""
+    nodes: Mapping[str, object] | None = None
+    """Figures by member; a node that is missing is shown without. None: it knows nothing of nodes."""
+
+
+class CoordinatorExtension:
+    """An extension's half at the coordinator. A subclass has those methods that it needs."""
+
+    questions: Mapping[str, type] = {}
+    """The questions that it answers, and the type of their `about`, with its bounds. What does not fit is refused."""
+    messages: Any = None
+    """The type of what its halves on the nodes send: a tagged Struct, or a union of them. What does not fit is the
+    node's error, as with every other message."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+
+    def asked(self, now: float, request: UserRequest) -> Orders:
+        """A user asks. The answer may be among the orders, or come later."""
+        raise NotImplementedError
+
+    def heard(self, now: float, member: str, message: Any) -> Orders:  # noqa: ARG002
+        """Its half on this node has sent a message."""
+        return ()
+
+    def happened(self, now: float, event: Happened) -> Orders:  # noqa: ARG002
+        """The job has changed. Of SafePointAgreed and SafePointRefused only the extension that ordered it is told."""
+        return ()
+
+    def due_s(self) -> float:
+        """The time at which `due` must be called; inf: not at all."""
+        return inf
+
+    def due(self, now: float) -> Orders:  # noqa: ARG002
+        """That time has come."""
+        return ()
+
+    def view(self, now: float) -> Figures:  # noqa: ARG002
+        """Its part of the job's view."""
+        return Figures()
+
+
+class CoordinatorHalf(Protocol):
+    """An entry of the list of extensions, as the coordinator uses it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def questions(self) -> tuple[str, ...]: ...
+
+    @property
+    def follows(self) -> bool:
+        """It is made with the coordinator. Other extensions are made, and imported, with their first question or
+        message: they have missed what happened before."""
+
+    def coordinator(self, job: Job) -> CoordinatorExtension: ...
+
+
+class Sent(Struct, frozen=True):
+    """The answer to a question that is passed on: to how many nodes."""
+
+    nodes: int

@@ -1,0 +1,301 @@
+"""The doors between a node's agent and its extensions: what an extension's half on a node is told, and what it may do.
+
+Unlike the half at the coordinator (protocol/extension.py) it may do I/O. It decides nothing about the job. Where the
+coordinator does not answer, it answers for this node alone those questions that it can. An extension that raises ends
+no job: its fault goes to the journal.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import msgspec
+
+from holdfast.agent.agent_machine import AgentMachine
+from holdfast.agent.events import Event, Received
+from holdfast.protocol import codec
+from holdfast.protocol.extension import CoordinatorHalf
+from holdfast.protocol.messages import Assign, Extended, FromAgent, Quit
+from holdfast.protocol.policy import JobSpec, NodeSpec
+from holdfast.protocol.rank_progress import JobView, NodeView, RankProgress, RankSample, RankView
+from holdfast.supervisor.generation import RunningGeneration
+
+Send = Callable[[msgspec.Struct], None]
+"""Sends a message to this extension's half at the coordinator; nothing happens while there is no link. Raises
+ProtocolError if the message is too large."""
+
+
+class Question(msgspec.Struct, frozen=True):
+    """A question of a command on this node."""
+
+    name: str
+    by: str
+    """The asking user, in words."""
+    about: bytes
+    """JSON."""
+    within_s: float
+    """The command waits this long."""
+
+
+class Node:
+    """This node, as its extensions see it."""
+
+    def __init__(
+        self,
+        machine: AgentMachine,
+        job: JobSpec,
+        node: NodeSpec,
+        folder: Path | None,
+        tasks: asyncio.TaskGroup,
+        write: Callable[..., None],
+        fault: Callable[[str, Exception], None],
+        feed: Callable[[Event], None],
+        *,
+        workers: Callable[[int], RunningGeneration | None],
+        progress: Callable[[], tuple[RankProgress, ...]],
+        samples: Callable[[], Awaitable[tuple[RankSample, ...]]],
+    ) -> None:
+        """`feed` hands an event to the agent's machine; `workers`, `progress` and `samples` read its workers."""
+        self._machine = machine
+        self._job = job
+        self._node = node
+        self._tasks = tasks
+        self._fault = fault
+        self._feed = feed
+        self._progress = progress
+        self._loop = asyncio.get_running_loop()
+        self._began_s = self._loop.time()
+        self._open: set[asyncio.Task[None]] = set()
+        self.folder = folder
+        """The run's; None: there are no files."""
+        self.write = write
+        """Writes an event to the journal: `write("profile", rank=3)`."""
+        self.workers = workers
+        """The workers of this generation; None: it does not run here."""
+        self.samples = samples
+        """Samples the stacks of all workers."""
+
+    @property
+    def host(self) -> str:
+        return self._node.host
+
+    @property
+    def run_id(self) -> str:
+        return self._job.run_id
+
+    @property
+    def place(self) -> Assign | None:
+        """This node's place in its generation; None: it has none."""
+        current = self._machine.current
+        return current.assign if current is not None else None
+
+    def start(self, extension: str, work: Coroutine[Any, Any, None]) -> None:
+        """Run this beside the agent. It is cancelled when the agent ends; its error goes to the journal, as a fault of
+        this extension."""
+        task = self._tasks.create_task(self._guarded(extension, work))
+        self._open.add(task)
+        task.add_done_callback(self._open.discard)
+
+    async def _guarded(self, extension: str, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:  # noqa: BLE001 - what an extension does ends no job
+            self._fault(extension, error)
+
+    def quit(self, *, drain: bool, by: str) -> None:
+        """End this node's part of the job, as a signal would."""
+        # Later: a fault of the machine is not the extension's.
+        self._loop.call_soon(self._feed, Received(Quit(drain=drain, by=by)))
+
+    def view(self) -> JobView:
+        """What this node knows of the job without its coordinator."""
+        machine, place = self._machine, self.place
+        own = NodeView(
+            member=machine.identity,
+            host=self._node.host,
+            group_rank=place.group_rank if place is not None else None,
+            state=machine.work.value,
+            heard_s=0.0,
+            ranks=self._ranks(place) if place is not None else (),
+        )
+        return JobView(
+            run_id=self._job.run_id,
+            phase=machine.work.value,
+            generation=place.generation if place is not None else 0,
+            restarts=place.restart_count if place is not None else 0,
+            restarts_max=self._job.max_restarts,
+            world_size=place.world_size if place is not None else 0,
+            since_s=0.0,
+            job_s=self._loop.time() - self._began_s,
+            training_s=0.0,
+            nodes=(own,),
+            notices=("the coordinator does not answer: this is what this node knows",),
+        )
+
+    def _ranks(self, place: Assign) -> tuple[RankView, ...]:
+        return tuple(
+            RankView(
+                rank=rank_in(place, each.local_rank),
+                local_rank=each.local_rank,
+                stage=each.stage,
+                steps=each.job_step - 1 if each.job_step else each.steps,
+                step_s=0.0,
+                own_s=0.0,
+                age_s=each.age_s,
+                pid=each.pid,
+                counts_job=each.job_step > 0,
+            )
+            for each in self._progress()
+            if takes_part(place, each.local_rank)
+        )
+
+    async def close(self) -> None:
+        """Give up what was started and has not ended."""
+        for task in self._open:
+            task.cancel()
+        while self._open:
+            await asyncio.wait(self._open)
+
+
+def takes_part(place: Assign, local_rank: int) -> bool:
+    """Whether this worker has a place in a node's generation. What was read before a regroup may be of another one."""
+    return place.local_ranks is None or local_rank in place.local_ranks
+
+
+def rank_in(place: Assign, local_rank: int) -> int:
+    return place.rank_base + place.place(local_rank)
+
+
+class NodeExtension:
+    """An extension's half on one node. A subclass has those methods that it needs."""
+
+    messages: Any = None
+    """The type of what its half at the coordinator sends: a tagged Struct, or a union of them."""
+
+    def __init__(self, node: Node, send: Send) -> None:
+        self.node = node
+        self.send = send
+
+    def heard(self, message: Any) -> None:
+        """Its half at the coordinator has sent a message."""
+
+    async def asked(self, question: Question) -> bytes | None:  # noqa: ARG002
+        """The coordinator does not answer: this node's own answer, as JSON. None: it cannot answer alone."""
+        return None
+
+    def started(self, generation: int, interval_s: float) -> None:
+        """The workers of this generation were ordered to start, or to go on. What is reported regularly should be once
+        in `interval_s` at most: it grows with the job."""
+
+    def gone(self) -> None:
+        """No worker is alive any more."""
+
+    async def close(self) -> None:
+        """The agent ends. What it has started by `Node.start` is cancelled."""
+
+
+class NodeHalf(Protocol):
+    """An entry of the list of extensions, as an agent uses it."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def questions(self) -> tuple[str, ...]: ...
+
+    @property
+    def follows(self) -> bool:
+        """It is made with the agent. Other extensions are made, and imported, with their first message or question."""
+
+    def node(self, node: Node, send: Send) -> NodeExtension | None: ...
+
+
+class Registered(CoordinatorHalf, NodeHalf, Protocol):
+    """An entry of the list of extensions."""
+
+
+class NodeExtensions:
+    """The extensions of one agent. `send` puts a message on the link to the coordinator."""
+
+    def __init__(
+        self,
+        registered: Sequence[NodeHalf],
+        node: Node,
+        send: Callable[[FromAgent], object],
+        fault: Callable[[str, Exception], None],
+    ) -> None:
+        """`fault` gets the name of an extension and what it has raised."""
+        self._registered = {each.name: each for each in registered}
+        self._extension_of = {question: each.name for each in registered for question in each.questions}
+        self._node = node
+        self._send = send
+        self._fault = fault
+        self._made: dict[str, NodeExtension | None] = {}
+        """None: it has no half on a node."""
+        self._decoders: dict[str, msgspec.msgpack.Decoder[object]] = {}
+        for name, each in self._registered.items():
+            if each.follows:
+                self._one(name)
+
+    def heard(self, message: Extended) -> None:
+        """Nothing happens if this agent does not have the extension. Raises ProtocolError if the message is not what
+        its half at the coordinator sends."""
+        name = message.extension
+        extension = self._one(name) if name in self._registered else None
+        if extension is None or extension.messages is None:
+            return
+        if name not in self._decoders:
+            self._decoders[name] = msgspec.msgpack.Decoder(extension.messages)
+        body = codec.decode(self._decoders[name], message.body, f"a coordinator's extension {name}")
+        self._guarded(name, lambda: extension.heard(body))
+
+    async def asked(self, question: Question) -> bytes | None:
+        """This node's own answer; None: there is none."""
+        name = self._extension_of.get(question.name, "")
+        extension = self._one(name) if name else None
+        try:
+            return await extension.asked(question) if extension is not None else None
+        except Exception as error:  # noqa: BLE001 - as in _guarded
+            self._fault(name, error)
+            return None
+
+    def started(self, generation: int, interval_s: float) -> None:
+        for name, each in self._made.items():
+            if each is not None:
+                self._guarded(name, lambda each=each: each.started(generation, interval_s))  # type: ignore[misc]
+
+    def gone(self) -> None:
+        for name, each in self._made.items():
+            if each is not None:
+                self._guarded(name, each.gone)
+
+    async def close(self) -> None:
+        await self._node.close()
+        for name, each in self._made.items():
+            try:
+                if each is not None:
+                    await each.close()
+            except Exception as error:  # noqa: BLE001 - as in _guarded
+                self._fault(name, error)
+
+    def _one(self, name: str) -> NodeExtension | None:
+        if name not in self._made:
+            self._made[name] = None
+            self._guarded(name, lambda: self._make(name))
+        return self._made[name]
+
+    def _make(self, name: str) -> None:
+        def send(message: msgspec.Struct) -> None:
+            self._send(Extended(name, codec.encode_extended(message)))
+
+        self._made[name] = self._registered[name].node(self._node, send)
+
+    def _guarded(self, name: str, call: Callable[[], object]) -> None:
+        """A fault in an extension ends no job."""
+        try:
+            call()
+        except Exception as error:  # noqa: BLE001 - an extension may be anybody's
+            self._fault(name, error)
