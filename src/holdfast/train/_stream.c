@@ -50,7 +50,7 @@ copy(char *target, const char *source, size_t size)
     memcpy(target, source, size);
 }
 
-/* Take pieces until none is left. They are counted through all blocks, so nobody has to write them down. */
+/* Take pieces until none is left. A counter runs through the pieces of all blocks, so there is no list of them. */
 static void *
 copy_pieces(void *argument)
 {

@@ -166,7 +166,7 @@ class Schedule:
     """One rank's schedule of saves. `step` and `last` count calls of Snapshots.step()."""
 
     def __init__(self, every: Interval, memory_every: int | None) -> None:
-        """`memory_every`: steps, or None without a memory tier."""
+        """`every`: the interval of saves to the disk. `memory_every`: that of saves to memory, in steps; None: none."""
         self._every_steps = every.steps
         self._timed = every.seconds is not None
         self._memory_every = memory_every
@@ -267,7 +267,7 @@ class Peers:
     """The ranks of this job, and the messages between them."""
 
     def __init__(self, rank: int, world: int, store: Any = None, patience_s: float = PATIENCE_S) -> None:
-        """`store`: torch's, with a prefix that was never used before; None only in a world of one."""
+        """`store`: a store of torch with a prefix that was never used before; None only in a world of one."""
         self.rank, self.world = rank, world
         self.store = store
         self._patience_s = patience_s
@@ -372,15 +372,15 @@ class Peers:
         shared: list[Any] = self.broadcast(self.gather(value))
         return shared
 
-    def post(self, word: str, value: Any) -> None:
-        """Leave a value under this word for any rank that asks; not all ranks need to. The first one stays."""
-        with contextlib.suppress(RuntimeError):  # the store is gone, so nobody asks
+    def post(self, name: str, value: Any) -> None:
+        """Leave a value under this name for any rank that asks; not all ranks need to. The first one stays."""
+        with contextlib.suppress(RuntimeError):  # the store is gone, so no rank can ask
             if self.store is not None:
-                self.store.compare_set(f"posted/{word}", "", json.dumps(value))
+                self.store.compare_set(f"posted/{name}", "", json.dumps(value))
 
-    def posted(self, word: str, patience_s: float) -> Any:
+    def posted(self, name: str, patience_s: float) -> Any:
         """The value that some rank has posted, or posts within this time; None: none has."""
-        key, deadline = f"posted/{word}", time.monotonic() + patience_s
+        key, deadline = f"posted/{name}", time.monotonic() + patience_s
         with contextlib.suppress(RuntimeError):
             while self.store is not None:
                 if self.store.check([key]):

@@ -39,7 +39,7 @@ class Boundary:
         self.step = self.epoch = 0
         """The step and the epoch of the last `mark`."""
         self.after_forward: Callable[[], object] | None = None
-        """Called at the end of each forward pass; None: nothing is."""
+        """A function that is called at the end of each forward pass; None: there is none."""
         self._tracker = tracker
         self._followers = tracker.followers()
         self._positions: list[dict[str, Any]] | None = []

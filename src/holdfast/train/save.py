@@ -53,7 +53,7 @@ TEXT_ROOM = 1.25
 """The text's entry is this much larger than the text, whose length changes from save to save."""
 TEXT_BLOCK_BYTES = 4096
 FAILED_AT_THE_END = "failed at the end"
-"""Word under which a rank posts the error of its last save."""
+"""Name under which a rank posts the error of its last save (`Peers.post`)."""
 CAUSE_S = 2.0
 """A rank whose last save is incomplete waits this long for the rank that knows why."""
 POSTPONED_MAX = 10

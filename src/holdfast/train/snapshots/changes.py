@@ -204,7 +204,7 @@ def write_rank(request: SaveRequest, buffer: bytes | bytearray | memoryview, *, 
     record: RankRecord | None = None
     try:
         if isinstance(folder, RemotePath):
-            remote_commit.check_open(folder)  # nobody could keep us from replacing a committed object
+            remote_commit.check_open(folder)  # an object store would let us replace objects of a committed snapshot
         with ChunkDigests(data) as digests:
             disk.write_all(file, data, beside=digests.start)
             at("written")

@@ -493,8 +493,8 @@ class Prefetch:
 
 
 def prefetch(folder: Path, wanted: WantedState, paths: CopyPaths, tell: Tell) -> None:
-    """Fetch the newest state of this rank into its worker's slot, which nobody uses yet. `tell` gets a description of
-    the state; an empty one when none was fetched."""
+    """Fetch the newest state of this rank into its worker's slot, which no worker uses yet. `tell` gets a description
+    of the state; an empty one when none was fetched."""
     fetched: Packet = {}
     try:
         for source in wanted.sources if not committed_slots(folder, wanted.local_rank) else ():

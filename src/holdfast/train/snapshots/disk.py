@@ -80,7 +80,7 @@ def chunk_digest(chunk: bytes | bytearray | memoryview) -> str:
 
 
 def chunk_crc(chunk: memoryview) -> str:
-    """A cheap digest of one chunk, as hex, where nobody forges one. Releases the interpreter's lock.
+    """A cheap digest of one chunk, as hex, against accidents but not against forgery. Releases the interpreter's lock.
 
     zlib-ng makes 10 GB/s or more, zlib 2 to 6, sha256 with SHA instructions 2."""
     return f"{fast.crc32(chunk):08x}"
@@ -218,7 +218,7 @@ def is_read_only(folder: Path) -> bool:
 class RefusalWatch:
     """Finds out whether a disk refuses even a small file, for a process that waits for what others write there.
 
-    A rank that cannot write leaves a refusal or renames the folder, so that nobody waits for it. Under a quota of
+    A rank that cannot write leaves a refusal or renames the folder, so that no rank waits for it. Under a quota of
     btrfs, and on a dead disk, neither is possible.
     """
 

@@ -10,7 +10,7 @@ committed. Every rank lists there the steps that it has, and which of them were 
 saver makes the same choice. A rank that leaves no list within the patience ends the rescue: a step is never written
 with ranks missing. A newer snapshot ends it, too: the workers of the other nodes live, and have gone on without this
 one. The savers poll, because writes of other nodes cause no local event. When a next life begins that has copies of
-states on other nodes, it goes on from memory, and nobody waits any more."""
+states on other nodes, it goes on from memory, and the wait ends."""
 
 from __future__ import annotations
 
@@ -396,7 +396,7 @@ def _agree(save: Save, pending_flush: PendingFlush) -> Save | None:
         failing.callback(slots.release, save.fd)
         folder_id = save.request.note.get(FOLDER_ID)
         if folder_id and is_of_another_folder(location_of(save.request.folder), folder_id):
-            return None  # nobody wants the states of a folder that was removed
+            return None  # the folder was removed: its states are not needed
         step = pending_flush.meet(save.needless or threading.Event())
         if step is None:
             return None

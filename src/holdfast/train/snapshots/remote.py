@@ -46,7 +46,7 @@ _LOST_SLASH = re.compile(r"(s3a?|gcs|gs|az|abfss?|file):/[^/]")
 """A URL that was made a Path: pathlib turns `s3://bucket` into `s3:/bucket`."""
 _SECRET = re.compile(r"key|secret|token|passw|signature|credential|connection_string|sas", re.IGNORECASE)
 _UNFIT = ("memory", "http", "https", "data")
-"""Protocols of fsspec that no other process can read, or that nobody can write."""
+"""Protocols of fsspec that other processes cannot read, or that cannot be written."""
 _MISSING_KEYS = ("NoCredentialsError", "PartialCredentialsError", "CredentialRetrievalError", "ProfileNotFound")
 """Names of the drivers' errors for missing credentials."""
 _FINAL = (FileNotFoundError, FileExistsError, PermissionError, NotImplementedError, ValueError, TypeError, ImportError)

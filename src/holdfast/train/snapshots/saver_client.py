@@ -103,7 +103,7 @@ class Tier(Protocol):
         one."""
 
     def drop(self, above_step: int) -> None:
-        """Drop all states of later steps, since they are wrong: nobody may write them, or go on from them."""
+        """Drop all states of later steps, since they are wrong: they must not be written or resumed from."""
 
     def read_back(self, snapshot: Snapshot) -> None:
         """Read a committed snapshot and check every byte. Any thread may call it."""

@@ -139,7 +139,7 @@ class Slots:
         """Take and map memory for all slots, of this size, so that no `stage` has to; piece by piece, by any threads in
         turn. Yields the number of slots that have room; the first of them is the one that is staged next.
 
-        `close` gives back memory that nobody has staged into. If this is called again, memory that was taken is used.
+        `close` gives back memory that was not staged into. If this is called again, memory that was taken is used.
         Raises SnapshotMemoryError when there is too little memory."""
         with self._errors(size_bytes):
             need_bytes = sum(max(0, file.missing_bytes(size_bytes)) for file in self._files)
@@ -170,7 +170,7 @@ class Slots:
         self._unfinished.clear()
 
     def _give_back(self) -> None:
-        """Give back the memory of files that `reserving` made larger, if nobody has staged into them."""
+        """Give back the memory of files that `reserving` made larger, if they were not staged into."""
         for index, (before_bytes, sequence) in self._unfinished.items():
             file = self._files[index]
             unused = file.sequence == sequence and (self._staging is None or self._staging.number != index)
