@@ -216,7 +216,7 @@ def fixed_limits(module: ast.Module) -> Iterator[int]:
         owner = call.func.value.id if isinstance(call.func.value, ast.Name) else ""
         if call.func.attr not in WAITS and not (owner == "subprocess" and call.func.attr in STARTS):
             continue
-        if owner in ("mark", "jobs", "site") or (
+        if owner in ("mark", "jobs", "job_folder") or (
             isinstance(call.func.value, ast.Attribute) and call.func.value.attr == "mark"
         ):
             continue  # scaled when tests are collected, and by the fixtures
@@ -319,18 +319,17 @@ def test_no_word_of_our_own_stands_for_a_word_of_the_field() -> None:
 # --- sentences --------------------------------------------------------------------------------------------------------
 
 READ = (
-    *(
-        "cli",
-        "dashboard",
-        "diagnosis",
-        "doctor",
-        "extensions",
-        "launchers",
-        "launching",
-        "rendezvous",
-        "runs",
-        "torchrun_handler",
-    ),
+    "cli",
+    "dashboard",
+    "diagnosis",
+    "doctor",
+    "extensions",
+    "launchers",
+    "launching",
+    "rendezvous",
+    "runs",
+    "torchrun_handler",
+    "train",
     "worker",
 )
 """Packages whose docstrings a reader has gone through. Add a package when its docstrings are whole sentences."""
