@@ -324,6 +324,7 @@ READ = (
         "runs",
         "torchrun_handler",
     ),
+    "supervisor",
     "worker",
 )
 """Packages whose docstrings a reader has gone through. Add a package when its docstrings are whole sentences."""

@@ -172,7 +172,7 @@ async def _run_job(
             _write_end(journal, outcome)
             await asyncio.to_thread(write_reports, outcome, folder.path)
             text = _rendered(render, Finished(outcome, str(folder.path or "")), journal)
-            router.tell_elsewhere(_told_in(text, outcome))
+            router.hide_tracebacks(_told_in(text, outcome))
             if not await run_detached(lambda: router.close(CONSOLE_STALL_S_MAX)):
                 stall_s = CONSOLE_LAST_CHANCE_S_MAX
         if text:
@@ -474,7 +474,7 @@ class AgentService:
                     link.close(reason)
             case Say(text, victims):
                 if victims is not None:
-                    self._router.tell_elsewhere(victims)
+                    self._router.hide_tracebacks(victims)
                 self._console.say(text)
             case Note(event, fields):
                 self._journal.write(f"agent.{event}", **fields)
