@@ -320,11 +320,13 @@ READ = (
         "extensions",
         "launchers",
         "launching",
+        "metrics",
         "rendezvous",
         "runs",
+        "runtime",
+        "supervisor",
         "torchrun_handler",
     ),
-    "supervisor",
     "worker",
 )
 """Packages whose docstrings a reader has gone through. Add a package when its docstrings are whole sentences."""
