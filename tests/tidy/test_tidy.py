@@ -321,6 +321,7 @@ READ = (
         "launchers",
         "launching",
         "metrics",
+        "protocol",
         "rendezvous",
         "runs",
         "runtime",
