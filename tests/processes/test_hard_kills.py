@@ -27,6 +27,18 @@ def test_nothing_outlives_a_killed_agent(job_folder) -> None:
     assert not Path(f"/proc/{supervisor}").exists() or agent.end() == 137
 
 
+def test_nothing_outlives_agents_that_are_killed_by_their_command_line(job_folder) -> None:
+    """As `pkill -9 -f holdfast` does: the supervisor, which is a fork of the agent, has a command line of its own."""
+    agent = job_folder.start("--standalone", "--nproc-per-node", "2", job_folder.script(SIX))
+    job_folder.wait(2, "up")
+    line = Path(f"/proc/{agent.pid}/cmdline").read_bytes()
+    alike = [pid for pid in descendants(agent.pid) if Path(f"/proc/{pid}/cmdline").read_bytes() == line]
+    assert alike == [], "the agent alone has this command line"
+    assert Path(f"/proc/{agent.supervisor}/cmdline").read_bytes().rstrip(b"\0") == b"hf-supervisor"
+    agent.signal(signal.SIGKILL)
+    job_folder.all_gone(limit_s=1.0)
+
+
 def test_a_command_of_notify_does_not_outlive_a_killed_agent(job_folder) -> None:
     """Neither what it has started, in a session of its own."""
     pids = job_folder.folder / "pids"

@@ -29,6 +29,8 @@ only another scan finds that child."""
 PR_SET_PDEATHSIG = 1
 PR_SET_NAME = 15
 PR_SET_CHILD_SUBREAPER = 36
+FIRST_FIELD, ARGUMENTS = 3, (48, 49)
+"""Numbers of fields in /proc/PID/stat, as in proc(5): the first one after the name; bounds of the command line."""
 
 
 def prctl(option: int, argument: int | bytes) -> None:
@@ -39,6 +41,17 @@ def prctl(option: int, argument: int | bytes) -> None:
     value = ctypes.c_char_p(argument) if isinstance(argument, bytes) else ctypes.c_ulong(argument)
     if libc.prctl(option, value, 0, 0, 0):
         raise _errno_error()
+
+
+def set_command_line(text: bytes) -> None:
+    """Write this text over the command line of this process, which a forked process has from its parent. A longer text
+    is cut."""
+    import ctypes
+
+    stat = process_stat("self")
+    begin, end = (int(stat.fields[number - FIRST_FIELD]) for number in ARGUMENTS) if stat is not None else (0, 0)
+    if 0 < begin < end:
+        ctypes.memmove(begin, text[: end - begin - 1].ljust(end - begin, b"\0"), end - begin)
 
 
 def _errno_error() -> OSError:

@@ -181,6 +181,10 @@ def _run(sock: socket.socket, agent: int, ignored: Sequence[int], limit: int) ->
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
 
         processes.prctl(processes.PR_SET_NAME, NAME)
+        # With the agent's command line it would be killed together with it by `pkill -9 -f holdfast`, and nobody would
+        # end what the workers have started.
+        processes.set_command_line(NAME)
+
         # If it is suspended when the agent ends, it would leave its workers running: so the kernel sends SIGCONT then.
         # The signal does nothing to a supervisor that runs, which still has to end the workers.
         processes.prctl(processes.PR_SET_PDEATHSIG, signal.SIGCONT)
