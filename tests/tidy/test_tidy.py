@@ -216,7 +216,7 @@ def fixed_limits(module: ast.Module) -> Iterator[int]:
         owner = call.func.value.id if isinstance(call.func.value, ast.Name) else ""
         if call.func.attr not in WAITS and not (owner == "subprocess" and call.func.attr in STARTS):
             continue
-        if owner in ("mark", "jobs", "site") or (
+        if owner in ("mark", "jobs", "job_folder") or (
             isinstance(call.func.value, ast.Attribute) and call.func.value.attr == "mark"
         ):
             continue  # scaled when tests are collected, and by the fixtures

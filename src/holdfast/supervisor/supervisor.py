@@ -84,7 +84,7 @@ class SupervisorHandle(NamedTuple):
     """The soft limit of open files that the agent was started with: workers have the same."""
 
 
-class Recorded(NamedTuple):
+class RecordedChild(NamedTuple):
     """A child that was started by order of the agent. An orphan that we adopted is none."""
 
     key: str
@@ -232,7 +232,7 @@ class Supervisor:
         """Soft limit of open files for every started process."""
         self._pid = os.getpid()
         self._out = seqpacket.Outbox()
-        self._recorded: dict[int, Recorded] = {}
+        self._recorded: dict[int, RecordedChild] = {}
         """Living children that were started by order, by pid."""
         self._execs: dict[int, int] = {}
         """Pipe that reports whether exec worked -> pid."""
@@ -432,14 +432,14 @@ class Supervisor:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
         os.close(write_end)
-        self._recorded[pid] = Recorded(key, bool(command["service"]))
+        self._recorded[pid] = RecordedChild(key, bool(command["service"]))
         self._execs[read_end] = pid
         self._poller.register(read_end, select.POLLIN)
         return pid
 
     def _forked(self, command: dict[str, Any], pid: int) -> None:
         """A process was forked by the fork server and became our child; a worker waits for permission to run."""
-        self._recorded[pid] = Recorded(command["key"], bool(command["service"]))
+        self._recorded[pid] = RecordedChild(command["key"], bool(command["service"]))
         if command["key"] not in (fork_server.STANDBY, fork_server.KEY):  # these are internal: no event
             self._out.add({"is": "started", "key": command["key"], "pid": pid})
 

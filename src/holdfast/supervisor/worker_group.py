@@ -491,7 +491,7 @@ class WorkerGroup:
             why = error.strerror or str(error)
             raise SupervisorLostError(f"the parent process of this node's workers cannot be started: {why}") from error
 
-        # The new one has none of the settings that were sent to its predecessor.
+        # The new one has none of the settings that were sent to the one that was killed.
         self._supervisor = SupervisorClient(handle, self._on_supervisor, at_once_s=self._at_once_s)
         self._saver.renew(self._supervisor)
         if self._dashboard is not None:
